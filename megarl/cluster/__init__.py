@@ -1,0 +1,1 @@
+"""Ray: processes, placements, waits with deadlines. The only room that imports ray."""

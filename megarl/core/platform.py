@@ -1,0 +1,81 @@
+"""The facts that differ between machines without and with CUDA. The only place that branches on it.
+
+Nothing here imports torch when the module loads: the driver and the recipe check ask for a platform too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+PlatformName = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What one kind of machine needs.
+
+    name: cpu or cuda. device: torch's device string for tensors of a rank. backend: torch.distributed's backend.
+    ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`.
+    env: variables that every rank and server starts with.
+    """
+
+    name: PlatformName
+    device: str
+    backend: Literal["gloo", "nccl"]
+    ray_resource: str
+    server_module: str
+    server_args: tuple[str, ...]
+    env: dict[str, str]
+    has_transformer_engine: bool
+    has_apex: bool
+
+
+@cache
+def cuda_device_count() -> int:
+    """Number of NVIDIA devices that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    return len([node for node in Path("/dev").glob("nvidia[0-9]*") if node.name[len("nvidia") :].isdigit()])
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
+    """The platform of that name; `auto` is cuda where an NVIDIA device is visible."""
+    if name == "auto":
+        name = "cuda" if cuda_device_count() else "cpu"
+    if name == "cpu":
+        return Platform(
+            name="cpu",
+            device="cpu",
+            backend="gloo",
+            ray_resource="megarl_cpu_device",
+            server_module="megarl.rollout.sglang_cpu",
+            server_args=tuple(
+                "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
+                "--disable-overlap-schedule --skip-server-warmup --sleep-on-idle".split()
+            ),
+            # Two OpenMP threads beside other busy processes run 10-30 times slower than one.
+            env={"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            has_transformer_engine=False,
+            has_apex=False,
+        )
+    return Platform(
+        name="cuda",
+        device="cuda",
+        backend="nccl",
+        ray_resource="GPU",
+        server_module="sglang.launch_server",
+        server_args=("--skip-server-warmup",),
+        env={},
+        has_transformer_engine=_installed("transformer_engine"),
+        has_apex=_installed("apex") and _installed("amp_C"),
+    )

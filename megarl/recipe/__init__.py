@@ -1,0 +1,1 @@
+"""Reads, resolves and refuses recipes. No torch."""

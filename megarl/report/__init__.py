@@ -1,0 +1,1 @@
+"""Metrics for people: console, files, pictures."""

@@ -1,0 +1,1 @@
+"""Grading responses, in worker processes with deadlines."""

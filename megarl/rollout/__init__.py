@@ -1,0 +1,1 @@
+"""Generation on SGLang servers, which run as subprocesses."""

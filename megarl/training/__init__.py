@@ -1,0 +1,1 @@
+"""The Megatron engine: steps, log-probs, checkpoints, on one rank."""

@@ -1,0 +1,39 @@
+"""megarl's package. What each extra is for stands in README.md; pinned versions stand in requirements/."""
+
+from setuptools import find_packages, setup
+
+PINNED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.21", "sglang-router": "0.3.2", "ray": "2.60.0", "transformers": "5.12.1"}
+
+RUNTIME = [
+    *(f"{name}=={version}" for name, version in PINNED.items() if name != "sglang"),
+    "numpy",
+    "safetensors",
+    "psutil",
+    "pyyaml",
+    "pydantic>=2",
+    "typer",
+    "rich",
+    "aiohttp",
+    "pyarrow",
+    "math-verify",
+    "matplotlib",
+    "tensorboard",
+]
+
+setup(
+    name="megarl",
+    version="0.1.0",
+    description="Reinforcement-learning post-training of large language models on Megatron-core, SGLang and Ray",
+    packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=RUNTIME,
+    extras_require={
+        # On a CPU, SGLang's CUDA-only dependencies are left out: install requirements/cpu.lock with --no-deps.
+        "cpu": ["wandb"],
+        # NVIDIA Apex is built from source: PyPI's `apex` is an unrelated package and must not be named here.
+        "gpu": [f"sglang=={PINNED['sglang']}", "transformer-engine[pytorch]", "wandb"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil"],
+    },
+    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+)
