@@ -134,12 +134,6 @@ class Actor(Section):
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
 
 
-class Reference(Section):
-    """The frozen policy that the KL is measured to; only with algorithm.kl_coef > 0."""
-
-    parallel: Parallel = Parallel()
-
-
 class Sync(Section):
     """Weights from the actor to the servers."""
 
@@ -229,7 +223,6 @@ class Recipe(Section):
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     actor: Actor = Actor()
-    reference: Reference = Reference()
     sync: Sync = Sync()
     eval: Eval = Eval()
     train: Train
