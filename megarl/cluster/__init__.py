@@ -1,1 +1,13 @@
-"""Ray: processes, placements, waits with deadlines. The only room that imports ray."""
+"""Ray: processes, placements, waits with deadlines. The only room that imports ray.
+
+Ray reads how it authenticates when it is first imported, so this package decides it before any of its modules imports ray:
+a secret of this process's own, which Ray's processes inherit. A token that is already in the environment is kept.
+"""
+
+import os
+import secrets
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray would otherwise report usage over the network.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

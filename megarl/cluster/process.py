@@ -1,0 +1,62 @@
+"""What every actor process of a run does first: its own log file, and stacks on request."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+# Megarl's own request for all stacks of a process; the handler runs even while the process hangs in native code.
+STACK_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """How an actor's process names itself and where it writes."""
+
+    name: str  # for people: "actor rank 0", "collector", "server 1"
+    logs: Path
+
+    @property
+    def log(self) -> Path:
+        """Everything that the process prints."""
+        return self.logs / f"{self.name.replace(' ', '_')}.log"
+
+    @property
+    def stack(self) -> Path:
+        """Where the stacks go when they are asked for."""
+        return self.logs / f"{self.name.replace(' ', '_')}.stack"
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """Where an actor's process runs."""
+
+    pid: int
+    host: str
+
+
+def configure_process(spec: ProcessSpec) -> ProcessFacts:
+    """Send this process's output to its log file and have it write all stacks when STACK_SIGNAL arrives."""
+    spec.logs.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    output = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    os.close(output)
+    faulthandler.enable()
+    # The file stays open for the life of the process: a signal handler cannot open one.
+    faulthandler.register(STACK_SIGNAL, file=spec.stack.open("w"), all_threads=True)
+    return ProcessFacts(os.getpid(), socket.gethostname())
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a text file, or a word that there is none."""
+    if not path.exists():
+        return f"(no {path.name})"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) or f"({path.name} is empty)"

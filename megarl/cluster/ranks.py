@@ -1,0 +1,163 @@
+"""The pool of Megatron ranks: one Ray actor a device, each hosting every Megatron role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
+from megarl.cluster.runtime import LOOPBACK, Runtime
+from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.core.types import Column, Shard
+from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
+from megarl.training.layout import Layout, dp_rank, is_lead
+from megarl.training.rank import Rank, RoleSpec
+
+
+class RankActor:
+    """What runs in a rank's process: training's Rank, and the sending end of the weight sync."""
+
+    def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: str, seed: int) -> None:
+        self._facts = configure_process(spec)
+        self._rank = Rank(rank, world_size, platform, seed)
+        self._senders: dict[str, BroadcastSender] = {}
+
+    def facts(self) -> ProcessFacts:
+        """Where this process runs."""
+        return self._facts
+
+    def free_port(self) -> int:
+        """A port that is free on this node."""
+        return self._rank.free_port()
+
+    def rendezvous(self, host: str, port: int, tp: int, timeout_s: float) -> None:
+        """Join the ranks' process group."""
+        self._rank.rendezvous(host, port, Layout(tp=tp, world_size=self._rank.world_size), timeout_s)
+
+    def build(self, role: str, spec: RoleSpec) -> None:
+        """Build a role's model from its HF folder."""
+        self._rank.build(role, spec)
+
+    def logprobs(self, role: str, shard: Shard) -> tuple[None, Column | None]:
+        """Log-probs of a shard's labels; only lead ranks return the column."""
+        return None, self._rank.logprobs(role, shard)
+
+    def update(self, role: str, names: tuple[str, ...], shard: Shard, *columns: Column) -> dict[str, float]:
+        """One pass of optimizer steps over the shard's mini-batches; metrics are the same on every rank."""
+        return self._rank.update(role, shard, dict(zip(names, columns, strict=True)))
+
+    def save(self, role: str, folder: Path) -> None:
+        """Write this rank's part of a distributed checkpoint."""
+        self._rank.save(role, folder)
+
+    def load(self, role: str, folder: Path) -> None:
+        """Read this rank's part of a distributed checkpoint."""
+        self._rank.load(role, folder)
+
+    def export_hf(self, role: str, source: Path, target: Path) -> None:
+        """Write the role's weights as an HF folder."""
+        self._rank.export_hf(role, source, target)
+
+    def send_weights(
+        self, role: str, version: int, servers: Sequence[ServerEndpoint], bucket_bytes: int, timeout_s: float
+    ) -> SyncReport | None:
+        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 reports, the others gather."""
+        buckets = lambda: self._rank.buckets(role, bucket_bytes)  # noqa: E731  each attempt gathers anew
+        sender = self._senders.setdefault(role, self._rank.sender(timeout_s))
+        return sender.send(buckets, version, servers)
+
+    def peak_bytes(self) -> int:
+        """Largest memory that this rank has held."""
+        return self._rank.peak_bytes()
+
+
+@dataclass
+class RankGroup:
+    """The driver's handle of all ranks."""
+
+    workers: tuple[Worker, ...]
+    layout: Layout
+    waiter: Waiter
+    bundle: PlacementGroup
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that a batch is dealt in: one a data-parallel rank."""
+        return self.layout.dp
+
+    @classmethod
+    def start(cls, runtime: Runtime, layout: Layout, seed: int, waiter: Waiter, deadline_s: float) -> RankGroup:
+        """Start one process a device and join them in a process group."""
+        resource = runtime.platform.ray_resource
+        bundle = placement_group([{resource: 1.0, "CPU": 0.01}] * layout.world_size, strategy="PACK")
+        handles = []
+        for rank in range(layout.world_size):
+            spec = ProcessSpec(f"rank {rank}", runtime.logs)
+            options: dict[str, Any] = {
+                "num_cpus": 0.01,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle, placement_group_bundle_index=rank),
+                **({"num_gpus": 1.0} if resource == "GPU" else {"resources": {resource: 1.0}}),
+            }
+            actor = ray.remote(RankActor).options(**options)
+            handles.append((spec, actor.remote(spec, rank, layout.world_size, runtime.platform.name, seed)))
+        unknown = ProcessFacts(0, "?")
+        starting = [Worker(handle, spec, unknown) for spec, handle in handles]
+        facts = waiter.wait(
+            [Call(worker, worker.handle.facts.remote()) for worker in starting],
+            phase="start",
+            role="ranks",
+            deadline_s=deadline_s,
+        )
+        workers = tuple(Worker(worker.handle, worker.spec, fact) for worker, fact in zip(starting, facts, strict=True))
+        group = cls(workers, layout, waiter, bundle)
+        port = group.call(lambda worker, _: worker.handle.free_port.remote(), "start", "ranks", deadline_s, only=[0])[0]
+        group.call(
+            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, layout.tp, deadline_s),
+            "rendezvous",
+            "ranks",
+            deadline_s,
+        )
+        return group
+
+    def call(
+        self,
+        remote: Callable[[Worker, int], Any],
+        phase: str,
+        role: str,
+        deadline_s: float,
+        only: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Call every rank (or only some) and wait for the small results; in the order of the ranks."""
+        chosen = range(len(self.workers)) if only is None else only
+        calls = [Call(self.workers[rank], remote(self.workers[rank], rank)) for rank in chosen]
+        return self.waiter.wait(calls, phase=phase, role=role, deadline_s=deadline_s)
+
+    def call_columns(
+        self, remote: Callable[[Worker, int], tuple[Any, Any]], phase: str, role: str, deadline_s: float
+    ) -> tuple[Any, ...]:
+        """Call every rank for a column: returns one reference a shard, from the lead rank of each; fetches none."""
+        calls: list[Call] = []
+        columns: list[Any] = [None] * self.layout.dp
+        for rank, worker in enumerate(self.workers):
+            status, column = remote(worker, rank)
+            calls.append(Call(worker, status))
+            if is_lead(rank, self.layout):
+                columns[dp_rank(rank, self.layout)] = column
+        self.waiter.wait(calls, phase=phase, role=role, deadline_s=deadline_s)
+        return tuple(columns)
+
+    def shard_of(self, rank: int) -> int:
+        """Index of the shard that a rank works on."""
+        return dp_rank(rank, self.layout)
+
+    def close(self) -> None:
+        """End the ranks' processes."""
+        for worker in self.workers:
+            ray.kill(worker.handle)
+        remove_placement_group(self.bundle)

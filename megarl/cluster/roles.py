@@ -1,0 +1,98 @@
+"""Typed handles of the Megatron roles: what the loop talks to. Methods take and return references, never tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.ranks import RankGroup
+from megarl.core.types import BatchInfo
+from megarl.recipe.schema import Deadlines
+from megarl.training.rank import RoleSpec
+
+# One reference a shard to a Column in the object store.
+ColumnRefs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The driver's handle of a step's samples: one reference a shard, and counts."""
+
+    shards: tuple[Any, ...]
+    info: BatchInfo
+
+
+@dataclass(frozen=True)
+class _Role:
+    """A role that ranks host."""
+
+    name: str
+    ranks: RankGroup
+    deadlines: Deadlines
+
+    def build(self, spec: RoleSpec) -> None:
+        """Build the model on every rank from its HF folder."""
+        self.ranks.call(
+            lambda worker, _: worker.handle.build.remote(self.name, spec), "build", self.name, self.deadlines.start_s
+        )
+
+    def logprobs(self, batch: Batch) -> ColumnRefs:
+        """Log-probs of every label of the batch, natural log, of the temperature-scaled distribution."""
+        return self.ranks.call_columns(
+            lambda worker, rank: worker.handle.logprobs.options(num_returns=2).remote(
+                self.name, batch.shards[self.ranks.shard_of(rank)]
+            ),
+            "log-probs",
+            self.name,
+            self.deadlines.train_s,
+        )
+
+
+class Reference(_Role):
+    """The frozen policy that the KL is measured to."""
+
+
+class Policy(_Role):
+    """The actor: the policy under training."""
+
+    def update(self, batch: Batch, **columns: ColumnRefs) -> dict[str, float]:
+        """One optimizer step a mini-batch; returns metrics, reduced over all ranks."""
+        names = tuple(columns)
+
+        def remote(worker: Any, rank: int) -> Any:
+            shard = self.ranks.shard_of(rank)
+            return worker.handle.update.remote(
+                self.name, names, batch.shards[shard], *(columns[name][shard] for name in names)
+            )
+
+        results: list[dict[str, float]] = self.ranks.call(remote, "update", self.name, self.deadlines.train_s)
+        return results[0]
+
+    def save(self, folder: Path) -> None:
+        """Write a distributed checkpoint: weights, optimizer, schedule."""
+        self.ranks.call(
+            lambda worker, _: worker.handle.save.remote(self.name, folder), "save", self.name, self.deadlines.save_s
+        )
+
+    def load(self, folder: Path) -> None:
+        """Read a distributed checkpoint."""
+        self.ranks.call(
+            lambda worker, _: worker.handle.load.remote(self.name, folder), "load", self.name, self.deadlines.save_s
+        )
+
+    def export(self, source: Path, target: Path) -> None:
+        """Write the weights as an HF folder; config and tokenizer come from `source`."""
+        self.ranks.call(
+            lambda worker, _: worker.handle.export_hf.remote(self.name, source, target),
+            "export",
+            self.name,
+            self.deadlines.save_s,
+        )
+
+    def peak_bytes(self) -> int:
+        """Largest memory that any rank has held."""
+        peaks: list[int] = self.ranks.call(
+            lambda worker, _: worker.handle.peak_bytes.remote(), "memory", self.name, self.deadlines.train_s
+        )
+        return max(peaks)

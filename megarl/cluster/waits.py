@@ -1,0 +1,141 @@
+"""Waiting for remote work: always with a deadline, and with an error that says what, who and where.
+
+The driver waits nowhere else. Time spent here is not the driver's own (perf/driver_s).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec, tail
+from megarl.core.errors import DeadlineError, MegarlError, WorkerDiedError
+from megarl.core.timing import PhaseTimer
+
+STACK_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One remote process: its Ray actor, and what an error needs to say of it."""
+
+    handle: Any
+    spec: ProcessSpec
+    facts: ProcessFacts
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.spec.name
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call under way: `result` is small and is fetched; what is big travels in references beside it."""
+
+    worker: Worker
+    result: Any
+
+
+@dataclass
+class Waiter:
+    """Waits for calls; also notices watched processes that end meanwhile.
+
+    watches: reference that becomes ready when a watched process ends -> what to do then (may raise).
+    """
+
+    timer: PhaseTimer
+    watches: dict[Any, Callable[[str], None]] = field(default_factory=dict)
+
+    def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
+        """Results in the order of the calls.
+
+        Raises WorkerDiedError, DeadlineError, or the call's own MegarlError with the worker's name in front. The first
+        failure is raised at once, whatever the other calls still do.
+        """
+        with self.timer.waiting():
+            return self._wait(calls, phase, role, deadline_s)
+
+    def _wait(self, calls: Sequence[Call], phase: str, role: str, deadline_s: float) -> list[Any]:
+        by_ref = {call.result: call for call in calls}
+        results: dict[Any, Any] = {}
+        end = time.monotonic() + deadline_s
+        while len(results) < len(by_ref):
+            pending = [ref for ref in by_ref if ref not in results]
+            ready, _ = ray.wait([*pending, *self.watches], num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
+            for ref in ready:
+                if ref in by_ref:
+                    results[ref] = _fetch(by_ref[ref], phase, role)
+                else:
+                    self._watched(ref)
+        return [results[call.result] for call in calls]
+
+    def _watched(self, ref: Any) -> None:
+        ended = self.watches.pop(ref)
+        try:
+            ended(str(ray.get(ref, timeout=0)))
+        except (RayActorError, RayTaskError, GetTimeoutError) as error:
+            ended(f"its supervisor ended: {type(error).__name__}")
+
+    def _deadline(self, phase: str, role: str, deadline_s: float, workers: list[Worker]) -> DeadlineError:
+        names = ", ".join(worker.name for worker in workers)
+        stacks = [f"--- {worker.name}, stacks:\n{stacks_of(worker)}" for worker in workers]
+        logs = [f"--- {worker.name}, end of {worker.spec.log}:\n{tail(worker.spec.log)}" for worker in workers]
+        return DeadlineError(
+            f"{phase} ({role}) did not finish within {deadline_s:g} s. Still waiting for: {names}. If this work is only "
+            "slow, raise its limit under `deadlines` in the recipe.\n" + "\n".join([*stacks, *logs])
+        )
+
+
+def stacks_of(worker: Worker) -> str:
+    """All stacks of a process on this machine, as its own fault handler writes them."""
+    if worker.facts.host != socket.gethostname():
+        return f"(on host {worker.facts.host}: see {worker.spec.stack} there)"
+    before = worker.spec.stack.stat().st_size if worker.spec.stack.exists() else 0
+    try:
+        os.kill(worker.facts.pid, STACK_SIGNAL)
+    except ProcessLookupError:
+        return "(the process has ended)"
+    end = time.monotonic() + STACK_WAIT_S
+    size = before
+    while time.monotonic() < end:
+        # The handler writes in several pieces: the dump is whole once it stopped growing.
+        time.sleep(0.1)
+        grown = worker.spec.stack.stat().st_size
+        if grown == size and grown > before:
+            break
+        size = grown
+    return tail(worker.spec.stack, 60)
+
+
+def _fetch(call: Call, phase: str, role: str) -> Any:
+    worker = call.worker
+    try:
+        return ray.get(call.result)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        if isinstance(cause, MegarlError):
+            raise type(cause)(f"{phase} ({role}), {worker.name}: {cause}") from None
+        raise MegarlError(
+            f"{phase} ({role}) failed on {worker.name}: {type(cause).__name__}: {cause}\n--- its trace:\n{error}"
+            f"\n--- end of {worker.spec.log}:\n{tail(worker.spec.log)}"
+        ) from error
+    except RayActorError as error:
+        raise WorkerDiedError(
+            f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died during {phase} ({role}). "
+            f"{_reason(error)}\n--- end of {worker.spec.log}:\n{tail(worker.spec.log)}"
+        ) from error
+
+
+def _reason(error: RayActorError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "worker" in line.lower() or "died" in line.lower()]
+    return " ".join(lines[-2:])

@@ -1,0 +1,156 @@
+"""Leaves nothing behind: ends every process of a run and removes its shared memory, also after `kill -9` of the driver.
+
+Every process of a run inherits `MEGARL_RUN_ID`. The driver starts one janitor, a small process in a session of its own,
+which waits (on a pidfd, without polling) for the driver to end, and then cleans. After an orderly end it finds nothing.
+Shared memory that outlives its processes is found by name: servers register their segments in the run's registry file.
+
+Only processes of this user that carry the run's own id are ever signalled. Standard library only: it must start fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_ID_VARIABLE = "MEGARL_RUN_ID"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What a cleaning found and removed."""
+
+    pids: tuple[int, ...]
+    segments: tuple[str, ...]
+
+
+def processes_of(run_id: str, *, but: Iterable[int] = ()) -> list[int]:
+    """Pids of this user's processes that were started with this run's id in their environment; zombies are not counted."""
+    mark = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    spared = {os.getpid(), *but}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in spared:
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile, or it is another user's
+        if mark in environment.split(b"\0"):
+            found.append(int(entry.name))
+    return found
+
+
+def segments_of(pids: Iterable[int]) -> set[str]:
+    """Names under /dev/shm that these processes have mapped."""
+    names = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except OSError:
+            continue  # it ended meanwhile
+        for line in maps.splitlines():
+            path = line.partition("/dev/shm/")[2]
+            if path and not path.endswith("(deleted)"):
+                names.add(path)
+    return names
+
+
+def register_segments(registry: Path, names: Iterable[str]) -> None:
+    """Append names under /dev/shm to the registry: they are removed when the run ends, however it ends."""
+    with registry.open("a") as file:
+        file.writelines(f"{name}\n" for name in names)
+
+
+def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Iterable[int] = ()) -> Cleaned:
+    """Kill what is left of the run, remove its shared memory and its temporary folders; returns what was found.
+
+    but: pids to spare (the driver itself). Takes at most a few seconds: SIGKILL cannot be refused.
+    """
+    names = set(registry.read_text().split()) if registry.exists() else set()
+    killed: set[int] = set()
+    deadline = time.monotonic() + 8
+    while pids := processes_of(run_id, but=but):
+        names |= segments_of(pids)
+        for pid in pids:
+            _kill(pid)
+        killed.update(pids)
+        if time.monotonic() > deadline:
+            break
+        _await_exit(pids, timeout_s=1.0)
+    removed = []
+    for name in sorted(names):
+        segment = SHARED_MEMORY / name
+        if segment.is_file() and segment.resolve().is_relative_to(SHARED_MEMORY):
+            segment.unlink(missing_ok=True)
+            removed.append(name)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Cleaned(tuple(sorted(killed)), tuple(removed))
+
+
+def start(run_id: str, registry: Path, *, folders: Iterable[Path] = ()) -> subprocess.Popen[bytes]:
+    """Start the janitor of this process's run, in a session of its own, so that no signal to the run's group reaches it."""
+    environment = {key: value for key, value in os.environ.items() if key != RUN_ID_VARIABLE}
+    command = [sys.executable, "-m", __name__, "--pid", str(os.getpid()), "--run-id", run_id, "--registry", str(registry.resolve())]
+    for folder in folders:
+        command += ["--folder", str(folder)]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it ended meanwhile
+
+
+def _await_exit(pids: Iterable[int], timeout_s: float) -> None:
+    """Wait until all of these have ended, or until the time is over."""
+    deadline = time.monotonic() + timeout_s
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(handle)
+
+
+def main() -> None:
+    """Wait for the driver to end, then clean; the entry point of the janitor's own process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pid", type=int, required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--registry", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, action="append", default=[])
+    options = parser.parse_args()
+    try:
+        handle = os.pidfd_open(options.pid)
+    except ProcessLookupError:
+        handle = None  # the driver has already ended
+    if handle is not None:
+        select.select([handle], [], [])
+    clean(options.run_id, options.registry, folders=options.folder)
+
+
+if __name__ == "__main__":
+    main()

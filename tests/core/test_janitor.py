@@ -1,0 +1,115 @@
+"""The janitor ends exactly the processes of its run and removes their shared memory, whatever kills the driver."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.core import janitor
+
+# A process that maps a segment of shared memory, says so, and waits for ever, in a session of its own.
+SLEEPER = """
+import mmap, os, signal, sys
+path = "/dev/shm/" + sys.argv[1]
+file = open(path, "wb+"); file.truncate(4096); view = mmap.mmap(file.fileno(), 4096)
+print("ready", flush=True)
+signal.pause()
+"""
+
+# A driver: starts a janitor and a sleeper, then waits to be killed.
+DRIVER = """
+import os, pathlib, signal, subprocess, sys
+from megarl.core import janitor
+run_id, registry, folder, segment = sys.argv[1:]
+os.environ[janitor.RUN_ID_VARIABLE] = run_id
+janitor.start(run_id, pathlib.Path(registry), folders=[pathlib.Path(folder)])
+child = subprocess.Popen([sys.executable, "-c", pathlib.Path(folder, "sleeper.py").read_text(), segment], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def run_id() -> str:
+    return secrets.token_hex(8)
+
+
+def start_sleeper(run_id: str, segment: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, segment],
+        env={**os.environ, janitor.RUN_ID_VARIABLE: run_id},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_clean_kills_only_its_own_run(run_id: str, tmp_path: Path) -> None:
+    segment, other_segment = f"megarl-test-{run_id}", f"megarl-test-other-{run_id}"
+    mine, other = start_sleeper(run_id, segment), start_sleeper("another-run", other_segment)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    try:
+        cleaned = janitor.clean(run_id, tmp_path / "registry", folders=[folder])
+        assert cleaned == janitor.Cleaned((mine.pid,), (segment,))
+        assert mine.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
+        assert not Path("/dev/shm", segment).exists()
+        assert Path("/dev/shm", other_segment).exists()
+        assert not folder.exists()
+    finally:
+        other.kill()
+        other.wait()
+        Path("/dev/shm", other_segment).unlink()
+
+
+def test_clean_spares_the_named_pids(run_id: str, tmp_path: Path) -> None:
+    spared = start_sleeper(run_id, f"megarl-test-{run_id}")
+    try:
+        assert janitor.clean(run_id, tmp_path / "registry", but=[spared.pid]).pids == ()
+        assert spared.poll() is None
+    finally:
+        janitor.clean(run_id, tmp_path / "registry")
+        spared.wait()
+
+
+def test_registered_segments_are_removed_after_their_process_is_gone(run_id: str, tmp_path: Path) -> None:
+    segment = Path("/dev/shm", f"megarl-test-{run_id}")
+    segment.touch()
+    registry = tmp_path / "registry"
+    janitor.register_segments(registry, [segment.name, "../outside", "never-there"])
+    assert janitor.clean(run_id, registry).segments == (segment.name,)
+    assert not segment.exists()
+
+
+def test_a_killed_driver_leaves_nothing(run_id: str, tmp_path: Path) -> None:
+    folder, segment = tmp_path / "temporary", f"megarl-test-{run_id}"
+    folder.mkdir()
+    (folder / "sleeper.py").write_text(SLEEPER)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, run_id, str(tmp_path / "registry"), str(folder), segment], stdout=subprocess.PIPE
+    )
+    assert driver.stdout is not None
+    child = int(driver.stdout.readline())
+    watch = os.pidfd_open(child)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    ended, _, _ = select.select([watch], [], [], 10)
+    os.close(watch)
+    assert ended, "the child is still there 10 s after its driver was killed"
+    for _ in range(100):
+        if not folder.exists():
+            break
+        select.select([], [], [], 0.05)
+    assert not folder.exists()
+    assert not Path("/dev/shm", segment).exists()
+    assert janitor.processes_of(run_id) == []
