@@ -79,3 +79,14 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         has_transformer_engine=_installed("transformer_engine"),
         has_apex=_installed("apex") and _installed("amp_C"),
     )
+
+
+def peak_bytes(platform: Platform) -> int:
+    """Most memory that this process has held: of its CUDA device, or resident where the device is the host itself."""
+    if platform.name == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB

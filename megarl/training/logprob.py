@@ -1,0 +1,154 @@
+"""Log-probs of labels and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+
+Full logits are never gathered: two collectives of a few numbers per token replace them. No second `[T, V]` float32
+tensor lives longer than one chunk of tokens: the backward pass computes the softmax again instead of keeping it.
+
+Notation, for one token with logits x, temperature c and z = x / c:
+
+    lse  = log sum_j exp(z_j)          log p_y = z_y - lse          H = lse - sum_j p_j z_j
+    d log p_y / d x_j = (1[j = y] - p_j) / c                        d H / d x_j = -p_j (log p_j + H) / c
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# float32 elements of a temporary: 64 MiB each, large enough to keep a device busy.
+CHUNK_ELEMENTS = 16 * 2**20
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of each label."""
+
+    logprobs: Tensor  # [T] float32, natural log
+    entropy: Tensor | None  # [T] float32, nats; None where it was not asked for
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> TokenScores:
+    """Log-probs of `labels`, and the entropy, under softmax(logits / temperature).
+
+    logits: [T, V / tp], any float dtype: this rank's slice of the vocabulary; rank r starts at entry r V / tp.
+    labels: [T] int64 in [0, vocab_size). vocab_size: entries from there on are padding and get no probability.
+    temperature: divides the logits, > 0. group: the tensor-parallel ranks; None is one rank.
+    with_entropy: also compute the entropy. entropy_grad: let gradients flow through it (an entropy bonus needs that).
+
+    Computes in float32 (float64 for float64 logits). The result is the same on every rank of the group; so must be the
+    gradient that comes back. Raises ValueError for shapes that do not agree or a temperature that is not positive.
+    """
+    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits must be [T, V / tp] and labels [T]; got {tuple(logits.shape)} and {tuple(labels.shape)}"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    part = _slice(logits.shape[1], vocab_size, group)
+    settings = _Settings(part, temperature, group, with_entropy, with_entropy and entropy_grad, chunk_elements)
+    logprobs, entropy = _VocabParallelLogprob.apply(logits, labels, settings)  # type: ignore[no-untyped-call]
+    return TokenScores(logprobs, entropy if with_entropy else None)
+
+
+class _Slice(NamedTuple):
+    """This rank's part of the vocabulary: entries [start, start + width), without padding."""
+
+    start: int
+    width: int
+
+
+class _Settings(NamedTuple):
+    part: _Slice
+    temperature: float
+    group: dist.ProcessGroup | None
+    with_entropy: bool
+    entropy_grad: bool
+    chunk_elements: int
+
+
+def _slice(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> _Slice:
+    start = (dist.get_rank(group) if group is not None else 0) * columns
+    return _Slice(start, min(max(vocab_size - start, 0), columns))
+
+
+def _chunks(logits: Tensor, settings: _Settings) -> list[slice]:
+    """Cuts of the tokens that keep temporaries small; none where this rank holds nothing but padding."""
+    if settings.part.width == 0:
+        return []
+    rows = max(1, settings.chunk_elements // settings.part.width)
+    return [slice(first, first + rows) for first in range(0, logits.shape[0], rows)]
+
+
+def _scaled(logits: Tensor, rows: slice, settings: _Settings, dtype: torch.dtype) -> Tensor:
+    """One chunk of z: [rows, width], without padding; a view of the logits where nothing has to change."""
+    z = logits[rows, : settings.part.width].to(dtype)
+    return z if settings.temperature == 1.0 else z / settings.temperature
+
+
+def _local_labels(labels: Tensor, part: _Slice) -> tuple[Tensor, Tensor]:
+    """Column of each label in this rank's slice (0 where it is elsewhere), and whether it is here: [T], [T] bool."""
+    column = labels - part.start
+    here = (column >= 0) & (column < part.width)
+    return torch.where(here, column, 0), here
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+class _VocabParallelLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        num_tokens, part = logits.shape[0], settings.part
+        column, here = _local_labels(labels, part)
+        peak = torch.full((num_tokens,), float("-inf"), dtype=dtype, device=logits.device)
+        if part.width:
+            # The maximum needs no float32 copy: rounding keeps the order.
+            peak = logits[:, : part.width].amax(dim=1).to(dtype) / settings.temperature
+        _all_reduce(peak, dist.ReduceOp.MAX, settings.group)
+        # Rows: sum exp(z - peak), the label's z - peak, sum exp(z - peak) (z - peak).
+        sums = torch.zeros((3 if settings.with_entropy else 2, num_tokens), dtype=dtype, device=logits.device)
+        for rows in _chunks(logits, settings):
+            shifted = _scaled(logits, rows, settings, dtype) - peak[rows, None]
+            sums[1, rows] = shifted.gather(1, column[rows, None]).squeeze(1).where(here[rows], 0)
+            weights = shifted.exp()
+            sums[0, rows] = weights.sum(dim=1)
+            if settings.with_entropy:
+                sums[2, rows] = weights.mul_(shifted).sum(dim=1)
+        _all_reduce(sums, dist.ReduceOp.SUM, settings.group)
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[2] / sums[0] if settings.with_entropy else log_sum.new_empty(0)
+        ctx.save_for_backward(logits, column, here, peak + log_sum, entropy)
+        ctx.settings = settings
+        if not settings.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return sums[1] - log_sum, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, column, here, lse, entropy = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        settings: _Settings = ctx.settings
+        grad_logprobs, grad_entropy = grads
+        result = torch.zeros_like(logits)
+        for rows in _chunks(logits, settings):
+            logp = _scaled(logits, rows, settings, lse.dtype) - lse[rows, None]
+            outer = grad_logprobs[rows, None]
+            if settings.entropy_grad:
+                outer = outer + grad_entropy[rows, None] * (logp + entropy[rows, None])
+            grad = logp.exp_().mul_(outer).neg_()
+            grad.scatter_add_(1, column[rows, None], grad_logprobs[rows, None] * here[rows, None])
+            result[rows, : settings.part.width] = grad.div_(settings.temperature)
+        return result, None, None

@@ -1,0 +1,127 @@
+"""Megatron's optimizer and learning-rate schedule for one model, and one step of both.
+
+Adam runs as Megatron's distributed optimizer: its state is split over the data-parallel ranks. That accepts nothing
+else, so SGD keeps its state, if it has any, whole on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.core.errors import MegarlError, UserError
+from megarl.recipe.schema import Optimizer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float  # before clipping, over all parameters of all ranks
+    lr: float
+
+
+def is_distributed(section: Optimizer) -> bool:
+    """Whether the optimizer's state is split over the data-parallel ranks."""
+    return section.name == "adam"
+
+
+class Stepper:
+    """The optimizer of one model with its schedule; counts its steps from 1."""
+
+    def __init__(
+        self, section: Optimizer, model: DistributedDataParallel, dtype: torch.dtype, total_steps: int
+    ) -> None:
+        if section.warmup_steps >= total_steps:
+            raise UserError(
+                f"actor.optimizer.warmup_steps is {section.warmup_steps}, but the run makes only {total_steps} "
+                f"optimizer steps. Set it to at most {total_steps - 1}, or train for more steps."
+            )
+        if section.min_lr > section.lr:
+            raise UserError(f"actor.optimizer.min_lr is {section.min_lr}, above the peak lr of {section.lr}.")
+        self._clip_grad = section.clip_grad
+        self._model = model
+        self.optimizer = get_megatron_optimizer(_optimizer_config(section, dtype), [model])
+        if section.name == "sgd":
+            for member in self.optimizer.chained_optimizers:
+                # Megatron leaves this empty for SGD, and calls it to load a checkpoint.
+                member.init_state_fn = _init_momentum
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=section.lr,
+            min_lr=section.min_lr,
+            lr_warmup_steps=section.warmup_steps,
+            lr_decay_steps=total_steps,
+            lr_decay_style=section.schedule,
+            start_wd=section.weight_decay,
+            end_wd=section.weight_decay,
+            wd_incr_steps=total_steps,
+            wd_incr_style="constant",
+            # A resumed run may be longer than the one that it goes on from: its recipe decides.
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps done, over all runs that led here."""
+        return int(self.scheduler.num_steps)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self, rank: int) -> StepResult:
+        """Clip the gradients and apply them. They are summed over all ranks already.
+
+        Raises MegarlError, before any weight has changed, when the gradient is not finite.
+        """
+        found_inf = self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if found_inf or not math.isfinite(grad_norm):
+            raise MegarlError(
+                f"The gradient of optimizer step {self.num_steps + 1} is not finite (norm {grad_norm}, seen by rank "
+                f"{rank}); the weights were left as they were. Look at the loss and the log-prob differences of the "
+                "last steps: a lower learning rate, or float32, usually mends it."
+            )
+        # Before the step: the first step of a warm-up has a rate above zero, and the last of a decay has min_lr.
+        self.scheduler.step(1)
+        for member in self.optimizer.chained_optimizers:
+            parameters = member.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, self._clip_grad, grad_norm)
+        self.optimizer.step_with_ready_grads()
+        return StepResult(grad_norm, float(self.optimizer.param_groups[0]["lr"]))
+
+
+def _optimizer_config(section: Optimizer, dtype: torch.dtype) -> Any:
+    return OptimizerConfig(
+        optimizer=section.name,
+        lr=section.lr,
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.eps,
+        sgd_momentum=section.momentum,
+        clip_grad=section.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=is_distributed(section),
+    )
+
+
+def _init_momentum(optimizer: torch.optim.SGD, config: Any = None) -> None:
+    """Make the state that SGD would make in its first step: a buffer of zeros gives the same first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else []:
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

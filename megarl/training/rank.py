@@ -1,0 +1,159 @@
+"""One process on one device, which hosts every Megatron role of its pool. A plain class: Ray is megarl/cluster's.
+
+This module imports neither torch nor Megatron when it loads: the driver takes `RoleSpec` from here, and on a rank
+Megatron has to meet the platform first.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megarl.core.errors import MegarlError
+from megarl.core.platform import PlatformName, get_platform, peak_bytes
+from megarl.core.types import Column, Shard
+from megarl.models.hf_config import load_model_config
+from megarl.recipe.schema import Algorithm, Optimizer
+from megarl.training.layout import Layout, is_lead
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.training.engine import Engine
+    from megarl.training.losses import Loss
+    from megarl.training.parallel import Groups
+
+EXPORT_BUCKET_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What a rank needs to build a role.
+
+    optimizer: None is a frozen role. total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+    algorithm: what `update` learns by; None where only `sft_update` is called.
+    """
+
+    folder: Path
+    dtype: Literal["float32", "bfloat16"]
+    temperature: float = 1.0
+    optimizer: Optimizer | None = None
+    total_steps: int = 1
+    algorithm: Algorithm | None = None
+
+
+class Rank:
+    """Hosts roles by name. Every rank of a pool gets the same calls in the same order: most of them are collective."""
+
+    def __init__(self, rank: int, world_size: int, platform_name: PlatformName, seed: int) -> None:
+        from megarl.models.bootstrap import prepare_megatron
+
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.platform = get_platform(platform_name)
+        prepare_megatron(self.platform)
+        self._groups: Groups | None = None
+        self._engines: dict[str, Engine] = {}
+        self._losses: dict[str, Loss] = {}
+
+    def host_port(self) -> tuple[str, int]:
+        """This node's name and a port that is free on it now: where the ranks can meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return socket.gethostname(), int(probe.getsockname()[1])
+
+    def rendezvous(self, address: str, port: int, layout: Layout, timeout_s: float) -> None:
+        """Join the process group at tcp://address:port (rank 0 listens there) and make Megatron's groups."""
+        from megarl.training.parallel import init_parallel
+
+        if layout.world_size != self.world_size:
+            raise MegarlError(f"A layout of {layout.world_size} ranks was given to a pool of {self.world_size}.")
+        self._groups = init_parallel(
+            self.rank, layout, self.platform, address, port, timeout_s=timeout_s, seed=self.seed
+        )
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's place; after `rendezvous`."""
+        if self._groups is None:
+            raise MegarlError("This rank has not joined the others: call rendezvous first.")
+        return self._groups
+
+    def build(self, role: str, spec: RoleSpec) -> None:
+        """Build a role's model with the weights of its HF folder."""
+        from megarl.training.engine import Engine
+        from megarl.training.losses import policy_loss
+
+        self._engines[role] = Engine(
+            load_model_config(spec.folder),
+            spec.folder,
+            self.groups,
+            self.platform,
+            dtype=spec.dtype,
+            temperature=spec.temperature,
+            optimizer=spec.optimizer,
+            total_steps=spec.total_steps,
+        )
+        if spec.algorithm is not None:
+            self._losses[role] = policy_loss(spec.algorithm)
+
+    def engine(self, role: str) -> Engine:
+        """The engine of a role. Raises MegarlError for a role that was not built."""
+        if role not in self._engines:
+            raise MegarlError(f"This rank hosts no role {role!r}; it hosts {sorted(self._engines)}.")
+        return self._engines[role]
+
+    def logprobs(self, role: str, shard: Shard) -> Column | None:
+        """Log-probs of this rank's shard; None unless the rank leads its tensor-parallel group."""
+        column = self.engine(role).logprobs(shard)
+        return column if is_lead(self.rank, self.groups.layout) else None
+
+    def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
+        """One optimizer step for each mini-batch of the shard; metrics over all ranks, the same on each."""
+        if role not in self._losses:
+            raise MegarlError(f"Role {role!r} was built without an algorithm: it can only do sft_update.")
+        return self.engine(role).update(shard, columns, self._losses[role])
+
+    def sft_update(self, role: str, shard: Shard) -> dict[str, float]:
+        """One optimizer step for each mini-batch of demonstrations."""
+        from megarl.training.losses import sft_loss
+
+        return self.engine(role).update(shard, {}, sft_loss())
+
+    def save(self, role: str, folder: Path) -> None:
+        """Write this rank's part of a distributed checkpoint into an existing, empty folder."""
+        self.engine(role).save(folder)
+
+    def load(self, role: str, folder: Path) -> None:
+        """Read this rank's part of a distributed checkpoint; the layout may differ from the one that saved it."""
+        self.engine(role).load(folder)
+
+    def export_hf(self, role: str, source: Path, target: Path) -> None:
+        """Write the role's weights as an HF folder; config and tokenizer files are copied from `source`."""
+        from megarl.models.hf_weights import save_hf
+
+        if self.groups.dp_rank != 0:
+            return  # the other data-parallel copies are equal
+        buckets = self.buckets(role, EXPORT_BUCKET_BYTES)
+        if self.rank == 0:
+            save_hf(buckets, load_model_config(source), source, target)
+        else:
+            for _ in buckets:
+                continue  # takes part in the gathering
+
+    def buckets(self, role: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The role's weights under HF names, bucket by bucket; every rank has to take every bucket."""
+        return self.engine(role).buckets(bucket_bytes)
+
+    def peak_bytes(self) -> int:
+        """Most memory that this rank has held: of the device where it has its own, of the process otherwise."""
+        return peak_bytes(self.platform)
+
+    def close(self) -> None:
+        """Forget the roles and leave the process group."""
+        from megarl.training.parallel import close_parallel
+
+        self._engines.clear()
+        close_parallel()
