@@ -1,0 +1,98 @@
+"""Logging of a run: everything to a file in its folder, what matters to the console in a short form. No secrets.
+
+Libraries' own logs are not touched; megarl's loggers are the children of `megarl`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = "megarl"
+HIDDEN = "[hidden]"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module: get_logger(__name__). What runs as a script gets a name under megarl as well."""
+    return logging.getLogger(name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}")
+
+
+class HidingFormatter(logging.Formatter):
+    """Leaves secrets out of whatever is logged, stack traces included."""
+
+    def __init__(self, pattern: str, time_pattern: str, secrets: Iterable[str] = ()) -> None:
+        super().__init__(pattern, time_pattern)
+        self.secrets = {secret for secret in secrets if secret}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, with every secret replaced."""
+        line = super().format(record)
+        # The longest first: a secret may contain another.
+        for secret in sorted(self.secrets, key=len, reverse=True):
+            line = line.replace(secret, HIDDEN)
+        return line
+
+
+class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what is stderr now: a live display replaces it while it runs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The handlers of one run: close() takes them off again."""
+
+    handlers: tuple[logging.Handler, ...]
+
+    def hide(self, secret: str) -> None:
+        """From now on, this text is not written."""
+        for handler in self.handlers:
+            assert isinstance(handler.formatter, HidingFormatter)
+            if secret:
+                handler.formatter.secrets.add(secret)
+
+    def close(self) -> None:
+        """Flush and close the file; log as if setup_logging had not been called."""
+        logger = logging.getLogger(ROOT)
+        for handler in self.handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.propagate = True
+
+
+def setup_logging(
+    file: Path,
+    *,
+    console_level: int | None = logging.WARNING,
+    secrets: Iterable[str] = (),
+    file_level: int = logging.INFO,
+) -> RunLog:
+    """Send megarl's logs to `file` (appended; its folder is made) and, from console_level on, to stderr.
+
+    console_level: None for no console, as in a rank. secrets: texts never to be written, such as API keys.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    secrets = tuple(secrets)
+    to_file = logging.FileHandler(file, encoding="utf-8")
+    to_file.setLevel(file_level)
+    to_file.setFormatter(
+        HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S", secrets)
+    )
+    handlers: list[logging.Handler] = [to_file]
+    if console_level is not None:
+        to_console = _ConsoleHandler()
+        to_console.setLevel(console_level)
+        to_console.setFormatter(HidingFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S", secrets))
+        handlers.append(to_console)
+    logger = logging.getLogger(ROOT)
+    logger.setLevel(min(handler.level for handler in handlers))
+    logger.propagate = False  # a library's handler on the root logger would print every line twice
+    for handler in handlers:
+        logger.addHandler(handler)
+    return RunLog(tuple(handlers))

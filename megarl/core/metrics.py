@@ -1,0 +1,166 @@
+"""The one table of metric names: what each is, its unit, and how it is written for people. Nothing is measured here.
+
+A writer refuses a name that is not in the table. docs/metrics.md is made from it:
+
+    python -m megarl.core.metrics > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megarl.core.errors import MegarlError
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric. `format` is a Python format specification, for people; files keep every digit."""
+
+    unit: str
+    meaning: str
+    format: str = ".4g"
+
+
+# What a step spends its seconds on, in the order of the loop; `start` and `export` happen outside of steps.
+PHASES: Mapping[str, str] = MappingProxyType(
+    {
+        "start": "servers and ranks started, models loaded",
+        "data": "demonstrations tokenised and packed (supervised training)",
+        "rollout": "responses generated, graded and packed",
+        "logprobs": "log-probs of the responses under the actor before its update",
+        "reference": "log-probs of the responses under the reference",
+        "advantages": "advantages computed from the rewards",
+        "update": "forward, backward and optimizer steps",
+        "sync": "new weights sent to every server, and verified",
+        "eval": "held-out prompts answered and graded",
+        "save": "checkpoint committed",
+        "export": "weights written as an HF folder",
+    }
+)
+
+_METRICS: dict[str, MetricSpec] = {
+    "reward/mean": MetricSpec("reward", "mean over the step's samples", ".3f"),
+    "reward/std": MetricSpec("reward", "population standard deviation over the step's samples", ".3f"),
+    "reward/failures": MetricSpec(
+        "samples", "without a grade: the grader raised, died, timed out or gave no number; not a reward of 0", ".0f"
+    ),
+    "rollout/num_samples": MetricSpec("samples", "samples trained on in this step", ".0f"),
+    "rollout/prompt_len_mean": MetricSpec("tokens", "mean prompt length", ".1f"),
+    "rollout/response_len_mean": MetricSpec(
+        "tokens", "mean response length, the end-of-sequence token included", ".1f"
+    ),
+    "rollout/response_len_max": MetricSpec("tokens", "longest response", ".0f"),
+    "rollout/truncated": MetricSpec("fraction", "samples that ended at the length limit / samples", ".3f"),
+    "rollout/failed": MetricSpec("samples", "samples that no server could answer", ".0f"),
+    "rollout/zero_variance_groups": MetricSpec(
+        "fraction", "groups whose rewards are all equal / groups: they teach nothing", ".3f"
+    ),
+    "rollout/logprob_diff_mean": MetricSpec(
+        "nats", "mean over trained tokens of |log-prob at rollout - the trainer's own, same weights|", ".1e"
+    ),
+    "rollout/logprob_diff_max": MetricSpec("nats", "the largest such difference in the step", ".1e"),
+    "actor/loss": MetricSpec(
+        "nats", "pg_loss + kl_coef * kl_loss - entropy_coef * entropy, mean over mini-batches", ".4f"
+    ),
+    "actor/pg_loss": MetricSpec("nats", "clipped policy loss, reduced as algorithm.reduction says", ".4f"),
+    "actor/pg_clipfrac": MetricSpec("fraction", "trained tokens whose loss the clip decided / trained tokens", ".4f"),
+    "actor/approx_kl": MetricSpec(
+        "nats", "KL of the old policy to the one under update (k3), mean over trained tokens", ".2e"
+    ),
+    "actor/kl_loss": MetricSpec(
+        "nats", "KL of the policy to the reference, reduced as the loss is; only with kl_coef > 0", ".2e"
+    ),
+    "actor/entropy": MetricSpec(
+        "nats", "entropy of the temperature-scaled distribution, mean over trained tokens", ".3f"
+    ),
+    "actor/grad_norm": MetricSpec(
+        "1", "global gradient norm before clipping, mean over the step's optimizer steps", ".3g"
+    ),
+    "actor/lr": MetricSpec("1", "learning rate of the step's last optimizer step", ".2e"),
+    "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),
+    "eval/accuracy": MetricSpec("fraction", "held-out samples with a reward of at least 0.5 / held-out samples", ".3f"),
+    "eval/reward": MetricSpec("reward", "mean over held-out samples", ".3f"),
+    "eval/response_len_mean": MetricSpec("tokens", "mean length of held-out responses", ".1f"),
+    "eval/truncated": MetricSpec(
+        "fraction", "held-out samples that ended at the length limit / held-out samples", ".3f"
+    ),
+    "eval/failures": MetricSpec("samples", "held-out samples that no grade could be given to", ".0f"),
+    "sync/probe_diff_max": MetricSpec(
+        "nats", "largest |server's log-prob - the trainer's| over the probe's tokens and all servers", ".1e"
+    ),
+    "sync/bytes": MetricSpec("bytes", "weights sent, counted once however many servers receive them", ".3e"),
+    "sync/weight_version": MetricSpec("version", "version that every server acknowledged; only goes up", ".0f"),
+    "sync/servers": MetricSpec("servers", "servers that hold this version", ".0f"),
+    "data/epoch": MetricSpec("epochs", "times that the training rows have been gone through, as a fraction", ".3f"),
+    "data/dropped_prompts": MetricSpec("rows", "training rows left out because they are over the length limit", ".0f"),
+    "perf/step_s": MetricSpec("s", "wall time of the step", ".2f"),
+    **{f"perf/{name}_s": MetricSpec("s", f"phase `{name}`: {what}", ".2f") for name, what in PHASES.items()},
+    "perf/rollout_tokens_per_s": MetricSpec(
+        "tokens/s", "response tokens / seconds of generation, over all servers", ".0f"
+    ),
+    "perf/train_tokens_per_s": MetricSpec(
+        "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
+    ),
+    "perf/tokens_per_s": MetricSpec("tokens/s", "prompt and response tokens / perf/step_s", ".0f"),
+    "perf/driver_s": MetricSpec("s", "perf/step_s less the time that the driver spent waiting for others", ".4f"),
+    "perf/driver_fraction": MetricSpec("fraction", "perf/driver_s / perf/step_s", ".4f"),
+    "perf/rank_peak_bytes": MetricSpec(
+        "bytes", "peak memory of the fullest rank: of the device on cuda, resident on cpu", ".3e"
+    ),
+    "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
+}
+METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS)
+
+_GROUPS: Mapping[str, str] = MappingProxyType(
+    {
+        "reward": "What the graders said of the step's samples.",
+        "rollout": "The step's samples, as they were generated.",
+        "actor": "The update of the policy.",
+        "sft": "Supervised training.",
+        "eval": "Held-out prompts; only at steps with an evaluation.",
+        "sync": "The weights on their way to the servers.",
+        "data": "The training rows.",
+        "perf": "Seconds, rates and memory.",
+    }
+)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises MegarlError where a name is not in the table, with the nearest one that is."""
+    unknown = sorted(name for name in names if name not in METRICS)
+    if unknown:
+        near = {name: difflib.get_close_matches(name, METRICS, n=1) for name in unknown}
+        listed = ", ".join(f"{name} (nearest: {near[name][0]})" if near[name] else name for name in unknown)
+        raise MegarlError(
+            f"Not in the table of metrics: {listed}. Add a row, with unit and meaning, in megarl/core/metrics.py."
+        )
+
+
+def format_value(name: str, value: float) -> str:
+    """A metric for people: its value in the table's format, without a unit. An absent number reads `-`."""
+    return "-" if math.isnan(value) else format(value, METRICS[name].format)
+
+
+def render_docs() -> str:
+    """docs/metrics.md: one table for each group."""
+    lines = [
+        "# Metrics",
+        "",
+        "All that a run writes to the console, `metrics.jsonl`, TensorBoard or wandb. Another name is refused.",
+        "This page is made from `megarl/core/metrics.py`: `python -m megarl.core.metrics > docs/metrics.md`.",
+    ]
+    for group, about in _GROUPS.items():
+        lines += ["", f"## {group}", about, "", "| name | unit | meaning |", "|---|---|---|"]
+        rows = {name: spec for name, spec in METRICS.items() if name.startswith(f"{group}/")}
+        lines += [
+            f"| `{name}` | {spec.unit} | {spec.meaning.replace('|', chr(92) + '|')} |" for name, spec in rows.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_docs(), end="")

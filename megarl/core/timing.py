@@ -1,0 +1,124 @@
+"""Where the driver's seconds go: by phase, by step, and how much of a step is the driver's own work.
+
+For one thread: the driver's. Timing inside of ranks and servers is theirs to report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megarl.core.metrics import PHASES
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time. Seconds since the timer was made; `PhaseTimer.epoch` places them on the wall clock."""
+
+    name: str
+    role: str
+    start: float
+    end: float
+
+
+class PhaseTimer:
+    """Collects seconds by phase, and spans for a trace.
+
+        with timer.step(3):
+            with timer.phase("rollout"):
+                with timer.waiting():
+                    ...
+        timer.metrics(num_tokens)
+
+    Phases do not nest: their seconds add up to at most the step's. A phase outside of a step counts in `totals` alone.
+    on_phase: called with (step, phase) as a phase begins, with (step, None) as it ends; step is None outside of steps.
+    clock: seconds that only go up.
+    """
+
+    def __init__(
+        self,
+        on_phase: Callable[[int | None, str | None], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.epoch = time.time()
+        self.spans: list[Span] = []
+        self.totals: dict[str, float] = {}  # seconds by phase since the start
+        self._on_phase = on_phase
+        self._clock = clock
+        self._origin = clock()
+        self._step: int | None = None
+        self._phase: str | None = None
+        self._waits = 0  # how many waiting() are open
+        self._waited_s = 0.0
+        self._step_s = 0.0
+        self._phases: dict[str, float] = {}
+
+    def elapsed_s(self) -> float:
+        """Seconds since the timer was made."""
+        return self._clock() - self._origin
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """One step; forgets the one before."""
+        assert self._step is None, f"step {number} began inside of step {self._step}"
+        self._step, self._phases, self._waited_s, self._step_s = number, {}, 0.0, 0.0
+        start = self.elapsed_s()
+        try:
+            yield
+        finally:
+            self._step = None
+            self._step_s = self.add_span("step", "driver", start).end - start
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """One phase, by a name in PHASES; the same name may come again within a step, and adds up."""
+        assert name in PHASES, f"phase {name!r} is not one of {', '.join(PHASES)}"
+        assert self._phase is None, f"phase {name!r} began inside of phase {self._phase!r}"
+        self._phase = name
+        if self._on_phase is not None:
+            self._on_phase(self._step, name)
+        start = self.elapsed_s()
+        try:
+            yield
+        finally:
+            seconds = self.add_span(name, "driver", start).end - start
+            self._phase = None
+            self.totals[name] = self.totals.get(name, 0.0) + seconds
+            if self._step is not None:
+                self._phases[name] = self._phases.get(name, 0.0) + seconds
+            if self._on_phase is not None:
+                self._on_phase(self._step, None)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time in here is not the driver's own; a wait inside of a wait counts once."""
+        start = self.elapsed_s()
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            if self._waits == 0:
+                self._waited_s += self.elapsed_s() - start
+
+    def add_span(self, name: str, role: str, start: float, end: float | None = None) -> Span:
+        """Record what somebody did between two moments (elapsed_s); the end is now where none is given."""
+        span = Span(name, role, start, self.elapsed_s() if end is None else end)
+        self.spans.append(span)
+        return span
+
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        """perf/* of the last finished step; num_tokens: prompt and response tokens that it trained on."""
+        assert self._step is None, "metrics are of a finished step"
+        step_s, update_s = self._step_s, self._phases.get("update", 0.0)
+        driver_s = max(0.0, step_s - self._waited_s)
+        metrics = {"perf/step_s": step_s, "perf/driver_s": driver_s}
+        metrics |= {f"perf/{name}_s": seconds for name, seconds in self._phases.items()}
+        if step_s > 0:
+            metrics["perf/driver_fraction"] = driver_s / step_s
+            metrics["perf/tokens_per_s"] = num_tokens / step_s
+        if update_s > 0:
+            metrics["perf/train_tokens_per_s"] = num_tokens / update_s
+        return metrics
