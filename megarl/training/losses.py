@@ -36,30 +36,34 @@ def policy_loss(algorithm: Algorithm) -> Loss:
     """
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
-        logprobs, entropy = scores.logprobs, scores.entropy
-        assert entropy is not None, "the policy loss reports entropy"
-        old, mask, weights = batch.columns["old_logprobs"], batch.mask, batch.weights
+        assert scores.entropy is not None, "the policy loss reports entropy"
+        mask, weights = batch.mask, batch.weights
+        # Masked before anything is computed: a weight of zero would not silence an infinity, nor its gradient.
+        logprobs, entropy, old = (
+            _masked(x, mask) for x in (scores.logprobs, scores.entropy, batch.columns["old_logprobs"])
+        )
         per_token, clipped, _ = clipped_policy_loss(
-            logprobs, old, batch.columns["advantages"], algorithm.clip_low, algorithm.clip_high
+            logprobs, old, _masked(batch.columns["advantages"], mask), algorithm.clip_low, algorithm.clip_high
         )
         policy = total = (weights * per_token).sum()
         weighted = {"actor/pg_loss": policy}
         if algorithm.kl_coef > 0:
-            kl = (weights * kl_estimate(logprobs, batch.columns["ref_logprobs"], algorithm.kl_kind)).sum()
+            reference = _masked(batch.columns["ref_logprobs"], mask)
+            kl = (weights * kl_estimate(logprobs, reference, algorithm.kl_kind)).sum()
             total = total + algorithm.kl_coef * kl
             weighted["actor/kl_loss"] = kl
         if algorithm.entropy_coef > 0:
             total = total - algorithm.entropy_coef * (weights * entropy).sum()
-        difference = _masked((batch.rollout_logprobs - old).abs(), mask)
+        difference = (_masked(batch.rollout_logprobs, mask) - old).abs()
         return LossOutput(
             loss=total,
             num_tokens=mask.sum(),
             weighted={"actor/loss": total, **weighted},
             sums={
-                "actor/pg_clipfrac": _masked(clipped.float(), mask).sum(),
+                "actor/pg_clipfrac": (clipped * mask).sum(),
                 # KL(old || new) from samples of old: k3 with the new policy in the reference's place.
-                "actor/approx_kl": _masked(kl_estimate(old, logprobs.detach(), "k3"), mask).sum(),
-                "actor/entropy": _masked(entropy.detach(), mask).sum(),
+                "actor/approx_kl": kl_estimate(old, logprobs.detach(), "k3").sum(),
+                "actor/entropy": entropy.detach().sum(),
                 "rollout/logprob_diff_mean": difference.sum(),
             },
             maxima={"rollout/logprob_diff_max": difference.max()},
@@ -73,12 +77,12 @@ def sft_loss() -> Loss:
     """Cross entropy of the demonstrations' labels."""
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
-        loss = -(batch.weights * scores.logprobs).sum()
+        loss = -(batch.weights * _masked(scores.logprobs, batch.mask)).sum()
         return LossOutput(loss=loss, num_tokens=batch.mask.sum(), weighted={"sft/loss": loss})
 
     return Loss(fn, frozenset(), with_entropy=False)
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Values on trained labels, 0 elsewhere: [T]. Not a product: what lies outside the mask may be infinite."""
+    """Values on trained labels, 0 elsewhere: [T]; stops gradients elsewhere."""
     return values.where(mask > 0, 0)

@@ -60,8 +60,9 @@ class MetricSums:
             )
         keys = sorted(self._sums)
         mine = torch.stack([self._sums[key] for key in keys])
-        everyone = mine.new_empty((dist.get_world_size(group), len(keys)))
-        dist.all_gather_into_tensor(everyone, mine, group=group)
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        everyone = torch.stack(parts)
         totals = dict(zip(keys, everyone.sum(dim=0).tolist(), strict=True))
         largest = dict(zip(keys, everyone.amax(dim=0).tolist(), strict=True))
         num_tokens = max(totals["count", "num_tokens"], 1.0)

@@ -58,11 +58,11 @@ class Rank:
         self._engines: dict[str, Engine] = {}
         self._losses: dict[str, Loss] = {}
 
-    def host_port(self) -> tuple[str, int]:
-        """This node's name and a port that is free on it now: where the ranks can meet."""
+    def free_port(self) -> int:
+        """A port of this node that is free now: the driver asks rank 0 where the ranks can meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return socket.gethostname(), int(probe.getsockname()[1])
+            return int(probe.getsockname()[1])
 
     def rendezvous(self, address: str, port: int, layout: Layout, timeout_s: float) -> None:
         """Join the process group at tcp://address:port (rank 0 listens there) and make Megatron's groups."""

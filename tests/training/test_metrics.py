@@ -1,0 +1,51 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.core.errors import MegarlError
+from megarl.training.metrics import LossOutput, MetricSums
+
+
+@pytest.fixture(scope="module")
+def group():
+    """One process is a group too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def output(num_tokens, loss, clipped, largest):
+    return LossOutput(
+        loss=torch.tensor(loss),
+        num_tokens=torch.tensor(num_tokens),
+        weighted={"loss": torch.tensor(loss)},
+        sums={"clipped": torch.tensor(clipped)},
+        maxima={"largest": torch.tensor(largest)},
+    )
+
+
+def test_means_and_maxima(group):
+    sums = MetricSums()
+    sums.add([output(3.0, 0.25, 1.0, 0.5), output(1.0, 0.5, 1.0, -2.0)])
+    sums.add([output(4.0, 1.0, 0.0, 0.1)])
+    assert sums.reduce(group) == {"loss": 1.75 / 2, "clipped": 2 / 8, "largest": 0.5}
+
+
+def test_a_maximum_may_be_negative(group):
+    sums = MetricSums()
+    sums.add([output(1.0, 0.0, 0.0, -3.0), output(1.0, 0.0, 0.0, -2.0)])
+    assert sums.reduce(group)["largest"] == -2.0
+
+
+def test_a_mini_batch_without_a_micro_batch_on_this_rank_counts(group):
+    sums = MetricSums()
+    sums.add([output(2.0, 0.5, 1.0, 0.0)])
+    sums.add([])
+    assert sums.reduce(group)["loss"] == 0.25
+
+
+def test_nothing_at_all_is_an_error(group):
+    sums = MetricSums()
+    sums.add([])
+    with pytest.raises(MegarlError, match="no micro-batch"):
+        sums.reduce(group)
