@@ -34,11 +34,11 @@ class RankActor:
 
     def free_port(self) -> int:
         """A port that is free on this node."""
-        return self._rank.free_port()
+        return self._rank.host_port()[1]
 
-    def rendezvous(self, host: str, port: int, tp: int, timeout_s: float) -> None:
+    def rendezvous(self, host: str, port: int, layout: Layout, timeout_s: float) -> None:
         """Join the ranks' process group."""
-        self._rank.rendezvous(host, port, Layout(tp=tp, world_size=self._rank.world_size), timeout_s)
+        self._rank.rendezvous(host, port, layout, timeout_s)
 
     def build(self, role: str, spec: RoleSpec) -> None:
         """Build a role's model from its HF folder."""
@@ -118,7 +118,7 @@ class RankGroup:
         group = cls(workers, layout, waiter, bundle)
         port = group.call(lambda worker, _: worker.handle.free_port.remote(), "start", "ranks", deadline_s, only=[0])[0]
         group.call(
-            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, layout.tp, deadline_s),
+            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, layout, deadline_s),
             "rendezvous",
             "ranks",
             deadline_s,

@@ -1,0 +1,18 @@
+"""One real local Ray for all tests of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.runtime import Runtime
+from megarl.core.platform import get_platform
+
+
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    folder: Path = tmp_path_factory.mktemp("run")
+    with Runtime.start(get_platform("cpu"), folder, num_devices=4) as runtime:
+        yield runtime

@@ -1,0 +1,116 @@
+"""Waits end: with results, with the first failure at once, or with a deadline that names who and shows where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
+from megarl.cluster.runtime import Runtime
+from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
+from megarl.core.timing import PhaseTimer
+
+pytestmark = pytest.mark.slow
+
+# Ray's workers cannot import test modules: what is defined here travels whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Helper:
+    """An actor that can answer, hang, raise and be killed."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._facts = configure_process(spec)
+
+    def facts(self) -> ProcessFacts:
+        return self._facts
+
+    def answer(self, value: int) -> int:
+        print("answering", value, flush=True)
+        return value
+
+    def hang_in_this_function(self) -> None:
+        time.sleep(600)
+
+    def raise_user_error(self) -> None:
+        raise UserError("the heads do not divide")
+
+    def raise_bug(self) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+@pytest.fixture
+def workers(runtime: Runtime) -> Iterator[list[Worker]]:
+    made = []
+    for index in range(2):
+        spec = ProcessSpec(f"helper {index} {time.time_ns()}", runtime.logs)
+        handle = ray.remote(Helper).options(num_cpus=0).remote(spec)
+        made.append(Worker(handle, spec, ray.get(handle.facts.remote())))
+    yield made
+    for worker in made:
+        ray.kill(worker.handle)
+
+
+@pytest.fixture
+def waiter() -> Waiter:
+    return Waiter(PhaseTimer())
+
+
+def test_results_come_in_the_order_of_the_calls(workers: list[Worker], waiter: Waiter) -> None:
+    calls = [Call(workers[index % 2], workers[index % 2].handle.answer.remote(index)) for index in range(6)]
+    assert waiter.wait(calls, phase="answer", role="helpers", deadline_s=30) == list(range(6))
+    assert "answering 5" in workers[1].spec.log.read_text()
+
+
+def test_deadline_names_phase_role_and_rank_and_shows_the_stack(workers: list[Worker], waiter: Waiter) -> None:
+    calls = [
+        Call(workers[0], workers[0].handle.answer.remote(1)),
+        Call(workers[1], workers[1].handle.hang_in_this_function.remote()),
+    ]
+    with pytest.raises(DeadlineError) as caught:
+        waiter.wait(calls, phase="update", role="actor", deadline_s=1.5)
+    message = str(caught.value)
+    assert "update (actor) did not finish within 1.5 s" in message
+    assert f"Still waiting for: {workers[1].name}." in message
+    assert "hang_in_this_function" in message
+
+
+def test_a_killed_worker_is_reported_while_another_hangs(workers: list[Worker], waiter: Waiter) -> None:
+    calls = [
+        Call(workers[0], workers[0].handle.hang_in_this_function.remote()),
+        Call(workers[1], workers[1].handle.hang_in_this_function.remote()),
+    ]
+    os.kill(workers[1].facts.pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=rf"{workers[1].name} \(pid {workers[1].facts.pid} on .*update \(actor\)"):
+        waiter.wait(calls, phase="update", role="actor", deadline_s=60)
+    assert time.monotonic() - started < 20
+
+
+def test_errors_keep_their_kind_and_name_the_worker(workers: list[Worker], waiter: Waiter) -> None:
+    with pytest.raises(UserError, match=rf"build \(actor\), {workers[0].name}: the heads do not divide"):
+        waiter.wait(
+            [Call(workers[0], workers[0].handle.raise_user_error.remote())], phase="build", role="actor", deadline_s=30
+        )
+    with pytest.raises(MegarlError, match="ZeroDivisionError: a bug") as caught:
+        waiter.wait([Call(workers[0], workers[0].handle.raise_bug.remote())], phase="x", role="y", deadline_s=30)
+    assert "in raise_bug" in str(caught.value)
+
+
+def test_a_watched_process_that_ends_is_noticed_during_another_wait(workers: list[Worker], waiter: Waiter) -> None:
+    seen: list[str] = []
+    waiter.watches[workers[1].handle.hang_in_this_function.remote()] = seen.append
+    os.kill(workers[1].facts.pid, signal.SIGKILL)
+    with pytest.raises(DeadlineError):
+        waiter.wait(
+            [Call(workers[0], workers[0].handle.hang_in_this_function.remote())], phase="x", role="y", deadline_s=3
+        )
+    assert len(seen) == 1
+    assert waiter.watches == {}
