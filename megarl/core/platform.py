@@ -22,6 +22,7 @@ class Platform:
     name: cpu or cuda. device: torch's device string for tensors of a rank. backend: torch.distributed's backend.
     ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`.
     env: variables that every rank and server starts with.
+    needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
     """
 
     name: PlatformName
@@ -33,6 +34,7 @@ class Platform:
     env: dict[str, str]
     has_transformer_engine: bool
     has_apex: bool
+    needs_kv_tokens: bool = False
 
 
 @cache
@@ -67,6 +69,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             env={"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             has_transformer_engine=False,
             has_apex=False,
+            needs_kv_tokens=True,
         )
     return Platform(
         name="cuda",

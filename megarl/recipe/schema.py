@@ -1,4 +1,4 @@
-"""The recipe: every key that a run understands, with its type, its default and its meaning. Frozen; unknown keys are errors.
+"""The recipe: every key that a run understands, its type, default and meaning. Frozen; unknown keys are errors.
 
 This room imports no torch: a recipe is read and refused in milliseconds.
 """
@@ -18,7 +18,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """Base of every section: strict types, frozen, no unknown keys."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class Run(Section):
@@ -38,14 +38,18 @@ class Cluster(Section):
     """What the run may use."""
 
     platform: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where a GPU is visible")
-    devices: PositiveInt = Field(1, description="devices in the colocated pool; on cpu, one process counts as one device")
+    devices: PositiveInt = Field(
+        1, description="devices in the colocated pool; on cpu, one process counts as one device"
+    )
 
 
 class Model(Section):
     """The policy to train."""
 
     path: Path = Field(strict=False, description="HF folder: config.json, tokenizer, safetensors")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the weights in forward, backward and rollout")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="of the weights in forward, backward and rollout"
+    )
 
 
 class Data(Section):
@@ -54,9 +58,13 @@ class Data(Section):
     train: Path = Field(strict=False, description="rows to train on")
     eval: Path | None = Field(None, strict=False, description="held-out rows")
     prompt_key: str = Field("prompt", description="field with a string or a list of chat messages")
-    answer_key: str | None = Field(None, description="field with the answer; default: answer, label, reward_model.ground_truth")
+    answer_key: str | None = Field(
+        None, description="field with the answer; default: answer, label, reward_model.ground_truth"
+    )
     max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt, in tokens")
-    over_length: Literal["drop", "error"] = Field("drop", description="what happens to a prompt over the limit; drops are counted")
+    over_length: Literal["drop", "error"] = Field(
+        "drop", description="what happens to a prompt over the limit; drops are counted"
+    )
     shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
 
 
@@ -71,17 +79,25 @@ class Rollout(Section):
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; the trainer applies the same")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling")
     top_k: int = Field(-1, description="top-k sampling; -1 is off")
-    stop: tuple[str, ...] = Field((), strict=False, description="strings that end a response, beside the end-of-sequence token")
+    stop: tuple[str, ...] = Field(
+        (), strict=False, description="strings that end a response, beside the end-of-sequence token"
+    )
     max_running_requests: PositiveInt = Field(64, description="most sequences that one server decodes at once")
-    kv_tokens: PositiveInt | None = Field(None, description="KV cache of one server, in tokens; default: SGLang decides; needed on cpu")
+    kv_tokens: PositiveInt | None = Field(
+        None, description="KV cache of one server, in tokens; default: SGLang decides; needed on cpu"
+    )
     concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
-    server_args: tuple[str, ...] = Field((), strict=False, description="extra flags of sglang.launch_server, word by word")
+    server_args: tuple[str, ...] = Field(
+        (), strict=False, description="extra flags of sglang.launch_server, word by word"
+    )
 
 
 class Reward(Section):
     """How a response is graded."""
 
-    fn: str = Field("math", description="math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float")
+    fn: str = Field(
+        "math", description="math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float"
+    )
     workers: PositiveInt = Field(1, description="grader processes")
     timeout_s: PositiveFloat = Field(10.0, description="deadline of one grade, seconds; then it is a counted failure")
 
@@ -90,16 +106,23 @@ class Algorithm(Section):
     """What is learned from the graded samples."""
 
     advantage: Literal["grpo"] = Field("grpo", description="group-relative (arXiv 2402.03300)")
-    normalize_std: bool = Field(True, description="divide by the group's standard deviation; off: Dr.GRPO (arXiv 2503.20783)")
+    normalize_std: bool = Field(
+        True, description="divide by the group's standard deviation; off: Dr.GRPO (arXiv 2503.20783)"
+    )
     clip_low: Fraction = Field(0.2, description="ratio is clipped below at 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="ratio is clipped above at 1 + clip_high")
-    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of the KL to the reference in the loss; 0: no reference model")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of the KL to the reference in the loss; 0: no reference model"
+    )
     kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL")
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of the entropy bonus")
     reduction: Literal["token-mean", "sequence-mean", "constant"] = Field(
-        "token-mean", description="denominator of the loss; constant: tokens over samples x max_response_tokens (Dr.GRPO)"
+        "token-mean",
+        description="denominator of the loss; constant: tokens over samples x max_response_tokens (Dr.GRPO)",
     )
-    drop_zero_variance_groups: bool = Field(False, description="leave out groups whose rewards are all equal; they are counted either way")
+    drop_zero_variance_groups: bool = Field(
+        False, description="leave out groups whose rewards are all equal; they are counted either way"
+    )
 
 
 class Parallel(Section):
@@ -111,17 +134,25 @@ class Parallel(Section):
 class Optimizer(Section):
     """Adam or SGD, as Megatron runs it."""
 
-    name: Literal["adam", "sgd"] = Field("adam", description="adam: Apex or Transformer Engine's fused one where present, torch's otherwise")
+    name: Literal["adam", "sgd"] = Field(
+        "adam", description="adam: Apex or Transformer Engine's fused one where present, torch's otherwise"
+    )
     lr: PositiveFloat = Field(1e-6, description="peak learning rate")
     beta1: Fraction = Field(0.9, description="Adam's first moment")
     beta2: Fraction = Field(0.95, description="Adam's second moment")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled weight decay; not on norms and biases")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="decoupled weight decay; not on norms and biases"
+    )
     clip_grad: PositiveFloat = Field(1.0, description="largest global gradient norm")
     momentum: Fraction = Field(0.0, description="SGD's momentum")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up, down to min_lr at the last step")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after warm-up, down to min_lr at the last step"
+    )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps of linear warm-up")
-    min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="learning rate at the end of a linear or cosine schedule")
+    min_lr: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="learning rate at the end of a linear or cosine schedule"
+    )
 
 
 class Actor(Section):
@@ -129,8 +160,12 @@ class Actor(Section):
 
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
-    mini_batch_samples: PositiveInt | None = Field(None, description="samples of one optimizer step; default: all of the step's")
-    micro_batch_tokens: PositiveInt = Field(16384, description="most tokens of one forward pass, on one data-parallel rank")
+    mini_batch_samples: PositiveInt | None = Field(
+        None, description="samples of one optimizer step; default: all of the step's"
+    )
+    micro_batch_tokens: PositiveInt = Field(
+        16384, description="most tokens of one forward pass, on one data-parallel rank"
+    )
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
 
 
@@ -139,7 +174,8 @@ class Sync(Section):
 
     bucket_mb: PositiveInt = Field(512, description="most megabytes gathered and sent at once")
     tolerance: PositiveFloat | None = Field(
-        None, description="largest |log-prob| difference of the probe, server against trainer; default 1e-3 in float32, 0.3 in bfloat16"
+        None,
+        description="largest |log-prob| difference of the probe, server to trainer; default 1e-3 in float32, 0.3 in bfloat16",
     )
 
 
@@ -161,7 +197,7 @@ class Train(Section):
 
 
 class Deadlines(Section):
-    """Longest waits, in seconds; when one passes, the run stops with the phase, the role, the ranks and their stacks."""
+    """Longest waits, in seconds; when one passes, the run stops with phase, role, ranks and stacks."""
 
     start_s: PositiveFloat = Field(600.0, description="servers and ranks up and loaded")
     rollout_s: PositiveFloat = Field(3600.0, description="one step's samples, or one evaluation")
@@ -181,7 +217,9 @@ class Report(Section):
 
     tensorboard: bool = Field(True, description="event files in the run's folder")
     wandb: Wandb | None = Field(None, description="also to wandb")
-    samples: Annotated[int, Field(ge=0)] = Field(16, description="samples of each step written to samples/, for reading")
+    samples: Annotated[int, Field(ge=0)] = Field(
+        16, description="samples of each step written to samples/, for reading"
+    )
 
 
 class SftData(Section):
@@ -190,7 +228,9 @@ class SftData(Section):
     train: Path = Field(strict=False, description="JSONL or Parquet")
     prompt_key: str = Field("prompt", description="field with a string or chat messages")
     response_key: str = Field("response", description="field with the assistant's text")
-    messages_key: str = Field("messages", description="field with whole chats, the last message the assistant's; used where present")
+    messages_key: str = Field(
+        "messages", description="field with whole chats, the last message the assistant's; used where present"
+    )
     max_tokens: PositiveInt = Field(2048, description="longest demonstration; longer ones are counted and dropped")
     shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
 
@@ -209,7 +249,9 @@ class SftActor(Section):
 
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
-    micro_batch_tokens: PositiveInt = Field(16384, description="most tokens of one forward pass, on one data-parallel rank")
+    micro_batch_tokens: PositiveInt = Field(
+        16384, description="most tokens of one forward pass, on one data-parallel rank"
+    )
 
 
 class Recipe(Section):

@@ -1,0 +1,172 @@
+"""All batch arithmetic of a run, in one place: from prompts per step to micro-batches and optimizer steps.
+
+prompts per step x samples per prompt = N samples -> M mini-batches of K -> micro-batches of at most T tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.core.errors import UserError
+from megarl.recipe.check import longest_sample
+from megarl.recipe.schema import AnyRecipe, Recipe
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one step is made of. Counts are of the whole run's pool; dropped zero-variance groups make a step smaller.
+
+    prompts: groups in one step (supervised: demonstrations). mini_batch_samples: samples of one optimizer step.
+    longest: most tokens of one sample. epochs: times that a step's samples are gone through.
+    """
+
+    prompts: int
+    samples_per_prompt: int
+    mini_batch_samples: int
+    micro_batch_tokens: int
+    longest: int
+    devices: int
+    tp: int
+    steps: int
+    epochs: int
+    supervised: bool = False
+
+    @property
+    def samples(self) -> int:
+        """N: samples of one step."""
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def mini_batches(self) -> int:
+        """M: mini-batches that a step's samples are cut into."""
+        return self.samples // self.mini_batch_samples
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks: what tensor parallel leaves of the devices."""
+        return self.devices // self.tp
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in one step."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run, at most."""
+        return self.steps * self.updates_per_step
+
+    def describe(self) -> str:
+        """The arithmetic in one line."""
+        if self.supervised:
+            step = f"{self.samples} demonstrations"
+        else:
+            step = f"{self.prompts} prompts x {self.samples_per_prompt} samples = {self.samples} samples"
+        epochs = f", {self.epochs} times" if self.epochs > 1 else ""
+        return (
+            f"each step: {step} -> {_count(self.mini_batches, 'mini-batch', 'mini-batches')} of "
+            f"{self.mini_batch_samples}{epochs} -> micro-batches of at most {self.micro_batch_tokens:,} tokens "
+            f"on {_count(self.devices, 'device', 'devices')} (dp {self.dp} x tp {self.tp}); "
+            f"{self.steps} steps, {self.optimizer_steps} optimizer steps"
+        )
+
+
+def plan_batches(recipe: AnyRecipe) -> BatchPlan:
+    """The batch arithmetic of a recipe. Raises UserError: what does not add up, with the nearest values that do."""
+    layout = (recipe.cluster.devices, recipe.actor.parallel.tp, recipe.train.steps)
+    if isinstance(recipe, Recipe):
+        samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
+        plan = BatchPlan(
+            recipe.rollout.prompts_per_step,
+            recipe.rollout.samples_per_prompt,
+            recipe.actor.mini_batch_samples or samples,
+            recipe.actor.micro_batch_tokens,
+            longest_sample(recipe),
+            *layout,
+            epochs=recipe.actor.epochs,
+        )
+    else:
+        count = recipe.train.batch_samples
+        plan = BatchPlan(
+            count, 1, count, recipe.actor.micro_batch_tokens, recipe.data.max_tokens, *layout, epochs=1, supervised=True
+        )
+    problems = _problems(plan)
+    if not problems and recipe.actor.optimizer.warmup_steps >= plan.optimizer_steps:
+        problems.append(
+            f"actor.optimizer.warmup_steps {recipe.actor.optimizer.warmup_steps} leaves nothing after warm-up: "
+            f"the run has {plan.optimizer_steps} optimizer steps. Set it to at most {plan.optimizer_steps - 1}."
+        )
+    if len(problems) == 1:
+        raise UserError(f"The batch sizes do not add up. {problems[0]}")
+    if problems:
+        raise UserError("The batch sizes do not add up." + "".join(f"\n  - {problem}" for problem in problems))
+    return plan
+
+
+def nearest_divisors(number: int, wanted: int, at_least: int = 1) -> list[int]:
+    """The divisors of `number`, not under `at_least`, that stand nearest to `wanted`: one below, one above."""
+    divisors = [size for size in range(max(1, at_least), number + 1) if number % size == 0]
+    below = [size for size in divisors if size <= wanted][-1:]
+    above = [size for size in divisors if size > wanted][:1]
+    return below + above
+
+
+def _problems(plan: BatchPlan) -> list[str]:
+    problems = []
+    if plan.devices % plan.tp:
+        problems.append(
+            f"actor.parallel.tp {plan.tp} does not divide cluster.devices {plan.devices}. "
+            f"Nearest valid tp: {_either(nearest_divisors(plan.devices, plan.tp))}; "
+            f"nearest valid number of devices: {_either(_multiples(plan.tp, plan.devices))}."
+        )
+    dp = max(1, plan.dp)
+    if plan.supervised:
+        if plan.samples < dp:
+            problems.append(
+                f"train.batch_samples {plan.samples} is less than one demonstration for each of {dp} "
+                f"data-parallel ranks. Set it to at least {dp}."
+            )
+    else:
+        problems += _mini_batch_problems(plan, dp)
+    if plan.micro_batch_tokens < plan.longest:
+        parts = "data.max_tokens" if plan.supervised else "data.max_prompt_tokens + rollout.max_response_tokens"
+        problems.append(
+            f"actor.micro_batch_tokens {plan.micro_batch_tokens} does not hold the longest sample, "
+            f"{plan.longest} tokens ({parts}), and a sample is never cut. Nearest valid value: {plan.longest}."
+        )
+    return problems
+
+
+def _mini_batch_problems(plan: BatchPlan, dp: int) -> list[str]:
+    size, samples = plan.mini_batch_samples, plan.samples
+    product = (
+        f"rollout.prompts_per_step {plan.prompts} x rollout.samples_per_prompt {plan.samples_per_prompt} "
+        f"= {samples} samples"
+    )
+    if samples < dp:
+        return [
+            f"{product} is less than one sample for each of {dp} data-parallel ranks. "
+            f"Set rollout.prompts_per_step to at least {-(-dp // plan.samples_per_prompt)}."
+        ]
+    valid = _either(nearest_divisors(samples, max(size, dp), at_least=dp))
+    if samples % size:
+        return [f"actor.mini_batch_samples {size} does not divide {product}. Nearest valid value: {valid}."]
+    if size < dp:
+        return [
+            f"actor.mini_batch_samples {size} is less than one sample for each of {dp} data-parallel ranks "
+            f"(cluster.devices {plan.devices} / actor.parallel.tp {plan.tp}). Nearest valid value: {valid}."
+        ]
+    return []
+
+
+def _multiples(number: int, wanted: int) -> list[int]:
+    below = wanted // number * number
+    return [count for count in (below, below + number) if count > 0]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

@@ -1,0 +1,147 @@
+"""Turns what pydantic found wrong in a recipe into sentences: where it stands, what was given, what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from megarl.recipe.source import Keys, Tree
+
+_TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+    "path": "a path",
+}
+_GIVEN = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "a section",
+}
+
+
+class Schema:
+    """A recipe's schema as a tree of JSON schema nodes, with look-ups by path."""
+
+    def __init__(self, kind: type[BaseModel]) -> None:
+        self._root = kind.model_json_schema()
+        self._definitions = self._root.get("$defs", {})
+
+    def node(self, keys: Keys) -> dict[str, Any] | None:
+        """The schema of the key at that path, or None where there is none."""
+        node = self._root
+        for key in keys:
+            properties = self._section(node).get("properties", {})
+            if key not in properties:
+                return None
+            node = properties[key]
+        return node
+
+    def children(self, keys: Keys) -> list[str]:
+        """Names of the keys of a section."""
+        node = self.node(keys)
+        return [] if node is None else list(self._section(node).get("properties", {}))
+
+    def leaves(self, keys: Keys = ()) -> Iterator[Keys]:
+        """Paths of all keys that hold a value and not a section."""
+        children = self.children(keys)
+        if not children:
+            yield keys
+        for child in children:
+            yield from self.leaves((*keys, child))
+
+    def allowed(self, keys: Keys) -> str:
+        """What may stand there, in words."""
+        node = self.node(keys)
+        return "something else" if node is None else self._words(node)
+
+    def meaning(self, keys: Keys) -> str:
+        """The key's description."""
+        return str((self.node(keys) or {}).get("description", ""))
+
+    def _section(self, node: dict[str, Any]) -> dict[str, Any]:
+        """The node itself, or the section that it refers to."""
+        for candidate in (node, *node.get("anyOf", ()), *node.get("allOf", ())):
+            if "$ref" in candidate:
+                definition: dict[str, Any] = self._definitions[candidate["$ref"].rpartition("/")[2]]
+                return definition
+        return node
+
+    def _words(self, node: dict[str, Any]) -> str:
+        if "anyOf" in node:
+            return " or ".join(self._words(option) for option in node["anyOf"])
+        if section := self._section(node).get("properties"):
+            return f"a section with the keys {', '.join(section)}"
+        if choices := node.get("enum") or ([node["const"]] if "const" in node else None):
+            return " or ".join(map(str, choices))
+        if node.get("type") == "array":
+            return f"a list of {self._words(node['items'])}"
+        bounds = (("exclusiveMinimum", "over"), ("minimum", "at least"), ("maximum", "at most"))
+        words = [f"{word} {node[name]:g}" for name, word in bounds if name in node]
+        words += [f"that matches {node['pattern']}"] if "pattern" in node else []
+        kind = node.get("format") or node.get("type", "")
+        return " ".join([_TYPES.get(kind, "something else"), " and ".join(words)]).strip()
+
+
+def explain(errors: list[ErrorDetails], tree: Tree, kind: type[BaseModel]) -> list[str]:
+    """One sentence or two for each error, in the order of the schema."""
+    schema = Schema(kind)
+    return [_explain(error, tree, schema) for error in errors]
+
+
+def nearest(keys: Keys, schema: Schema) -> str | None:
+    """The dotted path that was probably meant by one that does not exist."""
+    section, name = keys[:-1], keys[-1]
+    siblings = difflib.get_close_matches(name, schema.children(section), n=1)
+    if siblings:
+        return ".".join((*section, siblings[0]))
+    leaves = list(schema.leaves())
+    same_name = [leaf for leaf in leaves if leaf[-1] == name]
+    candidates = [".".join(leaf) for leaf in same_name or leaves]
+    close = difflib.get_close_matches(".".join(keys), candidates, n=1, cutoff=0.0 if same_name else 0.7)
+    return close[0] if close else None
+
+
+def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
+    keys = tuple(str(part) for part in error["loc"])
+    dotted = ".".join(keys)
+    if error["type"] == "missing":
+        meaning = schema.meaning(keys)
+        return f"`{dotted}` is missing: give it {schema.allowed(keys)}" + (f" ({meaning})." if meaning else ".")
+    origin = tree.origin(keys)
+    where = f"{origin}" if origin else "by default"
+    if error["type"] == "extra_forbidden":
+        guess = nearest(keys, schema)
+        section = ".".join(keys[:-1])
+        known = schema.children(keys[:-1])
+        return (
+            f"Unknown key `{dotted}` ({where})."
+            + (f" Did you mean `{guess}`?" if guess else "")
+            + f" {f'`{section}`' if section else 'A recipe'} has: {', '.join(known)}."
+        )
+    while keys and schema.node(keys) is None:
+        keys = keys[:-1]  # an item of a list: the list's own key says what is allowed
+    given = error["input"]
+    meaning = schema.meaning(keys)
+    return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}" + (
+        f" ({meaning})." if meaning else "."
+    )
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "nothing (null)"
+    text = json.dumps(value, default=str)
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return f"{text} ({_GIVEN.get(type(value), type(value).__name__)})"

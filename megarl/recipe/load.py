@@ -1,0 +1,102 @@
+"""Reads a recipe: a YAML file over its one base, `key.path=value` of the command line over both, into a frozen Recipe.
+
+    base: common.yaml        # optional; relative to this file; a base may not have a base
+    train: {steps: 100}
+
+Sections are merged key by key, lists and single values are replaced. Every other path in a recipe is relative to the
+folder that megarl is called in, as on any command line. What is wrong is said with file, line and key, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+from pydantic import ValidationError
+
+from megarl.core.errors import UserError
+from megarl.recipe.check import check_recipe, fill_defaults, unread_keys
+from megarl.recipe.explain import explain
+from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megarl.recipe.source import Tree, read_override, read_tree
+
+R = TypeVar("R", Recipe, SftRecipe)
+COMMANDS: dict[type[AnyRecipe], str] = {Recipe: "megarl train", SftRecipe: "megarl sft"}
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[R]):
+    """A recipe with where it came from.
+
+    resolved: every key that is read in this configuration, defaults filled in; loads back to the same recipe.
+    sources: dotted path of every value that was given, to where: `recipes/a.yaml:12` or `on the command line`.
+    """
+
+    recipe: R
+    resolved: dict[str, Any]
+    sources: dict[str, str]
+    path: Path
+    overrides: tuple[str, ...]
+
+
+@overload
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Loaded[Recipe]: ...
+@overload
+def load_recipe(path: Path, overrides: Sequence[str], kind: type[R]) -> Loaded[R]: ...
+def load_recipe(path: Path, overrides: Sequence[str] = (), kind: Any = Recipe) -> Loaded[Any]:
+    """Read, validate and check a recipe of that kind. Raises UserError that lists everything wrong with it."""
+    tree = _read(path, overrides)
+    try:
+        recipe = kind.model_validate(tree.values)
+    except ValidationError as error:
+        _refuse_other_kind(path, tree, kind)
+        raise UserError(_problems(path, explain(error.errors(), tree, kind))) from None
+    sources = {".".join(keys): str(tree.origins[keys]) for keys in tree.given()}
+    problems = check_recipe(recipe, sources)
+    if problems:
+        raise UserError(_problems(path, problems))
+    recipe = fill_defaults(recipe)
+    return Loaded(recipe, resolve(recipe), sources, path, tuple(overrides))
+
+
+def detect_kind(path: Path, overrides: Sequence[str] = ()) -> type[Recipe] | type[SftRecipe]:
+    """Whether a file is a recipe of `megarl train` or of `megarl sft`: only the first has a rollout."""
+    return Recipe if "rollout" in _read(path, overrides).values else SftRecipe
+
+
+def resolve(recipe: AnyRecipe) -> dict[str, Any]:
+    """The recipe as plain values, defaults filled in, without the keys that nothing reads in this configuration."""
+    values: dict[str, Any] = recipe.model_dump(mode="json")
+    for dotted in unread_keys(recipe):
+        *sections, name = dotted.split(".")
+        section = values
+        for key in sections:
+            section = section[key]
+        del section[name]
+    return {name: section for name, section in values.items() if section != {}}
+
+
+def _read(path: Path, overrides: Sequence[str]) -> Tree:
+    tree = read_tree(path)
+    for text in overrides:
+        tree.merge(read_override(text))
+    return tree
+
+
+def _refuse_other_kind(path: Path, tree: Tree, kind: type[AnyRecipe]) -> None:
+    for other, command in COMMANDS.items():
+        if other is kind:
+            continue
+        try:
+            other.model_validate(tree.values)
+        except ValidationError:
+            continue
+        raise UserError(f"{path} is a recipe for `{command}`, not for `{COMMANDS[kind]}`. Run `{command} {path}`.")
+
+
+def _problems(path: Path, problems: list[str]) -> str:
+    if len(problems) == 1:
+        return f"The recipe {path} cannot run. {problems[0]}"
+    return f"The recipe {path} cannot run, for {len(problems)} reasons." + "".join(f"\n  - {each}" for each in problems)

@@ -1,0 +1,187 @@
+"""Where a recipe's values come from: YAML files, their one base, and the command line; each value remembers its line.
+
+It knows nothing of the schema: `load.py` validates what this module reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from megarl.core.errors import UserError
+
+Keys = tuple[str, ...]
+BASE_KEY = "base"
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$", re.IGNORECASE)
+_INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$")
+_BOOL = re.compile(r"true$|false$", re.IGNORECASE)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's reading of plain words: `1e-5` is a number, `on` is a string, `2026-01-01` is a string."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in ("tag:yaml.org,2002:null",)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was given; `file` is None on the command line."""
+
+    file: Path | None = None
+    line: int = 0
+
+    def __str__(self) -> str:
+        return "on the command line" if self.file is None else f"{self.file}:{self.line}"
+
+
+@dataclass
+class Tree:
+    """Nested values, and the origin of every key (sections too), by its path."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Keys, Origin] = field(default_factory=dict)
+
+    def merge(self, other: Tree) -> None:
+        """Put the other's values over these: sections are merged, everything else is replaced."""
+        _merge(self.values, other.values)
+        for keys, origin in other.origins.items():
+            if not isinstance(_get(self.values, keys), dict):
+                self.origins = {old: at for old, at in self.origins.items() if old[: len(keys)] != keys}
+            self.origins[keys] = origin
+
+    def origin(self, keys: Keys) -> Origin | None:
+        """Where the value, or else the nearest section around it, was given."""
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self.origins:
+                return self.origins[keys[:length]]
+        return None
+
+    def given(self) -> Iterator[Keys]:
+        """Paths of the values that were given, without the sections around them."""
+        return (keys for keys in self.origins if not isinstance(_get(self.values, keys), dict))
+
+
+def read_tree(file: Path) -> Tree:
+    """Read a recipe and its base. Raises UserError: missing, not YAML, a key twice, a base that has a base."""
+    tree = _read_file(file, "recipe")
+    if BASE_KEY not in tree.values:
+        return tree
+    base = tree.values.pop(BASE_KEY)
+    origin = tree.origins.pop((BASE_KEY,))
+    if not isinstance(base, str):
+        raise UserError(f"{origin}: `base` must be the path of one recipe, relative to this file; got {base!r}.")
+    result = _read_file(file.parent / base, f"base of {file} (named at {origin})")
+    if BASE_KEY in result.values:
+        raise UserError(
+            f"{result.origins[(BASE_KEY,)]}: a base may not have a base of its own, and "
+            f"{file.parent / base} is the base of {file}. Copy the keys that you need into one of the two."
+        )
+    result.merge(tree)
+    return result
+
+
+def read_override(text: str) -> Tree:
+    """Read one `key.path=value` of the command line; the value is YAML. Raises UserError when it is not that."""
+    path, equals, value = text.partition("=")
+    keys = tuple(path.strip().split("."))
+    if not equals or not all(keys):
+        raise UserError(
+            f"Cannot read the override {text!r} on the command line. Write key.path=value without spaces around `=`, "
+            "for example train.steps=10 or 'rollout.stop=[END]'."
+        )
+    try:
+        loader = _Loader(value)
+        node = loader.get_single_node()
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"Cannot read the value of {path!r} on the command line: {value!r} is not YAML ({_problem(error)})."
+        ) from None
+    tree = Tree()
+    for length in range(1, len(keys) + 1):
+        tree.origins[keys[:length]] = Origin()
+    parsed = None if node is None else _convert(loader, node, None, keys, tree)
+    section = tree.values
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+    section[keys[-1]] = parsed
+    return tree
+
+
+def _read_file(file: Path, what: str) -> Tree:
+    if not file.is_file():
+        raise UserError(f"There is no {what} at {file}. Paths are relative to the folder that megarl is called in.")
+    try:
+        loader = _Loader(file.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not a text file in UTF-8 ({error.reason} at byte {error.start}).") from None
+    except OSError as error:
+        raise UserError(f"Cannot read {file}: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        raise UserError(
+            f"{where}: this is not YAML: {_problem(error)}. Check indentation, colons and quotes."
+        ) from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{file} must hold sections with keys, such as `train:` and below it `steps: 10`; it does not.")
+    tree = Tree()
+    tree.values = _convert(loader, node, file, (), tree)
+    return tree
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return " ".join(str(getattr(error, "problem", None) or error).split())
+
+
+def _convert(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, tree: Tree) -> Any:
+    """The node's value; notes the origin of every key below it. Raises UserError for a key that stands twice."""
+    if not isinstance(node, yaml.MappingNode):
+        try:
+            return loader.construct_object(node, deep=True)
+        except yaml.YAMLError as error:
+            origin = Origin(file, node.start_mark.line + 1)
+            raise UserError(f"Cannot read the value of {'.'.join(keys)} ({origin}): {_problem(error)}.") from None
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        origin = Origin(file, key_node.start_mark.line + 1)
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UserError(f"{origin}: a key must be a plain word; below {'.'.join(keys) or 'the top'} one is not.")
+        below = (*keys, key_node.value)
+        if key_node.value in values:
+            raise UserError(
+                f"{origin}: `{'.'.join(below)}` stands twice; the first is at {tree.origins[below]}. "
+                "Remove one of them."
+            )
+        tree.origins[below] = origin
+        values[key_node.value] = _convert(loader, value_node, file, below, tree)
+    return values
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(under.get(key), dict):
+            _merge(under[key], value)
+        else:
+            under[key] = value
+
+
+def _get(values: Any, keys: Keys) -> Any:
+    for key in keys:
+        if not isinstance(values, dict) or key not in values:
+            return None
+        values = values[key]
+    return values
