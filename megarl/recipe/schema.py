@@ -175,7 +175,7 @@ class Sync(Section):
     bucket_mb: PositiveInt = Field(512, description="most megabytes gathered and sent at once")
     tolerance: PositiveFloat | None = Field(
         None,
-        description="largest |log-prob| difference of the probe, server to trainer; default 1e-3 in float32, 0.3 in bfloat16",
+        description="largest |log-prob| difference, server to trainer; default 1e-3 in float32, 0.3 in bfloat16",
     )
 
 
