@@ -1,17 +1,14 @@
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.core.errors import MegarlError
 from megarl.training.metrics import LossOutput, MetricSums
 
 
-@pytest.fixture(scope="module")
-def group():
+@pytest.fixture
+def group(rank):
     """One process is a group too."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    return rank.groups.dp
 
 
 def output(num_tokens, loss, clipped, largest):

@@ -1,0 +1,183 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.core.errors import MegarlError, UserError
+from megarl.core.types import MicroBatch, MiniBatch, Shard
+from megarl.recipe.schema import Algorithm, Optimizer
+from megarl.training.rank import RoleSpec
+from tests.training import torch_loop
+from tests.training.harness import VOCAB, weights
+from tests.training.samples import examples, shards
+
+
+def test_logprobs_equal_transformers_over_two_thousand_tokens(rank, spec, folder):
+    rank.build("actor", spec)
+    made = examples([100, 7, 300, 2, 511, 64, 1024], VOCAB)
+    [shard], _ = shards([made])
+    [[column]] = rank.logprobs("actor", shard)
+    with torch.no_grad():
+        model = torch_loop.load(folder)
+        expected = torch.cat([torch_loop.scores(model, example, torch_loop.TEMPERATURE)[0] for example in made])
+    assert column.dtype == np.float32
+    assert len(column) >= 2000
+    assert np.abs(column - expected.numpy()).max() < 1e-5
+
+
+def test_entropy_equals_transformers(rank, spec, folder):
+    rank.build("actor", spec)
+    made = examples([20, 30], VOCAB)
+    [shard], _ = shards([made])
+    scores = rank.engine("actor").scores(shard, with_entropy=True)
+    with torch.no_grad():
+        model = torch_loop.load(folder)
+        expected = torch.cat([torch_loop.scores(model, example, torch_loop.TEMPERATURE)[1] for example in made])
+    assert np.abs(scores.entropy[0][0] - expected.numpy()).max() < 1e-5
+
+
+def test_three_adam_steps_equal_a_plain_torch_loop(rank, spec, folder):
+    rank.build("actor", spec)
+    minis = [examples([9, 17, 30, 12], VOCAB, seed) for seed in range(3)]
+    model = torch_loop.load(folder)
+    # Warm-up over one step, then linear to min_lr at the fourth.
+    losses, norms = torch_loop.train(model, minis, lrs=[1e-3, 7e-4, 4e-4], weight_decay=0.1, clip_grad=0.05)
+    for index, mini in enumerate(minis):
+        [shard], [columns] = shards([mini], micro_batches=2)
+        metrics = rank.update("actor", shard, columns)
+        assert metrics["actor/loss"] == pytest.approx(losses[index], abs=2e-6)
+        assert metrics["actor/grad_norm"] == pytest.approx(norms[index], rel=1e-5)
+        assert norms[index] > 0.05, "the clip has to matter"
+    assert metrics["actor/lr"] == pytest.approx(4e-4)
+    expected, trained = model.state_dict(), weights(rank, "actor")
+    assert max((trained[name] - expected[name]).abs().max().item() for name in trained) < 2e-6
+
+
+def test_mini_batches_of_one_update_are_optimizer_steps(rank, spec):
+    minis = [examples([9, 17], VOCAB, seed) for seed in range(2)]
+    rank.build("actor", spec)
+    separate = [rank.update("actor", shard, column) for [shard], [column] in (shards([mini]) for mini in minis)]
+    one_by_one = weights(rank, "actor")
+    rank.build("actor", spec)
+    [shard], [columns] = shards(minis)
+    together = rank.update("actor", shard, columns)
+    assert all(torch.equal(tensor, one_by_one[name]) for name, tensor in weights(rank, "actor").items())
+    assert together["actor/pg_loss"] == pytest.approx(np.mean([metrics["actor/pg_loss"] for metrics in separate]))
+    assert together["rollout/logprob_diff_max"] == max(m["rollout/logprob_diff_max"] for m in separate)
+    assert together["actor/lr"] == separate[-1]["actor/lr"]
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(2, 24), min_size=1, max_size=6), micro_batches=st.integers(1, 6))
+def test_micro_batching_changes_nothing(rank, spec, lengths, micro_batches):
+    mini = examples([*lengths, 8], VOCAB)
+    results = []
+    for cut in (1, micro_batches):
+        rank.build("actor", spec)
+        [shard], [columns] = shards([mini], micro_batches=cut)
+        results.append(rank.update("actor", shard, columns))
+    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
+
+
+def test_zero_advantages_leave_a_plain_policy_where_it_is(rank, folder):
+    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=2, algorithm=Algorithm())
+    rank.build("actor", spec)
+    before = weights(rank, "actor")
+    [shard], [columns] = shards([examples([9, 12], VOCAB)])
+    columns["advantages"] = [[np.zeros_like(column) for column in mini] for mini in columns["advantages"]]
+    metrics = rank.update("actor", shard, columns)
+    assert metrics["actor/grad_norm"] == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, "actor").items())
+
+
+def test_supervised_training_lowers_the_loss(rank, spec):
+    rank.build("actor", spec)
+    [shard], _ = shards([examples([20, 30], VOCAB)] * 4)
+    first = rank.sft_update("actor", shard)["sft/loss"]
+    assert rank.sft_update("actor", shard)["sft/loss"] < first
+    assert rank.engine("actor").num_steps == 8
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_no_weight(rank, spec):
+    rank.build("actor", spec)
+    before = weights(rank, "actor")
+    [shard], [columns] = shards([examples([9, 12], VOCAB)])
+    columns["advantages"][0][0][5] = np.nan
+    with pytest.raises(MegarlError, match=r"optimizer step 1 is not finite.*rank 0"):
+        rank.update("actor", shard, columns)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, "actor").items())
+    assert rank.engine("actor").num_steps == 0
+
+
+def test_a_mini_batch_without_samples_on_this_rank_is_a_step_all_the_same(rank, spec):
+    rank.build("actor", spec)
+    [shard], [columns] = shards([examples([9, 12], VOCAB)])
+    empty = Shard((*shard.mini_batches, MiniBatch(())))
+    rank.update("actor", empty, {name: [*column, []] for name, column in columns.items()})
+    assert rank.engine("actor").num_steps == 2
+
+
+def test_bfloat16_trains_on_float32_main_weights(rank, folder):
+    # Steps of 1e-5 are far below bfloat16's resolution of weights about 0.02: only main weights can add them up.
+    optimizer = Optimizer(lr=1e-5)
+    rank.build("actor", RoleSpec(folder, "bfloat16", optimizer=optimizer, total_steps=100, algorithm=Algorithm()))
+    before = weights(rank, "actor")
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
+    [shard], [columns] = shards([examples([9, 12, 30], VOCAB)] * 20)
+    metrics = rank.update("actor", shard, columns)
+    moved = sum((tensor != before[name]).sum().item() for name, tensor in weights(rank, "actor").items())
+    assert moved > 100
+    assert np.isfinite(list(metrics.values())).all()
+
+
+def test_a_frozen_role_scores_and_refuses_the_rest(rank, folder, tmp_path):
+    rank.build("reference", RoleSpec(folder, "float32"))
+    [shard], [columns] = shards([examples([9, 12], VOCAB)])
+    assert rank.logprobs("reference", shard)[0][0].shape == (21,)
+    with pytest.raises(MegarlError, match="frozen role has no update"):
+        rank.sft_update("reference", shard)
+    with pytest.raises(MegarlError, match="without an algorithm"):
+        rank.update("reference", shard, columns)
+    with pytest.raises(MegarlError, match="frozen role has no save"):
+        rank.save("reference", tmp_path)
+
+
+def test_missing_columns_are_named(rank, spec):
+    rank.build("actor", spec)
+    [shard], [columns] = shards([examples([9], VOCAB)])
+    with pytest.raises(MegarlError, match=r"needs the columns \['ref_logprobs'\]"):
+        rank.update("actor", shard, {name: columns[name] for name in ("old_logprobs", "advantages")})
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(rank, folder):
+    with pytest.raises(UserError, match=r"warmup_steps is 5.*at most 3"):
+        rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(warmup_steps=5), total_steps=4))
+
+
+def test_read_only_arrays_are_taken(rank, spec):
+    """That is how arrays come out of an object store."""
+    rank.build("actor", spec)
+    [shard], _ = shards([examples([9], VOCAB)])
+    for array in vars(shard.mini_batches[0].micro_batches[0]).values():
+        array.flags.writeable = False
+    assert isinstance(shard.mini_batches[0].micro_batches[0], MicroBatch)
+    assert np.isfinite(rank.logprobs("actor", shard)[0][0]).all()
+
+
+def test_the_actor_and_the_reference_share_a_process(rank, spec, folder):
+    rank.build("actor", spec)
+    rank.build("reference", RoleSpec(folder, "float32", torch_loop.TEMPERATURE))
+    [shard], [columns] = shards([examples([9, 30], VOCAB)])
+    assert np.array_equal(rank.logprobs("actor", shard)[0][0], rank.logprobs("reference", shard)[0][0])
+    rank.update("actor", shard, columns)
+    assert not np.array_equal(rank.logprobs("actor", shard)[0][0], rank.logprobs("reference", shard)[0][0])
+
+
+def test_unknown_roles_are_named(rank):
+    with pytest.raises(MegarlError, match="no role 'critic'"):
+        rank.engine("critic")
+
+
+def test_the_peak_of_memory_is_measured(rank):
+    assert rank.peak_bytes() > 2**20

@@ -1,0 +1,104 @@
+"""Two processes give what one gives: log-probs, losses, weights, and steps resumed across layouts."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training import torch_loop
+from tests.training.harness import actor_spec, weights
+from tests.training.two_ranks import LONG, VOCAB_SIZES, run, train
+
+pytestmark = pytest.mark.slow
+LAYOUTS = ["tp2", "tp1"]
+
+
+@pytest.fixture(scope="module")
+def paths(folder, tmp_path_factory):
+    """Of the HF model, and of what the layouts write."""
+    target = tmp_path_factory.mktemp("layouts")
+    for name in ("single", "tp2", "tp1"):
+        (target / name).mkdir()
+    return folder, target
+
+
+@pytest.fixture(scope="module")
+def single(rank, paths):
+    """One process, which is TP=1 and DP=1."""
+    folder, target = paths
+    return run(rank, folder, target / "single", None)
+
+
+@pytest.fixture(scope="module")
+def pair(rank, single, paths):
+    """Two processes: first TP=2, then DP=2. Results by rank."""
+    folder, target = paths
+    ports = ",".join(str(rank.free_port()) for _ in range(2))
+    command = [sys.executable, "-m", "tests.training.two_ranks"]
+    processes = [
+        subprocess.Popen([*command, str(index), ports, str(folder), str(target)], stderr=subprocess.PIPE, text=True)
+        for index in range(2)
+    ]
+    errors = []
+    for process in processes:
+        try:
+            errors.append(process.communicate(timeout=180)[1])
+        finally:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    return [torch.load(target / f"rank{index}.pt", weights_only=False) for index in range(2)]
+
+
+def test_tensor_parallel_logprobs_equal_transformers(pair, folder):
+    with torch.no_grad():
+        model = torch_loop.load(folder)
+        expected = torch.cat([torch_loop.scores(model, example, torch_loop.TEMPERATURE)[0] for example in LONG])
+    lead, other = (result["tp2"]["logprobs"] for result in pair)
+    assert np.abs(lead[0][0] - expected.numpy()).max() < 1e-5
+    assert other is None
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_scores_and_gradients_of_a_split_vocabulary(pair, single, vocab_size):
+    whole, parts = single["sharded"][vocab_size], [result["tp2"]["sharded"][vocab_size] for result in pair]
+    for part in parts:
+        torch.testing.assert_close(part["logprobs"], whole["logprobs"], atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(part["entropy"], whole["entropy"], atol=1e-5, rtol=1e-6)
+    grad = torch.cat([part["grad"] for part in parts], dim=1)
+    torch.testing.assert_close(grad, whole["grad"], atol=1e-5, rtol=1e-5)
+    assert not grad[:, vocab_size:].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_losses_are_those_of_one_process(pair, single, layout):
+    for step, expected in enumerate(single["metrics"]):
+        for result in pair:
+            assert result[layout]["metrics"][step] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_weights_are_those_of_one_process(pair, single, layout):
+    trained = pair[0][layout]["weights"]
+    assert trained.keys() == single["weights"].keys()
+    assert max((trained[name] - tensor).abs().max() for name, tensor in single["weights"].items()) < 2e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_process_checkpoint_resumes_on_two(pair, single, layout):
+    [resumed] = pair[0][layout]["resumed"]
+    assert resumed == pytest.approx(single["metrics"][2], rel=1e-5, abs=1e-7)
+    trained = pair[0][layout]["resumed_weights"]
+    assert max((trained[name] - tensor).abs().max() for name, tensor in single["weights"].items()) < 2e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_process_checkpoint_resumes_on_one(pair, single, rank, paths, layout):
+    folder, target = paths
+    rank.build("actor", actor_spec(folder))
+    rank.load("actor", target / layout)
+    [resumed] = train(rank, [2])
+    assert resumed == pytest.approx(single["metrics"][2], rel=1e-5, abs=1e-7)
+    trained = weights(rank, "actor")
+    assert max((trained[name] - tensor).abs().max() for name, tensor in single["weights"].items()) < 2e-6
