@@ -1,0 +1,97 @@
+"""Text and chat messages into token ids, with the model's own tokenizer and chat template.
+
+Not for reading rows (rows.py), nor for deciding which tokens are trained on (sft.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.core.errors import UserError
+from megarl.core.types import IntArray
+from megarl.data.rows import Row, json_type
+
+Tokenizer = Any  # transformers.PreTrainedTokenizerBase, which has no type information
+Message = dict[str, Any]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The fast tokenizer of an HF folder, from local files only.
+
+    Raises UserError where the folder is missing or has no tokenizer that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such model folder. Set model.path to a folder in HF format.")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{folder}: transformers cannot read a tokenizer from this folder ({reason}). "
+            "It needs tokenizer.json and tokenizer_config.json beside config.json."
+        ) from error
+
+
+def has_chat_template(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer can render chat messages."""
+    return bool(tokenizer.chat_template)
+
+
+def check_messages(value: object, row: Row, key: str) -> list[Message]:
+    """A field's value as chat messages: a list of objects, each with the strings `role` and `content`.
+
+    Raises UserError naming file, line, field and message.
+    """
+    want = 'wanted is a list of messages like {"role": "user", "content": "..."}'
+    if not isinstance(value, list):
+        raise UserError(f"{row.where}, field {key!r}: a {json_type(value)}; {want}.")
+    if not value:
+        raise UserError(f"{row.where}, field {key!r}: an empty list; {want}.")
+    for index, message in enumerate(value):
+        where = f"{row.where}, field {key!r}, message {index + 1}"
+        if not isinstance(message, dict):
+            raise UserError(f"{where}: a {json_type(message)}; {want}.")
+        for part in ("role", "content"):
+            if not isinstance(message.get(part), str):
+                found = f"a {json_type(message[part])}" if part in message else "missing"
+                raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.")
+    return value
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, generation_prompt: bool) -> str:
+    """The text of messages under the chat template; with generation_prompt it ends where the assistant's turn begins.
+
+    Raises UserError where there is no template, or where the template refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    if not has_chat_template(tokenizer):
+        raise UserError(
+            f"{row.where}: the row has chat messages, but the model's tokenizer has no chat template. "
+            "Add chat_template to tokenizer_config.json, or give the prompt as a string."
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise UserError(
+            f"{row.where}: the model's chat template refuses these messages ({error}); their roles are {roles}."
+        ) from error
+    return str(text)
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[IntArray]:
+    """Token ids of each text, [tokens] int64.
+
+    special_tokens: add what the tokenizer puts around plain text; a rendered chat template holds them already.
+    """
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False)
+    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]

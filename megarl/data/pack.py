@@ -1,0 +1,198 @@
+"""Packs samples into shards: mini-batches in order, balanced over data-parallel shards, cut into micro-batches.
+
+Every shard of a mini-batch has the same number of micro-batches, because collectives of the training step run once for
+each; where a shard has too few samples, a filler of one token without any weight keeps the count. The weights carry the
+global denominator of the mini-batch, so the loss depends neither on the number of shards nor on the budget.
+
+Not for tensors or devices: arrays only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megarl.algorithms.reduce import Reduction, sample_weights
+from megarl.core.types import Column, FloatArray, IntArray, MicroBatch, MiniBatch, Sample, Shard
+from megarl.data.sft import Demonstration
+
+# The `sample_index` of a filler's only sequence.
+FILLER_INDEX = -1
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One sample, label-aligned: position t of mask and log-probs speaks of predicting token t + 1."""
+
+    index: int
+    tokens: IntArray  # [L]
+    mask: FloatArray  # [L]
+    rollout_logprobs: FloatArray  # [L]
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    num_shards: int,
+    mini_batch_samples: int,
+    micro_batch_tokens: int,
+    reduction: Reduction,
+    max_response_tokens: int,
+) -> list[Shard]:
+    """One shard for each data-parallel rank.
+
+    Samples are cut into mini-batches of `mini_batch_samples` in the given order; the last may be smaller. Within each,
+    samples are dealt to the shards by tokens (longest first, to the lightest shard), then packed.
+    `MicroBatch.sample_index` counts in `samples`; `FILLER_INDEX` marks a filler. The weights of a mini-batch come from
+    `algorithms.reduce.sample_weights` over all its samples, whichever shard they are in.
+
+    No sample may be longer than `micro_batch_tokens` (the recipe check sees to it), none may have an empty prompt.
+    """
+    assert num_shards >= 1 and mini_batch_samples >= 1, (num_shards, mini_batch_samples)
+    sequences = [_from_sample(index, sample) for index, sample in enumerate(samples)]
+    minis = [
+        _pack_mini_batch(
+            sequences[start : start + mini_batch_samples],
+            num_shards,
+            micro_batch_tokens,
+            reduction,
+            max_response_tokens,
+        )
+        for start in range(0, len(sequences), mini_batch_samples)
+    ]
+    return [Shard(tuple(mini[shard] for mini in minis)) for shard in range(num_shards)]
+
+
+def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_batch_tokens: int) -> list[Shard]:
+    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
+    sequences = [
+        _Sequence(index, item.token_ids, _shift(item.loss_mask), np.zeros(len(item.token_ids), np.float32))
+        for index, item in enumerate(demonstrations)
+    ]
+    mini = _pack_mini_batch(sequences, num_shards, micro_batch_tokens, "token-mean", 1)
+    return [Shard((mini[shard],)) for shard in range(num_shards)]
+
+
+def column_like(shard: Shard, values: ArrayLike) -> Column:
+    """Spread one value a sample over the trained positions of its sequence; 0 elsewhere and in fillers.
+
+    values: [N], in the order of the samples that were packed.
+    """
+    # The last entry is what FILLER_INDEX selects; it also gives an empty step something to select.
+    padded = np.append(np.asarray(values, dtype=np.float32), np.float32(0))
+    return [
+        [
+            np.where(micro.loss_mask > 0, np.repeat(padded[micro.sample_index], np.diff(micro.cu_seqlens)), 0).astype(
+                np.float32
+            )
+            for micro in mini.micro_batches
+        ]
+        for mini in shard.mini_batches
+    ]
+
+
+def _from_sample(index: int, sample: Sample) -> _Sequence:
+    prompt, response = sample.prompt.token_ids, sample.response_ids
+    assert len(prompt), f"sample {sample.id} has an empty prompt"
+    assert len(sample.loss_mask) == len(sample.rollout_logprobs) == len(response), (
+        f"sample {sample.id}: {len(response)} response tokens, {len(sample.loss_mask)} mask entries, "
+        f"{len(sample.rollout_logprobs)} log-probs"
+    )
+    before = np.zeros(len(prompt), np.float32)
+    mask = _shift(np.concatenate([before, sample.loss_mask.astype(np.float32)]))
+    logprobs = _shift(np.concatenate([before, sample.rollout_logprobs]))
+    return _Sequence(
+        index, np.concatenate([prompt, response]), mask, np.where(mask > 0, logprobs, 0).astype(np.float32)
+    )
+
+
+def _shift(column: NDArray[np.generic]) -> FloatArray:
+    """From token-aligned [L] (position t speaks of token t) to label-aligned [L]; the last predicts nothing."""
+    shifted = np.zeros(len(column), np.float32)
+    shifted[:-1] = column[1:]
+    return shifted
+
+
+def _pack_mini_batch(
+    sequences: Sequence[_Sequence], num_shards: int, budget: int, reduction: Reduction, max_response_tokens: int
+) -> list[MiniBatch]:
+    """The part of each shard: equally many micro-batches in each."""
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    assert max(lengths, default=0) <= budget, f"a sample of {max(lengths)} tokens, over micro_batch_tokens={budget}"
+    weights = sample_weights([sequence.mask.sum() for sequence in sequences], reduction, max_response_tokens)
+    dealt = _deal(lengths, range(len(sequences)), num_shards)
+    packed = [_first_fit(lengths, part, budget) for part in dealt]
+    num_micro = max(1, *(len(bins) for bins in packed))
+    return [
+        MiniBatch(tuple(_build([sequences[i] for i in bin_], [weights[i] for i in bin_]) for bin_ in bins))
+        for bins in (_even_out(lengths, bins, num_micro, budget) for bins in packed)
+    ]
+
+
+def _longest_first(lengths: Sequence[int], items: Sequence[int]) -> list[int]:
+    return sorted(items, key=lambda item: (-lengths[item], item))
+
+
+def _deal(lengths: Sequence[int], items: Sequence[int], num_bins: int) -> list[list[int]]:
+    """Longest-processing-time scheduling: each item, longest first, to the lightest bin; ties to the first."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, index) for index in range(num_bins)]
+    for item in _longest_first(lengths, items):
+        load, index = heap[0]
+        bins[index].append(item)
+        heapq.heapreplace(heap, (load + lengths[item], index))
+    return bins
+
+
+def _first_fit(lengths: Sequence[int], items: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: each item, longest first, into the first bin with room, else into a new one."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for item in _longest_first(lengths, items):
+        length = lengths[item]
+        index = next((i for i, left in enumerate(room) if left >= length), len(bins))
+        if index == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[index].append(item)
+        room[index] -= length
+    return bins
+
+
+def _even_out(lengths: Sequence[int], bins: list[list[int]], num_bins: int, budget: int) -> list[list[int]]:
+    """Exactly `num_bins` bins within the budget, evenly loaded where that fits; empty ones are fillers."""
+    even = _deal(lengths, [item for bin_ in bins for item in bin_], num_bins)
+    if all(sum(lengths[item] for item in bin_) <= budget for bin_ in even):
+        return even
+    return [*bins, *([] for _ in range(num_bins - len(bins)))]
+
+
+def _build(sequences: Sequence[_Sequence], weights: Sequence[np.float32]) -> MicroBatch:
+    """Sequences end to end, in the order of the samples; a filler where there are none."""
+    if not sequences:
+        zero = np.zeros(1, np.float32)
+        return MicroBatch(
+            tokens=np.zeros(1, np.int64),
+            labels=np.zeros(1, np.int64),
+            cu_seqlens=np.array([0, 1], np.int32),
+            loss_mask=zero,
+            weights=zero,
+            rollout_logprobs=zero,
+            sample_index=np.array([FILLER_INDEX], np.int64),
+        )
+    ordered = sorted(zip(sequences, weights, strict=True), key=lambda pair: pair[0].index)
+    parts = [sequence for sequence, _ in ordered]
+    labels = [np.append(part.tokens[1:], 0) for part in parts]
+    return MicroBatch(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        labels=np.concatenate(labels).astype(np.int64),
+        cu_seqlens=np.cumsum([0, *(len(part.tokens) for part in parts)], dtype=np.int32),
+        loss_mask=np.concatenate([part.mask for part in parts]),
+        weights=np.concatenate([part.mask * weight for part, weight in ordered]).astype(np.float32),
+        rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
+        sample_index=np.array([part.index for part in parts], np.int64),
+    )

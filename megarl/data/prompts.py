@@ -1,0 +1,178 @@
+"""Prompts with their answers: rows of a file, tokenised, dealt out in an order that a seed decides.
+
+A string prompt is rendered as one user message where the tokenizer has a chat template, and encoded as it stands where
+it has none. Not for demonstrations (sft.py), nor for responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.core.types import IntArray, Prompt
+from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, render
+from megarl.data.cursor import Cursor
+from megarl.data.rows import Row, json_type, read_rows
+from megarl.recipe.schema import Data
+
+ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
+
+# Enough rows at once to keep the tokenizer's threads busy.
+ROWS_PER_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of one file, in the file's order."""
+
+    prompts: tuple[Prompt, ...]
+    num_dropped: int  # over the length limit
+    longest_tokens: int  # of those kept
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """What a row says, before tokens."""
+
+    row: Row
+    prompt: str | list[Message]
+    answer: str
+    metadata: dict[str, Any]
+
+
+def parse_row(row: Row, data: Data) -> PromptRow:
+    """Prompt, answer and metadata of a row. Raises UserError naming file, line and field."""
+    prompt = row.get(data.prompt_key, "the prompt, data.prompt_key")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UserError(
+                f"{row.where}, field {data.prompt_key!r}: the prompt is empty. Fill it, or leave the row out."
+            )
+    else:
+        messages = _check_prompt_type(prompt, row, data.prompt_key)
+        if messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{row.where}, field {data.prompt_key!r}: the last message is the assistant's, but that is what the "
+                "model is to write. End the prompt with the user's message."
+            )
+    answer_key = _answer_key(row, data)
+    answer = row.get(answer_key, "the answer, data.answer_key")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise UserError(
+            f"{row.where}, field {answer_key!r}: the answer is a {json_type(answer)}; wanted is a string or a number."
+        )
+    used = (data.prompt_key, answer_key)
+    metadata = {key: value for key, value in row.fields.items() if key not in used}
+    return PromptRow(row, prompt, str(answer), metadata)
+
+
+def check_rows(path: Path, data: Data, limit: int | None = None) -> int:
+    """Check the rows of a file, or the first `limit`, without a tokenizer; returns how many were checked.
+
+    Raises UserError for the first row that is wrong.
+    """
+    count = 0
+    for row in islice(read_rows(path), limit):
+        parse_row(row, data)
+        count += 1
+    return count
+
+
+def load_prompts(path: Path, tokenizer: Tokenizer, data: Data) -> PromptSet:
+    """Read and tokenise a whole file.
+
+    A prompt over data.max_prompt_tokens is counted and dropped, or refused, as data.over_length says.
+    Raises UserError: a malformed row, a prompt that is too long (over_length: error), or nothing left.
+    """
+    prompts: list[Prompt] = []
+    num_dropped = 0
+    for parsed, ids, text in _tokenised(path, tokenizer, data):
+        if len(ids) == 0:
+            raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")
+        if len(ids) <= data.max_prompt_tokens:
+            prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, parsed.metadata))
+        elif data.over_length == "drop":
+            num_dropped += 1
+        else:
+            raise UserError(
+                f"{parsed.row.where}: the prompt has {len(ids)} tokens, over "
+                f"data.max_prompt_tokens={data.max_prompt_tokens}. "
+                "Raise the limit, shorten the prompt, or set data.over_length to drop."
+            )
+    if not prompts:
+        raise UserError(
+            f"{path}: all {num_dropped} prompts are over data.max_prompt_tokens={data.max_prompt_tokens}. "
+            "Raise the limit."
+        )
+    return PromptSet(tuple(prompts), num_dropped, max(len(prompt.token_ids) for prompt in prompts))
+
+
+class PromptSource:
+    """Deals out prompts, epoch after epoch; its place can be saved."""
+
+    def __init__(self, prompts: PromptSet, seed: int, *, shuffle: bool = True) -> None:
+        self._prompts = prompts.prompts
+        self._cursor = Cursor(len(prompts.prompts), seed, shuffle=shuffle, what="prompts")
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes dealt out so far."""
+        return self._cursor.epoch
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, crossing epochs where needed."""
+        return [self._prompts[index] for index in self._cursor.take(count)]
+
+    def state(self) -> dict[str, Any]:
+        """The place, for a checkpoint."""
+        return self._cursor.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place. Raises UserError where the data or the seed have changed."""
+        self._cursor.load_state(state)
+
+
+def _check_prompt_type(prompt: object, row: Row, key: str) -> list[Message]:
+    if not isinstance(prompt, list):
+        raise UserError(
+            f"{row.where}, field {key!r}: the prompt is a {json_type(prompt)}; "
+            "wanted is a string or a list of chat messages."
+        )
+    return check_messages(prompt, row, key)
+
+
+def _answer_key(row: Row, data: Data) -> str:
+    if data.answer_key is not None:
+        return data.answer_key
+    for key in ANSWER_KEYS:
+        if row.has(key):
+            return key
+    there = ", ".join(sorted(map(repr, row.fields)))
+    raise UserError(
+        f"{row.where}: there is no answer: none of the fields {', '.join(map(repr, ANSWER_KEYS))}. "
+        f"Fields of this row: {there}. Name the right one in data.answer_key."
+    )
+
+
+def _tokenised(path: Path, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[PromptRow, IntArray, str]]:
+    """Each row with its ids and the text that they stand for."""
+    templated = has_chat_template(tokenizer)
+    rows = (parse_row(row, data) for row in read_rows(path))
+    while batch := list(islice(rows, ROWS_PER_BATCH)):
+        texts = [_text(parsed, tokenizer, templated) for parsed in batch]
+        yield from zip(batch, encode(tokenizer, texts, special_tokens=not templated), texts, strict=True)
+
+
+def _text(parsed: PromptRow, tokenizer: Tokenizer, templated: bool) -> str:
+    if isinstance(parsed.prompt, str):
+        if not templated:
+            return parsed.prompt
+        return render(tokenizer, [{"role": "user", "content": parsed.prompt}], parsed.row, generation_prompt=True)
+    return render(tokenizer, parsed.prompt, parsed.row, generation_prompt=True)

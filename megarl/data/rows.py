@@ -1,0 +1,157 @@
+"""Reads JSONL and Parquet files as rows that know where they stand, so that every complaint names file, line and field.
+
+Not for tokens or chat messages: what a field must hold is decided by prompts.py and sft.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet", ".pq")
+PARQUET_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file. `number` counts from 1: the line of a JSONL file, the row of a Parquet file."""
+
+    path: Path
+    number: int
+    fields: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """The place, for an error message."""
+        return f"{self.path}, {'row' if self.path.suffix in PARQUET_SUFFIXES else 'line'} {self.number}"
+
+    @property
+    def id(self) -> str:
+        """`<file name>:<row number>`: stable between runs."""
+        return f"{self.path.name}:{self.number}"
+
+    def has(self, key: str) -> bool:
+        """Whether the field is there and not null; `a.b` reaches into the object `a`."""
+        return self._find(key) is not None
+
+    def get(self, key: str, purpose: str) -> Any:
+        """The field's value; `a.b` reaches into the object `a`.
+
+        purpose: which recipe key or role asks, for the message. Raises UserError where the field is missing or null.
+        """
+        value = self._find(key)
+        if value is None:
+            raise self.missing(key, purpose)
+        return value
+
+    def missing(self, key: str, purpose: str) -> UserError:
+        """The error for a field that is not there, with the fields that are, and the nearest."""
+        if key in self.fields:
+            return UserError(
+                f"{self.where}: the field {key!r} ({purpose}) is null. Give it a value, or leave the row out."
+            )
+        near = get_close_matches(key, self.fields, n=1)
+        there = ", ".join(sorted(map(repr, self.fields))) or "none"
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return UserError(
+            f"{self.where}: there is no field {key!r} ({purpose}). Fields of this row: {there}.{hint} "
+            f"Rename the field, or name the right one in the recipe."
+        )
+
+    def _find(self, key: str) -> Any:
+        if key in self.fields:
+            return self.fields[key]
+        value: Any = self.fields
+        for part in key.split("."):
+            if not isinstance(value, dict):
+                return None
+            value = value.get(part)
+        return value
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Stream the rows of a JSONL or Parquet file; blank lines of JSONL are passed over but counted.
+
+    Raises UserError, naming file and line: file missing, unknown kind, malformed, not an object, or no rows at all.
+    """
+    if path.suffix not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
+        allowed = ", ".join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
+        raise UserError(f"{path}: unknown kind of data file {path.suffix!r}. Allowed are {allowed}.")
+    if not path.is_file():
+        there = "it is a folder" if path.is_dir() else f"the folder {path.parent} {_is_there(path.parent)}"
+        near = get_close_matches(path.name, _names(path.parent), n=1)
+        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"{path}: there is no such data file ({there}).{hint} Correct the path in the recipe.")
+    rows = _read_parquet(path) if path.suffix in PARQUET_SUFFIXES else _read_jsonl(path)
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        raise UserError(f"{path}: the data file has no rows. Give it at least one, or name another file in the recipe.")
+
+
+def _is_there(folder: Path) -> str:
+    return "exists" if folder.is_dir() else "does not exist either"
+
+
+def _names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
+                ) from error
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{where}: malformed JSON ({error.msg} at column {error.colno}). "
+                    "Each line holds one whole JSON object."
+                ) from error
+            if not isinstance(value, dict):
+                raise UserError(
+                    f"{where}: a JSON {json_type(value)} where an object is wanted. Each line holds one JSON object, "
+                    'like {"prompt": "...", "answer": "..."}.'
+                )
+            yield Row(path, number, value)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(path, number, fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path}: not a readable Parquet file, after {number} rows ({error}). Write it again."
+        ) from error
+
+
+# Exact types: a bool is an int to isinstance.
+_JSON_TYPES = {type(None): "null", bool: "true/false", str: "string", int: "number", float: "number", list: "list"}
+
+
+def json_type(value: object) -> str:
+    """What JSON calls the type of a value, for messages."""
+    return _JSON_TYPES.get(type(value), "object" if isinstance(value, dict) else type(value).__name__)
