@@ -31,9 +31,16 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that either reading of plain words would take for something else."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+    _class.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,12 @@ def read_override(text: str) -> Tree:
         section = section.setdefault(key, {})
     section[keys[-1]] = parsed
     return tree
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """YAML that reads back as the same values, here and in other YAML readers."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+    return text
 
 
 def _read_file(file: Path, what: str) -> Tree:
