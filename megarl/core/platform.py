@@ -36,6 +36,14 @@ class Platform:
     has_apex: bool
     needs_kv_tokens: bool = False
 
+    def server_env(self, tp: int) -> dict[str, str]:
+        """Variables that a server of this tensor-parallel size needs beside `env`."""
+        if self.name == "cpu" and tp > 1:
+            # SGLang's CPU engine wants to be told which core each of its ranks runs on.
+            cores = sorted(os.sched_getaffinity(0))
+            return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp))}
+        return {}
+
 
 @cache
 def cuda_device_count() -> int:
@@ -76,7 +84,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         device="cuda",
         backend="nccl",
         ray_resource="GPU",
-        server_module="sglang.launch_server",
+        server_module="megarl.rollout.sglang_server",
         server_args=("--skip-server-warmup",),
         env={},
         has_transformer_engine=_installed("transformer_engine"),

@@ -1,0 +1,41 @@
+"""What the launchers of SGLang's server and router share: the API key, kept off command lines and logs."""
+
+from __future__ import annotations
+
+import sys
+
+
+class Secret(str):
+    """A string that does not show itself in representations: SGLang writes all of its settings to its log."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+    def __reduce__(self) -> tuple[type[Secret], tuple[str]]:
+        return Secret, (str(self),)
+
+
+def read_api_key() -> Secret:
+    """The key, from the first line of standard input, where the starting process wrote it."""
+    key = sys.stdin.readline().strip()
+    if not key:
+        sys.exit("This launcher expects an API key as the first line of its standard input.")
+    return Secret(key)
+
+
+def run_sglang_server(argv: list[str], api_key: Secret) -> None:
+    """Serve until told to stop; argv: flags of `sglang.launch_server`."""
+    import os
+
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    server_args = prepare_server_args(argv)
+    server_args.api_key = api_key
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

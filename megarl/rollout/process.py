@@ -1,0 +1,257 @@
+"""A supervised subprocess with an HTTP endpoint: started, awaited, stopped, cleaned up after. Knows nothing of SGLang.
+
+Every process gets a session of its own, a log file, a secret on its standard input (never on a command line, where
+every user of the machine could read it), and the kernel's order to die with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.core import janitor
+from megarl.core.errors import DeadlineError, WorkerDiedError
+
+GUARD = Path(__file__).with_name("guarded.py")
+POLL_S = 0.1
+CONNECT_S = 2.0
+KILL_WAIT_S = 5.0
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that is free on this address now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a process answers HTTP, and the path that says that it is ready."""
+
+    host: str
+    port: int
+    ready_path: str
+
+    @property
+    def url(self) -> str:
+        """http://host:port."""
+        return f"http://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to start. `secret` is written to its standard input as one line."""
+
+    name: str  # for people: "server 1"
+    argv: tuple[str, ...]
+    log: Path
+    endpoint: Endpoint
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret: str = field(default="", repr=False)
+
+
+class ManagedProcess:
+    """One running command. `stop` leaves no process of it, and no shared memory."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._segments: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.command.name
+
+    @property
+    def url(self) -> str:
+        """http://host:port."""
+        return self.command.endpoint.url
+
+    @property
+    def pid(self) -> int:
+        """Of the main process. Raises WorkerDiedError when it was never started."""
+        if self._process is None:
+            raise WorkerDiedError(f"{self.name} was not started.")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process; returns at once."""
+        self.command.log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *self.command.argv]
+        with self.command.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                argv,
+                env={**os.environ, **self.command.env},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(self.command.secret.encode() + b"\n")
+            self._process.stdin.close()
+        except BrokenPipeError:
+            return  # it died at once: wait_ready says so, with the log
+
+    def alive(self) -> bool:
+        """Whether the main process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until the endpoint answers 200.
+
+        Raises WorkerDiedError as soon as the process has ended, DeadlineError after `deadline_s`; both show its log.
+        """
+        end = time.monotonic() + deadline_s
+        while not self._answers():
+            if not self.alive():
+                raise WorkerDiedError(f"{self.name} ended while it started. {self.epitaph()}")
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"{self.name} was not ready within {deadline_s:g} s: {self.url}{self.command.endpoint.ready_path} "
+                    f"did not answer 200. Raise deadlines.start_s if it only needs longer.\n{self._shown_log()}"
+                )
+            # Wakes up early when the process ends.
+            select.select([self._pidfd], [], [], POLL_S)
+        self.shm_names()
+
+    def wait_exit(self, timeout_s: float) -> bool:
+        """Wait until the main process has ended; False when it still runs after `timeout_s`."""
+        if self._process is None:
+            return True
+        select.select([self._pidfd], [], [], timeout_s)
+        return not self.alive()
+
+    def shm_names(self) -> frozenset[str]:
+        """Names under /dev/shm that this process and its descendants hold now or held at an earlier call."""
+        if self._process is not None:
+            tree = process_tree(self.pid)
+            self._segments |= janitor.segments_of(tree) | _open_segments(tree)
+        return frozenset(self._segments)
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the log."""
+        if not self.command.log.exists():
+            return "(no log)"
+        return "\n".join(self.command.log.read_text(errors="replace").splitlines()[-lines:]) or "(the log is empty)"
+
+    def epitaph(self) -> str:
+        """How the process ended, and the end of its log."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            how = "It has not ended."
+        elif code < 0:
+            how = f"It was ended by signal {-code} ({signal.Signals(-code).name})."
+        else:
+            how = f"Its exit code was {code}."
+        return f"{how}\n{self._shown_log()}"
+
+    def stop(self, term_s: float = 5.0) -> None:
+        """Ask the process to end, wait `term_s`, kill its whole group, and remove its shared memory. Safe to repeat."""
+        if self._process is None or self._pidfd < 0:
+            return
+        self.shm_names()
+        tree = process_tree(self.pid)
+        group = self.pid  # it leads a session of its own
+        if self.alive():
+            self._process.terminate()
+            self.wait_exit(term_s)
+        _signal_group(group, signal.SIGKILL)
+        self._process.wait(KILL_WAIT_S)
+        _await_exit(tree, KILL_WAIT_S)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        for name in self._segments:
+            (janitor.SHARED_MEMORY / name).unlink(missing_ok=True)
+
+    def _shown_log(self) -> str:
+        return f"--- end of {self.command.log}:\n{self.log_tail()}"
+
+    def _answers(self) -> bool:
+        endpoint = self.command.endpoint
+        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=CONNECT_S)
+        try:
+            connection.request("GET", endpoint.ready_path)
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False  # not listening yet
+        finally:
+            connection.close()
+
+
+def process_tree(pid: int) -> list[int]:
+    """A pid and its living descendants."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue  # it ended meanwhile
+            # The name of the program, in brackets, may itself hold spaces and brackets.
+            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    tree, queue = [], [pid]
+    while queue:
+        current = queue.pop()
+        tree.append(current)
+        queue += parents.get(current, [])
+    return tree
+
+
+def start_all(processes: Sequence[ManagedProcess], deadline_s: float) -> None:
+    """Start processes side by side and wait for all; stops every one of them when one fails."""
+    end = time.monotonic() + deadline_s
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.wait_ready(max(0.0, end - time.monotonic()))
+    except BaseException:
+        for process in processes:
+            process.stop()
+        raise
+
+
+def _open_segments(pids: Iterable[int]) -> set[str]:
+    names = set()
+    for pid in pids:
+        try:
+            targets = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
+            continue  # it ended meanwhile
+        names |= {target.removeprefix("/dev/shm/") for target in targets if target.startswith("/dev/shm/")}
+    return {name for name in names if not name.endswith("(deleted)")}
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return  # all of it has ended
+
+
+def _await_exit(pids: Iterable[int], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue  # it has ended
+        try:
+            select.select([handle], [], [], max(0.0, end - time.monotonic()))
+        finally:
+            os.close(handle)

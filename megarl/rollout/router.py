@@ -1,0 +1,116 @@
+"""sglang-router in front of the servers: a request goes where its prefix is cached, or to the least busy server.
+
+It starts without servers and they are added as they become ready; a dropped server leaves it. Not for weight updates:
+those go to each server.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from megarl.core.errors import DeadlineError, MegarlError
+from megarl.rollout.client import ServerEndpoint
+from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.rollout.server import ProcessPlace
+
+CALL_S = 10.0
+REGISTER_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How the router treats requests. request_timeout_s: longest single request."""
+
+    policy: str = "cache_aware"
+    request_timeout_s: float = 3600.0
+
+    def flags(self, host: str, port: int, metrics_port: int) -> list[str]:
+        """As flags of sglang_router.launch_router; the API key is not among them."""
+        return [
+            *("--host", host),
+            *("--port", str(port)),
+            *("--policy", self.policy),
+            *("--request-timeout-secs", str(max(1, round(self.request_timeout_s)))),
+            *("--prometheus-host", host),
+            *("--prometheus-port", str(metrics_port)),
+            # A dead server has to be passed over within seconds, not a minute.
+            *("--health-check-interval-secs", "2"),
+            *("--health-check-timeout-secs", "5"),
+            *("--cb-failure-threshold", "2"),
+            *("--retry-max-retries", "5"),
+            *("--retry-max-backoff-ms", "1000"),
+            *("--log-level", "warn"),
+        ]
+
+
+class RouterProcess(ManagedProcess):
+    """A running router."""
+
+    def __init__(self, spec: RouterSpec, place: ProcessPlace, name: str = "router") -> None:
+        port, metrics_port = free_port(place.host), free_port(place.host)
+        self._api_key = place.api_key
+        self._endpoint = ServerEndpoint(name, f"http://{place.host}:{port}", place.api_key, 1)
+        super().__init__(
+            Command(
+                name=name,
+                argv=(
+                    sys.executable,
+                    *("-m", "megarl.rollout.sglang_router"),
+                    *spec.flags(place.host, port, metrics_port),
+                ),
+                log=place.logs / f"{name}.log",
+                endpoint=Endpoint(place.host, port, "/liveness"),
+                env=place.env,
+                secret=place.api_key,
+            )
+        )
+
+    @property
+    def endpoint(self) -> ServerEndpoint:
+        """What a client needs."""
+        return self._endpoint
+
+    def workers(self) -> dict[str, str]:
+        """Servers that the router knows: URL -> its id for it."""
+        answer = json.loads(self._call("GET", "/workers"))
+        return {worker["url"]: worker["id"] for worker in answer["workers"]}
+
+    def add(self, server: ServerEndpoint, deadline_s: float = 60.0) -> None:
+        """Send requests to this server too; returns once the router has it. Raises DeadlineError."""
+        self._call("POST", "/workers", {"url": server.url, "api_key": server.api_key})
+        end = time.monotonic() + deadline_s
+        while server.url not in self.workers():
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"{self.name} did not take in {server.name} ({server.url}) within {deadline_s:g} s.\n"
+                    f"{self.log_tail()}"
+                )
+            time.sleep(REGISTER_POLL_S)
+
+    def remove(self, url: str, deadline_s: float = 10.0) -> None:
+        """Send nothing more to the server at this URL; nothing happens where the router does not know it."""
+        known = self.workers()
+        if url not in known:
+            return
+        self._call("DELETE", f"/workers/{known[url]}")
+        end = time.monotonic() + deadline_s
+        while url in self.workers():
+            if time.monotonic() > end:
+                raise DeadlineError(f"{self.name} did not let go of {url} within {deadline_s:g} s.\n{self.log_tail()}")
+            time.sleep(REGISTER_POLL_S)
+
+    def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
+        try:
+            with urlopen(Request(self.url + path, data, headers, method=method), timeout=CALL_S) as answer:
+                return str(answer.read().decode())
+        except HTTPError as error:
+            raise MegarlError(f"{self.name} {method} {path} answered {error.code}: {error.read().decode()}") from error
+        except (URLError, TimeoutError) as error:
+            raise MegarlError(f"{self.name} {method} {path}: {error}. {self.epitaph()}") from error

@@ -1,0 +1,106 @@
+"""One SGLang server as a supervised subprocess. Not for talking to it (client.py) nor for a pool (megarl/cluster)."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megarl.core.platform import Platform
+from megarl.rollout.client import ServerEndpoint
+from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What one server serves and how.
+
+    model: HF folder. kv_tokens: KV cache in tokens; None lets SGLang decide. context_length: longest prompt with its
+    response; None is the model's own. weight_version: of the weights in `model`. extra: flags of sglang.launch_server.
+    """
+
+    model: Path
+    dtype: Literal["float32", "bfloat16"]
+    tp: int = 1
+    max_running_requests: int = 64
+    kv_tokens: int | None = None
+    context_length: int | None = None
+    seed: int = 1
+    weight_version: int = 0
+    extra: tuple[str, ...] = ()
+
+    def flags(self, host: str, port: int) -> list[str]:
+        """As flags of sglang.launch_server; the API key is not among them."""
+        flags = [
+            *("--model-path", str(self.model)),
+            *("--dtype", self.dtype),
+            *("--tp-size", str(self.tp)),
+            *("--max-running-requests", str(self.max_running_requests)),
+            *("--random-seed", str(self.seed)),
+            *("--weight-version", str(self.weight_version)),
+            *("--host", host),
+            *("--port", str(port)),
+            *("--log-level", "warning"),
+        ]
+        if self.kv_tokens is not None:
+            flags += ["--max-total-tokens", str(self.kv_tokens)]
+        if self.context_length is not None:
+            flags += ["--context-length", str(self.context_length)]
+        return [*flags, *self.extra]
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Where a process of the run listens and writes.
+
+    logs: folder of the run's logs. env: added to the environment (the run's id among it). temp: folder for sockets and
+    temporary files, kept short because paths of sockets are; a process makes a folder of its own in it.
+    """
+
+    logs: Path
+    api_key: str = field(repr=False)
+    host: str = "127.0.0.1"
+    env: Mapping[str, str] = field(default_factory=dict)
+    temp: Path | None = None
+
+
+class ServerProcess(ManagedProcess):
+    """A running SGLang server."""
+
+    def __init__(self, name: str, spec: ServerSpec, platform: Platform, place: ProcessPlace) -> None:
+        self.spec = spec
+        port = free_port(place.host)
+        self._temp = Path(tempfile.mkdtemp(prefix="server-", dir=place.temp))
+        self._endpoint = ServerEndpoint(name, f"http://{place.host}:{port}", place.api_key, spec.tp)
+        super().__init__(
+            Command(
+                name=name,
+                argv=(
+                    sys.executable,
+                    *("-m", platform.server_module),
+                    *platform.server_args,
+                    *spec.flags(place.host, port),
+                ),
+                log=place.logs / f"{name.replace(' ', '_')}.log",
+                endpoint=Endpoint(place.host, port, "/health"),
+                env={**platform.env, **platform.server_env(spec.tp), **place.env, "TMPDIR": str(self._temp)},
+                secret=place.api_key,
+            )
+        )
+
+    @property
+    def endpoint(self) -> ServerEndpoint:
+        """What a client and the weight sync need."""
+        return self._endpoint
+
+    def stop(self, term_s: float = 0.5) -> None:
+        """End the server; no process, port, shared memory or temporary file of it remains.
+
+        Its orderly end takes SGLang more than five seconds and saves nothing, so it is not waited for.
+        """
+        super().stop(term_s)
+        shutil.rmtree(self._temp, ignore_errors=True)

@@ -1,0 +1,147 @@
+"""`python -m megarl.rollout.sglang_cpu <flags of sglang.launch_server>`: SGLang's real server without a GPU.
+
+SGLang imports packages that exist only with CUDA, though its torch-native CPU path calls next to nothing of them.
+Before SGLang loads, this adapter answers those imports: `sgl_kernel` with a small module, `triton` and `torchvision`
+with packages whose names resolve and do nothing. Nothing of SGLang is changed. Written for SGLang 0.5.21; it refuses
+any other.
+
+SGLang's scheduler and detokenizer are spawned processes that import the main module again: the adapter is installed in
+them too. Never used where CUDA is available: the launcher there is megarl/rollout/sglang_server.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+WRITTEN_FOR = "0.5.21"
+
+
+class StandInModule(ModuleType):
+    """A module in which every name resolves: capitalised ones to classes, others to modules that serve as decorators."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value: Any
+        if name[0].isupper():
+            # Some are raised and caught, others are subclassed: an exception class serves for both.
+            value = type(name, (Exception,), {"__module__": self.__name__})
+        else:
+            value = importlib.import_module(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        """As a decorator, with or without options: gives the function back unchanged."""
+        if len(values) == 1 and callable(values[0]) and not options:
+            return values[0]
+        return _unchanged
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers the import of one package and of everything below it with stand-ins."""
+
+    def __init__(self, package: str, prepare: Callable[[ModuleType], None]) -> None:
+        self._package = package
+        self._prepare = prepare
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A spec for the package's own names; None for all others."""
+        if fullname != self._package and not fullname.startswith(f"{self._package}."):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """An empty stand-in."""
+        return StandInModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module the few names that must be real."""
+        self._prepare(module)
+
+
+def _triton_names(module: ModuleType) -> None:
+    """What is computed with while SGLang and torch load, in triton's own modules."""
+    names: dict[str, dict[str, Any]] = {
+        "triton": {
+            "__version__": "3.0.0",
+            "cdiv": lambda value, divisor: -(value // -divisor),
+            "next_power_of_2": lambda value: 1 << max(value - 1, 0).bit_length(),
+            "Config": type("Config", (), {"__init__": lambda self, *_, **__: None}),
+        },
+        # Used as annotations of kernels that are never compiled.
+        "triton.language": {"constexpr": type("constexpr", (), {"__init__": lambda self, value=None: None})},
+    }
+    for name, value in names.get(module.__name__, {}).items():
+        setattr(module, name, value)
+
+
+def _no_names(module: ModuleType) -> None:
+    """Nothing has to be real."""
+
+
+def _missing(package: str) -> bool:
+    return package not in sys.modules and importlib.util.find_spec(package) is None
+
+
+def check_version() -> None:
+    """Refuse to adapt an SGLang that this file was not written for."""
+    found = importlib.metadata.version("sglang")
+    if found != WRITTEN_FOR:
+        sys.exit(
+            f"megarl's CPU adapter was written for sglang {WRITTEN_FOR} and found {found}. Install the pinned version "
+            "(requirements/), or check megarl/rollout/sglang_cpu.py against the new one and change WRITTEN_FOR."
+        )
+
+
+def install() -> None:
+    """Make SGLang's imports succeed in this process; packages that are installed are left alone."""
+    check_version()
+    if _missing("sgl_kernel"):
+        kernels = importlib.import_module("megarl.rollout.sglang_cpu_kernels")
+        kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
+        sys.modules["sgl_kernel"] = kernels
+    if _missing("triton"):
+        sys.meta_path.append(StandInFinder("triton", _triton_names))
+    if _missing("torchvision"):
+        _install_torchvision()
+
+
+def _install_torchvision() -> None:
+    """Import transformers first: it asks whether torchvision is there and must hear that it is not."""
+    importlib.import_module("sglang")
+    transformers = importlib.import_module("transformers")
+    auto = importlib.import_module("transformers.models.auto")
+    image = importlib.import_module("transformers.models.auto.image_processing_auto")
+    # Without torchvision the class itself refuses to be touched; SGLang only registers vision models' processors in it.
+    processor = type("AutoImageProcessor", (), {"register": staticmethod(lambda *_, **__: None)})
+    for module in (transformers, auto, image):
+        module.AutoImageProcessor = processor  # type: ignore[attr-defined]
+    sys.meta_path.append(StandInFinder("torchvision", _no_names))
+
+
+# Spawned children run the main module under the second name.
+if __name__ in ("__main__", "__mp_main__"):
+    install()
+
+if __name__ == "__main__":
+    from megarl.rollout.launcher import read_api_key, run_sglang_server
+
+    run_sglang_server(sys.argv[1:], read_api_key())
