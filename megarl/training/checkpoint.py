@@ -14,9 +14,6 @@ from megatron.core import dist_checkpointing
 
 from megarl.core.errors import UserError
 
-# Optimizer state that can be read back at another tensor- or data-parallel size.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-
 
 def save_checkpoint(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
     """Write this rank's part; returns when the parts of all ranks are written. `folder` must exist and be empty."""
@@ -36,9 +33,11 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: Any, schedu
 
 
 def _state(model: Any, optimizer: Any, scheduler: Any, *, is_loading: bool) -> dict[str, Any]:
-    weights = model.sharded_state_dict(metadata=METADATA)
+    # Optimizer state that can be read back at another layout. Made anew for each call: Megatron writes into it.
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    weights = model.sharded_state_dict(metadata=metadata)
     return {
         "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA),
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
         "scheduler": scheduler.state_dict(),
     }

@@ -6,6 +6,7 @@ Megatron has to meet the platform first.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megarl.core.errors import MegarlError
-from megarl.core.platform import PlatformName, get_platform, peak_bytes
+from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Algorithm, Optimizer
@@ -49,11 +50,13 @@ class Rank:
     """Hosts roles by name. Every rank of a pool gets the same calls in the same order: most of them are collective."""
 
     def __init__(self, rank: int, world_size: int, platform_name: PlatformName, seed: int) -> None:
+        """Prepare this process; the other ranks are met in `rendezvous`."""
         from megarl.models.bootstrap import prepare_megatron
 
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.platform = get_platform(platform_name)
         prepare_megatron(self.platform)
+        _set_num_threads(self.platform)
         self._groups: Groups | None = None
         self._engines: dict[str, Engine] = {}
         self._losses: dict[str, Loss] = {}
@@ -157,3 +160,12 @@ class Rank:
 
         self._engines.clear()
         close_parallel()
+
+
+def _set_num_threads(platform: Platform) -> None:
+    """Use the threads that the process was started with; where nothing was said, as many as the platform thinks best."""
+    import torch
+
+    wanted = os.environ.get("OMP_NUM_THREADS") or platform.env.get("OMP_NUM_THREADS")
+    if wanted:
+        torch.set_num_threads(int(wanted))
