@@ -1,0 +1,319 @@
+"""Grader processes with a deadline for each grade: whatever a reward function does, the run goes on.
+
+A function that hangs is killed with its process, one that raises or crashes is a counted failure, and neither is a
+reward of zero. Requests travel in batches whose size follows how long a grade takes, so that quick graders cost little
+and slow ones do not queue behind each other. Not for the functions themselves (math.py, exact.py, the user's own).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import pickle
+import signal
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.rewards.worker import HEADER, READY, frame
+
+# A process is sent about so many seconds of work ahead, at most so many grades.
+AHEAD_S = 0.02
+MOST_AHEAD = 64
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Grade:
+    """A reward, or why there is none."""
+
+    reward: float
+    failure: str | None = None  # `timeout`, `error: ...` or `not a number: ...`; the reward is then 0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One request on its way."""
+
+    payload: bytes
+    future: asyncio.Future[Grade]
+
+    def finish(self, grade: Grade) -> None:
+        """Hand over the grade, unless the caller has given up."""
+        if not self.future.done():
+            self.future.set_result(grade)
+
+
+class _Worker(asyncio.SubprocessProtocol):
+    """One grader process, seen from the pool. Grades come back in the order in which they were sent."""
+
+    def __init__(self, pool: GraderPool, timeout_s: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.greeting: asyncio.Future[MegarlError | None] = self.loop.create_future()
+        self.gone: asyncio.Future[None] = self.loop.create_future()
+        self.jobs: deque[_Job] = deque()
+        self.serving = False  # between its greeting and its retirement
+        self._retired = False
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._transport: asyncio.SubprocessTransport | None = None
+        self._buffer = bytearray()
+        self._head_since = 0.0  # when the first of the jobs can have begun, at the latest
+        self._mean_s = AHEAD_S
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def room(self) -> int:
+        """How many more jobs to send now."""
+        if not self.serving:
+            return 0
+        return max(1, min(MOST_AHEAD, int(AHEAD_S / max(self._mean_s, 1e-6)))) - len(self.jobs)
+
+    @property
+    def ending(self) -> str:
+        """How the process ended, for messages."""
+        code = self._transport.get_returncode() if self._transport else None
+        if code is None:
+            return "its pipe closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def send(self, jobs: list[_Job]) -> None:
+        """Queue jobs for grading."""
+        assert self._transport is not None
+        pipe = self._transport.get_pipe_transport(0)
+        assert isinstance(pipe, asyncio.WriteTransport)
+        if not self.jobs:
+            self._head_since = self.loop.time()
+        self.jobs.extend(jobs)
+        pipe.write(frame([job.payload for job in jobs]))
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._timeout_s, self._check_deadline)
+
+    def retire(self) -> None:
+        """Kill the process, and everything that the user's function started in its session."""
+        self.serving = False
+        self._retired = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._transport is not None:
+            _kill_group(self._transport.get_pid())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: the process runs."""
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._transport = transport
+
+    def pipe_data_received(self, fd: int, data: bytes | bytearray) -> None:
+        """asyncio: results arrived."""
+        if self._retired:
+            return
+        self._buffer += data
+        results = self._frames()
+        if results and not self.greeting.done():
+            self._greet(*results.pop(0))
+        if results:
+            now = self.loop.time()
+            self._mean_s += ((now - self._head_since) / len(results) - self._mean_s) * 0.5
+            self._head_since = now
+            for reward, failure in results:
+                self.jobs.popleft().finish(Grade(reward, failure))
+        self._pool.pump_soon()
+
+    def process_exited(self) -> None:
+        """asyncio: the process ended; what it left behind would hold its pipes open."""
+        if self._transport is not None:
+            _kill_group(self._transport.get_pid())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio: the process ended, and everything that it wrote has been read."""
+        if not self.greeting.done():
+            self.greeting.set_result(WorkerDiedError(f"a grader process ended while it started: {self.ending}"))
+        elif self.serving:
+            self._pool.lost(self, f"error: the grader process died: {self.ending}")
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    def _greet(self, word: str, reason: str) -> None:
+        self.serving = word == READY
+        self.greeting.set_result(None if self.serving else UserError(reason))
+
+    def _frames(self) -> list[Any]:
+        values = []
+        while len(self._buffer) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer)
+            end = HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            values.append(pickle.loads(self._buffer[HEADER.size : end]))
+            del self._buffer[:end]
+        return values
+
+    def _check_deadline(self) -> None:
+        """Called at the earliest moment at which the first job can be late."""
+        self._timer = None
+        if not self.jobs:
+            return
+        left = self._head_since + self._timeout_s - self.loop.time()
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check_deadline)
+        else:
+            self._pool.lost(self, "timeout")
+
+
+class GraderPool:
+    """`workers` processes that grade with the reward function `fn`, each grade within `timeout_s` seconds."""
+
+    def __init__(
+        self, fn: str, workers: int, timeout_s: float, *, folder: Path | None = None, start_timeout_s: float = 120.0
+    ) -> None:
+        """Starts nothing yet. folder: where the processes run and look for the user's modules; default: here."""
+        self._fn = fn
+        self._num_workers = workers
+        self._timeout_s = timeout_s
+        self._folder = folder
+        self._start_timeout_s = start_timeout_s
+        self._starting: asyncio.Task[None] | None = None
+        self._up = False
+        self._workers: list[_Worker] = []
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._queue: deque[_Job] = deque()
+        self._pumping = False
+        self._broken: MegarlError | None = None
+
+    async def start(self) -> None:
+        """Start the processes and wait until all have imported the function; later calls wait for the first.
+
+        Raises UserError where the function cannot be resolved, WorkerDiedError where a process does not come up.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start_all())
+        await asyncio.shield(self._starting)
+
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+        """Grade one response. The deadline counts from when a process takes it up, not while it waits its turn.
+
+        Raises what `start` raises, also when a process that had to be replaced cannot be.
+        """
+        if not self._up:
+            await self.start()
+        if self._broken is not None:
+            raise self._broken
+        payload = pickle.dumps((prompt, response, answer, metadata), protocol=pickle.HIGHEST_PROTOCOL)
+        job = _Job(payload, asyncio.get_running_loop().create_future())
+        self._queue.append(job)
+        self.pump_soon()
+        return await job.future
+
+    async def close(self) -> None:
+        """End all processes, and what the functions started; grades under way raise. Returns when they are gone."""
+        tasks = [task for task in (self._starting, *self._replacing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._break(MegarlError("the grader pool is closed"))
+        workers = list(self._workers)
+        for worker in workers:
+            worker.retire()
+        if workers:
+            await asyncio.wait([worker.gone for worker in workers], timeout=CLOSE_TIMEOUT_S)
+
+    async def __aenter__(self) -> GraderPool:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def pump_soon(self) -> None:
+        """Send what waits, once, after everything that is about to be queued in this turn of the event loop."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def lost(self, worker: _Worker, failure: str) -> None:
+        """Replace a process: the grade that it was at has failed, those behind it go to the others."""
+        jobs = list(worker.jobs)
+        worker.jobs.clear()
+        worker.retire()
+        if jobs:
+            jobs[0].finish(Grade(0.0, failure))
+            self._queue.extendleft(reversed(jobs[1:]))
+        if self._broken is None:
+            task = asyncio.get_running_loop().create_task(self._replace())
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        free = [worker for worker in self._workers if worker.room > 0]
+        for index, worker in enumerate(free):
+            share = math.ceil(len(self._queue) / (len(free) - index))
+            if jobs := [self._queue.popleft() for _ in range(min(worker.room, share))]:
+                worker.send(jobs)
+
+    async def _start_all(self) -> None:
+        outcomes = await asyncio.gather(*(self._spawn() for _ in range(self._num_workers)), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        self._up = True
+
+    async def _replace(self) -> None:
+        try:
+            await self._spawn()
+        except MegarlError as error:
+            self._break(error)
+        else:
+            self.pump_soon()
+
+    async def _spawn(self) -> None:
+        """Start one process and wait until it is ready."""
+        command = [sys.executable, "-m", "megarl.rewards.worker", "--fn", self._fn, "--parent", str(os.getpid())]
+        worker = _Worker(self, self._timeout_s)
+        try:
+            await asyncio.get_running_loop().subprocess_exec(
+                lambda: worker,
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=None,
+                cwd=self._folder,
+                start_new_session=True,  # so that Ctrl-C is the run's to handle, and the whole group can be killed
+            )
+        except OSError as error:
+            raise WorkerDiedError(f"a grader process could not be started: {error}") from error
+        self._workers.append(worker)
+        worker.gone.add_done_callback(lambda _: self._workers.remove(worker))
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                problem = await worker.greeting
+        except TimeoutError as error:
+            worker.retire()
+            raise WorkerDiedError(
+                f"a grader process for reward.fn={self._fn!r} was not ready after {self._start_timeout_s:g} s: "
+                "does its module do long work while it is imported?"
+            ) from error
+        if problem is not None:
+            raise problem
+
+    def _break(self, error: MegarlError) -> None:
+        """Refuse all grades from now on, those under way included."""
+        self._broken = error
+        for job in (*self._queue, *(job for worker in self._workers for job in worker.jobs)):
+            if not job.future.done():
+                job.future.set_exception(error)
+        self._queue.clear()
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # nothing of it is left

@@ -1,0 +1,98 @@
+"""The grader process: reads batches of requests, grades one after another, writes each result at once.
+
+Started by graders.py, which holds the deadline; nothing here measures time. It imports no torch: it must start fast.
+Frames on both pipes are a length (4 bytes, little-endian) and a pickle: of a list of pickled Requests, or of a Result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import os
+import pickle
+import signal
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megarl.core.errors import UserError
+from megarl.rewards.resolve import RewardFn, resolve_reward
+
+HEADER = struct.Struct("<I")
+PR_SET_PDEATHSIG = 1
+
+# The first frame of a worker: (READY, None), or (REFUSED, why).
+READY = "ready"
+REFUSED = "refused"
+
+Request = tuple[str, str, str, dict[str, Any]]  # prompt, response, answer, metadata
+Result = tuple[float, str | None]  # reward, failure; in the order of the requests
+
+
+def frame(value: object) -> bytes:
+    """A length and a pickle."""
+    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(body)) + body
+
+
+def grade(function: RewardFn, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Result:
+    """(reward, None), or (0.0, why there is none): `error: ...` or `not a number: ...`."""
+    try:
+        value = function(prompt=prompt, response=response, answer=answer, metadata=metadata)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
+        return 0.0, f"error: {type(error).__name__}: {error}"[:500]
+    try:
+        reward = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        return 0.0, f"not a number: {value!r}"[:500]
+    return reward, None
+
+
+def serve(function: RewardFn, requests: BinaryIO, results: int) -> None:
+    """Grade until the pipe of requests closes."""
+    while header := requests.read(HEADER.size):
+        (size,) = HEADER.unpack(header)
+        for request in pickle.loads(requests.read(size)):
+            _write(results, grade(function, *pickle.loads(request)))
+
+
+def _write(pipe: int, value: object) -> None:
+    data = memoryview(frame(value))
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, also where the parent is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before the request was made
+
+
+def main() -> None:
+    """The entry point of a grader process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fn", required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args()
+    _die_with(options.parent)
+    # What the user's function prints or reads must not get between the frames.
+    requests = os.fdopen(os.dup(0), "rb")
+    results = os.dup(1)
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    try:
+        function = resolve_reward(options.fn)
+    except UserError as error:
+        _write(results, (REFUSED, str(error)))
+        return
+    _write(results, (READY, None))
+    serve(function, requests, results)
+
+
+if __name__ == "__main__":
+    main()
