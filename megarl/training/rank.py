@@ -163,7 +163,7 @@ class Rank:
 
 
 def _set_num_threads(platform: Platform) -> None:
-    """Use the threads that the process was started with; where nothing was said, as many as the platform thinks best."""
+    """Keep to the threads that the process was started with; where nothing was said, to what suits the platform."""
     import torch
 
     wanted = os.environ.get("OMP_NUM_THREADS") or platform.env.get("OMP_NUM_THREADS")
