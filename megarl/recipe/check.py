@@ -71,6 +71,28 @@ UNREAD_RULES: tuple[Unread, ...] = (
     ),
 )
 
+# Flags of SGLang that megarl sets itself, to the recipe's key that decides them.
+OWNED_FLAGS: Mapping[str, str] = {
+    "--model-path": "model.path",
+    "--model": "model.path",
+    "--dtype": "model.dtype",
+    "--tp-size": "rollout.tp",
+    "--tp": "rollout.tp",
+    "--tensor-parallel-size": "rollout.tp",
+    "--max-running-requests": "rollout.max_running_requests",
+    "--max-total-tokens": "rollout.kv_tokens",
+    "--random-seed": "run.seed",
+    "--weight-version": "nothing: the driver counts the versions",
+    "--host": "nothing: servers listen on the cluster's interface only",
+    "--port": "nothing: a free port is chosen",
+    "--api-key": "nothing: a key is made for each run",
+}
+
+
+def _owned_flags(recipe: Recipe) -> list[str]:
+    return [flag for word in recipe.rollout.server_args if (flag := word.partition("=")[0]) in OWNED_FLAGS]
+
+
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "rollout.samples_per_prompt",
@@ -100,6 +122,15 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"a server's cache of {r.rollout.kv_tokens} tokens does not hold one sample of data.max_prompt_tokens "
             f"{r.data.max_prompt_tokens} + rollout.max_response_tokens {r.rollout.max_response_tokens} tokens. "
             f"Set it to {longest_sample(r)} or more"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "rollout.server_args",
+        lambda r: bool(_owned_flags(r)),
+        lambda r: (
+            "megarl sets some of these flags itself. Remove "
+            + ", ".join(f"{flag} (decided by {OWNED_FLAGS[flag]})" for flag in _owned_flags(r))
         ),
         (Recipe,),
     ),

@@ -1,0 +1,233 @@
+"""Says what a machine has for megarl, against the pinned versions, and what each missing part costs.
+
+Nothing heavy is imported: versions come from package metadata, modules from where they would be found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rich.table import Table
+
+from megarl.core.platform import Platform, PlatformName, cuda_device_count, get_platform, num_local_devices
+from megarl.core.versions import installed, matches, pins
+
+BOTH: tuple[PlatformName, ...] = ("cpu", "cuda")
+APEX_USEFUL: tuple[PlatformName, ...] = ("cuda",)
+GIB = 2**30
+
+
+class Level(StrEnum):
+    """How much a finding matters."""
+
+    OK = "ok"
+    NOTE = "note"  # something optional is missing or not as tested
+    FATAL = "fatal"  # this platform cannot run
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: what was looked at, what was found, what was wanted, and what a difference costs."""
+
+    part: str
+    level: Level
+    found: str
+    wanted: str = ""
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings of a machine."""
+
+    platform: PlatformName
+    findings: tuple[Finding, ...]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing is missing that the platform cannot run without."""
+        return all(finding.level is not Level.FATAL for finding in self.findings)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A package that a run uses.
+
+    needed: platforms that cannot run without it. exact: platforms that cannot run on another version than the pinned.
+    cost: what its absence costs where it is useful.
+    """
+
+    distribution: str
+    module: str
+    cost: str
+    needed: tuple[PlatformName, ...] = ()
+    exact: tuple[PlatformName, ...] = ()
+    useful: tuple[PlatformName, ...] = BOTH
+
+
+PARTS = (
+    Part("torch", "torch", "nothing runs", needed=BOTH),
+    Part("megatron-core", "megatron.core", "no training", needed=BOTH, exact=("cpu",)),
+    Part("sglang", "sglang", "no rollout", needed=BOTH, exact=("cpu",)),
+    Part("sglang-router", "sglang_router", "no rollout over the server pool", needed=BOTH),
+    Part("ray", "ray", "no run can be started", needed=BOTH),
+    Part("transformers", "transformers", "no tokenizer", needed=BOTH),
+    Part("math-verify", "math_verify", "no math reward; others work"),
+    Part("wandb", "wandb", "report.wandb cannot be used; metrics.jsonl and TensorBoard work"),
+    Part("sglang-kernel", "sgl_kernel", "SGLang does not start on GPUs", needed=("cuda",), useful=("cuda",)),
+    Part(
+        "transformer-engine",
+        "transformer_engine",
+        "Megatron's own layers and torch's attention: slower, no FP8, no context-parallel attention",
+        useful=("cuda",),
+    ),
+)
+
+
+def diagnose(platform: Platform | None = None) -> Diagnosis:
+    """Look at this machine, for the platform that it is or for the one given."""
+    platform = platform or get_platform()
+    wanted = pins()
+    findings = [_python(), *_devices(platform)]
+    findings += [_part(part, platform.name, wanted.get(part.distribution)) for part in PARTS]
+    findings += [_apex(platform.name), _wandb_key()]
+    if not wanted:
+        cost = "versions cannot be checked: install megarl with `pip install -e .`"
+        findings.append(Finding("pins", Level.NOTE, "megarl runs from a folder and is not installed", cost=cost))
+    findings += [_shared_memory(), _memory(), _disk(Path.cwd())]
+    return Diagnosis(platform.name, tuple(findings))
+
+
+def render(diagnosis: Diagnosis) -> Table:
+    """The diagnosis as a table for the console."""
+    marks = {Level.OK: "[green]ok[/]", Level.NOTE: "[yellow]note[/]", Level.FATAL: "[red]cannot run[/]"}
+    verdict = "megarl can run here" if diagnosis.can_run else "megarl cannot run here until what is red is mended"
+    table = Table(title=f"megarl doctor: platform {diagnosis.platform}", caption=verdict, title_justify="left")
+    for column in ("part", "", "found", "wanted", "what it costs"):
+        table.add_column(column, overflow="fold")
+    for finding in diagnosis.findings:
+        table.add_row(finding.part, marks[finding.level], finding.found, finding.wanted, finding.cost)
+    return table
+
+
+def _find(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Where the module would be imported from; looks through namespace packages without importing it."""
+    try:
+        return importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+def _python() -> Finding:
+    found = sys.version.split()[0]
+    level = Level.OK if sys.version_info >= (3, 11) else Level.FATAL
+    return Finding("python", level, found, ">= 3.11", "" if level is Level.OK else "megarl does not import")
+
+
+def _devices(platform: Platform) -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    findings = [Finding("CPU cores", Level.OK, f"{cores} usable")]
+    gpus = cuda_device_count()
+    wanted = num_local_devices(platform) is not None
+    names = sorted({_gpu_name(info) for info in Path("/proc/driver/nvidia/gpus").glob("*/information")})
+    found = f"{gpus} visible" + (f" ({', '.join(names)})" if gpus and names else "")
+    level = Level.FATAL if wanted and not gpus else Level.OK if gpus else Level.NOTE
+    cost = "" if gpus else "runs on the CPU: the same code, for small models and tests"
+    findings.append(Finding("NVIDIA devices", level, found, "1 or more", cost))
+    build = _torch_cuda()
+    if wanted or build:
+        level = Level.FATAL if wanted and not build else Level.OK
+        cost = "" if build else "this torch is built for CPUs and cannot use the devices"
+        findings.append(Finding("torch's CUDA", level, build or "none", "" if build else "a CUDA build", cost))
+    return findings
+
+
+def _gpu_name(information: Path) -> str:
+    match = re.search(r"Model:\s*(.+)", information.read_text(errors="replace"))
+    return match[1].strip() if match else "unknown"
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch was built for, read from its version file."""
+    spec = _find("torch")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).with_name("version.py")
+    match = re.search(r"^cuda\b[^=]*= *'([^']+)'", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return match[1] if match else None
+
+
+def _part(part: Part, platform: PlatformName, pin: str | None) -> Finding:
+    version = installed(part.distribution)
+    wanted = pin or ""
+    if version is None:
+        if platform not in part.useful:
+            return Finding(part.distribution, Level.OK, "not installed", wanted, "not used on this platform")
+        level = Level.FATAL if platform in part.needed else Level.NOTE
+        return Finding(part.distribution, level, "not installed", wanted, part.cost)
+    if pin and not matches(version, pin):
+        hard = platform in part.exact
+        cost = "the CPU adapter is written for that version only" if hard else "not the version that was tested"
+        return Finding(part.distribution, Level.FATAL if hard else Level.NOTE, version, wanted, cost)
+    return Finding(part.distribution, Level.OK, version, wanted)
+
+
+def _apex(platform: PlatformName) -> Finding:
+    """NVIDIA's Apex is built from source and brings `amp_C`; PyPI's `apex` is somebody else's."""
+    spec = _find("apex")
+    if spec is not None and _find("amp_C") is not None:
+        return Finding("apex (NVIDIA)", Level.OK, installed("apex") or "found")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if any((Path(place) / "normalization").is_dir() for place in places):
+        cost = "built without its CUDA extensions: Transformer Engine's or torch's Adam and norms are used"
+        return Finding("apex (NVIDIA)", Level.NOTE, installed("apex") or "found", "built with --cuda_ext", cost)
+    if spec is not None:
+        cost = "PyPI's `apex` is an unrelated package and of no use: `pip uninstall apex`, build NVIDIA's from source"
+        return Finding("apex (NVIDIA)", Level.NOTE, "another package of that name", "NVIDIA/apex", cost)
+    cost = "Transformer Engine's or torch's Adam and norms are used: slower. Build it from source, never from PyPI"
+    if platform not in APEX_USEFUL:
+        return Finding("apex (NVIDIA)", Level.OK, "not installed", "", "not used on this platform")
+    return Finding("apex (NVIDIA)", Level.NOTE, "not installed", "NVIDIA/apex", cost)
+
+
+def _wandb_key() -> Finding:
+    if os.environ.get("WANDB_API_KEY"):
+        return Finding("wandb key", Level.OK, "in WANDB_API_KEY")
+    try:
+        stored = netrc.netrc().authenticators("api.wandb.ai")
+    except (OSError, netrc.NetrcParseError):
+        stored = None  # no such file, or one that wandb cannot read either
+    if stored:
+        return Finding("wandb key", Level.OK, "in ~/.netrc")
+    return Finding("wandb key", Level.NOTE, "none", "", "report.wandb writes offline; send it later with `wandb sync`")
+
+
+def _shared_memory() -> Finding:
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return Finding("/dev/shm", Level.NOTE, "none", "", "Ray's object store falls back to a slow disk")
+    free = shutil.disk_usage(place).free / GIB
+    small = "Ray's object store falls back to a slow disk; in a container give --shm-size" if free < 1 else ""
+    return Finding("/dev/shm", Level.NOTE if small else Level.OK, f"{free:.1f} GiB free", "1 GiB or more", small)
+
+
+def _memory() -> Finding:
+    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    meminfo = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    free = (int(meminfo[1]) * 1024 if meminfo else pages * size) / GIB
+    low = "a server and a rank of the smallest model need about 4 GiB" if free < 4 else ""
+    return Finding("memory", Level.NOTE if low else Level.OK, f"{free:.1f} GiB available", "4 GiB or more", low)
+
+
+def _disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free / GIB
+    low = "checkpoints hold the weights and twice as much for Adam" if free < 5 else ""
+    return Finding("disk here", Level.NOTE if low else Level.OK, f"{free:.1f} GiB free", "5 GiB or more", low)

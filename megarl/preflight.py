@@ -1,0 +1,164 @@
+"""Everything about a run that can be refused before a device is taken: one call that composes the rooms' own checks.
+
+The cheap checks come first; reading and tokenising every row comes last, because it loads the tokenizer's library.
+It starts nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.checkpoints import Checkpoints
+from megarl.core.errors import UserError
+from megarl.core.platform import Platform, get_platform, num_local_devices
+from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import check_rows, load_prompts
+from megarl.data.sft import check_demonstrations, load_demonstrations
+from megarl.models.hf_config import ModelConfig, check_tensor_parallel, load_model_config
+from megarl.models.hf_files import check_weights
+from megarl.recipe.batch import BatchPlan, plan_batches
+from megarl.recipe.check import longest_sample
+from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megarl.rewards.resolve import resolve_reward
+
+CHECKPOINTS = "checkpoints"
+# What a run leaves once it has done something; logs of a start that failed are not worth keeping a name for.
+RESULTS = ("metrics.jsonl", CHECKPOINTS, "hf")
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is known of a run before it starts.
+
+    rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
+    """
+
+    plan: BatchPlan
+    platform: Platform
+    model: ModelConfig
+    rows: int
+    dropped: int
+    eval_rows: int
+
+    def lines(self) -> list[str]:
+        """What a user wants to see before waiting for the start."""
+        dropped = f", {self.dropped} over the length limit dropped" if self.dropped else ""
+        held_out = f"; {self.eval_rows} held-out rows" if self.eval_rows else ""
+        return [
+            self.plan.describe(),
+            f"{self.model.family} of {self.model.num_layers} layers on {self.platform.name}; "
+            f"{self.rows} rows{dropped}{held_out}",
+        ]
+
+
+def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
+    """Check a run of `megarl train`. Raises UserError for the first thing that cannot work."""
+    plan = plan_batches(recipe)
+    check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
+    platform = check_devices(recipe)
+    check_rows(recipe.data.train, recipe.data)
+    model = _check_generation(recipe)
+    check_tensor_parallel(model, recipe.actor.parallel.tp)
+    rows, dropped = _count_prompts(recipe, recipe.data.train)
+    if rows < recipe.rollout.prompts_per_step:
+        raise UserError(
+            f"{recipe.data.train} has {rows} usable rows, fewer than the rollout.prompts_per_step "
+            f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more "
+            "rows."
+        )
+    return Preflight(plan, platform, model, rows, dropped, _count_eval_rows(recipe))
+
+
+def preflight_eval(recipe: Recipe) -> Preflight:
+    """Check an evaluation, `megarl eval`: no training data is read and no run folder is asked for. Raises UserError."""
+    if recipe.data.eval is None:
+        raise UserError("There is nothing to evaluate on: set data.eval to a file of held-out rows.")
+    plan = plan_batches(recipe)
+    platform = check_devices(recipe)
+    model = _check_generation(recipe)
+    return Preflight(plan, platform, model, 0, 0, _count_eval_rows(recipe))
+
+
+def preflight_sft(recipe: SftRecipe, *, resume: bool = False) -> Preflight:
+    """Check a run of `megarl sft`. Raises UserError for the first thing that cannot work."""
+    plan = plan_batches(recipe)
+    check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
+    platform = check_devices(recipe)
+    check_demonstrations(recipe.data.train, recipe.data)
+    model = load_model_config(recipe.model.path)
+    check_weights(model, recipe.model.path)
+    _check_context(model, recipe.data.max_tokens, "data.max_tokens")
+    check_tensor_parallel(model, recipe.actor.parallel.tp)
+    demonstrations = load_demonstrations(recipe.model.path, recipe.data)
+    return Preflight(plan, platform, model, len(demonstrations), demonstrations.num_dropped, 0)
+
+
+def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
+    """A new run needs a folder without results, a resumed one a checkpoint and steps left. Raises UserError."""
+    if resume:
+        done = Checkpoints(folder / CHECKPOINTS, keep_last=1).latest().step
+        if done >= steps:
+            raise UserError(
+                f"{folder} has already done {done} steps, and train.steps is {steps}: nothing is left to do. "
+                "Raise train.steps to go on."
+            )
+        return
+    found = [name for name in RESULTS if (folder / name).exists()]
+    if found:
+        raise UserError(
+            f"{folder} already holds a run ({', '.join(found)}). Go on with it by --resume, choose another name by "
+            "run.name=..., or delete the folder."
+        )
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "is not a folder" if not existing.is_dir() else "cannot be written to"
+        raise UserError(f"The run's folder {folder} cannot be made: {existing} {what}. Set run.dir to another folder.")
+
+
+def check_devices(recipe: AnyRecipe) -> Platform:
+    """The platform, if it has the devices that the recipe asks for. Raises UserError."""
+    platform = get_platform(recipe.cluster.platform)
+    there = num_local_devices(platform)
+    wanted = recipe.cluster.devices
+    if there is not None and there < wanted:
+        raise UserError(
+            f"cluster.devices is {wanted}, and this machine shows {there} {platform.name} devices. "
+            f"Set it to at most {there}, make more visible, or set cluster.platform to cpu."
+        )
+    return platform
+
+
+def _check_generation(recipe: Recipe) -> ModelConfig:
+    """Model folder, context length, the servers' layout, and the reward function."""
+    model = load_model_config(recipe.model.path)
+    check_weights(model, recipe.model.path)
+    parts = (
+        f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
+        f"rollout.max_response_tokens {recipe.rollout.max_response_tokens}"
+    )
+    _check_context(model, longest_sample(recipe), parts)
+    check_tensor_parallel(model, recipe.rollout.tp)
+    resolve_reward(recipe.reward.fn)
+    return model
+
+
+def _check_context(model: ModelConfig, longest: int, parts: str) -> None:
+    if longest > model.max_positions:
+        raise UserError(
+            f"A sample of up to {longest} tokens ({parts}) is longer than the model's context of "
+            f"{model.max_positions} tokens (max_position_embeddings in its config.json). Lower them by {longest - model.max_positions} in all."
+        )
+
+
+def _count_prompts(recipe: Recipe, path: Path) -> tuple[int, int]:
+    prompts = load_prompts(path, load_tokenizer(recipe.model.path), recipe.data)
+    return len(prompts), prompts.num_dropped
+
+
+def _count_eval_rows(recipe: Recipe) -> int:
+    if recipe.data.eval is None:
+        return 0
+    rows = _count_prompts(recipe, recipe.data.eval)[0]
+    return min(rows, recipe.eval.max_prompts or rows)
