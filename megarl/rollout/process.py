@@ -131,7 +131,7 @@ class ManagedProcess:
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait until the main process has ended; False when it still runs after `timeout_s`."""
-        if self._process is None:
+        if not self.alive():
             return True
         select.select([self._pidfd], [], [], timeout_s)
         return not self.alive()

@@ -25,7 +25,7 @@ WRITTEN_FOR = "0.5.21"
 
 
 class StandInModule(ModuleType):
-    """A module in which every name resolves: capitalised ones to classes, others to modules that serve as decorators."""
+    """A module in which every name resolves: capitalised ones to classes, others to callable modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,6 +1,7 @@
 """`python -m megarl.rollout.sglang_router <flags of sglang_router.launch_router>`: the router.
 
-The API key comes on standard input. It is asked of every request, and sent to servers that are named at start. Servers added later bring their own.
+The API key comes on standard input. It is asked of every request, and sent to servers that are named at start. Servers
+added later bring their own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,322 @@
+"""Turns prompts into shards of graded samples, in a process of its own: the driver never sees a token.
+
+prompts -> requests to the router -> Sample -> grade, as each sample finishes -> filters -> shards. Who starts the
+servers and where the shards go is megarl/cluster's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.algorithms.advantage import group_advantages
+from megarl.core.errors import MegarlError
+from megarl.core.log import get_logger
+from megarl.core.types import BatchInfo, Column, EvalResult, Prompt, Sample, Shard, Status
+from megarl.data.chat import load_tokenizer
+from megarl.data.pack import column_like, pack
+from megarl.data.prompts import PromptSet, PromptSource, load_prompts
+from megarl.recipe.schema import Recipe
+from megarl.rewards.graders import GraderPool
+from megarl.rollout import filters
+from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
+from megarl.rollout.single_turn import generate_sample
+
+log = get_logger(__name__)
+
+PROBE_SEQUENCES = 4
+PROBE_TOKENS = 128
+CORRECT = 0.5  # a reward of at least this counts as a right answer
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The samples that a step trains on, kept until the next."""
+
+    step: int
+    samples: list[Sample]
+    shards: list[Shard]
+
+
+@dataclass(frozen=True)
+class _Generated:
+    """Graded samples in the order they were asked for, and how long the servers took."""
+
+    samples: list[Sample]
+    generation_s: float
+
+
+class Collector:
+    """Generates, grades, filters and packs; evaluates. One step at a time."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        prompts: PromptSet,
+        eval_prompts: Sequence[Prompt],
+        client: ServerClient,
+        graders: GraderPool,
+        num_shards: int,
+    ) -> None:
+        self._recipe = recipe
+        self._prompts = prompts
+        self._eval_prompts = tuple(eval_prompts)
+        self._source = PromptSource(prompts, recipe.run.seed, shuffle=recipe.data.shuffle)
+        self._client = client
+        self._graders = graders
+        self._num_shards = num_shards
+        self._last: _Step | None = None
+
+    @classmethod
+    def open(cls, recipe: Recipe, router: ServerEndpoint, num_shards: int) -> Collector:
+        """Read the recipe's data and get ready to start its graders; `start` starts them.
+
+        Raises UserError where the data cannot be used.
+        """
+        tokenizer = load_tokenizer(recipe.model.path)
+        held_out: Sequence[Prompt] = ()
+        if recipe.data.eval is not None:
+            held_out = load_prompts(recipe.data.eval, tokenizer, recipe.data).prompts[: recipe.eval.max_prompts]
+        return cls(
+            recipe,
+            prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
+            eval_prompts=held_out,
+            client=ServerClient(router),
+            graders=GraderPool(recipe.reward.fn, recipe.reward.workers, recipe.reward.timeout_s),
+            num_shards=num_shards,
+        )
+
+    async def start(self) -> None:
+        """Start the grader processes."""
+        await self._graders.start()
+
+    async def close(self) -> None:
+        """End the graders and the connections."""
+        await self._graders.close()
+        await self._client.close()
+
+    def state(self) -> dict[str, Any]:
+        """The place in the data, for a checkpoint."""
+        return self._source.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place."""
+        self._source.load_state(state)
+
+    async def generate(self, step: int, weight_version: int) -> tuple[list[Shard], BatchInfo]:
+        """The samples of one step, one shard for each data-parallel rank.
+
+        Raises MegarlError where no sample can be trained on, or where a sample came from other weights.
+        """
+        settings, algorithm = self._recipe.rollout, self._recipe.algorithm
+        prompts = self._source.take(settings.prompts_per_step)
+        sampling = Sampling(
+            settings.max_response_tokens, settings.temperature, settings.top_p, settings.top_k, settings.stop
+        )
+        generated = await self._collect(step, prompts, settings.samples_per_prompt, sampling)
+        self._write(f"step_{step:06d}.jsonl", generated.samples)
+        _check_versions(generated.samples, weight_version)
+        kept = filters.usable(generated.samples)
+        if not kept:
+            raise MegarlError(f"Step {step}: no sample can be used. {_first_failure(generated.samples)}")
+        metrics = self._metrics(generated, kept)
+        if algorithm.drop_zero_variance_groups:
+            kept = filters.drop_zero_variance(kept)
+        shards = self._pack(kept)
+        self._last = _Step(step, kept, shards)
+        return shards, self._info(step, weight_version, kept, shards, metrics)
+
+    def advantages(self, step: int) -> list[Column]:
+        """Group-relative advantages of a step's samples, one column for each shard of `generate`."""
+        if self._last is None or self._last.step != step:
+            have = "none" if self._last is None else str(self._last.step)
+            raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {have}.")
+        samples = self._last.samples
+        values = group_advantages(
+            filters.rewards(samples), filters.group_index(samples), self._recipe.algorithm.normalize_std
+        )
+        return [column_like(shard, values) for shard in self._last.shards]
+
+    async def evaluate(self, step: int, weight_version: int) -> EvalResult:
+        """Answer and grade the held-out prompts. Raises MegarlError where the recipe names none."""
+        if not self._eval_prompts:
+            raise MegarlError("There is nothing to evaluate on: the recipe has no data.eval.")
+        settings = self._recipe.eval
+        sampling = Sampling(
+            self._recipe.rollout.max_response_tokens, settings.temperature, stop=self._recipe.rollout.stop
+        )
+        generated = await self._collect(step, self._eval_prompts, settings.samples_per_prompt, sampling)
+        samples = generated.samples
+        self._write(f"eval_{step:06d}.jsonl", samples)
+        _check_versions(samples, weight_version)
+        if all(sample.status is Status.FAILED for sample in samples):
+            raise MegarlError(f"Evaluation at step {step}: no prompt was answered. {_first_failure(samples)}")
+        # A prompt without an answer or a grade is not a right answer: held-out figures count every prompt.
+        values = filters.rewards(samples)
+        accuracy, reward = float((values >= CORRECT).mean()), float(values.mean())
+        return EvalResult(
+            num_prompts=len(self._eval_prompts),
+            num_samples=len(samples),
+            accuracy=accuracy,
+            reward=reward,
+            metrics={
+                "eval/accuracy": accuracy,
+                "eval/reward": reward,
+                "eval/response_len_mean": float(np.mean([len(sample.response_ids) for sample in samples])),
+                "eval/truncated": _share(samples, Status.TRUNCATED),
+                "eval/failures": float(len(samples) - len(filters.usable(samples))),
+            },
+        )
+
+    def probe(self) -> list[list[int]]:
+        """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
+        if self._last is not None:
+            sequences = [[*sample.prompt.token_ids, *sample.response_ids] for sample in self._last.samples]
+        else:
+            sequences = [list(prompt.token_ids) for prompt in self._prompts.prompts]
+        chosen = [sequence[-PROBE_TOKENS:] for sequence in sequences if len(sequence) > 1][:PROBE_SEQUENCES]
+        return [[int(token) for token in sequence] for sequence in chosen]
+
+    async def _collect(
+        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Sampling
+    ) -> _Generated:
+        """All samples of all prompts, in their order; grading a sample overlaps with generating others."""
+        room = asyncio.Semaphore(self._recipe.rollout.concurrency)
+        began = time.monotonic()
+        finished = began
+
+        async def one(prompt: Prompt, index: int) -> Sample:
+            nonlocal finished
+            group = f"{step}/{prompt.id}"
+            async with room:
+                sample = await generate_sample(
+                    self._client,
+                    prompt,
+                    sampling,
+                    sample_id=f"{group}/{index}",
+                    group_id=group,
+                    deadline_s=self._recipe.deadlines.rollout_s,
+                )
+            finished = time.monotonic()
+            if sample.status is not Status.FAILED:
+                grade = await self._graders.grade(prompt.text, sample.response_text, prompt.answer, prompt.metadata)
+                sample.reward, sample.grade_failure = grade.reward, grade.failure
+            return sample
+
+        # A prompt that comes twice, where the data starts over, makes its group larger.
+        asked: Counter[str] = Counter()
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for prompt in prompts:
+                first = asked[prompt.id]
+                asked[prompt.id] += samples_per_prompt
+                tasks += [group.create_task(one(prompt, first + index)) for index in range(samples_per_prompt)]
+        samples = [task.result() for task in tasks]
+        if any(sample.status is Status.FAILED for sample in samples):
+            log.warning("step %d: %s", step, _first_failure(samples))
+        return _Generated(samples, max(finished - began, 1e-9))
+
+    def _pack(self, samples: list[Sample]) -> list[Shard]:
+        recipe = self._recipe
+        return pack(
+            samples,
+            num_shards=self._num_shards,
+            mini_batch_samples=recipe.actor.mini_batch_samples
+            or recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
+            micro_batch_tokens=recipe.actor.micro_batch_tokens,
+            reduction=recipe.algorithm.reduction,
+            max_response_tokens=recipe.rollout.max_response_tokens,
+        )
+
+    def _metrics(self, generated: _Generated, kept: list[Sample]) -> dict[str, float]:
+        samples = generated.samples
+        lengths = [len(sample.response_ids) for sample in kept]
+        rewards = filters.rewards(kept)
+        place = self._source.state()
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/failures": float(sum(sample.grade_failure is not None for sample in samples)),
+            "rollout/prompt_len_mean": float(np.mean([len(sample.prompt.token_ids) for sample in kept])),
+            "rollout/response_len_mean": float(np.mean(lengths)),
+            "rollout/response_len_max": float(max(lengths)),
+            "rollout/truncated": _share(samples, Status.TRUNCATED),
+            "rollout/failed": float(sum(sample.status is Status.FAILED for sample in samples)),
+            "rollout/zero_variance_groups": filters.zero_variance_share(kept),
+            "data/epoch": place["epoch"] + place["position"] / len(self._prompts),
+            "data/dropped_prompts": float(self._prompts.num_dropped),
+            "perf/rollout_tokens_per_s": sum(len(sample.response_ids) for sample in samples) / generated.generation_s,
+        }
+
+    def _info(
+        self, step: int, weight_version: int, kept: list[Sample], shards: list[Shard], metrics: dict[str, float]
+    ) -> BatchInfo:
+        return BatchInfo(
+            step=step,
+            weight_version=weight_version,
+            num_samples=len(kept),
+            num_groups=len({sample.group_id for sample in kept}),
+            num_mini_batches=len(shards[0].mini_batches),
+            prompt_tokens=sum(len(sample.prompt.token_ids) for sample in kept),
+            response_tokens=sum(len(sample.response_ids) for sample in kept),
+            metrics={**metrics, "rollout/num_samples": float(len(kept))},
+        )
+
+    def _write(self, name: str, samples: Sequence[Sample]) -> None:
+        """The first samples, for reading: one JSON object a line, whole or not at all."""
+        count = self._recipe.report.samples
+        if count:
+            write_samples(self._recipe.run.folder / "samples" / name, samples[:count])
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples as JSONL for people; tokens are left out, text is kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "id": sample.id,
+            "reward": sample.reward,
+            "status": sample.status.value,
+            "response_tokens": len(sample.response_ids),
+            "prompt": sample.prompt.text,
+            "response": sample.response_text,
+            "answer": sample.prompt.answer,
+            **({"grade_failure": sample.grade_failure} if sample.grade_failure else {}),
+            **({"failure": sample.metadata["failure"]} if "failure" in sample.metadata else {}),
+        }
+        for sample in samples
+    ]
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    os.replace(temporary, path)
+
+
+def _check_versions(samples: Sequence[Sample], weight_version: int) -> None:
+    for sample in samples:
+        for span in sample.versions:
+            if span.version != weight_version:
+                raise MegarlError(
+                    f"Sample {sample.id}: tokens {span.start} to {span.end} were generated by weight version "
+                    f"{span.version}; all servers should serve version {weight_version}."
+                )
+
+
+def _share(samples: Sequence[Sample], status: Status) -> float:
+    return sum(sample.status is status for sample in samples) / len(samples)
+
+
+def _first_failure(samples: Sequence[Sample]) -> str:
+    """How many failed, and the first one's reason."""
+    reasons = [sample.metadata["failure"] for sample in samples if sample.status is Status.FAILED]
+    reasons += [f"grader: {sample.grade_failure}" for sample in samples if sample.grade_failure is not None]
+    return f"{len(reasons)} of {len(samples)} samples failed; the first: {reasons[0]}" if reasons else ""

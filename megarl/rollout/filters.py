@@ -1,0 +1,44 @@
+"""Which of a step's samples are trained on. Every sample left out is counted; none is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.algorithms.advantage import zero_variance_groups
+from megarl.core.types import FloatArray, IntArray, Sample, Status
+
+
+def usable(samples: Sequence[Sample]) -> list[Sample]:
+    """Without samples that have no response or no grade: a reward of zero in their place would teach a falsehood."""
+    return [sample for sample in samples if sample.status is not Status.FAILED and sample.grade_failure is None]
+
+
+def group_index(samples: Sequence[Sample]) -> IntArray:
+    """The number of each sample's group, counted in the order of first appearance: [N]."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples], dtype=np.int64)
+
+
+def rewards(samples: Sequence[Sample]) -> FloatArray:
+    """[N] float32."""
+    return np.array([sample.reward for sample in samples], dtype=np.float32)
+
+
+def zero_variance_share(samples: Sequence[Sample]) -> float:
+    """Groups whose rewards are all equal over groups; 0 where there are no samples."""
+    if not samples:
+        return 0.0
+    return float(zero_variance_groups(rewards(samples), group_index(samples)).mean())
+
+
+def drop_zero_variance(samples: Sequence[Sample]) -> list[Sample]:
+    """Only groups whose rewards differ; all of them where none differ, because a step needs samples."""
+    if not samples:
+        return []
+    groups = group_index(samples)
+    dull = zero_variance_groups(rewards(samples), groups)
+    if dull.all():
+        return list(samples)
+    return [sample for sample, group in zip(samples, groups, strict=True) if not dull[group]]
