@@ -29,7 +29,7 @@ from megarl.training.batch import DeviceBatch, to_device
 from megarl.training.checkpoint import load_checkpoint, save_checkpoint
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
 from megarl.training.losses import Loss
-from megarl.training.metrics import LossOutput, MetricSums
+from megarl.training.metrics import MetricSums
 from megarl.training.optimizer import Stepper, is_distributed
 from megarl.training.parallel import Groups
 
@@ -130,27 +130,28 @@ class Engine:
         for index, mini in enumerate(shard.mini_batches):
             batches = _with_columns(mini, {name: columns[name][index] for name in loss.columns}, self._device)
             stepper.zero_grad()
-            sums.add(self._accumulate_gradients(batches, loss))
+            self._accumulate_gradients(batches, loss, sums)
+            sums.end_mini_batch()
             steps.append(stepper.step(self._groups.rank))
         return sums.reduce(self._groups.dp) | {
             "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
             "actor/lr": steps[-1].lr,
         }
 
-    def _accumulate_gradients(self, batches: list[DeviceBatch], loss: Loss) -> list[LossOutput]:
+    def _accumulate_gradients(self, batches: list[DeviceBatch], loss: Loss, sums: MetricSums) -> None:
         """Forward and backward over one mini-batch; then the gradients are summed over all ranks."""
-        if not batches:
-            # The other ranks sum their gradients now, and wait for this one's zeros.
-            _finalize_without_scaling([self._wrapped])
-            return []
 
-        def evaluate(batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
+        def evaluate(batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             scores = self._score(batch, logits, with_entropy=loss.with_entropy, entropy_grad=loss.entropy_grad)
             output = loss.fn(scores, batch)
-            return output.loss, output.num_tokens.int(), output
+            sums.add(output)
+            return output.loss, output.num_tokens.int(), {}
 
-        outputs: list[LossOutput] = self._run(batches, evaluate, forward_only=False)
-        return outputs
+        if batches:
+            self._run(batches, evaluate, forward_only=False)
+        else:
+            # The other ranks sum their gradients now, and wait for this one's zeros.
+            _finalize_without_scaling([self._wrapped])
 
     def _run(
         self, batches: list[DeviceBatch], evaluate: Callable[[DeviceBatch, Tensor], Any], *, forward_only: bool

@@ -34,18 +34,20 @@ class MetricSums:
         self._sums: dict[tuple[str, str], Tensor] = {}
         self._mini_batches = 0
 
-    def add(self, outputs: list[LossOutput]) -> None:
-        """The micro-batches of one mini-batch on this rank."""
+    def add(self, output: LossOutput) -> None:
+        """Take one micro-batch's numbers; nothing of its graph is kept."""
+        self._add(("count", "num_tokens"), output.num_tokens)
+        for name, value in output.weighted.items():
+            self._add(("weighted", name), value)
+        for name, value in output.sums.items():
+            self._add(("sum", name), value)
+        for name, value in output.maxima.items():
+            key, value64 = ("max", name), value.detach().double()
+            self._sums[key] = torch.maximum(self._sums.get(key, value64), value64)
+
+    def end_mini_batch(self) -> None:
+        """All micro-batches of a mini-batch have been added; a rank may have had none."""
         self._mini_batches += 1
-        for output in outputs:
-            self._add(("count", "num_tokens"), output.num_tokens)
-            for name, value in output.weighted.items():
-                self._add(("weighted", name), value)
-            for name, value in output.sums.items():
-                self._add(("sum", name), value)
-            for name, value in output.maxima.items():
-                key, value64 = ("max", name), value.detach().double()
-                self._sums[key] = torch.maximum(self._sums.get(key, value64), value64)
 
     def _add(self, key: tuple[str, str], value: Tensor) -> None:
         # float64: sums over many micro-batches must not depend on how they were cut.
