@@ -148,7 +148,8 @@ def _check_context(model: ModelConfig, longest: int, parts: str) -> None:
     if longest > model.max_positions:
         raise UserError(
             f"A sample of up to {longest} tokens ({parts}) is longer than the model's context of "
-            f"{model.max_positions} tokens (max_position_embeddings in its config.json). Lower them by {longest - model.max_positions} in all."
+            f"{model.max_positions} tokens (max_position_embeddings in its config.json). "
+            f"Lower the limit by {longest - model.max_positions} tokens."
         )
 
 

@@ -92,6 +92,11 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
     )
 
 
+def num_local_devices(platform: Platform) -> int | None:
+    """Devices that a run may use on this machine; None where processes stand for devices and any number will do."""
+    return cuda_device_count() if platform.name == "cuda" else None
+
+
 def peak_bytes(platform: Platform) -> int:
     """Most memory that this process has held: of its CUDA device, or resident where the device is the host itself."""
     if platform.name == "cuda":
