@@ -132,10 +132,9 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     while keys and schema.node(keys) is None:
         keys = keys[:-1]  # an item of a list: the list's own key says what is allowed
     given = error["input"]
-    meaning = schema.meaning(keys)
-    return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}" + (
-        f" ({meaning})." if meaning else "."
-    )
+    meaning = f" ({schema.meaning(keys)})" if schema.meaning(keys) else ""
+    quote = f" Quotes make it text: '{given}'." if error["type"] == "string_type" and given is not None else ""
+    return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{quote}"
 
 
 def _show(value: Any) -> str:

@@ -17,7 +17,9 @@ from megarl.core.errors import UserError
 
 Keys = tuple[str, ...]
 BASE_KEY = "base"
-_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$", re.IGNORECASE)
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:e[-+]?[0-9]+)?|[0-9]+e[-+]?[0-9]+|\.inf)$|\.nan$", re.IGNORECASE
+)
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$")
 _BOOL = re.compile(r"true$|false$", re.IGNORECASE)
 

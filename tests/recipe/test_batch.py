@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.core.errors import UserError
+from megarl.recipe.batch import BatchPlan, nearest_divisors, plan_batches
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe, SftRecipe
+
+
+def make(**changes: int | None) -> Recipe:
+    keys: dict[str, int | None] = {"prompts": 8, "samples": 4, "mini": None, "micro": 2048, "devices": 1, "tp": 1}
+    keys |= {"warmup": 0, "epochs": 1} | changes
+    return Recipe.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t", "max_prompt_tokens": 100},
+            "cluster": {"devices": keys["devices"]},
+            "rollout": {
+                "prompts_per_step": keys["prompts"],
+                "samples_per_prompt": keys["samples"],
+                "max_response_tokens": 28,
+            },
+            "actor": {
+                "mini_batch_samples": keys["mini"],
+                "micro_batch_tokens": keys["micro"],
+                "parallel": {"tp": keys["tp"]},
+                "epochs": keys["epochs"],
+                "optimizer": {"warmup_steps": keys["warmup"]},
+            },
+            "train": {"steps": 5},
+        }
+    )
+
+
+def test_arithmetic_of_a_whole_run() -> None:
+    plan = plan_batches(make(mini=8, devices=8, tp=2, epochs=2))
+    assert (plan.samples, plan.mini_batches, plan.dp, plan.longest) == (32, 4, 4, 128)
+    assert (plan.updates_per_step, plan.optimizer_steps) == (8, 40)
+    assert plan.describe() == (
+        "each step: 8 prompts x 4 samples = 32 samples -> 4 mini-batches of 8, 2 times -> micro-batches of at most "
+        "2,048 tokens on 8 devices (dp 4 x tp 2); 5 steps, 40 optimizer steps"
+    )
+
+
+def test_without_mini_batches_a_step_is_one(sft_file: Path) -> None:
+    plan = plan_batches(make())
+    assert (plan.mini_batch_samples, plan.mini_batches, plan.optimizer_steps) == (32, 1, 5)
+    plan = plan_batches(load_recipe(sft_file, [], SftRecipe).recipe)
+    assert plan.supervised
+    assert (plan.samples, plan.mini_batches, plan.optimizer_steps) == (16, 1, 10)
+    assert plan.describe().startswith("each step: 16 demonstrations -> 1 mini-batch of 16 -> micro-batches")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"mini": 10},
+            "actor.mini_batch_samples 10 does not divide rollout.prompts_per_step 8 x "
+            "rollout.samples_per_prompt 4 = 32 samples. Nearest valid value: 8 or 16.",
+        ),
+        ({"mini": 64}, "actor.mini_batch_samples 64 does not divide"),
+        ({"mini": 64}, "Nearest valid value: 32."),
+        (
+            {"mini": 2, "devices": 4},
+            "actor.mini_batch_samples 2 is less than one sample for each of 4 data-parallel ranks",
+        ),
+        ({"mini": 2, "devices": 4}, "Nearest valid value: 4 or 8."),
+        ({"mini": 3, "devices": 4}, "Nearest valid value: 4 or 8."),
+        (
+            {"devices": 64, "prompts": 8},
+            "less than one sample for each of 64 data-parallel ranks. Set rollout.prompts_per_step to at least 16.",
+        ),
+        (
+            {"devices": 8, "tp": 3},
+            "actor.parallel.tp 3 does not divide cluster.devices 8. Nearest valid tp: 2 or 4; "
+            "nearest valid number of devices: 6 or 9.",
+        ),
+        ({"devices": 1, "tp": 2}, "Nearest valid tp: 1; nearest valid number of devices: 2."),
+        ({"micro": 100}, "actor.micro_batch_tokens 100 does not hold the longest sample, 128 tokens"),
+        ({"micro": 100}, "Nearest valid value: 128."),
+        ({"warmup": 5}, "the run has 5 optimizer steps. Set it to at most 4."),
+    ],
+)
+def test_impossible_sizes_give_the_nearest_valid_value(changes: dict[str, int], says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        plan_batches(make(**changes))
+
+
+def test_several_problems_are_told_together() -> None:
+    with pytest.raises(UserError) as caught:
+        plan_batches(make(mini=10, micro=1, devices=3, tp=2))
+    assert str(caught.value).count("\n  - ") == 3
+
+
+def test_supervised_batch_smaller_than_the_ranks(sft_file: Path) -> None:
+    recipe = load_recipe(sft_file, ["cluster.devices=32", "actor.micro_batch_tokens=5"], SftRecipe).recipe
+    with pytest.raises(UserError, match=r"batch_samples 16 is less than one.* 32 data-parallel ranks") as caught:
+        plan_batches(recipe)
+    assert "(data.max_tokens)" in str(caught.value)
+
+
+@given(st.integers(1, 500), st.integers(1, 600), st.integers(1, 40))
+def test_nearest_divisors_are_the_nearest(number: int, wanted: int, at_least: int) -> None:
+    found = nearest_divisors(number, wanted, at_least)
+    valid = [size for size in range(at_least, number + 1) if number % size == 0]
+    assert set(found) <= set(valid)
+    assert bool(found) == bool(valid)
+    if valid:
+        assert min(abs(size - wanted) for size in valid) == min(abs(size - wanted) for size in found)
+
+
+@given(st.integers(1, 64), st.integers(2, 16), st.integers(1, 2048), st.integers(1, 8), st.integers(1, 8))
+def test_a_plan_is_possible_or_refused_with_values_that_work(
+    prompts: int, samples: int, mini: int, devices: int, tp: int
+) -> None:
+    recipe = make(prompts=prompts, samples=samples, mini=mini, devices=devices, tp=tp)
+    try:
+        plan = plan_batches(recipe)
+    except UserError as error:
+        advice = re.search(r"mini_batch_samples .*Nearest valid value: (\d+)", str(error))
+        if advice and devices % tp == 0:
+            assert plan_batches(make(prompts=prompts, samples=samples, mini=int(advice[1]), devices=devices, tp=tp))
+        return
+    assert plan.mini_batches * plan.mini_batch_samples == prompts * samples
+    assert plan.dp * plan.tp == devices
+    assert plan.mini_batch_samples >= plan.dp
+
+
+def test_plan_is_a_plain_record() -> None:
+    assert BatchPlan(1, 2, 2, 8, 4, 1, 1, 3, 1).optimizer_steps == 3

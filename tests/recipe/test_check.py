@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.recipe.check import CONTRADICTIONS, OWNED_FLAGS, UNREAD_RULES, unread_keys
+from megarl.recipe.explain import Schema
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import SftRecipe
+
+UNREAD = [
+    (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),
+    (["actor.optimizer.momentum=0.9"], ["actor.optimizer.name=sgd"]),
+    (["actor.optimizer.name=sgd", "actor.optimizer.beta1=0.8"], ["actor.optimizer.name=adam"]),
+    (["actor.optimizer.name=sgd", "actor.optimizer.beta2=0.8"], ["actor.optimizer.name=adam"]),
+    (["actor.optimizer.name=sgd", "actor.optimizer.eps=1e-6"], ["actor.optimizer.name=adam"]),
+    (["actor.optimizer.min_lr=1e-7"], ["actor.optimizer.schedule=cosine"]),
+    (["eval.every=5"], ["data.eval=held_out.jsonl"]),
+    (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),
+    (["eval.samples_per_prompt=1"], ["data.eval=held_out.jsonl"]),
+    (["eval.max_prompts=5"], ["data.eval=held_out.jsonl"]),
+]
+
+
+@pytest.mark.parametrize(("given", "mends"), UNREAD, ids=lambda words: words[-1])
+def test_a_key_that_nothing_reads_is_refused_until_it_counts(
+    recipe_file: Path, given: list[str], mends: list[str]
+) -> None:
+    key = given[-1].partition("=")[0]
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file, given)
+    assert f"`{key}` (on the command line) is read by nothing in this configuration" in str(caught.value)
+    assert load_recipe(recipe_file, given + mends)
+
+
+def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
+    tested = {given[-1].partition("=")[0] for given, _ in UNREAD} | {
+        "deadlines.rollout_s",
+        "deadlines.sync_s",
+        "report.samples",
+    }
+    assert {key for rule in UNREAD_RULES for key in rule.keys} == tested
+    for rule in (*UNREAD_RULES, *CONTRADICTIONS):
+        for key in getattr(rule, "keys", ()) or (rule.key,):  # type: ignore[union-attr]
+            for kind in rule.kinds:
+                assert Schema(kind).node(tuple(key.split("."))) is not None, f"{key} in {kind.__name__}"
+
+
+@pytest.mark.parametrize("key", ["deadlines.rollout_s=5", "deadlines.sync_s=5", "report.samples=5"])
+def test_a_supervised_run_has_no_rollout(sft_file: Path, recipe_file: Path, key: str) -> None:
+    with pytest.raises(UserError, match=r"read by nothing.*a supervised run has no rollout"):
+        load_recipe(sft_file, [key], SftRecipe)
+    assert load_recipe(recipe_file, [key])
+
+
+def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file: Path) -> None:
+    loaded = load_recipe(recipe_file)
+    assert "algorithm.kl_kind" in unread_keys(loaded.recipe)
+    assert "kl_kind" not in loaded.resolved["algorithm"]
+    assert "eval" not in loaded.resolved
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.samples_per_prompt=1"], "a group of 1 has none"),
+        (["rollout.top_k=0"], "got 0; allowed: -1 (off)"),
+        (["rollout.top_k=-2"], "got -2; allowed: -1 (off)"),
+        (["rollout.stop=['']"], "an empty stop string"),
+        (["rollout.kv_tokens=1000"], "Set it to 1088 or more"),
+        (["data.eval=x", "eval.samples_per_prompt=2"], "2 greedy answers to one prompt are all the same"),
+        (["actor.optimizer.schedule=linear", "actor.optimizer.min_lr=1"], "Set it to at most 1e-06"),
+        (["rollout.server_args=[--port=80]"], "--port (decided by nothing: a free port is chosen)"),
+        (["rollout.server_args=[--tp, '2']"], "--tp (decided by rollout.tp)"),
+    ],
+)
+def test_values_that_contradict_each_other(recipe_file: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file, overrides)
+    assert says in str(caught.value)
+
+
+def test_flags_of_the_server_that_megarl_does_not_set_are_welcome(recipe_file: Path) -> None:
+    assert load_recipe(recipe_file, ["rollout.server_args=[--chunked-prefill-size, '512']"])
+    keys = [key for key in OWNED_FLAGS.values() if not key.startswith("nothing")]
+    flags = Schema(type(load_recipe(recipe_file).recipe))
+    assert all(flags.node(tuple(key.split("."))) is not None for key in keys)
+
+
+def test_several_problems_are_listed_together(recipe_file: Path) -> None:
+    with pytest.raises(UserError, match="for 3 reasons"):
+        load_recipe(recipe_file, ["rollout.top_k=0", "eval.every=5", "actor.optimizer.momentum=0.5"])
+
+
+def test_the_cache_size_is_computed_where_the_server_cannot(recipe_file: Path) -> None:
+    assert load_recipe(recipe_file, ["cluster.platform=cpu"]).recipe.rollout.kv_tokens == 64 * (1024 + 64)
+    assert load_recipe(recipe_file, ["cluster.platform=cuda"]).recipe.rollout.kv_tokens is None
+    chosen = load_recipe(recipe_file, ["cluster.platform=cpu", "rollout.kv_tokens=5000"])
+    assert chosen.recipe.rollout.kv_tokens == 5000

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.recipe.explain import Schema, nearest
+from megarl.recipe.load import detect_kind, load_recipe
+from megarl.recipe.schema import Recipe, SftRecipe
+
+
+def test_file_overrides_and_defaults(recipe_file: Path) -> None:
+    loaded = load_recipe(recipe_file, ["actor.optimizer.lr=1e-5", "run.seed=7", "report.wandb.project=p"])
+    recipe = loaded.recipe
+    assert recipe.rollout.prompts_per_step == 8
+    assert recipe.actor.optimizer.lr == 1e-5
+    assert recipe.actor.optimizer.beta1 == 0.9
+    assert recipe.report.wandb is not None
+    assert recipe.data.train == Path("rows.jsonl")
+    assert loaded.sources["rollout.samples_per_prompt"] == f"{recipe_file}:7"
+    assert loaded.sources["run.seed"] == "on the command line"
+    assert "actor.optimizer.beta1" not in loaded.sources
+    assert loaded.resolved["actor"]["optimizer"]["lr"] == 1e-5
+    assert loaded.resolved["data"]["train"] == "rows.jsonl"
+
+
+def test_integers_are_good_floats_but_not_the_other_way(recipe_file: Path) -> None:
+    assert load_recipe(recipe_file, ["rollout.temperature=1"]).recipe.rollout.temperature == 1.0
+    with pytest.raises(UserError, match=r"`train\.steps` \(on the command line\): got 2\.0 \(a number\)"):
+        load_recipe(recipe_file, ["train.steps=2.0"])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.temprature=1", ["`rollout.temprature` (on the command line)", "Did you mean `rollout.temperature`?"]),
+        ("actor.lr=1", ["Unknown key `actor.lr`", "Did you mean `actor.optimizer.lr`?"]),
+        ("lr=1", ["Did you mean `actor.optimizer.lr`?"]),
+        ("rolout.tp=1", ["Unknown key `rolout`", "Did you mean `rollout`?"]),
+        ("qqqqqq=1", ["Unknown key `qqqqqq`", "A recipe has: run, cluster, model"]),
+        ("train.steps=ten", ['`train.steps` (on the command line): got "ten" (text)', "a whole number over 0"]),
+        ("train.steps=0", ["got 0 (a whole number)", "a whole number over 0"]),
+        ("train.steps=true", ["got true (true or false)", "a whole number over 0"]),
+        ("train.steps=null", ["got nothing (null)"]),
+        ("rollout.top_p=1.5", ["got 1.5 (a number)", "a number over 0 and at most 1"]),
+        ("actor.optimizer.lr=.inf", ["`actor.optimizer.lr`", "a number over 0"]),
+        ("actor.optimizer.lr=.nan", ["`actor.optimizer.lr`", "a number over 0"]),
+        ("data.shuffle=yes", ['got "yes" (text)', "true or false"]),
+        ("algorithm.kl_kind=k4", ['got "k4"', "allowed: k1 or k2 or k3"]),
+        ("algorithm.advantage=gae", ['got "gae"', "allowed: grpo"]),
+        ("rollout.kv_tokens=x", ["a whole number over 0 or null"]),
+        ("rollout.stop=END", ['got "END" (text)', "a list of text"]),
+        ("rollout.stop=[1]", ["`rollout.stop.0`", "a list of text", "Quotes make it text: '1'."]),
+        ("data=3", ["`data`", "a section with the keys train, eval"]),
+        ("run.seed.x=1", ["`run.seed`", "(a section)", "a whole number at least 0"]),
+        ("run.name=../up", ["`run.name`", "text that matches"]),
+        ("model.path=1", ["`model.path`", "allowed: a path"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(recipe_file: Path, override: str, says: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file, [override])
+    for part in says:
+        assert part in str(caught.value)
+    assert str(recipe_file) in str(caught.value)
+
+
+def test_file_and_line_of_a_wrong_key_and_of_a_wrong_value(recipe_file: Path) -> None:
+    recipe_file.write_text(recipe_file.read_text() + "  stepz: 3\n  save_every: -1\n")
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file)
+    text = str(caught.value)
+    assert "for 2 reasons" in text
+    assert f"`train.save_every` ({recipe_file}:12): got -1" in text
+    assert f"Unknown key `train.stepz` ({recipe_file}:11). Did you mean `train.steps`?" in text
+
+
+def test_a_missing_key_is_named_with_its_meaning(recipe_file: Path) -> None:
+    recipe_file.write_text(recipe_file.read_text().replace("  max_response_tokens: 64\n", ""))
+    with pytest.raises(UserError, match=r"`rollout\.max_response_tokens` is missing.*longest response, in tokens"):
+        load_recipe(recipe_file)
+
+
+def test_a_mistake_in_the_base_is_reported_there(tmp_path: Path, recipe_file: Path) -> None:
+    recipe_file.write_text(recipe_file.read_text() + "cluster: {device: 2}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text("base: recipe.yaml\n")
+    with pytest.raises(UserError, match=r"`cluster\.device` \(.*recipe\.yaml:11\)"):
+        load_recipe(child)
+
+
+def test_each_command_knows_the_other_commands_recipe(recipe_file: Path, sft_file: Path) -> None:
+    assert detect_kind(recipe_file) is Recipe
+    assert detect_kind(sft_file) is SftRecipe
+    with pytest.raises(UserError, match="is a recipe for `megarl sft`, not for `megarl train`"):
+        load_recipe(sft_file)
+    with pytest.raises(UserError, match="is a recipe for `megarl train`, not for `megarl sft`"):
+        load_recipe(recipe_file, [], SftRecipe)
+    assert load_recipe(sft_file, ["train.steps=3"], SftRecipe).recipe.train.steps == 3
+
+
+def test_nearest_prefers_the_same_section() -> None:
+    schema = Schema(Recipe)
+    assert nearest(("rollout", "samples_per_promt"), schema) == "rollout.samples_per_prompt"
+    assert nearest(("eval", "samples_per_promt"), schema) == "eval.samples_per_prompt"
+    assert nearest(("algorithm", "zzz"), schema) is None
+
+
+def test_every_key_of_the_schema_says_what_it_means() -> None:
+    for kind in (Recipe, SftRecipe):
+        schema = Schema(kind)
+        silent = [".".join(keys) for keys in schema.leaves() if not schema.meaning(keys)]
+        assert silent == []
+        assert not [keys for keys in schema.leaves() if "something else" in schema.allowed(keys)]
