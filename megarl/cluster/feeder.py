@@ -12,6 +12,7 @@ from megarl.cluster.roles import Batch
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Shard
+from megarl.data.pack import pack_sft
 from megarl.data.sft import SftSource, load_demonstrations
 from megarl.recipe.schema import SftRecipe
 
@@ -33,7 +34,23 @@ class FeederActor:
 
     def take(self, step: int) -> tuple[BatchInfo | Shard, ...]:
         """Counts, then one shard a data-parallel rank."""
-        raise AssertionError(step)
+        demonstrations = self._source.take(self._recipe.train.batch_samples)
+        shards = pack_sft(
+            demonstrations, num_shards=self._num_shards, micro_batch_tokens=self._recipe.actor.micro_batch_tokens
+        )
+        tokens = sum(len(item.token_ids) for item in demonstrations)
+        trained = sum(int(item.loss_mask.sum()) for item in demonstrations)
+        info = BatchInfo(
+            step=step,
+            weight_version=0,
+            num_samples=len(demonstrations),
+            num_groups=len(demonstrations),
+            num_mini_batches=1,
+            prompt_tokens=tokens - trained,
+            response_tokens=trained,
+            metrics={"data/epoch": float(self._source.epoch)},
+        )
+        return (info, *shards)
 
     def state(self) -> dict[str, Any]:
         """The cursor."""
@@ -67,9 +84,7 @@ class SftFeeder:
     def take(self, step: int) -> Batch:
         """The next batch of demonstrations, packed, as references."""
         info, *shards = self.worker.handle.take.options(num_returns=1 + self.num_shards).remote(step)
-        counts = self.waiter.wait(
-            [Call(self.worker, info)], phase="data", role="feeder", deadline_s=self.deadline_s
-        )[0]
+        counts = self.waiter.wait([Call(self.worker, info)], phase="data", role="feeder", deadline_s=self.deadline_s)[0]
         return Batch(tuple(shards), counts)
 
     def state(self) -> dict[str, Any]:

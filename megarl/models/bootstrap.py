@@ -1,0 +1,17 @@
+"""What has to happen before Megatron is imported, on either platform."""
+
+from __future__ import annotations
+
+from megarl.core.platform import Platform
+
+
+def prepare_megatron(platform: Platform) -> None:
+    """Make megatron-core usable in this process; repeatable. Call it before any import of megatron."""
+    if platform.name == "cpu":
+        from megarl.models import megatron_cpu
+
+        megatron_cpu.install()
+    if not (platform.has_transformer_engine or platform.has_apex):
+        from megarl.models import megatron_torch_adam
+
+        megatron_torch_adam.install()

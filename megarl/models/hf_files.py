@@ -1,0 +1,82 @@
+"""Safetensors files of an HF folder: what is in them, and whether it is what the config promises. Without torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.errors import UserError
+from megarl.models.hf_config import ModelConfig
+
+SHOWN = 5
+MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor on disk."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it: F32, BF16
+    file: Path
+
+
+def read_index(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of every *.safetensors file, from the headers alone. Raises UserError for a file that is cut off."""
+    found: dict[str, TensorInfo] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in _header(path).items():
+            if name != "__metadata__":
+                found[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], path)
+    return found
+
+
+def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> None:
+    """Raise UserError, with names and shapes, when the weights are not those that the config describes.
+
+    expected: HF name -> shape. A stored copy of a tied output layer is no mistake.
+    """
+    index = read_index(folder)
+    missing = sorted(set(expected) - set(index))
+    tied = {"lm_head.weight"} if config.tied_embeddings else set()
+    extra = sorted(name for name in set(index) - set(expected) - tied if not name.endswith("rotary_emb.inv_freq"))
+    shapes = [
+        f"{name} is {list(index[name].shape)}, the config says {list(shape)}"
+        for name, shape in expected.items()
+        if name in index and index[name].shape != shape
+    ]
+    problems = [
+        f"{kind}: {_some(names)}"
+        for kind, names in (("missing", missing), ("not in the config", extra), ("of another shape", shapes))
+        if names
+    ]
+    if problems:
+        raise UserError(
+            f"The weights in {folder} do not match its config.json. {'; '.join(problems)}. "
+            "The folder mixes two models, or an export was cut short: export it again."
+        )
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest
+
+
+def _header(path: Path) -> dict[str, dict[str, list[int]]]:  # type: ignore[type-arg]
+    with path.open("rb") as file:
+        start = file.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < size <= MAX_HEADER_BYTES:
+            raise UserError(f"{path} is not a safetensors file: its header is missing. Export the model again.")
+        try:
+            header = json.loads(file.read(size))
+        except ValueError as error:
+            raise UserError(
+                f"{path} is not a safetensors file: its header is broken. Export the model again."
+            ) from error
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if path.stat().st_size < 8 + size + end:
+        raise UserError(f"{path} is cut off: {path.stat().st_size} bytes of {8 + size + end}. Copy or export it again.")
+    return header

@@ -1,0 +1,231 @@
+"""Runs the unmodified megatron-core 0.16.1 on CPU and gloo. The one adapter of that kind; never used where CUDA is.
+
+`install` gives the modules of megatron.core, and nobody else, a `torch` of their own, in which
+  - `torch.cuda` answers for the CPU: device, streams, events, random state, synchronisation;
+  - factory functions take device="cuda" as the CPU;
+  - `torch.distributed.all_to_all_single` takes split sizes given as tensors (the MoE dispatcher leaves them on the CPU).
+The real torch gets two changes only: Tensor.cuda returns the tensor (it could only raise here), and Tensor.type answers
+`torch.cuda.FloatTensor` to Megatron's optimizers, which accept nothing else, and the truth to everybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.core.errors import MegarlError
+from megarl.models.megatron_torch_adam import check_version
+
+CPU = torch.device("cpu")
+MARK = "_megarl_cpu"
+
+# Importing these loads every module of megatron.core that megarl uses.
+MODULES = (
+    "parallel_state",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "distributed",
+    "optimizer",
+    "optimizer_param_scheduler",
+    "dist_checkpointing",
+    "dist_checkpointing.strategies.torch",
+    "dist_checkpointing.strategies.fully_parallel",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "transformer.moe.moe_layer",
+    "utils",
+)
+FACTORIES = (
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace"),
+    *("rand", "randn", "randint", "empty_like", "zeros_like", "ones_like", "full_like"),
+)
+
+
+class Stream:
+    """Work on a CPU is done when the call returns: there is one stream, and nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def record_event(self, *_: Any) -> Event:
+        """An event that has happened."""
+        return Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    __hash__ = object.__hash__
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None:
+        """Has happened."""
+
+    def wait(self, *_: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def elapsed_time(self, _: Event) -> float:
+        """Milliseconds; not measured."""
+        return 0.0
+
+
+def install() -> None:
+    """Adapt Megatron to this process; repeatable. Call it before megatron is imported elsewhere.
+
+    Raises MegarlError where CUDA is available, and for another version of megatron-core.
+    """
+    if torch.cuda.is_available():
+        raise MegarlError("The CPU adapter for Megatron must not be used where CUDA is available.")
+    if hasattr(torch.Tensor, MARK):
+        return
+    check_version("megatron_cpu.py")
+    _import_without_compiling()
+    namespace = _torch_namespace()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = namespace  # type: ignore[attr-defined]
+    _adapt_random_states()
+    _adapt_tensor()
+
+
+def _import_without_compiling() -> None:
+    """Megatron's @jit_fuser is torch.compile, which on a CPU is slow and wants a C++ compiler."""
+    compile_ = torch.compile
+    torch.compile = lambda model=None, *_, **__: model or _unchanged  # type: ignore[assignment]
+    try:
+        for name in MODULES:
+            importlib.import_module(f"megatron.core.{name}")
+    finally:
+        torch.compile = compile_
+
+
+def _adapt_random_states() -> None:
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):  # left unbound without Transformer Engine, and read all the same
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _adapt_tensor() -> None:
+    tensor_type = torch.Tensor.type
+
+    def type_for_optimizers(self: torch.Tensor, dtype: Any = None, *values: Any, **options: Any) -> Any:
+        if dtype is not None:
+            return tensor_type(self, dtype, *values, **options)
+        name: str = tensor_type(self)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return name.replace("torch.", "torch.cuda.", 1) if caller.startswith("megatron.core.optimizer") else name
+
+    torch.Tensor.type = type_for_optimizers  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    setattr(torch.Tensor, MARK, True)
+
+
+def _torch_namespace() -> ModuleType:
+    namespace = ModuleType("torch")
+    namespace.__dict__.update(torch.__dict__)
+    namespace.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    for name in FACTORIES:
+        setattr(namespace, name, _on_cpu(getattr(torch, name)))
+    namespace.cuda = _cuda_namespace()  # type: ignore[attr-defined]
+    namespace.distributed = _distributed_namespace()  # type: ignore[attr-defined]
+    return namespace
+
+
+def _cuda_namespace() -> ModuleType:
+    cuda: Any = ModuleType("torch.cuda")
+    cuda.__dict__.update(torch.cuda.__dict__)
+    for name in ("synchronize", "empty_cache", "set_device", "ipc_collect", "reset_peak_memory_stats"):
+        setattr(cuda, name, _nothing)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, lambda *_, **__: 0)
+    cuda.current_device = lambda: CPU
+    cuda.device_count = lambda: 1
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: Stream()
+    cuda.stream = cuda.device = lambda *_, **__: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.nvtx = SimpleNamespace(
+        range_push=_nothing, range_pop=_nothing, range=lambda *_, **__: contextlib.nullcontext()
+    )
+    return cuda  # type: ignore[no-any-return]
+
+
+def _distributed_namespace() -> ModuleType:
+    namespace: Any = ModuleType("torch.distributed")
+    namespace.__dict__.update(dist.__dict__)
+
+    def all_to_all_single(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **options: Any
+    ) -> Any:
+        return dist.all_to_all_single(
+            output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), **options
+        )
+
+    namespace.all_to_all_single = all_to_all_single
+    return namespace  # type: ignore[no-any-return]
+
+
+def _as_list(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*values: Any, **options: Any) -> Any:
+        device = options.get("device")
+        if (isinstance(device, str) and device.startswith("cuda")) or (
+            isinstance(device, torch.device) and device.type == "cuda"
+        ):
+            options["device"] = CPU
+        if "pin_memory" in options:
+            options["pin_memory"] = False
+        return factory(*values, **options)
+
+    return make
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A CUDA call without an effect on a CPU."""
+
+
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
