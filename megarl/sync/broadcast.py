@@ -1,0 +1,280 @@
+"""Sends the trainer's weights to the servers over torch.distributed: one rank broadcasts, every server receives.
+
+The sending rank joins a process group with all servers and broadcasts flattened buckets, while it tells each server
+over HTTP what comes. A server that answers with an error, dies, or is late is named and left out; the group is made
+anew without it, and the whole sync repeated for the rest. Whether the servers then hold the right weights is verify.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.core.errors import DeadlineError, MegarlError, SyncError
+from megarl.rollout.client import ServerClient, ServerEndpoint, ServerError
+from megarl.sync.group import BackendName, MeetingPlace, SendGroup, connect, flatten, seats
+
+__all__ = ["BroadcastSender", "Bucket", "Buckets", "ServerEndpoint", "SyncReport"]
+
+Bucket = list[tuple[str, Tensor]]  # HF names and full tensors
+Buckets = Callable[[], Iterator[Bucket]]  # called once an attempt: each gathers anew
+
+Clients = dict[str, ServerClient]
+Failures = dict[str, MegarlError]  # by the server's name
+
+GRACE_S = 10.0  # how long servers may take to notice that an attempt was given up
+ARRIVAL_POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did. ok: names of servers that hold the version. failed: name -> reason. num_bytes: counted once."""
+
+    version: int
+    ok: tuple[str, ...]
+    failed: dict[str, str]
+    num_bytes: int
+    seconds: float
+    attempts: int
+
+
+class BroadcastSender:
+    """The sending end. Every rank of the trainer makes one and calls `send`: gathering is collective, rank 0 sends.
+
+    host: this node's address, as the servers reach it. control: the trainer ranks' own process group, over which rank 0
+    tells the others whether to gather once more; None where there is one rank. timeout_s: longest single attempt.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        host: str,
+        device: str,
+        backend: BackendName,
+        timeout_s: float,
+        control: dist.ProcessGroup | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._rank = rank
+        self._host = host
+        self._device = torch.device(device)
+        self._backend: BackendName = backend
+        self._timeout_s = timeout_s
+        self._control = control
+        self._grace_s = grace_s
+        self._group: SendGroup | None = None
+        self._groups_made = 0
+
+    def send(self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport | None:
+        """Send all buckets to all servers and give them the version; None on every rank but 0.
+
+        A server's failure is no exception: the report names it. Where no server is left, `ok` is empty.
+        Raises SyncError when the sending itself fails.
+        """
+        if self._rank == 0:
+            return asyncio.run(self._lead(buckets, version, servers))
+        while self._gather_again(False):
+            for _ in buckets():
+                continue
+        return None
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _gather_again(self, again: bool) -> bool:
+        """Rank 0's word, on every rank; what the others pass is not heard."""
+        if self._control is None:
+            return again
+        word = torch.tensor([int(again)], device=self._device)
+        dist.broadcast(word, src=0, group=self._control)
+        return bool(word.item())
+
+    async def _lead(self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
+        began = time.monotonic()
+        failed: dict[str, str] = {}
+        num_bytes = attempts = 0
+        async with AsyncExitStack() as stack:
+            clients = {server.name: await stack.enter_async_context(ServerClient(server)) for server in servers}
+            remaining = list(servers)
+            try:
+                while remaining:
+                    attempts += 1
+                    end = time.monotonic() + self._timeout_s
+                    here = {server.name: clients[server.name] for server in remaining}
+                    failures, num_bytes, again = await self._attempt(buckets, version, remaining, here, end)
+                    failed |= {name: str(error) for name, error in failures.items()}
+                    remaining = [server for server in remaining if server.name not in failures]
+                    if not again:
+                        break
+            finally:
+                self._gather_again(False)
+        ok = tuple(server.name for server in remaining)
+        return SyncReport(version, ok, failed, num_bytes, time.monotonic() - began, attempts)
+
+    async def _attempt(
+        self, buckets: Buckets, version: int, servers: list[ServerEndpoint], clients: Clients, end: float
+    ) -> tuple[Failures, int, bool]:
+        """Who failed, bytes sent, and whether the rest need another attempt."""
+        failures = await self._join(servers, clients, end)
+        if not failures:
+            failures = await _everyone(clients, lambda client: client.begin_weight_update(_left(end)))
+        if failures:
+            return await self._give_up(clients, failures), 0, True
+        assert self._group is not None
+        self._gather_again(True)
+        failures, num_bytes = await self._stream(buckets, clients, end)
+        if failures:
+            return await self._give_up(clients, failures), num_bytes, True
+        # From here on a server that fails takes nothing from the others.
+        return await _everyone(clients, lambda client: _commit(client, version, end)), num_bytes, False
+
+    async def _join(self, servers: list[ServerEndpoint], clients: Clients, end: float) -> Failures:
+        """Be in a group with exactly these servers."""
+        if self._group is not None and self._group.servers == tuple(servers):
+            return {}
+        if self._group is not None:
+            old = self._group.name
+            self.close()
+            await _everyone(clients, lambda client: client.destroy_group(old, _left(end)))
+        self._groups_made += 1
+        name = f"megarl-{id(self):x}-{self._groups_made}"
+        places, world_size = seats(servers)
+        place = MeetingPlace(self._host, world_size, _left(end))
+        calls = {
+            seat.server.name: asyncio.create_task(
+                clients[seat.server.name].init_group(
+                    host=place.host,
+                    port=place.port,
+                    rank_offset=seat.rank_offset,
+                    world_size=world_size,
+                    group=name,
+                    backend=self._backend,
+                    deadline_s=_left(end) + self._grace_s,
+                )
+            )
+            for seat in places
+        }
+        try:
+            while place.arrived() < world_size - 1 and time.monotonic() < end and not _first_failure(calls):
+                await asyncio.sleep(ARRIVAL_POLL_S)
+            if place.arrived() >= world_size - 1:
+                self._group = await asyncio.to_thread(connect, name, servers, place, self._backend)
+        except RuntimeError as error:
+            place.close()
+            return await self._settle(calls, f"the group could not be made: {error}")
+        if self._group is None:
+            place.close()
+        return await self._settle(calls, None)
+
+    async def _stream(self, buckets: Buckets, clients: Clients, end: float) -> tuple[Failures, int]:
+        """Send every bucket; after a failure the rest are still gathered, because the other ranks gather them too."""
+        assert self._group is not None
+        failures: Failures = {}
+        num_bytes = 0
+        for bucket in buckets():
+            if not failures:
+                failures = await self._send_bucket(bucket, clients, self._group, end)
+                num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+        return failures, num_bytes
+
+    async def _send_bucket(self, bucket: Bucket, clients: Clients, group: SendGroup, end: float) -> Failures:
+        names = [name for name, _ in bucket]
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
+        shapes = [list(tensor.shape) for _, tensor in bucket]
+        calls = {
+            name: asyncio.create_task(
+                client.update_from_distributed(names, dtypes, shapes, group.name, _left(end) + self._grace_s)
+            )
+            for name, client in clients.items()
+        }
+        sending = asyncio.create_task(group.broadcast(flatten(bucket, self._device), _left(end)))
+        everything: set[asyncio.Task[None]] = {sending, *calls.values()}
+        await asyncio.wait(everything, timeout=_left(end), return_when=asyncio.FIRST_EXCEPTION)
+        if all(task.done() and task.exception() is None for task in everything):
+            return {}
+        # Leaving frees the servers that still wait in the broadcast: they answer with an error, and say that they live.
+        self.close()
+        sending.cancel()
+        (outcome,) = await asyncio.gather(sending, return_exceptions=True)
+        reason = None if outcome is None or isinstance(outcome, asyncio.CancelledError) else str(outcome)
+        return await self._settle(calls, reason)
+
+    async def _settle(self, calls: dict[str, asyncio.Task[None]], reason: str | None) -> Failures:
+        """Wait for what is left of the calls and say who is to blame for what went wrong; nobody where all went well.
+
+        Servers that cannot be reached or stay silent are. Where there are such, errors that others answered may only be
+        theirs passed on, so these get another attempt. reason: what went wrong on this side.
+        """
+        await asyncio.wait(
+            calls.values(), timeout=None if reason is None and not _first_failure(calls) else self._grace_s
+        )
+        answered: Failures = {}
+        silent: Failures = {}
+        for name, call in calls.items():
+            if not call.done():
+                call.cancel()
+                silent[name] = DeadlineError(f"{name} did not answer within {self._grace_s:g} s of a sync given up")
+            elif isinstance(error := call.exception(), ServerError):
+                answered[name] = error
+            elif isinstance(error, MegarlError):
+                silent[name] = error
+            elif error is not None:
+                raise error
+        if reason is not None and not silent and not answered:
+            raise SyncError(f"The weight sync failed on the trainer's side, every server is well: {reason}")
+        return silent or answered
+
+    async def _give_up(self, clients: Clients, failures: Failures) -> Failures:
+        """Bring the servers that did not fail back to where an attempt starts; those that cannot, fail too."""
+        self.close()
+        others = {name: client for name, client in clients.items() if name not in failures}
+        return failures | await _everyone(others, lambda client: _close_session(client, self._grace_s))
+
+
+async def _commit(client: ServerClient, version: int, end: float) -> None:
+    """Make a server serve what it received."""
+    await client.end_weight_update(_left(end))
+    await client.flush_cache(_left(end))
+    await client.set_weight_version(version, _left(end))
+
+
+async def _close_session(client: ServerClient, deadline_s: float) -> None:
+    """Close the update session; a server that has none says so, and is well."""
+    try:
+        await client.end_weight_update(deadline_s)
+    except ServerError as error:
+        if "no weight-update session is open" not in str(error):
+            raise
+
+
+async def _everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[None]]) -> Failures:
+    """Call all servers side by side; who failed."""
+
+    async def one(client: ServerClient) -> MegarlError | None:
+        try:
+            await call(client)
+        except MegarlError as error:
+            return error
+        return None
+
+    results = await asyncio.gather(*(one(client) for client in clients.values()))
+    return {name: error for name, error in zip(clients, results, strict=True) if error is not None}
+
+
+def _first_failure(calls: dict[str, asyncio.Task[None]]) -> bool:
+    return any(call.done() and not call.cancelled() and call.exception() is not None for call in calls.values())
+
+
+def _left(end: float) -> float:
+    return max(0.01, end - time.monotonic())

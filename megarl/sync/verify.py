@@ -1,0 +1,93 @@
+"""Proves a weight sync: log-probs of a few sequences, from each server, against the trainer's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.core.errors import MegarlError, SyncError
+from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
+from megarl.rollout.client import ServerClient, ServerEndpoint
+
+Probe = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ProbeAnswers:
+    """logprobs: by server, one array [L - 1] a sequence. failed: servers that gave none, and why."""
+
+    logprobs: dict[str, list[FloatArray]]
+    failed: dict[str, str]
+
+
+def probe_shard(probe: Probe) -> Shard:
+    """The probe as one micro-batch, for the trainer's log-prob pass. Sequences of at least two tokens."""
+    rows = [np.asarray(sequence, dtype=np.int64) for sequence in probe]
+    masks = [np.append(np.ones(len(row) - 1, np.float32), np.float32(0)) for row in rows]
+    mask = np.concatenate(masks)
+    micro = MicroBatch(
+        tokens=np.concatenate(rows),
+        labels=np.concatenate([np.append(row[1:], 0) for row in rows]),
+        cu_seqlens=np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32),
+        loss_mask=mask,
+        weights=np.zeros_like(mask),
+        rollout_logprobs=np.zeros_like(mask),
+        sample_index=np.arange(len(rows), dtype=np.int64),
+    )
+    return Shard((MiniBatch((micro,)),))
+
+
+def split_column(column: Column, probe: Probe) -> list[FloatArray]:
+    """The trainer's column for `probe_shard(probe)`, as one array [L - 1] a sequence."""
+    flat = column[0][0]
+    ends = np.cumsum([len(sequence) for sequence in probe])
+    return [flat[end - len(sequence) : end - 1] for end, sequence in zip(ends, probe, strict=True)]
+
+
+async def probe_servers(servers: Sequence[ServerEndpoint], probe: Probe, deadline_s: float) -> ProbeAnswers:
+    """Every server's log-probs of the probe, at temperature 1."""
+
+    async def one(server: ServerEndpoint) -> list[FloatArray] | str:
+        try:
+            async with ServerClient(server) as client:
+                return await asyncio.gather(*(client.prompt_logprobs(row, deadline_s) for row in probe))
+        except MegarlError as error:
+            return str(error)
+
+    answers = dict(zip([s.name for s in servers], await asyncio.gather(*(one(s) for s in servers)), strict=True))
+    return ProbeAnswers(
+        {name: answer for name, answer in answers.items() if not isinstance(answer, str)},
+        {name: answer for name, answer in answers.items() if isinstance(answer, str)},
+    )
+
+
+def verify(
+    trainer: Sequence[FloatArray], servers: Mapping[str, Sequence[FloatArray]], tolerance: float, weight_version: int
+) -> float:
+    """The largest |server's log-prob - trainer's| over all servers and tokens, in nats.
+
+    trainer: one array [L - 1] a sequence, at temperature 1; servers: the same, by name. Raises SyncError, with every
+    server's figure, where one is over `tolerance` or not a number.
+    """
+    largest = {
+        name: max(
+            float(np.max(np.abs(np.asarray(theirs, np.float64) - np.asarray(ours, np.float64))))
+            for ours, theirs in zip(trainer, answer, strict=True)
+        )
+        for name, answer in servers.items()
+    }
+    if not largest:
+        raise SyncError(f"Weight version {weight_version} cannot be verified: no server answered the probe.")
+    # Written so that nan counts as wrong.
+    wrong = [name for name, value in largest.items() if not value <= tolerance]
+    if wrong:
+        figures = ", ".join(f"{name} {value:.3g}" for name, value in largest.items())
+        raise SyncError(
+            f"Weight version {weight_version} did not arrive as it was sent on {', '.join(wrong)}: the largest "
+            f"log-prob difference to the trainer over {sum(len(row) for row in trainer)} probe tokens is {figures} "
+            f"nats, allowed is {tolerance:g} (sync.tolerance)."
+        )
+    return max(largest.values())
