@@ -18,6 +18,7 @@ from megarl.data.prompts import check_rows, load_prompts
 from megarl.data.sft import check_demonstrations, load_demonstrations
 from megarl.models.hf_config import ModelConfig, check_tensor_parallel, load_model_config
 from megarl.models.hf_files import check_weights
+from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -87,8 +88,7 @@ def preflight_sft(recipe: SftRecipe, *, resume: bool = False) -> Preflight:
     check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
     platform = check_devices(recipe)
     check_demonstrations(recipe.data.train, recipe.data)
-    model = load_model_config(recipe.model.path)
-    check_weights(model, recipe.model.path)
+    model = _check_model_folder(recipe.model.path)
     _check_context(model, recipe.data.max_tokens, "data.max_tokens")
     check_tensor_parallel(model, recipe.actor.parallel.tp)
     demonstrations = load_demonstrations(recipe.model.path, recipe.data)
@@ -132,16 +132,37 @@ def check_devices(recipe: AnyRecipe) -> Platform:
 
 def _check_generation(recipe: Recipe) -> ModelConfig:
     """Model folder, context length, the servers' layout, and the reward function."""
-    model = load_model_config(recipe.model.path)
-    check_weights(model, recipe.model.path)
+    model = _check_model_folder(recipe.model.path)
     parts = (
         f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
         f"rollout.max_response_tokens {recipe.rollout.max_response_tokens}"
     )
     _check_context(model, longest_sample(recipe), parts)
-    check_tensor_parallel(model, recipe.rollout.tp)
+    _check_server_layout(model, recipe.rollout.tp)
     resolve_reward(recipe.reward.fn)
     return model
+
+
+def _check_model_folder(folder: Path) -> ModelConfig:
+    model = load_model_config(folder)
+    check_weights(expected_tensors(model), folder, model)
+    return model
+
+
+def _check_server_layout(model: ModelConfig, tp: int) -> None:
+    """SGLang cuts heads and MLP columns evenly; it repeats key-value heads where there are fewer than ranks."""
+    sizes = {"attention heads": model.num_heads, "MLP columns": model.ffn_hidden_size}
+
+    def fits(size: int) -> bool:
+        heads = model.num_kv_heads
+        return all(count % size == 0 for count in sizes.values()) and (heads % size == 0 or size % heads == 0)
+
+    if not fits(tp):
+        valid = ", ".join(str(size) for size in range(1, model.num_heads + 1) if fits(size))
+        raise UserError(
+            f"rollout.tp {tp} does not divide the model: it has {model.num_heads} attention heads, "
+            f"{model.num_kv_heads} key-value heads and {model.ffn_hidden_size} MLP columns. Sizes that work: {valid}."
+        )
 
 
 def _check_context(model: ModelConfig, longest: int, parts: str) -> None:

@@ -23,6 +23,7 @@ class Platform:
     ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`.
     env: variables that every rank and server starts with.
     needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
+    adapts_megatron: Megatron runs there behind megarl's adapter.
     """
 
     name: PlatformName
@@ -35,6 +36,7 @@ class Platform:
     has_transformer_engine: bool
     has_apex: bool
     needs_kv_tokens: bool = False
+    adapts_megatron: bool = False
 
     def server_env(self, tp: int) -> dict[str, str]:
         """Variables that a server of this tensor-parallel size needs beside `env`."""
@@ -78,6 +80,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             has_transformer_engine=False,
             has_apex=False,
             needs_kv_tokens=True,
+            adapts_megatron=True,
         )
     return Platform(
         name="cuda",

@@ -7,7 +7,7 @@ from megarl.core.platform import Platform
 
 def prepare_megatron(platform: Platform) -> None:
     """Make megatron-core usable in this process; repeatable. Call it before any import of megatron."""
-    if platform.name == "cpu":
+    if platform.adapts_megatron:
         from megarl.models import megatron_cpu
 
         megatron_cpu.install()
