@@ -216,11 +216,7 @@ class GraderPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._break(MegarlError("the grader pool is closed"))
-        workers = list(self._workers)
-        for worker in workers:
-            worker.retire()
-        if workers:
-            await asyncio.wait([worker.gone for worker in workers], timeout=CLOSE_TIMEOUT_S)
+        await self._end_workers()
 
     async def __aenter__(self) -> GraderPool:
         await self.start()
@@ -262,6 +258,7 @@ class GraderPool:
         outcomes = await asyncio.gather(*(self._spawn() for _ in range(self._num_workers)), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
+                await self._end_workers()
                 raise outcome
         self._up = True
 
@@ -302,6 +299,14 @@ class GraderPool:
             ) from error
         if problem is not None:
             raise problem
+
+    async def _end_workers(self) -> None:
+        """Kill all processes and wait until they are gone."""
+        workers = list(self._workers)
+        for worker in workers:
+            worker.retire()
+        if workers:
+            await asyncio.wait([worker.gone for worker in workers], timeout=CLOSE_TIMEOUT_S)
 
     def _break(self, error: MegarlError) -> None:
         """Refuse all grades from now on, those under way included."""

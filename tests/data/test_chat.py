@@ -1,0 +1,68 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.data.chat import check_messages, encode, load_tokenizer, render
+from megarl.data.rows import Row
+
+ROW = Row(Path("a.jsonl"), 7, {})
+
+
+def test_a_saved_tokenizer_loads_and_renders(model_folder: Path) -> None:
+    tokenizer = load_tokenizer(model_folder)
+    messages = [{"role": "user", "content": "hi"}]
+    text = render(tokenizer, messages, ROW, generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    (ids,) = encode(tokenizer, [text], special_tokens=False)
+    assert ids.tolist() == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == text
+
+
+def test_plain_text_gets_the_tokenizers_own_frame(plain_tokenizer: Any) -> None:
+    (framed,) = encode(plain_tokenizer, ["ab"], special_tokens=True)
+    (bare,) = encode(plain_tokenizer, ["ab"], special_tokens=False)
+    assert framed.tolist() == [plain_tokenizer.convert_tokens_to_ids("<s>"), *bare.tolist()]
+    assert len(bare) == 2
+
+
+def test_no_texts_are_no_ids(plain_tokenizer: Any) -> None:
+    assert encode(plain_tokenizer, [], special_tokens=True) == []
+
+
+def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such model folder"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(UserError, match="cannot read a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("hi", "field 'prompt': a string; wanted is a list of messages"),
+        ([], "an empty list"),
+        (["hi"], "message 1: a string"),
+        ([{"role": "user", "content": "a"}, {"role": "user"}], "message 2: 'content' is missing"),
+        ([{"role": "user", "content": ["a"]}], "'content' is a list, and must be a string"),
+        ([{"content": "a"}], "'role' is missing"),
+    ],
+)
+def test_what_is_not_a_chat_is_named(value: object, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_messages(value, ROW, "prompt")
+    assert says in str(caught.value)
+    assert "a.jsonl, line 7" in str(caught.value)
+
+
+def test_a_template_that_refuses_names_the_row_and_the_roles(chat_tokenizer: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"line 7: the model's chat template refuses.*unknown role alien.*roles are alien"
+    ):
+        render(chat_tokenizer, [{"role": "alien", "content": "a"}], ROW, generation_prompt=True)
+
+
+def test_messages_need_a_template(plain_tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"line 7.*no chat template"):
+        render(plain_tokenizer, [{"role": "user", "content": "a"}], ROW, generation_prompt=True)

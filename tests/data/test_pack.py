@@ -1,0 +1,239 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.reduce import Reduction
+from megarl.core.types import MicroBatch, Prompt, Sample, Shard, Status
+from megarl.data.pack import FILLER_INDEX, column_like, pack, pack_sft
+from megarl.data.sft import Demonstration
+
+
+def make_sample(name: str, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int] | None = None) -> Sample:
+    count = len(response)
+    return Sample(
+        id=name,
+        group_id=name,
+        prompt=Prompt(name, np.array(prompt, np.int64), "", ""),
+        response_ids=np.array(response, np.int64),
+        response_text="",
+        loss_mask=np.array([1] * count if mask is None else mask, np.uint8),
+        rollout_logprobs=-np.arange(1, count + 1, dtype=np.float32),
+        versions=(),
+        status=Status.COMPLETED,
+    )
+
+
+def micro_batches(shard: Shard) -> list[MicroBatch]:
+    return [micro for mini in shard.mini_batches for micro in mini.micro_batches]
+
+
+def options(**changed: Any) -> dict[str, Any]:
+    usual = {
+        "num_shards": 1,
+        "mini_batch_samples": 100,
+        "micro_batch_tokens": 64,
+        "reduction": "token-mean",
+        "max_response_tokens": 16,
+    }
+    return usual | changed
+
+
+def test_columns_speak_of_the_next_token() -> None:
+    samples = [make_sample("a", [10, 11, 12], [20, 21]), make_sample("b", [13], [22, 23, 24], [1, 0, 1])]
+    (shard,) = pack(samples, **options())
+    (micro,) = micro_batches(shard)
+    assert micro.tokens.tolist() == [10, 11, 12, 20, 21, 13, 22, 23, 24]
+    assert micro.labels.tolist() == [11, 12, 20, 21, 0, 22, 23, 24, 0]
+    assert micro.cu_seqlens.tolist() == [0, 5, 9]
+    assert micro.loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 0, 1, 0]
+    assert micro.rollout_logprobs.tolist() == [0, 0, -1, -2, 0, -1, 0, -3, 0]
+    assert micro.weights.tolist() == [0, 0, 0.25, 0.25, 0, 0.25, 0, 0.25, 0]
+    assert micro.sample_index.tolist() == [0, 1]
+    assert column_like(shard, [2.0, -3.0])[0][0].tolist() == [0, 0, 2, 2, 0, -3, 0, -3, 0]
+
+
+def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
+    (shard,) = pack([make_sample("a", [1], [2])], **options())
+    (micro,) = micro_batches(shard)
+    types = {name: str(getattr(micro, name).dtype) for name in MicroBatch.__dataclass_fields__}
+    assert types == {
+        "tokens": "int64",
+        "labels": "int64",
+        "cu_seqlens": "int32",
+        "loss_mask": "float32",
+        "weights": "float32",
+        "rollout_logprobs": "float32",
+        "sample_index": "int64",
+    }
+
+
+def test_samples_without_a_response_weigh_nothing_and_break_nothing() -> None:
+    (shard,) = pack([make_sample("a", [1], []), make_sample("b", [1, 2], []), make_sample("c", [3], [4])], **options())
+    (micro,) = micro_batches(shard)
+    assert micro.cu_seqlens.tolist() == [0, 1, 3, 5]
+    assert micro.weights.tolist() == [0, 0, 0, 1, 0]
+
+
+def test_mini_batches_follow_the_given_order_and_the_last_may_be_smaller() -> None:
+    samples = [make_sample(str(index), [index], [1] * (index + 1)) for index in range(5)]
+    shards = pack(samples, **options(num_shards=2, mini_batch_samples=2))
+    minis = [
+        sorted(
+            index
+            for shard in shards
+            for micro in shard.mini_batches[mini].micro_batches
+            for index in micro.sample_index
+        )
+        for mini in range(3)
+    ]
+    assert minis == [[0, 1], [2, 3], [FILLER_INDEX, 4]]
+
+
+def test_longest_samples_go_to_the_lightest_shard() -> None:
+    samples = [make_sample(str(length), [0], [1] * (length - 1)) for length in (8, 7, 6, 5, 4)]
+    shards = pack(samples, **options(num_shards=2))
+    # By hand: 8 | 7, then 6 beside 7 (13), 5 beside 8 (13), 4 to the first of the equals.
+    assert [sorted(micro_batches(shard)[0].sample_index.tolist()) for shard in shards] == [[0, 3, 4], [1, 2]]
+
+
+def test_micro_batches_of_a_shard_are_even() -> None:
+    samples = [make_sample(str(index), [0], [1] * 9) for index in range(6)]
+    (shard,) = pack(samples, **options(micro_batch_tokens=40))
+    # First fit alone would leave 40 and 20.
+    assert [micro.num_tokens for micro in micro_batches(shard)] == [30, 30]
+
+
+def test_a_shard_without_samples_gets_a_filler_for_every_micro_batch() -> None:
+    (full, empty) = pack([make_sample("a", [0], [1] * 9)], **options(num_shards=2))
+    (filler,) = micro_batches(empty)
+    assert filler.num_tokens == 1
+    assert filler.cu_seqlens.tolist() == [0, 1]
+    assert filler.loss_mask.sum() == filler.weights.sum() == 0
+    assert filler.sample_index.tolist() == [FILLER_INDEX]
+    assert column_like(empty, [float("nan")])[0][0].tolist() == [0]
+    assert len(micro_batches(full)) == 1
+
+
+def test_a_nan_outside_the_mask_stays_outside() -> None:
+    (shard,) = pack([make_sample("a", [0], []), make_sample("b", [0], [1])], **options())
+    assert column_like(shard, [float("nan"), 5.0])[0][0].tolist() == [0, 5, 0]
+
+
+def test_what_the_recipe_check_excludes_is_asserted() -> None:
+    with pytest.raises(AssertionError, match="a sample of 11 tokens, over micro_batch_tokens=10"):
+        pack([make_sample("a", [0], [1] * 10)], **options(micro_batch_tokens=10))
+    with pytest.raises(AssertionError, match="sample a has an empty prompt"):
+        pack([make_sample("a", [], [1])], **options())
+    with pytest.raises(AssertionError, match="2 response tokens, 1 mask entries"):
+        pack([make_sample("a", [0], [1, 2], [1])], **options())
+
+
+def test_no_samples_are_no_mini_batches() -> None:
+    assert pack([], **options(num_shards=2)) == [Shard(()), Shard(())]
+
+
+def test_demonstrations_train_the_mean_over_their_tokens() -> None:
+    first = Demonstration("a", np.array([5, 6, 7]), np.array([0, 1, 1], np.uint8))
+    second = Demonstration("b", np.array([8, 9]), np.array([0, 1], np.uint8))
+    (shard,) = pack_sft([first, second], num_shards=1, micro_batch_tokens=8)
+    (micro,) = micro_batches(shard)
+    assert micro.labels.tolist() == [6, 7, 0, 9, 0]
+    np.testing.assert_allclose(micro.weights, np.array([1, 1, 0, 1, 0]) / 3, rtol=1e-6)
+    assert micro.rollout_logprobs.tolist() == [0] * 5
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn) -> list[Sample]:
+    sizes = draw(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=24))
+    samples = []
+    token = 1
+    for index, (prompt, response) in enumerate(sizes):
+        mask = draw(st.lists(st.integers(0, 1), min_size=response, max_size=response))
+        ids = list(range(token, token + prompt + response))  # every token of the step is another number
+        token += prompt + response
+        samples.append(make_sample(str(index), ids[:prompt], ids[prompt:], mask))
+    return samples
+
+
+REDUCTIONS = st.sampled_from(["token-mean", "sequence-mean", "constant"])
+
+
+@settings(deadline=None)
+@given(
+    samples=sample_lists(),
+    num_shards=st.integers(1, 4),
+    mini_batch_samples=st.integers(1, 25),
+    budget=st.integers(20, 60),
+    reduction=REDUCTIONS,
+)
+def test_every_token_once_within_the_budget_with_equal_counts(
+    samples: list[Sample], num_shards: int, mini_batch_samples: int, budget: int, reduction: Reduction
+) -> None:
+    shards = pack(
+        samples,
+        **options(
+            num_shards=num_shards, mini_batch_samples=mini_batch_samples, micro_batch_tokens=budget, reduction=reduction
+        ),
+    )
+    seen = []
+    for shard in shards:
+        for micro in micro_batches(shard):
+            assert micro.num_tokens <= budget
+            for which, (index, start) in enumerate(zip(micro.sample_index, micro.cu_seqlens[:-1], strict=True)):
+                if index != FILLER_INDEX:
+                    tokens = micro.tokens[start : micro.cu_seqlens[which + 1]].tolist()
+                    assert tokens == [*samples[index].prompt.token_ids, *samples[index].response_ids]
+                    seen.append(int(index))
+    assert sorted(seen) == list(range(len(samples)))
+    counts = {tuple(len(mini.micro_batches) for mini in shard.mini_batches) for shard in shards}
+    assert len(counts) == 1
+    assert len(counts.pop()) == -(-len(samples) // mini_batch_samples)
+
+
+def total_by_token(shards: Sequence[Shard]) -> dict[tuple[int, int], float]:
+    """Weight of each (mini-batch, predicted token): what the loss sees, whatever the layout."""
+    return {
+        (mini_index, int(label)): float(weight)
+        for shard in shards
+        for mini_index, mini in enumerate(shard.mini_batches)
+        for micro in mini.micro_batches
+        for label, weight, mask in zip(micro.labels, micro.weights, micro.loss_mask, strict=True)
+        if mask
+    }
+
+
+@settings(deadline=None)
+@given(samples=sample_lists(), num_shards=st.integers(2, 4), budget=st.integers(20, 60), reduction=REDUCTIONS)
+def test_weights_depend_neither_on_the_shards_nor_on_the_budget(
+    samples: list[Sample], num_shards: int, budget: int, reduction: Reduction
+) -> None:
+    one = pack(samples, **options(mini_batch_samples=5, micro_batch_tokens=10_000, reduction=reduction))
+    many = pack(
+        samples,
+        **options(num_shards=num_shards, mini_batch_samples=5, micro_batch_tokens=budget, reduction=reduction),
+    )
+    assert total_by_token(one) == total_by_token(many)
+
+
+@settings(deadline=None)
+@given(samples=sample_lists(), reduction=REDUCTIONS)
+def test_weights_sum_as_the_reduction_says(samples: list[Sample], reduction: Reduction) -> None:
+    shards = pack(samples, **options(num_shards=2, reduction=reduction))
+    total = sum(float(micro.weights.sum()) for shard in shards for micro in micro_batches(shard))
+    trained = sum(int(sample.loss_mask.sum()) for sample in samples)
+    wanted = trained / (len(samples) * 16) if reduction == "constant" else float(trained > 0)
+    assert total == pytest.approx(wanted, rel=1e-5)
+
+
+@settings(deadline=None)
+@given(samples=sample_lists(), num_shards=st.integers(1, 3))
+def test_packing_is_deterministic(samples: list[Sample], num_shards: int) -> None:
+    first, second = (
+        [[micro.sample_index.tolist() for micro in micro_batches(shard)] for shard in pack(samples, **keys)]
+        for keys in [options(num_shards=num_shards, micro_batch_tokens=24)] * 2
+    )
+    assert first == second

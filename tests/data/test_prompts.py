@@ -1,0 +1,129 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.data.prompts import PromptSource, check_rows, load_prompts
+from megarl.recipe.schema import Data
+
+
+def write(folder: Path, *rows: object) -> Path:
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def data(path: Path, **keys: Any) -> Data:
+    return Data(train=path, **keys)
+
+
+def test_a_string_becomes_a_user_message_under_a_chat_template(tmp_path: Path, chat_tokenizer: Any) -> None:
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2", "level": 3, "tags": ["sum"]})
+    loaded = load_prompts(path, chat_tokenizer, data(path))
+    (prompt,) = loaded.prompts
+    assert prompt.id == "train.jsonl:1"
+    assert prompt.text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat_tokenizer.decode(prompt.token_ids) == prompt.text
+    assert prompt.token_ids.dtype == np.int64
+    assert prompt.answer == "2"
+    assert prompt.metadata == {"level": 3, "tags": ["sum"]}
+    assert (len(loaded), loaded.num_dropped, loaded.longest_tokens) == (1, 0, len(prompt.token_ids))
+
+
+def test_a_string_stands_as_it_is_without_a_chat_template(tmp_path: Path, plain_tokenizer: Any) -> None:
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    (prompt,) = load_prompts(path, plain_tokenizer, data(path)).prompts
+    assert prompt.text == "1+1?"
+    assert plain_tokenizer.decode(prompt.token_ids) == "<s>1+1?"
+
+
+def test_messages_and_strings_give_the_same_prompt(tmp_path: Path, chat_tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": "1+1?"}]
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"}, {"prompt": chat, "answer": "2"})
+    first, second = load_prompts(path, chat_tokenizer, data(path)).prompts
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+
+
+VERL = {"ground_truth": "c", "style": "rule"}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "wanted"),
+    [
+        ({"answer": "a", "label": "b"}, {}, ("a", {"label": "b"})),
+        ({"label": 7}, {}, ("7", {})),
+        ({"answer": None, "label": 1.5}, {}, ("1.5", {"answer": None})),
+        ({"reward_model": VERL}, {}, ("c", {"reward_model": VERL})),
+        ({"answer": "a", "gold": "d"}, {"answer_key": "gold"}, ("d", {"answer": "a"})),
+        ({"extra": {"gold": "e"}}, {"answer_key": "extra.gold"}, ("e", {"extra": {"gold": "e"}})),
+    ],
+)
+def test_the_answer_is_found_under_the_names_people_use(
+    tmp_path: Path, plain_tokenizer: Any, row: dict[str, Any], keys: dict[str, Any], wanted: tuple[str, dict[str, Any]]
+) -> None:
+    path = write(tmp_path, {"prompt": "q", **row})
+    (prompt,) = load_prompts(path, plain_tokenizer, data(path, **keys)).prompts
+    assert (prompt.answer, prompt.metadata) == wanted
+
+
+def test_parquet_gives_the_same_prompts(tmp_path: Path, chat_tokenizer: Any) -> None:
+    rows = [{"question": f"{index}+1?", "reward_model": {"ground_truth": str(index + 1)}} for index in range(5)]
+    jsonl, parquet = write(tmp_path, *rows), tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+    loaded = [
+        load_prompts(path, chat_tokenizer, data(path, prompt_key="question")).prompts for path in (jsonl, parquet)
+    ]
+    from_jsonl, from_parquet = ([(prompt.text, prompt.answer) for prompt in prompts] for prompts in loaded)
+    assert from_jsonl == from_parquet
+    assert loaded[1][4].id == "train.parquet:5"
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted_or_refused(tmp_path: Path, plain_tokenizer: Any) -> None:
+    # With its `<s>`, a prompt of n letters has n + 1 tokens.
+    path = write(tmp_path, *({"prompt": "a" * length, "answer": ""} for length in (3, 4, 5, 2)))
+    loaded = load_prompts(path, plain_tokenizer, data(path, max_prompt_tokens=4))
+    assert [prompt.id for prompt in loaded.prompts] == ["train.jsonl:1", "train.jsonl:4"]
+    assert (loaded.num_dropped, loaded.longest_tokens) == (2, 4)
+    with pytest.raises(UserError, match=r"line 2: the prompt has 5 tokens, over data.max_prompt_tokens=4"):
+        load_prompts(path, plain_tokenizer, data(path, max_prompt_tokens=4, over_length="error"))
+    with pytest.raises(UserError, match=r"all 4 prompts are over data.max_prompt_tokens=2"):
+        load_prompts(path, plain_tokenizer, data(path, max_prompt_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"answer": "a"}, "there is no field 'prompt'"),
+        ({"prompt": "  ", "answer": "a"}, "field 'prompt': the prompt is empty"),
+        ({"prompt": 5, "answer": "a"}, "field 'prompt': the prompt is a number"),
+        ({"prompt": [{"role": "user"}], "answer": "a"}, "field 'prompt', message 1: 'content' is missing"),
+        ({"prompt": [{"role": "assistant", "content": "b"}], "answer": "a"}, "the last message is the assistant's"),
+        ({"prompt": "q", "solution": "a"}, "none of the fields 'answer', 'label', 'reward_model.ground_truth'"),
+        ({"prompt": "q", "answer": ["a"]}, "field 'answer': the answer is a list"),
+        ({"prompt": "q", "answer": True}, "field 'answer': the answer is a true/false"),
+    ],
+)
+def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    path = write(tmp_path, {"prompt": "q", "answer": "a"}, row)
+    with pytest.raises(UserError) as caught:
+        check_rows(path, data(path))
+    assert f"{path}, line 2" in str(caught.value)
+    assert says in str(caught.value)
+    assert check_rows(path, data(path), limit=1) == 1
+
+
+def test_a_source_goes_on_where_it_was(tmp_path: Path, plain_tokenizer: Any) -> None:
+    path = write(tmp_path, *({"prompt": f"q{index}", "answer": "a"} for index in range(10)))
+    prompts = load_prompts(path, plain_tokenizer, data(path))
+    source, resumed = PromptSource(prompts, seed=3), PromptSource(prompts, seed=3)
+    first = [prompt.id for prompt in source.take(7)]
+    assert len(set(first)) == 7
+    resumed.load_state(source.state())
+    assert [p.id for p in source.take(8)] == [p.id for p in resumed.take(8)]
+    assert source.epoch == resumed.epoch == 1
+    assert [p.id for p in PromptSource(prompts, seed=3, shuffle=False).take(2)] == ["train.jsonl:1", "train.jsonl:2"]

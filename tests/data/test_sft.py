@@ -1,0 +1,142 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.data.prompts import load_prompts
+from megarl.data.rows import Row
+from megarl.data.sft import Demonstration, SftSource, check_demonstrations, load_demonstrations, tokenise
+from megarl.recipe.schema import Data, SftData
+
+DATA = SftData(train=Path("sft.jsonl"))
+USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
+
+
+def demonstrate(tokenizer: Any, fields: dict[str, Any]) -> Demonstration:
+    (demonstration,) = tokenise([Row(Path("sft.jsonl"), 1, fields)], tokenizer, DATA)
+    return demonstration
+
+
+def spoken(tokenizer: Any, demonstration: Demonstration) -> tuple[str, str]:
+    """(the whole text, the text that is trained on)."""
+    ids, mask = demonstration.token_ids, demonstration.loss_mask
+    return tokenizer.decode(ids), tokenizer.decode(ids[mask == 1])
+
+
+def test_only_the_response_and_its_end_are_trained_on(chat_tokenizer: Any) -> None:
+    whole, trained = spoken(chat_tokenizer, demonstrate(chat_tokenizer, {"prompt": "1+1?", "response": "two"}))
+    assert whole == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
+    assert trained == "two<|im_end|>"
+
+
+def test_the_prompts_tokens_are_those_that_generation_begins_with(tmp_path: Path, chat_tokenizer: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1+1?", "answer": "2"}')
+    (prompt,) = load_prompts(path, chat_tokenizer, Data(train=path)).prompts
+    demonstration = demonstrate(chat_tokenizer, {"prompt": "1+1?", "response": "two"})
+    count = len(prompt.token_ids)
+    assert demonstration.token_ids[:count].tolist() == prompt.token_ids.tolist()
+    assert demonstration.loss_mask[:count].sum() == 0
+    assert demonstration.loss_mask[count:].all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [USER], "response": "two"},
+        {"messages": [USER, ASSISTANT]},
+        {"messages": [USER, ASSISTANT], "prompt": "not read"},
+    ],
+)
+def test_the_same_exchange_in_other_words(chat_tokenizer: Any, fields: dict[str, Any]) -> None:
+    plain = demonstrate(chat_tokenizer, {"prompt": "1+1?", "response": "two"})
+    other = demonstrate(chat_tokenizer, fields)
+    assert other.token_ids.tolist() == plain.token_ids.tolist()
+    assert other.loss_mask.tolist() == plain.loss_mask.tolist()
+
+
+def test_every_turn_of_the_assistant_in_a_chat_is_trained_on(chat_tokenizer: Any) -> None:
+    chat = [USER, ASSISTANT, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
+    whole, trained = spoken(chat_tokenizer, demonstrate(chat_tokenizer, {"messages": chat}))
+    rendered = chat_tokenizer.apply_chat_template(chat, tokenize=False)
+    assert whole == rendered.removesuffix("\n")
+    assert trained == "two<|im_end|>yes<|im_end|>"
+
+
+def test_only_the_response_after_a_prompt_with_assistant_turns_is_trained_on(chat_tokenizer: Any) -> None:
+    prompt = [USER, ASSISTANT, {"role": "user", "content": "sure?"}]
+    _, trained = spoken(chat_tokenizer, demonstrate(chat_tokenizer, {"prompt": prompt, "response": "yes"}))
+    assert trained == "yes<|im_end|>"
+
+
+def test_without_a_template_text_ends_with_the_end_token(plain_tokenizer: Any) -> None:
+    whole, trained = spoken(plain_tokenizer, demonstrate(plain_tokenizer, {"prompt": "1+1=", "response": "2"}))
+    assert (whole, trained) == ("<s>1+1=2<|im_end|>", "2<|im_end|>")
+
+
+def test_a_chat_without_a_template_is_refused(plain_tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        demonstrate(plain_tokenizer, {"messages": [USER, ASSISTANT]})
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(chat_tokenizer: Any) -> None:
+    forgetful = (
+        "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}"
+        "{{ message['role'] + ':' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    kept, chat_tokenizer.chat_template = chat_tokenizer.chat_template, forgetful
+    try:
+        demonstrate(chat_tokenizer, {"messages": [USER, ASSISTANT]})
+        with pytest.raises(UserError, match="message 2: the model's chat template renders this turn differently"):
+            demonstrate(chat_tokenizer, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
+    finally:
+        chat_tokenizer.chat_template = kept
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": [USER]}, "field 'messages': the last message is the user's"),
+        ({"messages": [ASSISTANT]}, "the assistant's message stands alone"),
+        ({"messages": "hi"}, "field 'messages': a string"),
+        ({"response": "b"}, "there is no field 'prompt'"),
+        ({"prompt": "a"}, "there is no field 'response'"),
+        ({"prompt": "", "response": "b"}, "field 'prompt': the prompt is empty"),
+        ({"prompt": 3, "response": "b"}, "field 'prompt': the prompt is a number"),
+        ({"prompt": "a", "response": " "}, "field 'response': the response is empty"),
+        ({"prompt": "a", "response": 4}, "field 'response': the response is a number"),
+    ],
+)
+def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(UserError) as caught:
+        check_demonstrations(path, SftData(train=path))
+    assert f"{path}, line 2" in str(caught.value)
+    assert says in str(caught.value)
+    assert check_demonstrations(path, SftData(train=path), limit=1) == 1
+
+
+def test_long_demonstrations_are_dropped_and_counted(tmp_path: Path, model_folder: Path, chat_tokenizer: Any) -> None:
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a", "response": "b" * n}) + "\n" for n in (1, 9, 2, 8)))
+    limit = len(demonstrate(chat_tokenizer, {"prompt": "a", "response": "bb"}).token_ids)
+    loaded = load_demonstrations(model_folder, SftData(train=path, max_tokens=limit))
+    assert [item.id for item in loaded.demonstrations] == ["sft.jsonl:1", "sft.jsonl:3"]
+    assert loaded.num_dropped == 2
+    with pytest.raises(UserError, match=r"all 4 demonstrations are over data\.max_tokens=5"):
+        load_demonstrations(model_folder, SftData(train=path, max_tokens=5))
+
+
+def test_a_source_goes_on_where_it_was(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(n), "response": "b"}) + "\n" for n in range(5)))
+    loaded = load_demonstrations(model_folder, SftData(train=path))
+    source, resumed = SftSource(loaded, 1), SftSource(loaded, 1)
+    source.take(3)
+    resumed.load_state(source.state())
+    assert [item.id for item in source.take(6)] == [item.id for item in resumed.take(6)]
+    assert source.epoch == 1
