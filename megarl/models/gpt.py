@@ -44,9 +44,10 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         calculate_per_token_loss=True,
         attention_softmax_in_fp32=True,
-        # Weights come from a checkpoint: initialising them on the device would be for nothing.
         use_cpu_initialization=not fused,
-        perform_initialization=False,
+        # Weights come from a checkpoint, but only initialisation marks which are split over tensor parallel: without the
+        # marks the global gradient norm counts those of one rank alone.
+        perform_initialization=True,
         masked_softmax_fusion=False,
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused,
