@@ -1,0 +1,253 @@
+"""A run that is right in every way, and the ways in which users get one wrong, for the tests of preflight and CLI."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+RECIPE = """\
+run: {{dir: {root}/runs, name: r}}
+cluster: {{platform: cpu}}
+model: {{path: {root}/model, dtype: float32}}
+data:
+  train: {root}/train.jsonl
+  max_prompt_tokens: 64
+rollout:
+  prompts_per_step: 4
+  samples_per_prompt: 4
+  max_response_tokens: 32
+train:
+  steps: 2
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's inputs lie."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "train.jsonl"
+
+    @property
+    def recipe(self) -> Path:
+        return self.root / "recipe.yaml"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "runs" / "r"
+
+    def write_rows(self, *rows: object) -> None:
+        """Replace the data; rows that are no text are written as JSON."""
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        self.data.write_text("".join(f"{line}\n" for line in lines))
+
+    def edit_config(self, **changes: object) -> None:
+        """Change keys of the model's config.json."""
+        path = self.model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def edit_weights(self, change: Callable[[dict[str, object]], None]) -> None:
+        """Change the tensors of the model's only weights file."""
+        from safetensors.numpy import load_file, save_file
+
+        path = self.model / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+
+def good_place(root: Path, model: Path) -> Place:
+    """Inputs of a run that preflight lets through; `model` is copied."""
+    place = Place(root)
+    shutil.copytree(model, place.model)
+    place.write_rows(*({"prompt": f"{n}+{n}=?", "answer": 2 * n} for n in range(8)))
+    place.recipe.write_text(RECIPE.format(root=root))
+    return place
+
+
+Break = Callable[[Place], object]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One mistake. says: what the message must name, `{root}` filled in. overrides: given on the command line."""
+
+    name: str
+    says: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    spoil: Break = lambda place: None
+    resume: bool = False
+
+    def expected(self, place: Place) -> list[str]:
+        return [part.replace("{root}", str(place.root)) for part in self.says]
+
+
+def _row(place: Place, row: object) -> None:
+    good = {"prompt": "1+1=?", "answer": "2"}
+    place.write_rows(good, good, row, good)
+
+
+DATA = (
+    Bad("data file missing", ("{root}/train.jsonl", "no such data file"), spoil=lambda p: p.data.unlink()),
+    Bad("data file empty", ("{root}/train.jsonl", "no rows"), spoil=lambda p: p.write_rows()),
+    Bad("malformed row", ("train.jsonl, line 3", "malformed JSON"), spoil=lambda p: _row(p, '{"prompt": ')),
+    Bad("row is a list", ("train.jsonl, line 3", "an object is wanted"), spoil=lambda p: _row(p, [1])),
+    Bad(
+        "prompt missing",
+        ("train.jsonl, line 3", "no field 'prompt'", "Did you mean 'promt'?"),
+        spoil=lambda p: _row(p, {"promt": "1", "answer": "1"}),
+    ),
+    Bad(
+        "prompt of a wrong type",
+        ("train.jsonl, line 3, field 'prompt'", "is a number", "a string or a list of chat messages"),
+        spoil=lambda p: _row(p, {"prompt": 7, "answer": "1"}),
+    ),
+    Bad(
+        "answer missing",
+        ("train.jsonl, line 3", "there is no answer", "'label'", "data.answer_key"),
+        spoil=lambda p: _row(p, {"prompt": "1", "solution": "1"}),
+    ),
+    Bad("named answer missing", ("line 1", "no field 'gold'", "data.answer_key"), ("data.answer_key=gold",)),
+    Bad(
+        "data of an unknown kind",
+        ("train.csv", "unknown kind of data file '.csv'", ".jsonl"),
+        ("data.train=train.csv",),
+    ),
+    Bad(
+        "broken Parquet",
+        ("train.parquet", "not a readable Parquet file"),
+        ("data.train={root}/train.parquet",),
+        spoil=lambda p: (p.root / "train.parquet").write_text("no parquet"),
+    ),
+    Bad("held-out file missing", ("{root}/held_out.jsonl",), ("data.eval={root}/held_out.jsonl",)),
+    Bad("fewer rows than prompts", ("8 usable rows", "Set it to at most 8"), ("rollout.prompts_per_step=9",)),
+    Bad(
+        "a prompt over the limit, refused",
+        ("train.jsonl, line 3", "over data.max_prompt_tokens=64"),
+        ("data.over_length=error",),
+        spoil=lambda p: _row(p, {"prompt": "1" * 100, "answer": "1"}),
+    ),
+    Bad(
+        "all prompts over the limit",
+        ("all 8 prompts are over data.max_prompt_tokens=1",),
+        ("data.max_prompt_tokens=1",),
+    ),
+)
+
+RECIPE_KEYS = (
+    Bad("recipe missing", ("There is no recipe at {root}/recipe.yaml",), spoil=lambda p: p.recipe.unlink()),
+    Bad(
+        "unknown key in the file",
+        ("{root}/recipe.yaml:13", "`train.stepz`", "Did you mean `train.steps`?"),
+        spoil=lambda p: p.recipe.write_text(p.recipe.read_text() + "  stepz: 3\n"),
+    ),
+    Bad("unknown key on the command line", ("`rollout.temprature` (on the command line)",), ("rollout.temprature=1",)),
+    Bad("wrong type", ("`train.steps`", '"many" (text)', "a whole number over 0"), ("train.steps=many",)),
+    Bad(
+        "not YAML",
+        ("{root}/recipe.yaml:13", "not YAML"),
+        spoil=lambda p: p.recipe.write_text(p.recipe.read_text() + "]\n"),
+    ),
+    Bad("a key that nothing reads", ("`eval.every`", "set data.eval to a file"), ("eval.every=2",)),
+    Bad("a group of one", ("`rollout.samples_per_prompt`", "a group of 1 has none"), ("rollout.samples_per_prompt=1",)),
+    Bad(
+        "mini-batch that does not divide",
+        ("actor.mini_batch_samples 5", "Nearest valid value: 4 or 8"),
+        ("actor.mini_batch_samples=5",),
+    ),
+    Bad(
+        "micro-batch too small",
+        ("actor.micro_batch_tokens 50", "Nearest valid value: 96"),
+        ("actor.micro_batch_tokens=50",),
+    ),
+    Bad("tp that does not divide the devices", ("actor.parallel.tp 2", "cluster.devices 1"), ("actor.parallel.tp=2",)),
+    Bad(
+        "tp that does not divide the heads",
+        ("actor.parallel.tp=3", "4 attention heads"),
+        ("actor.parallel.tp=3", "cluster.devices=3"),
+    ),
+    Bad("servers' tp that does not divide the heads", ("rollout.tp 3", "Sizes that work: 1, 2, 4"), ("rollout.tp=3",)),
+)
+
+MODEL = (
+    Bad("model folder missing", ("{root}/nowhere", "model.path"), ("model.path={root}/nowhere",)),
+    Bad("model without config", ("{root}/model", "config.json"), spoil=lambda p: (p.model / "config.json").unlink()),
+    Bad(
+        "model without tokenizer",
+        ("{root}/model", "tokenizer"),
+        spoil=lambda p: [path.unlink() for path in p.model.glob("tokenizer*")],
+    ),
+    Bad(
+        "model without weights",
+        ("{root}/model", "safetensors"),
+        spoil=lambda p: (p.model / "model.safetensors").unlink(),
+    ),
+    Bad(
+        "unsupported architecture",
+        ("GPT2LMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        spoil=lambda p: p.edit_config(architectures=["GPT2LMHeadModel"]),
+    ),
+    Bad(
+        "weights that lack a tensor",
+        ("do not match its config.json", "model.norm.weight"),
+        spoil=lambda p: p.edit_weights(lambda tensors: tensors.pop("model.norm.weight")),
+    ),
+    Bad(
+        "weights of another shape",
+        ("do not match its config.json", "mlp.down_proj.weight", "[64, 256]"),
+        spoil=lambda p: p.edit_config(intermediate_size=256),
+    ),
+    Bad(
+        "weights cut off",
+        ("{root}/model/model.safetensors", "cut off"),
+        spoil=lambda p: _cut_off(p.model / "model.safetensors"),
+    ),
+    Bad(
+        "prompt and response longer than the context",
+        ("data.max_prompt_tokens 2040", "rollout.max_response_tokens 32", "context of 2048", "Lower the limit by 24"),
+        ("data.max_prompt_tokens=2040",),
+    ),
+)
+
+REWARD = (
+    Bad("reward that is no name", ("reward.fn='maths'", "Did you mean 'math'?"), ("reward.fn=maths",)),
+    Bad("reward that does not import", ("no_such_module_here",), ("reward.fn=no_such_module_here:f",)),
+    Bad("reward that is not there", ("'sqroot'", "Did you mean 'sqrt'?"), ("reward.fn=cmath:sqroot",)),
+    Bad("reward with other parameters", ("copy:copy", "prompt, response, answer, metadata"), ("reward.fn=copy:copy",)),
+)
+
+FOLDER = (
+    Bad(
+        "run folder holds a run",
+        ("{root}/runs/r already holds a run", "--resume", "run.name="),
+        spoil=lambda p: _touch(p.run / "metrics.jsonl"),
+    ),
+    Bad("nothing to resume", ("nothing to resume", "{root}/runs/r"), resume=True),
+    Bad(
+        "run folder cannot be made",
+        ("{root}/train.jsonl is not a folder", "run.dir"),
+        ("run.dir={root}/train.jsonl/runs",),
+    ),
+)
+
+ALL = (*DATA, *RECIPE_KEYS, *MODEL, *REWARD, *FOLDER)
+
+
+def _cut_off(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+
+
+def _touch(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("{}\n")

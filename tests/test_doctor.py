@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megarl import doctor
+from megarl.core.platform import get_platform
+from megarl.doctor import Diagnosis, Finding, Level, diagnose, render
+
+CPU = get_platform("cpu")
+CUDA = get_platform("cuda")
+GPU_ONLY = {"transformer-engine", "sglang-kernel", "apex (NVIDIA)"}
+
+
+def find(diagnosis: Diagnosis, part: str) -> Finding:
+    return next(finding for finding in diagnosis.findings if finding.part == part)
+
+
+@pytest.fixture
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None]) -> None:
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: versions[name] if name in versions else real(name))
+
+
+def test_this_environment_can_run_on_the_cpu() -> None:
+    diagnosis = diagnose(CPU)
+    assert diagnosis.can_run
+    for part in ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers"):
+        finding = find(diagnosis, part)
+        assert finding.level is Level.OK
+        assert finding.found.partition("+")[0] == finding.wanted
+
+
+def test_what_only_gpus_use_is_no_complaint_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, dict.fromkeys(["transformer-engine", "sglang-kernel", "apex"]))
+    monkeypatch.setattr(doctor, "_find", lambda module: None)
+    diagnosis = diagnose(CPU)
+    assert {finding.level for finding in diagnosis.findings if finding.part in GPU_ONLY} == {Level.OK}
+
+
+def test_gpu_platform_without_gpus_kernels_and_cuda_torch_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, dict.fromkeys(["transformer-engine", "sglang-kernel", "apex"]))
+    monkeypatch.setattr(doctor, "cuda_device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "_find", lambda module: None)
+    diagnosis = diagnose(CUDA)
+    assert not diagnosis.can_run
+    fatal = {finding.part for finding in diagnosis.findings if finding.level is Level.FATAL}
+    assert fatal == {"NVIDIA devices", "torch's CUDA", "sglang-kernel"}
+    assert find(diagnosis, "transformer-engine").level is Level.NOTE
+    assert "slower" in find(diagnosis, "apex (NVIDIA)").cost
+
+
+@pytest.mark.parametrize("part", ["torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers"])
+def test_a_missing_part_that_a_run_needs_is_fatal_and_says_its_cost(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    pretend(monkeypatch, {part: None})
+    diagnosis = diagnose(CPU)
+    finding = find(diagnosis, part)
+    assert (finding.level, finding.found) == (Level.FATAL, "not installed")
+    assert finding.cost
+    assert not diagnosis.can_run
+
+
+def test_a_missing_optional_part_costs_something_but_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"wandb": None, "math-verify": None})
+    diagnosis = diagnose(CPU)
+    assert diagnosis.can_run
+    assert find(diagnosis, "wandb").level is Level.NOTE
+    assert "report.wandb" in find(diagnosis, "wandb").cost
+
+
+def test_another_version_than_the_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"ray": "1.0", "megatron-core": "0.17.0"})
+    on_cpu, on_cuda = diagnose(CPU), diagnose(CUDA)
+    assert find(on_cpu, "ray").level is Level.NOTE
+    assert find(on_cpu, "ray").wanted == "2.60.0"
+    assert find(on_cpu, "megatron-core").level is Level.FATAL
+    assert find(on_cuda, "megatron-core").level is Level.NOTE
+
+
+@pytest.mark.parametrize(
+    ("folders", "files", "level", "says"),
+    [
+        (["apex/normalization"], ["amp_C.py"], Level.OK, ""),
+        (["apex/normalization"], [], Level.NOTE, "without its CUDA extensions"),
+        (["apex"], [], Level.NOTE, "PyPI's `apex` is an unrelated package"),
+        ([], [], Level.NOTE, "never from PyPI"),
+    ],
+)
+def test_apex_is_told_from_its_namesake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: list[str], files: list[str], level: Level, says: str
+) -> None:
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / "apex" / "__init__.py").touch()
+    for file in files:
+        (tmp_path / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    finding = find(diagnose(CUDA), "apex (NVIDIA)")
+    assert finding.level is level
+    assert says in finding.cost
+
+
+def test_torchs_cuda_is_read_from_its_version_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    version = package / "version.py"
+    version.write_text("__version__ = '2'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    assert doctor._torch_cuda() == "13.0"
+    version.write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6'\n")
+    assert doctor._torch_cuda() is None
+
+
+def test_wandb_key(monkeypatch: pytest.MonkeyPatch, no_key: Path) -> None:
+    assert find(diagnose(CPU), "wandb key").level is Level.NOTE
+    (no_key / ".netrc").write_text("machine api.wandb.ai login user password secret-key\n")
+    finding = find(diagnose(CPU), "wandb key")
+    assert finding.found == "in ~/.netrc"
+    (no_key / ".netrc").write_text("not a netrc\n")
+    assert find(diagnose(CPU), "wandb key").level is Level.NOTE
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    finding = find(diagnose(CPU), "wandb key")
+    assert finding.found == "in WANDB_API_KEY"
+    assert "secret-key" not in str(dataclasses.asdict(finding))
+
+
+def test_without_an_installation_pins_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "pins", dict)
+    diagnosis = diagnose(CPU)
+    assert "cannot be checked" in find(diagnosis, "pins").cost
+    assert diagnosis.can_run
+
+
+def test_the_table_shows_every_finding_and_a_verdict() -> None:
+    diagnosis = Diagnosis("cpu", (Finding("thing", Level.FATAL, "none", "1.0", "nothing runs"),))
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render(diagnosis))
+    text = console.export_text()
+    for part in ("thing", "cannot run", "none", "1.0", "nothing runs", "megarl cannot run here"):
+        assert part in text

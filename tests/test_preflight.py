@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoints import Checkpoints
+from megarl.core.errors import UserError
+from megarl.preflight import Preflight, check_devices, check_run_folder, preflight, preflight_eval, preflight_sft
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import SftRecipe
+from tests.support.bad_input import ALL, Bad, Place, good_place
+from tests.support.tiny import write_tiny_qwen
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def place(tmp_path: Path, model_folder: Path) -> Place:
+    return good_place(tmp_path, model_folder)
+
+
+def run(place: Place, *overrides: str, resume: bool = False) -> Preflight:
+    return preflight(load_recipe(place.recipe, overrides).recipe, resume=resume)
+
+
+def test_a_good_run_is_described(place: Place) -> None:
+    place.write_rows(*({"prompt": f"{n}+1", "answer": n + 1} for n in range(6)), {"prompt": "1" * 99, "answer": 1})
+    held_out = place.root / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1", "answer": "1"}\n' * 5)
+    found = run(place, f"data.eval={held_out}", "eval.max_prompts=3")
+    assert (found.rows, found.dropped, found.eval_rows) == (6, 1, 3)
+    assert found.model.family == "qwen3"
+    assert found.platform.name == "cpu"
+    assert "4 prompts x 4 samples = 16 samples" in found.lines()[0]
+    assert "6 rows, 1 over the length limit dropped; 3 held-out rows" in found.lines()[1]
+    assert not place.run.exists()
+
+
+@pytest.mark.parametrize("bad", ALL, ids=lambda bad: bad.name)
+def test_bad_input_is_refused_before_anything_starts(place: Place, bad: Bad) -> None:
+    bad.spoil(place)
+    before = sorted(place.root.rglob("*"))
+    overrides = [text.replace("{root}", str(place.root)) for text in bad.overrides]
+    with pytest.raises(UserError) as caught:
+        run(place, *overrides, resume=bad.resume)
+    for part in bad.expected(place):
+        assert part in str(caught.value)
+    assert "\n\n" not in str(caught.value)
+    assert sorted(place.root.rglob("*")) == before
+
+
+def test_chat_messages_need_a_chat_template(place: Place) -> None:
+    place.write_rows(*({"prompt": [{"role": "user", "content": f"{n}"}], "answer": n} for n in range(4)))
+    assert run(place).rows == 4
+    (place.model / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"train\.jsonl, line 1.*no chat template"):
+        run(place)
+
+
+def test_evaluation_needs_held_out_rows_and_no_training_data(place: Place) -> None:
+    place.data.rename(place.root / "held_out.jsonl")
+    recipe = load_recipe(place.recipe, [f"data.eval={place.root}/held_out.jsonl"]).recipe
+    (place.run / "hf").mkdir(parents=True)
+    assert preflight_eval(recipe).eval_rows == 8
+    with pytest.raises(UserError, match=r"set data\.eval"):
+        preflight_eval(load_recipe(place.recipe).recipe)
+
+
+SFT = """\
+run: {{dir: {root}/runs, name: r}}
+cluster: {{platform: cpu}}
+model: {{path: {root}/model, dtype: float32}}
+data: {{train: {root}/train.jsonl, max_tokens: 64}}
+train: {{steps: 2, batch_samples: 4}}
+"""
+
+
+def test_supervised_runs(place: Place) -> None:
+    place.recipe.write_text(SFT.format(root=place.root))
+    place.write_rows(*({"prompt": f"{n}", "response": f"{n}"} for n in range(4)), {"prompt": "1", "response": "1" * 99})
+    found = preflight_sft(load_recipe(place.recipe, [], SftRecipe).recipe)
+    assert (found.rows, found.dropped) == (4, 1)
+    assert "4 demonstrations" in found.lines()[0]
+    with pytest.raises(UserError, match=r"longer than the model's context of 2048"):
+        preflight_sft(load_recipe(place.recipe, ["data.max_tokens=3000"], SftRecipe).recipe)
+    place.write_rows({"prompt": "1"})
+    with pytest.raises(UserError, match=r"train\.jsonl, line 1.*data\.response_key"):
+        preflight_sft(load_recipe(place.recipe, [], SftRecipe).recipe)
+
+
+def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:
+    Checkpoints(tmp_path / "checkpoints", keep_last=1).save(
+        5, lambda folder: (folder / "weights").touch(), {"weight_version": 5}
+    )
+    check_run_folder(tmp_path, 6, resume=True)
+    with pytest.raises(UserError, match=r"already done 5 steps, and train\.steps is 5"):
+        check_run_folder(tmp_path, 5, resume=True)
+    with pytest.raises(UserError, match=r"already holds a run \(checkpoints\)"):
+        check_run_folder(tmp_path, 6, resume=False)
+
+
+def test_logs_of_a_start_that_failed_do_not_take_the_name(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "recipe.yaml").touch()
+    check_run_folder(tmp_path, 1, resume=False)
+
+
+def test_more_devices_than_the_machine_shows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 2)
+    recipe = load_recipe(place.recipe, ["cluster.platform=cuda", "cluster.devices=4"]).recipe
+    with pytest.raises(UserError, match=r"cluster\.devices is 4, and this machine shows 2 cuda devices"):
+        check_devices(recipe)
+    assert check_devices(load_recipe(place.recipe, ["cluster.devices=4"]).recipe).name == "cpu"
