@@ -2,7 +2,8 @@
 
 The sending rank joins a process group with all servers and broadcasts flattened buckets, while it tells each server
 over HTTP what comes. A server that answers with an error, dies, or is late is named and left out; the group is made
-anew without it, and the whole sync repeated for the rest. Whether the servers then hold the right weights is verify.py's.
+anew without it, and the whole sync repeated for the rest. Whether the servers then hold the right weights is for
+verify.py to say.
 """
 
 from __future__ import annotations
@@ -166,9 +167,12 @@ class BroadcastSender:
             for seat in places
         }
         try:
-            while place.arrived() < world_size - 1 and time.monotonic() < end and not _first_failure(calls):
+            # NCCL's members do not wait for each other until the first broadcast: their calls just return.
+            while not (come := place.arrived() >= world_size - 1 or _all_well(calls)):
+                if time.monotonic() > end or _first_failure(calls):
+                    break
                 await asyncio.sleep(ARRIVAL_POLL_S)
-            if place.arrived() >= world_size - 1:
+            if come:
                 self._group = await asyncio.to_thread(connect, name, servers, place, self._backend)
         except RuntimeError as error:
             place.close()
@@ -274,6 +278,10 @@ async def _everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[N
 
 def _first_failure(calls: dict[str, asyncio.Task[None]]) -> bool:
     return any(call.done() and not call.cancelled() and call.exception() is not None for call in calls.values())
+
+
+def _all_well(calls: dict[str, asyncio.Task[None]]) -> bool:
+    return all(call.done() for call in calls.values()) and not _first_failure(calls)
 
 
 def _left(end: float) -> float:
