@@ -202,7 +202,7 @@ def _wandb_key() -> Finding:
     if os.environ.get("WANDB_API_KEY"):
         return Finding("wandb key", Level.OK, "in WANDB_API_KEY")
     try:
-        stored = netrc.netrc().authenticators("api.wandb.ai")
+        stored = netrc.netrc(Path.home() / ".netrc").authenticators("api.wandb.ai")
     except (OSError, netrc.NetrcParseError):
         stored = None  # no such file, or one that wandb cannot read either
     if stored:

@@ -88,21 +88,19 @@ def test_another_version_than_the_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folders", "files", "level", "says"),
+    ("files", "level", "says"),
     [
-        (["apex/normalization"], ["amp_C.py"], Level.OK, ""),
-        (["apex/normalization"], [], Level.NOTE, "without its CUDA extensions"),
-        (["apex"], [], Level.NOTE, "PyPI's `apex` is an unrelated package"),
-        ([], [], Level.NOTE, "never from PyPI"),
+        (["apex/normalization/__init__.py", "amp_C.py"], Level.OK, ""),
+        (["apex/normalization/__init__.py"], Level.NOTE, "without its CUDA extensions"),
+        (["apex/__init__.py"], Level.NOTE, "PyPI's `apex` is an unrelated package"),
+        ([], Level.NOTE, "never from PyPI"),
     ],
 )
 def test_apex_is_told_from_its_namesake(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: list[str], files: list[str], level: Level, says: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str], level: Level, says: str
 ) -> None:
-    for folder in folders:
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / "apex" / "__init__.py").touch()
     for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     monkeypatch.syspath_prepend(tmp_path)
     finding = find(diagnose(CUDA), "apex (NVIDIA)")
