@@ -25,7 +25,8 @@ def examples(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Example
     random = np.random.default_rng(seed)
     made = []
     for length in lengths:
-        tokens = random.integers(vocab_size, size=length)
+        # Not token 0: transformers gives a padding token no gradient.
+        tokens = random.integers(1, vocab_size, size=length)
         mask = np.zeros(length, np.float32)
         mask[length // 2 : length - 1] = 1
         old = (-np.log(vocab_size) + 0.2 * random.standard_normal(length)).astype(np.float32) * mask
