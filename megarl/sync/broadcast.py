@@ -249,7 +249,6 @@ class BroadcastSender:
 async def _commit(client: ServerClient, version: int, end: float) -> None:
     """Make a server serve what it received."""
     await client.end_weight_update(_left(end))
-    await client.flush_cache(_left(end))
     await client.set_weight_version(version, _left(end))
 
 
