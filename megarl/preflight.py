@@ -59,7 +59,8 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
     plan = plan_batches(recipe)
     check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
     platform = check_devices(recipe)
-    check_rows(recipe.data.train, recipe.data)
+    for file in filter(None, (recipe.data.train, recipe.data.eval)):
+        check_rows(file, recipe.data)
     model = _check_generation(recipe)
     check_tensor_parallel(model, recipe.actor.parallel.tp)
     rows, dropped = _count_prompts(recipe, recipe.data.train)
@@ -78,6 +79,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
         raise UserError("There is nothing to evaluate on: set data.eval to a file of held-out rows.")
     plan = plan_batches(recipe)
     platform = check_devices(recipe)
+    check_rows(recipe.data.eval, recipe.data)
     model = _check_generation(recipe)
     return Preflight(plan, platform, model, 0, 0, _count_eval_rows(recipe))
 

@@ -1,0 +1,63 @@
+"""What a user sees who gets something wrong: exit code 2, one paragraph, no stack trace, nothing started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.bad_input import ALL, Bad, Place, good_place
+from tests.support.tiny import write_tiny_qwen
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen(tmp_path_factory.mktemp("model"))
+
+
+def megarl(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from megarl.cli import main; main()", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def assert_one_paragraph(run: subprocess.CompletedProcess[str]) -> None:
+    assert run.returncode == 2, run.stdout + run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
+    assert run.stderr.startswith("megarl: ")
+    assert "\n\n" not in run.stderr.strip()
+
+
+@pytest.mark.parametrize("bad", ALL, ids=lambda bad: bad.name)
+def test_train_refuses_with_one_paragraph(tmp_path: Path, model_folder: Path, bad: Bad) -> None:
+    place = good_place(tmp_path, model_folder)
+    bad.spoil(place)
+    before = sorted(tmp_path.rglob("*"))
+    overrides = [text.replace("{root}", str(tmp_path)) for text in bad.overrides]
+    run = megarl("train", str(place.recipe), *overrides, *(["--resume"] if bad.resume else []), folder=tmp_path)
+    assert_one_paragraph(run)
+    for part in bad.expected(place):
+        assert part in run.stderr
+    # A run's first act is to make its folder, for the logs of what it starts.
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_eval_without_held_out_rows(tmp_path: Path, model_folder: Path) -> None:
+    place: Place = good_place(tmp_path, model_folder)
+    run = megarl("eval", str(place.recipe), folder=tmp_path)
+    assert_one_paragraph(run)
+    assert "set data.eval" in run.stderr
+
+
+def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> None:
+    place = good_place(tmp_path, model_folder)
+    run = megarl("sft", str(place.recipe), folder=tmp_path)
+    assert_one_paragraph(run)
+    assert "is a recipe for `megarl train`" in run.stderr
