@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 from pathlib import Path
 
@@ -109,11 +110,9 @@ def test_apex_is_told_from_its_namesake(
 
 
 def test_torchs_cuda_is_read_from_its_version_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "torch"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    version = package / "version.py"
+    spec = importlib.util.spec_from_file_location("torch", tmp_path / "__init__.py")
+    monkeypatch.setattr(doctor, "_find", lambda module: spec)
+    version = tmp_path / "version.py"
     version.write_text("__version__ = '2'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
     assert doctor._torch_cuda() == "13.0"
     version.write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6'\n")

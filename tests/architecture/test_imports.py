@@ -31,6 +31,7 @@ ROOMS = (
     "doctor",
     "train",
     "sft",
+    "session",
     "commands",
     "cli",
 )
