@@ -79,16 +79,16 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         cp, total = self._cp.size(), query.shape[0]
         bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
         lengths = (bounds.diff() // cp).tolist()
-        by_rank = [tensor.unflatten(0, (cp, total)) for tensor in (key, value)]
-        outputs, start = [], 0
-        for length in lengths:
-            if length:
-                here = slice(start, start + length)
-                outputs.append(self._sequence(query[here], *(tensor[:, here].flatten(0, 1) for tensor in by_rank)))
-            start += length
-        if start < total:  # padding behind the last sequence
-            outputs.append(torch.zeros_like(query[start:]))
-        return torch.cat(outputs)
+        sizes = [*lengths, total - sum(lengths)]  # the last is padding behind the sequences
+        # Split, not sliced: the gradient of each slice would be a whole tensor of zeros around it.
+        queries = torch.split(query, sizes)
+        keys, values = (torch.split(tensor.unflatten(0, (cp, total)), sizes, dim=1) for tensor in (key, value))
+        outputs = [
+            self._sequence(q, k.flatten(0, 1), v.flatten(0, 1))
+            for q, k, v in zip(queries[:-1], keys, values, strict=False)
+            if len(q)
+        ]
+        return torch.cat([*outputs, torch.zeros_like(queries[-1])])
 
     def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One causal sequence. query: [s, b, heads, d]; key, value: [cp * s, b, kv heads, d], rank by rank."""
