@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -23,7 +23,7 @@ from megarl.core.platform import Platform
 from megarl.core.types import Column, FloatArray, MiniBatch, Shard
 from megarl.models.gpt import build_gpt, packed_params
 from megarl.models.hf_config import ModelConfig
-from megarl.models.hf_weights import export_buckets, load_hf_weights
+from megarl.models.hf_weights import Bucket, export_buckets, load_hf_weights
 from megarl.recipe.schema import Optimizer
 from megarl.training.batch import DeviceBatch, to_device
 from megarl.training.checkpoint import load_checkpoint, save_checkpoint
@@ -97,11 +97,11 @@ class Engine:
         """Optimizer steps done; 0 for a frozen role."""
         return self._stepper.num_steps if self._stepper else 0
 
-    def logprobs(self, shard: Shard) -> Column:
-        """Log-probs (natural) of every label at the engine's temperature: float32 [T] for each micro-batch."""
-        return self.scores(shard, with_entropy=False).logprobs
+    def logprobs(self, shard: Shard, temperature: float | None = None) -> Column:
+        """Log-probs (natural) of every label: float32 [T] for each micro-batch. temperature: default, the engine's."""
+        return self.scores(shard, with_entropy=False, temperature=temperature).logprobs
 
-    def scores(self, shard: Shard, *, with_entropy: bool) -> ShardScores:
+    def scores(self, shard: Shard, *, with_entropy: bool, temperature: float | None = None) -> ShardScores:
         """Log-probs, and entropies where asked for, of every label; no gradient."""
         logprobs: Column = []
         entropy: Column = []
@@ -109,7 +109,11 @@ class Engine:
         for mini in shard.mini_batches:
             batches = [to_device(micro, {}, self._device) for micro in mini.micro_batches]
             with torch.no_grad():
-                scores = self._run(batches, partial(self._score, with_entropy=with_entropy), forward_only=True)
+                scores = self._run(
+                    batches,
+                    partial(self._score, with_entropy=with_entropy, temperature=temperature),
+                    forward_only=True,
+                )
             logprobs.append([_to_numpy(score.logprobs) for score in scores])
             entropy.append([_to_numpy(score.entropy) for score in scores if score.entropy is not None])
         return ShardScores(logprobs, entropy if with_entropy else None)
@@ -188,27 +192,30 @@ class Engine:
         return results
 
     def _score(
-        self, batch: DeviceBatch, logits: Tensor, *, with_entropy: bool, entropy_grad: bool = False
+        self,
+        batch: DeviceBatch,
+        logits: Tensor,
+        *,
+        with_entropy: bool,
+        entropy_grad: bool = False,
+        temperature: float | None = None,
     ) -> TokenScores:
         return vocab_parallel_logprobs(
             logits,
             batch.labels,
             vocab_size=self._config.vocab_size,
-            temperature=self._temperature,
+            temperature=self._temperature if temperature is None else temperature,
             group=self._groups.tp,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
         )
 
-    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The weights under their HF names, gathered over tensor parallel, about so many bytes at a time.
 
         Every rank of a tensor-parallel group has to take every bucket: gathering is collective.
         """
-        return cast(
-            "Iterator[list[tuple[str, Tensor]]]",
-            export_buckets(self._model, self._config, self._groups.tp, bucket_bytes),
-        )
+        return export_buckets(self._model, self._config, self._groups.tp, bucket_bytes)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and schedule; every rank calls it with the same existing folder."""

@@ -21,8 +21,7 @@ from megarl.recipe.schema import Algorithm, Optimizer
 from megarl.training.layout import Layout, is_lead
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from megarl.models.hf_weights import Bucket
     from megarl.training.engine import Engine
     from megarl.training.losses import Loss
     from megarl.training.parallel import Groups
@@ -108,9 +107,12 @@ class Rank:
             raise MegarlError(f"This rank hosts no role {role!r}; it hosts {sorted(self._engines)}.")
         return self._engines[role]
 
-    def logprobs(self, role: str, shard: Shard) -> Column | None:
-        """Log-probs of this rank's shard; None unless the rank leads its tensor-parallel group."""
-        column = self.engine(role).logprobs(shard)
+    def logprobs(self, role: str, shard: Shard, temperature: float | None = None) -> Column | None:
+        """Log-probs of this rank's shard; None unless the rank leads its tensor-parallel group.
+
+        temperature: divides the logits; the role's own where not given.
+        """
+        column = self.engine(role).logprobs(shard, temperature)
         return column if is_lead(self.rank, self.groups.layout) else None
 
     def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
@@ -146,7 +148,7 @@ class Rank:
             for _ in buckets:
                 continue  # takes part in the gathering
 
-    def buckets(self, role: str, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(self, role: str, bucket_bytes: int) -> Iterator[Bucket]:
         """The role's weights under HF names, bucket by bucket; every rank has to take every bucket."""
         return self.engine(role).buckets(bucket_bytes)
 

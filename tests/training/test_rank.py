@@ -1,0 +1,56 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.core.errors import MegarlError
+from megarl.training.layout import Layout
+from megarl.training.rank import Rank, RoleSpec
+from tests.training import torch_loop
+from tests.training.harness import VOCAB, weights
+from tests.training.samples import examples, shards
+
+
+def test_the_driver_gets_the_names_without_torch():
+    code = (
+        "import sys; import megarl.training.rank, megarl.training.layout; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'megatron')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_is_built_before_the_ranks_have_met(folder):
+    with pytest.raises(MegarlError, match="call rendezvous first"):
+        Rank(0, 1, "cpu", seed=1).build("actor", RoleSpec(folder, "float32"))
+
+
+def test_a_layout_of_another_size_is_refused():
+    rank = Rank(0, 2, "cpu", seed=1)
+    with pytest.raises(MegarlError, match="layout of 4 ranks was given to a pool of 2"):
+        rank.rendezvous("127.0.0.1", rank.free_port(), Layout(tp=2, world_size=4), timeout_s=1)
+
+
+def test_the_exported_folder_is_the_trained_model(rank, spec, folder, tmp_path):
+    rank.build("actor", spec)
+    made = examples([9, 17], VOCAB)
+    [shard], [columns] = shards([made])
+    rank.update("actor", shard, columns)
+    rank.export_hf("actor", folder, tmp_path / "exported")
+    exported = torch_loop.load(tmp_path / "exported")
+    expected = weights(rank, "actor")
+    assert dict.fromkeys(exported.state_dict(), True) == {
+        name: torch.equal(tensor, exported.state_dict()[name]) for name, tensor in expected.items()
+    }
+    with torch.no_grad():
+        scored = torch.cat([torch_loop.scores(exported, example, torch_loop.TEMPERATURE)[0] for example in made])
+    torch.testing.assert_close(torch.tensor(rank.logprobs("actor", shard)[0][0]), scored, atol=1e-5, rtol=0)
+
+
+def test_a_rank_can_close_and_meet_again(rank, folder):
+    again = Rank(0, 1, "cpu", seed=1)
+    rank.close()
+    again.rendezvous("127.0.0.1", again.free_port(), Layout(), timeout_s=30)
+    again.build("reference", RoleSpec(folder, "float32"))
+    [shard], _ = shards([examples([9], VOCAB)])
+    assert again.logprobs("reference", shard) is not None
