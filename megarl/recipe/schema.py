@@ -8,11 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _expand_home(path: Path) -> Path:
+    """`~/x` as a shell would have it: shells do not expand it after the `=` of an override."""
+    return path.expanduser() if path.parts[:1] == ("~",) else path
+
+
+UserPath = Annotated[Path, AfterValidator(_expand_home)]
 
 
 class Section(BaseModel):
@@ -25,7 +33,7 @@ class Run(Section):
     """Where the run lives and what makes it repeatable."""
 
     name: str = Field("run", description="folder name of the run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    dir: Path = Field(Path("runs"), strict=False, description="folder that holds all runs")
+    dir: UserPath = Field(Path("runs"), strict=False, description="folder that holds all runs")
     seed: Annotated[int, Field(ge=0)] = Field(1, description="seed of the data order and of everything else random")
 
     @property
@@ -46,7 +54,7 @@ class Cluster(Section):
 class Model(Section):
     """The policy to train."""
 
-    path: Path = Field(strict=False, description="HF folder: config.json, tokenizer, safetensors")
+    path: UserPath = Field(strict=False, description="HF folder: config.json, tokenizer, safetensors")
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="of the weights in forward, backward and rollout"
     )
@@ -55,8 +63,8 @@ class Model(Section):
 class Data(Section):
     """Prompts and answers; JSONL or Parquet."""
 
-    train: Path = Field(strict=False, description="rows to train on")
-    eval: Path | None = Field(None, strict=False, description="held-out rows")
+    train: UserPath = Field(strict=False, description="rows to train on")
+    eval: UserPath | None = Field(None, strict=False, description="held-out rows")
     prompt_key: str = Field("prompt", description="field with a string or a list of chat messages")
     answer_key: str | None = Field(
         None, description="field with the answer; default: answer, label, reward_model.ground_truth"
@@ -225,7 +233,7 @@ class Report(Section):
 class SftData(Section):
     """Demonstrations: rows with `messages`, or with a prompt and a response."""
 
-    train: Path = Field(strict=False, description="JSONL or Parquet")
+    train: UserPath = Field(strict=False, description="JSONL or Parquet")
     prompt_key: str = Field("prompt", description="field with a string or chat messages")
     response_key: str = Field("response", description="field with the assistant's text")
     messages_key: str = Field(

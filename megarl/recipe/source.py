@@ -17,6 +17,8 @@ from megarl.core.errors import UserError
 
 Keys = tuple[str, ...]
 BASE_KEY = "base"
+# Deeper than any recipe: only an alias that holds itself gets there.
+DEEPEST = 20
 _FLOAT = re.compile(
     r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:e[-+]?[0-9]+)?|[0-9]+e[-+]?[0-9]+|\.inf)$|\.nan$", re.IGNORECASE
 )
@@ -171,6 +173,8 @@ def _convert(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, tr
             origin = Origin(file, node.start_mark.line + 1)
             raise UserError(f"Cannot read the value of {'.'.join(keys)} ({origin}): {_problem(error)}.") from None
     values: dict[str, Any] = {}
+    if len(keys) > DEEPEST:
+        raise UserError(f"{Origin(file, node.start_mark.line + 1)}: `{'.'.join(keys[:3])}...` is nested without end.")
     for key_node, value_node in node.value:
         origin = Origin(file, key_node.start_mark.line + 1)
         if not isinstance(key_node, yaml.ScalarNode):

@@ -25,6 +25,13 @@ def test_file_overrides_and_defaults(recipe_file: Path) -> None:
     assert loaded.resolved["data"]["train"] == "rows.jsonl"
 
 
+def test_home_is_expanded_where_the_shell_does_not(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    recipe = load_recipe(recipe_file, ["model.path=~/m", "data.eval=~other/e", "run.dir=a/~"]).recipe
+    assert (recipe.model.path, recipe.data.eval) == (Path("/home/somebody/m"), Path("~other/e"))
+    assert recipe.run.dir == Path("a/~")
+
+
 def test_integers_are_good_floats_but_not_the_other_way(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, ["rollout.temperature=1"]).recipe.rollout.temperature == 1.0
     with pytest.raises(UserError, match=r"`train\.steps` \(on the command line\): got 2\.0 \(a number\)"):

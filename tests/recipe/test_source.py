@@ -91,6 +91,8 @@ def test_override_goes_over_the_file_and_opens_sections(tmp_path: Path) -> None:
         ("a: 1\n---\na: 2\n", "not YAML"),
         ("base: 3\n", r"a\.yaml:1: `base` must be the path"),
         ("base: nowhere.yaml\n", r"There is no base of .*a\.yaml \(named at .*a\.yaml:1\) at .*nowhere\.yaml"),
+        ("a: &x {b: *x}\n", r"a\.yaml:1: `a\.b\.b\.\.\.` is nested without end"),
+        ("a: &x [*x]\n", r"Cannot read the value of a "),
         ("? [1]\n: 2\n", r"a\.yaml:1: a key must be a plain word"),
     ],
 )
