@@ -101,8 +101,9 @@ def train(cast: Cast, recipe: Recipe, state: State) -> State:
                     columns["ref_logprobs"] = reference.logprobs(batch)
             with timer.phase("advantages"):
                 columns["advantages"] = rollout.advantages(batch)
-            with timer.phase("update"):
-                metrics = actor.update(batch, **columns)
+            for _ in range(recipe.actor.epochs):
+                with timer.phase("update"):
+                    metrics = actor.update(batch, **columns)
             state = State(step, state.weight_version + 1)
             with timer.phase("sync"):
                 metrics |= cast.sync.push(state.weight_version)

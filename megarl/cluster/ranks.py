@@ -26,7 +26,7 @@ class RankActor:
     def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: str, seed: int) -> None:
         self._facts = configure_process(spec)
         self._rank = Rank(rank, world_size, platform, seed)
-        self._senders: dict[str, BroadcastSender] = {}
+        self._sender: BroadcastSender | None = None
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -34,7 +34,7 @@ class RankActor:
 
     def free_port(self) -> int:
         """A port that is free on this node."""
-        return self._rank.host_port()[1]
+        return self._rank.free_port()
 
     def rendezvous(self, host: str, port: int, layout: Layout, timeout_s: float) -> None:
         """Join the ranks' process group."""
@@ -44,13 +44,17 @@ class RankActor:
         """Build a role's model from its HF folder."""
         self._rank.build(role, spec)
 
-    def logprobs(self, role: str, shard: Shard) -> tuple[None, Column | None]:
-        """Log-probs of a shard's labels; only lead ranks return the column."""
-        return None, self._rank.logprobs(role, shard)
+    def logprobs(self, role: str, shard: Shard, temperature: float | None = None) -> tuple[None, Column | None]:
+        """Log-probs of a shard's labels; only lead ranks return the column. temperature: the role's own where not given."""
+        return None, self._rank.logprobs(role, shard, temperature)
 
     def update(self, role: str, names: tuple[str, ...], shard: Shard, *columns: Column) -> dict[str, float]:
-        """One pass of optimizer steps over the shard's mini-batches; metrics are the same on every rank."""
+        """One optimizer step a mini-batch; metrics are the same on every rank."""
         return self._rank.update(role, shard, dict(zip(names, columns, strict=True)))
+
+    def sft_update(self, role: str, shard: Shard) -> dict[str, float]:
+        """One optimizer step on demonstrations; metrics are the same on every rank."""
+        return self._rank.sft_update(role, shard)
 
     def save(self, role: str, folder: Path) -> None:
         """Write this rank's part of a distributed checkpoint."""
@@ -67,10 +71,23 @@ class RankActor:
     def send_weights(
         self, role: str, version: int, servers: Sequence[ServerEndpoint], bucket_bytes: int, timeout_s: float
     ) -> SyncReport | None:
-        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 reports, the others gather."""
-        buckets = lambda: self._rank.buckets(role, bucket_bytes)  # noqa: E731  each attempt gathers anew
-        sender = self._senders.setdefault(role, self._rank.sender(timeout_s))
-        return sender.send(buckets, version, servers)
+        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 reports.
+
+        Only the first data-parallel copy takes part: the others hold the same weights.
+        """
+        if self._rank.groups.dp_rank != 0:
+            return None
+        if self._sender is None:
+            platform, groups = self._rank.platform, self._rank.groups
+            self._sender = BroadcastSender(
+                rank=self._rank.rank,
+                host=LOOPBACK,
+                device=platform.device,
+                backend=platform.backend,
+                timeout_s=timeout_s,
+                control=groups.tp if groups.layout.tp > 1 else None,
+            )
+        return self._sender.send(lambda: self._rank.buckets(role, bucket_bytes), version, servers)
 
     def peak_bytes(self) -> int:
         """Largest memory that this rank has held."""

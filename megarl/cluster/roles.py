@@ -69,6 +69,16 @@ class Policy(_Role):
         results: list[dict[str, float]] = self.ranks.call(remote, "update", self.name, self.deadlines.train_s)
         return results[0]
 
+    def sft_update(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step on demonstrations; returns metrics, reduced over all ranks."""
+        results: list[dict[str, float]] = self.ranks.call(
+            lambda worker, rank: worker.handle.sft_update.remote(self.name, batch.shards[self.ranks.shard_of(rank)]),
+            "update",
+            self.name,
+            self.deadlines.train_s,
+        )
+        return results[0]
+
     def save(self, folder: Path) -> None:
         """Write a distributed checkpoint: weights, optimizer, schedule."""
         self.ranks.call(

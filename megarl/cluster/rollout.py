@@ -1,9 +1,8 @@
-"""The rollout pool as the driver sees it: server processes, the router, and the collector that talks to them."""
+"""The driver's handle of generation: the collector's process, in front of the server pool."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -11,19 +10,156 @@ import ray
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
+from megarl.cluster.servers import ServerPool
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import WorkerDiedError
-from megarl.core.janitor import register_segments
-from megarl.core.log import get_logger
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
-from megarl.recipe.schema import Deadlines, Recipe
+from megarl.recipe.schema import Recipe
+from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.collector import Collector
-from megarl.rollout.router import RouterProcess, RouterSpec
-from megarl.rollout.server import ServerProcess, ServerSpec
-from megarl.sync.broadcast import ServerEndpoint
+from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
 
-log = get_logger(__name__)
+# How much longer the driver waits than the collector's own requests may take: their error says more.
+MARGIN_S = 30.0
 
 
-class ServerActor:
-    """Starts and supervises one SGLang server, as a subprocess."""
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a probe of all servers found."""
+
+    diff_max: float  # nats
+    failed: dict[str, str]  # server -> why it gave no answer
+
+
+class CollectorActor:
+    """What runs in the collector's process."""
+
+    def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_shards: int) -> None:
+        self._facts = configure_process(spec)
+        self._collector = Collector.open(recipe, router, num_shards)
+        self._num_shards = num_shards
+        self._probe: list[list[int]] = []
+
+    async def facts(self) -> ProcessFacts:
+        """Where this process runs."""
+        return self._facts
+
+    async def start(self) -> None:
+        """Start the graders."""
+        await self._collector.start()
+
+    async def generate(self, step: int, weight_version: int) -> tuple[BatchInfo | Shard, ...]:
+        """Counts, then one shard a data-parallel rank."""
+        shards, info = await self._collector.generate(step, weight_version)
+        return (info, *shards)
+
+    async def advantages(self, step: int) -> tuple[None | Column, ...]:
+        """Nothing, then one column a shard."""
+        return (None, *self._collector.advantages(step))
+
+    async def evaluate(self, step: int, weight_version: int) -> EvalResult:
+        """Held-out answers, graded."""
+        return await self._collector.evaluate(step, weight_version)
+
+    async def probe(self) -> tuple[None, Shard]:
+        """Nothing, then the sequences that the next `verify` asks the servers about."""
+        self._probe = self._collector.probe()
+        return None, probe_shard(self._probe)
+
+    async def verify(
+        self, servers: list[ServerEndpoint], trainer: Column, tolerance: float, version: int, deadline_s: float
+    ) -> ProbeResult:
+        """The servers' log-probs of the probe against the trainer's. Raises SyncError."""
+        answers = await probe_servers(servers, self._probe, deadline_s)
+        diff = verify(split_column(trainer, self._probe), answers.logprobs, tolerance, version)
+        return ProbeResult(diff, answers.failed)
+
+    async def state(self) -> dict[str, Any]:
+        """The place in the data."""
+        return self._collector.state()
+
+    async def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place."""
+        self._collector.load_state(state)
+
+    async def close(self) -> None:
+        """End the graders and the connections."""
+        await self._collector.close()
+
+
+@dataclass(frozen=True)
+class RolloutPool:
+    """Generation, as the loop sees it."""
+
+    collector: Worker
+    servers: ServerPool
+    waiter: Waiter
+    recipe: Recipe
+    num_shards: int
+
+    @classmethod
+    def start(
+        cls, runtime: Runtime, recipe: Recipe, servers: ServerPool, num_shards: int, waiter: Waiter
+    ) -> RolloutPool:
+        """Start the collector in front of servers that are ready."""
+        spec = ProcessSpec("collector", runtime.logs)
+        actor = ray.remote(CollectorActor).options(num_cpus=0)
+        handle = actor.remote(spec, recipe, servers.endpoint, num_shards)
+        starting = Worker(handle, spec, ProcessFacts(0, "?"))
+        facts, _ = waiter.wait(
+            [Call(starting, handle.facts.remote()), Call(starting, handle.start.remote())],
+            phase="start",
+            role="rollout",
+            deadline_s=recipe.deadlines.start_s,
+        )
+        return cls(Worker(handle, spec, facts), servers, waiter, recipe, num_shards)
+
+    def generate(self, step: int, weight_version: int) -> Batch:
+        """One step's samples: generated, graded, filtered, packed."""
+        generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
+        info, *shards = generate.remote(step, weight_version)
+        return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
+
+    def advantages(self, batch: Batch) -> ColumnRefs:
+        """One column a shard."""
+        advantages = self.collector.handle.advantages.options(num_returns=1 + self.num_shards)
+        done, *columns = advantages.remote(batch.info.step)
+        self._wait(done, "advantages", self.recipe.deadlines.train_s)
+        return tuple(columns)
+
+    def evaluate(self, step: int, weight_version: int) -> EvalResult:
+        """Held-out answers, graded."""
+        result: EvalResult = self._wait(
+            self.collector.handle.evaluate.remote(step, weight_version), "eval", self.recipe.deadlines.rollout_s
+        )
+        return result
+
+    def probe(self) -> Any:
+        """Reference to a shard of sequences to verify a weight sync on."""
+        done, shard = self.collector.handle.probe.options(num_returns=2).remote()
+        self._wait(done, "sync", self.recipe.deadlines.sync_s)
+        return shard
+
+    def verify(self, trainer: Any, tolerance: float, version: int) -> ProbeResult:
+        """Compare all servers with the trainer's column (a reference). Raises SyncError."""
+        endpoints = [server.endpoint for server in self.servers.servers]
+        deadline_s = self.recipe.deadlines.sync_s
+        verify = self.collector.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
+        result: ProbeResult = self._wait(verify, "sync", deadline_s)
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """The place in the data, for a checkpoint."""
+        state: dict[str, Any] = self._wait(self.collector.handle.state.remote(), "data", self.recipe.deadlines.save_s)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place."""
+        self._wait(self.collector.handle.load_state.remote(state), "data", self.recipe.deadlines.start_s)
+
+    def close(self) -> None:
+        """End the servers and the router; the collector ends with the run."""
+        self.servers.close()
+
+    def _wait(self, ref: Any, phase: str, deadline_s: float) -> Any:
+        calls = [Call(self.collector, ref)]
+        return self.waiter.wait(calls, phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)[0]

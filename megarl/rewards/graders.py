@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.rewards.worker import HEADER, READY, frame
@@ -85,8 +85,8 @@ class _Worker(asyncio.SubprocessProtocol):
     def send(self, jobs: list[_Job]) -> None:
         """Queue jobs for grading."""
         assert self._transport is not None
-        pipe = self._transport.get_pipe_transport(0)
-        assert isinstance(pipe, asyncio.WriteTransport)
+        # Casts, not checks: other event loops' transports (uvloop's) do not inherit from asyncio's.
+        pipe = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
         if not self.jobs:
             self._head_since = self.loop.time()
         self.jobs.extend(jobs)
@@ -105,8 +105,7 @@ class _Worker(asyncio.SubprocessProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the process runs."""
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.SubprocessTransport", transport)
 
     def pipe_data_received(self, fd: int, data: bytes | bytearray) -> None:
         """asyncio: results arrived."""

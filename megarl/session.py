@@ -1,0 +1,123 @@
+"""Puts a run's processes together and takes them apart: what stands between a checked recipe and the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.cluster.feeder import SftFeeder
+from megarl.cluster.ranks import RankGroup
+from megarl.cluster.roles import Policy, Reference
+from megarl.cluster.rollout import RolloutPool
+from megarl.cluster.runtime import Runtime
+from megarl.cluster.servers import LaunchingPool, ServerPool
+from megarl.cluster.waits import Waiter
+from megarl.cluster.weight_sync import WeightSync
+from megarl.core.timing import PhaseTimer
+from megarl.preflight import Preflight
+from megarl.recipe.check import longest_sample
+from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megarl.rollout.server import ServerSpec
+from megarl.training.layout import Layout
+from megarl.training.rank import RoleSpec
+
+ACTOR, REFERENCE = "actor", "reference"
+
+
+@dataclass(frozen=True)
+class TrainSession:
+    """Everybody in a reinforcement-learning run, ready."""
+
+    actor: Policy
+    reference: Reference | None
+    rollout: RolloutPool
+    sync: WeightSync
+
+
+@dataclass(frozen=True)
+class SftSession:
+    """Everybody in a supervised run, ready."""
+
+    model: Policy
+    feeder: SftFeeder
+
+
+def _layout(recipe: AnyRecipe) -> Layout:
+    return Layout(tp=recipe.actor.parallel.tp, world_size=recipe.cluster.devices)
+
+
+def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> LaunchingPool:
+    settings = recipe.rollout
+    spec = ServerSpec(
+        model=recipe.model.path.resolve(),
+        dtype=recipe.model.dtype,
+        tp=settings.tp,
+        max_running_requests=settings.max_running_requests,
+        kv_tokens=settings.kv_tokens,
+        context_length=longest_sample(recipe),
+        seed=recipe.run.seed,
+        extra=settings.server_args,
+    )
+    deadlines = recipe.deadlines
+    return ServerPool.launch(runtime, spec, settings.servers, deadlines.rollout_s, waiter, deadlines.start_s)
+
+
+@contextmanager
+def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iterator[TrainSession]:
+    """Start servers and ranks side by side; on leaving, end everything."""
+    waiter = Waiter(timer)
+    layout = _layout(recipe)
+    with Runtime.start(checked.platform, recipe.run.folder, layout.world_size) as runtime:
+        launching = _launch_servers(runtime, recipe, waiter)
+        ranks = RankGroup.start(runtime, layout, recipe.run.seed, waiter, recipe.deadlines.start_s)
+        folder = recipe.model.path.resolve()
+        frozen = RoleSpec(folder, recipe.model.dtype, recipe.rollout.temperature)
+        actor = Policy(ACTOR, ranks, recipe.deadlines)
+        actor.build(
+            RoleSpec(
+                folder,
+                recipe.model.dtype,
+                recipe.rollout.temperature,
+                optimizer=recipe.actor.optimizer,
+                total_steps=checked.plan.optimizer_steps,
+                algorithm=recipe.algorithm,
+            )
+        )
+        reference = None
+        if recipe.algorithm.kl_coef > 0:
+            reference = Reference(REFERENCE, ranks, recipe.deadlines)
+            reference.build(frozen)
+        rollout = RolloutPool.start(runtime, recipe, launching.ready(), layout.dp, waiter)
+        yield TrainSession(actor, reference, rollout, WeightSync(ACTOR, ranks, rollout, recipe))
+        rollout.close()
+
+
+@contextmanager
+def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: Path) -> Iterator[RolloutPool]:
+    """Servers and collector only; on leaving, end everything. folder: where logs go."""
+    waiter = Waiter(timer)
+    with Runtime.start(checked.platform, folder, 1) as runtime:
+        rollout = RolloutPool.start(runtime, recipe, _launch_servers(runtime, recipe, waiter).ready(), 1, waiter)
+        yield rollout
+        rollout.close()
+
+
+@contextmanager
+def sft_session(recipe: SftRecipe, checked: Preflight, timer: PhaseTimer) -> Iterator[SftSession]:
+    """Start the ranks and the feeder; on leaving, end everything."""
+    waiter = Waiter(timer)
+    layout = _layout(recipe)
+    with Runtime.start(checked.platform, recipe.run.folder, layout.world_size) as runtime:
+        ranks = RankGroup.start(runtime, layout, recipe.run.seed, waiter, recipe.deadlines.start_s)
+        model = Policy(ACTOR, ranks, recipe.deadlines)
+        model.build(
+            RoleSpec(
+                recipe.model.path.resolve(),
+                recipe.model.dtype,
+                optimizer=recipe.actor.optimizer,
+                total_steps=checked.plan.optimizer_steps,
+            )
+        )
+        yield SftSession(model, SftFeeder.start(runtime, recipe, layout.dp, waiter))
