@@ -37,6 +37,17 @@ def test_entropy_equals_transformers(rank, spec, folder):
     assert np.abs(scores.entropy[0][0] - expected.numpy()).max() < 1e-5
 
 
+def test_a_temperature_may_be_asked_for(rank, spec, folder):
+    rank.build("actor", spec)
+    made = examples([20, 30], VOCAB)
+    [shard], _ = shards([made])
+    [[column]] = rank.logprobs("actor", shard, 1.0)
+    with torch.no_grad():
+        model = torch_loop.load(folder)
+        expected = torch.cat([torch_loop.scores(model, example, 1.0)[0] for example in made])
+    assert np.abs(column - expected.numpy()).max() < 1e-5
+
+
 def test_three_adam_steps_equal_a_plain_torch_loop(rank, spec, folder):
     rank.build("actor", spec)
     minis = [examples([9, 17, 30, 12], VOCAB, seed) for seed in range(3)]
