@@ -30,6 +30,9 @@ CHAT_TEMPLATE = (
 # Vocabulary sizes divide evenly among this many tensor-parallel ranks.
 VOCAB_MULTIPLE = 64
 
+# Larger than Qwen3's 0.02: so narrow a model starts to learn in half as many steps with it.
+INITIALIZER_RANGE = 0.05
+
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE that can encode any text: 256 bytes, the merges that build WORDS, three special tokens.
@@ -89,6 +92,7 @@ def make_config(
         max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -100,9 +104,9 @@ def make_tiny_model(
     folder: Path,
     *,
     seed: int = 1,
-    hidden_size: int = 192,
-    layers: int = 4,
-    heads: int = 6,
+    hidden_size: int = 256,
+    layers: int = 2,
+    heads: int = 8,
     kv_heads: int = 2,
     context: int = 512,
 ) -> int:
@@ -135,9 +139,9 @@ def main(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the random weights. The same seed gives the same bytes.")
     ] = 1,
-    hidden_size: Annotated[int, typer.Option(min=32, help="Width of the residual stream.")] = 192,
-    layers: Annotated[int, typer.Option(min=1, help="Transformer layers.")] = 4,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads of 32 dimensions; a multiple of --kv-heads.")] = 6,
+    hidden_size: Annotated[int, typer.Option(min=32, help="Width of the residual stream.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Transformer layers.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads of 32 dimensions; a multiple of --kv-heads.")] = 8,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key-value heads; tensor parallel size must divide it.")] = 2,
     context: Annotated[int, typer.Option(min=64, help="Longest sequence, in tokens.")] = 512,
 ) -> None:
