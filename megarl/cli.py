@@ -25,9 +25,13 @@ app.add_typer(recipe_app, name="recipe")
 RecipePath = Annotated[Path, typer.Argument(help="YAML recipe; recipes/ holds examples.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Values that override the recipe's, as key.path=value: run.seed=2 train.steps=10.", show_default=False),
+    typer.Argument(
+        help="Values that override the recipe's, as key.path=value: run.seed=2 train.steps=10.", show_default=False
+    ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last committed checkpoint of this run's folder.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last committed checkpoint of this run's folder.")
+]
 
 
 @app.command()

@@ -48,6 +48,12 @@ def _layout(recipe: AnyRecipe) -> Layout:
     return Layout(tp=recipe.actor.parallel.tp, world_size=recipe.cluster.devices)
 
 
+def _start_ranks(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> RankGroup:
+    deadlines = recipe.deadlines
+    longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
+    return RankGroup.start(runtime, _layout(recipe), recipe.run.seed, waiter, deadlines.start_s, longest)
+
+
 def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> LaunchingPool:
     settings = recipe.rollout
     spec = ServerSpec(
@@ -71,7 +77,7 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
     layout = _layout(recipe)
     with Runtime.start(checked.platform, recipe.run.folder, layout.world_size) as runtime:
         launching = _launch_servers(runtime, recipe, waiter)
-        ranks = RankGroup.start(runtime, layout, recipe.run.seed, waiter, recipe.deadlines.start_s)
+        ranks = _start_ranks(runtime, recipe, waiter)
         folder = recipe.model.path.resolve()
         frozen = RoleSpec(folder, recipe.model.dtype, recipe.rollout.temperature)
         actor = Policy(ACTOR, ranks, recipe.deadlines)
@@ -110,7 +116,7 @@ def sft_session(recipe: SftRecipe, checked: Preflight, timer: PhaseTimer) -> Ite
     waiter = Waiter(timer)
     layout = _layout(recipe)
     with Runtime.start(checked.platform, recipe.run.folder, layout.world_size) as runtime:
-        ranks = RankGroup.start(runtime, layout, recipe.run.seed, waiter, recipe.deadlines.start_s)
+        ranks = _start_ranks(runtime, recipe, waiter)
         model = Policy(ACTOR, ranks, recipe.deadlines)
         model.build(
             RoleSpec(

@@ -89,7 +89,8 @@ class SftFeeder:
 
     def state(self) -> dict[str, Any]:
         """The data cursor, for a checkpoint."""
-        return self._call(self.worker.handle.state.remote())
+        state: dict[str, Any] = self._call(self.worker.handle.state.remote())
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved cursor."""

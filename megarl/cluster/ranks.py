@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import LOOPBACK, Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.core.platform import PlatformName
 from megarl.core.types import Column, Shard
 from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
 from megarl.training.layout import Layout, dp_rank, is_lead
@@ -23,7 +24,7 @@ from megarl.training.rank import Rank, RoleSpec
 class RankActor:
     """What runs in a rank's process: training's Rank, and the sending end of the weight sync."""
 
-    def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: str, seed: int) -> None:
+    def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int) -> None:
         self._facts = configure_process(spec)
         self._rank = Rank(rank, world_size, platform, seed)
         self._sender: BroadcastSender | None = None
@@ -109,8 +110,13 @@ class RankGroup:
         return self.layout.dp
 
     @classmethod
-    def start(cls, runtime: Runtime, layout: Layout, seed: int, waiter: Waiter, deadline_s: float) -> RankGroup:
-        """Start one process a device and join them in a process group."""
+    def start(
+        cls, runtime: Runtime, layout: Layout, seed: int, waiter: Waiter, deadline_s: float, collective_s: float
+    ) -> RankGroup:
+        """Start one process a device and join them in a process group.
+
+        collective_s: longest time that a rank waits for the others in any later collective.
+        """
         resource = runtime.platform.ray_resource
         bundle = placement_group([{resource: 1.0, "CPU": 0.01}] * layout.world_size, strategy="PACK")
         handles = []
@@ -135,7 +141,7 @@ class RankGroup:
         group = cls(workers, layout, waiter, bundle)
         port = group.call(lambda worker, _: worker.handle.free_port.remote(), "start", "ranks", deadline_s, only=[0])[0]
         group.call(
-            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, layout, deadline_s),
+            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, layout, collective_s),
             "rendezvous",
             "ranks",
             deadline_s,

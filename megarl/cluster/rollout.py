@@ -52,7 +52,7 @@ class CollectorActor:
         shards, info = await self._collector.generate(step, weight_version)
         return (info, *shards)
 
-    async def advantages(self, step: int) -> tuple[None | Column, ...]:
+    async def advantages(self, step: int) -> tuple[Column | None, ...]:
         """Nothing, then one column a shard."""
         return (None, *self._collector.advantages(step))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class ServerPool:
         self.endpoint = router_endpoint
         self._waiter = waiter
         for server in servers:
-            waiter.watches[server.worker.handle.watch.remote()] = lambda how, gone=server: self.drop(gone.endpoint, how)
+            waiter.watches[server.worker.handle.watch.remote()] = partial(self.drop, server.endpoint)
         waiter.watches[router.handle.watch.remote()] = self._router_ended
 
     @classmethod

@@ -101,7 +101,8 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
 def start(run_id: str, registry: Path, *, folders: Iterable[Path] = ()) -> subprocess.Popen[bytes]:
     """Start the janitor of this process's run, in a session of its own, so that no signal to the run's group reaches it."""
     environment = {key: value for key, value in os.environ.items() if key != RUN_ID_VARIABLE}
-    command = [sys.executable, "-m", __name__, "--pid", str(os.getpid()), "--run-id", run_id, "--registry", str(registry.resolve())]
+    command = [sys.executable, "-m", __name__, "--pid", str(os.getpid()), "--run-id", run_id]
+    command += ["--registry", str(registry.resolve())]
     for folder in folders:
         command += ["--folder", str(folder)]
     return subprocess.Popen(

@@ -14,6 +14,16 @@ from typing import Literal
 
 PlatformName = Literal["cpu", "cuda"]
 
+CPU_SERVER_ARGS = (
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    "--disable-overlap-schedule",
+    "--skip-server-warmup",
+    "--sleep-on-idle",
+)
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -71,10 +81,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             backend="gloo",
             ray_resource="megarl_cpu_device",
             server_module="megarl.rollout.sglang_cpu",
-            server_args=tuple(
-                "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
-                "--disable-overlap-schedule --skip-server-warmup --sleep-on-idle".split()
-            ),
+            server_args=CPU_SERVER_ARGS,
             # Two OpenMP threads beside other busy processes run 10-30 times slower than one.
             env={"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             has_transformer_engine=False,

@@ -28,7 +28,7 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # Megatron sums the gradients of such weights over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What megarl needs to know of a model, read from an HF folder's config.json. Without torch: a recipe is refused in milliseconds."""
+"""What megarl needs to know of a model, read from an HF folder's config.json. Without torch."""
 
 from __future__ import annotations
 

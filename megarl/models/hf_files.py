@@ -6,6 +6,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.models.hf_config import ModelConfig
@@ -64,14 +65,14 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + rest
 
 
-def _header(path: Path) -> dict[str, dict[str, list[int]]]:  # type: ignore[type-arg]
+def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         start = file.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < size <= MAX_HEADER_BYTES:
             raise UserError(f"{path} is not a safetensors file: its header is missing. Export the model again.")
         try:
-            header = json.loads(file.read(size))
+            header: dict[str, Any] = json.loads(file.read(size))
         except ValueError as error:
             raise UserError(
                 f"{path} is not a safetensors file: its header is broken. Export the model again."

@@ -152,7 +152,7 @@ def _adapt_tensor() -> None:
         return name.replace("torch.", "torch.cuda.", 1) if caller.startswith("megatron.core.optimizer") else name
 
     torch.Tensor.type = type_for_optimizers  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     setattr(torch.Tensor, MARK, True)
 
 

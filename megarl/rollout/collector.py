@@ -35,6 +35,7 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
+ADVANTAGES = {"grpo": group_advantages}
 CORRECT = 0.5  # a reward of at least this counts as a right answer
 
 
@@ -142,8 +143,9 @@ class Collector:
             have = "none" if self._last is None else str(self._last.step)
             raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {have}.")
         samples = self._last.samples
-        values = group_advantages(
-            filters.rewards(samples), filters.group_index(samples), self._recipe.algorithm.normalize_std
+        algorithm = self._recipe.algorithm
+        values = ADVANTAGES[algorithm.advantage](
+            filters.rewards(samples), filters.group_index(samples), algorithm.normalize_std
         )
         return [column_like(shard, values) for shard in self._last.shards]
 

@@ -128,6 +128,8 @@ class Engine:
         missing = sorted(loss.columns - set(columns))
         if missing:
             raise MegarlError(f"The loss needs the columns {missing}; the update was given {sorted(columns)}.")
+        if not shard.mini_batches:
+            return {}  # every group was dropped, on every rank: there is nothing to learn from in this step
         sums = MetricSums()
         steps = []
         self._wrapped.train()

@@ -1,0 +1,185 @@
+"""What each command does: check, start, run the loop, leave the results. The command line itself is cli.py.
+
+Ray and the engines are imported only once a recipe has been accepted, so that a refusal takes no longer than the check.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from rich.console import Console
+from rich.syntax import Syntax
+
+from megarl.checkpoints import Checkpoints, Committed
+from megarl.core.log import setup_logging
+from megarl.core.timing import PhaseTimer
+from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_sft
+from megarl.recipe.batch import plan_batches
+from megarl.recipe.load import Loaded, detect_kind, load_recipe
+from megarl.recipe.save import save_recipe
+from megarl.recipe.schema import Recipe, SftRecipe
+from megarl.recipe.source import dump_yaml
+from megarl.report.console import RunConsole
+from megarl.report.curve import draw_curve
+from megarl.report.writers import METRICS_FILE, Writers, open_writers
+from megarl.sft import SftCast, sft
+from megarl.train import Cast, State, train
+
+EXPORT, CURVE, DRIVER_LOG = "hf", "curve.png", "logs/driver.log"
+
+R = TypeVar("R", Recipe, SftRecipe)
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Records metrics and commits checkpoints for the loop."""
+
+    writers: Writers
+    console: RunConsole
+    checkpoints: Checkpoints
+    model: Any  # the role under training: save(folder), peak_bytes()
+    data: Any  # where samples come from: state()
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one step's metrics everywhere."""
+        metrics = {
+            **metrics,
+            "perf/rank_peak_bytes": float(self.model.peak_bytes()),
+            "perf/host_memory_bytes": float(psutil.virtual_memory().used),
+        }
+        self.writers.write(step, metrics)
+        self.console.step(step, metrics)
+
+    def save(self, state: State) -> None:
+        """Commit a checkpoint."""
+        content = {"weight_version": state.weight_version, "data": self.data.state()}
+        self.checkpoints.save(state.step, self.model.save, content)
+
+    def restore(self, committed: Committed | None) -> State:
+        """Bring model and data to a checkpoint; a new run starts from nothing."""
+        if committed is None:
+            return State()
+        self.model.load(committed.actor.resolve())
+        self.data.load_state(committed.state["data"])
+        return State(committed.step, committed.state["weight_version"])
+
+
+@dataclass(frozen=True)
+class Open:
+    """A run that has begun: where its metrics go and what it resumes from."""
+
+    console: RunConsole
+    timer: PhaseTimer
+    writers: Writers
+    checkpoints: Checkpoints
+    committed: Committed | None
+    stack: ExitStack
+
+
+@contextmanager
+def _opened(loaded: Loaded[R], checked: Preflight, resume: bool) -> Iterator[Open]:
+    """The run's folder, log, writers and console; closed in the end, whatever happens."""
+    recipe = loaded.recipe
+    folder = recipe.run.folder
+    checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last)
+    committed = checkpoints.latest() if resume else None
+    save_recipe(loaded, folder)
+    out = Console()
+    for line in checked.lines():
+        out.print(line, highlight=False)
+    with ExitStack() as stack:
+        stack.callback(setup_logging(folder / DRIVER_LOG).close)
+        writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
+        stack.callback(writers.close)
+        console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
+        yield Open(console, PhaseTimer(on_phase=console.phase), writers, checkpoints, committed, stack)
+
+
+def run_train(path: Path, overrides: list[str], resume: bool) -> None:
+    """`megarl train`."""
+    loaded = load_recipe(path, overrides, Recipe)
+    recipe = loaded.recipe
+    checked = preflight(recipe, resume=resume)
+    from megarl.session import train_session
+
+    with _opened(loaded, checked, resume) as run:
+        timer = run.timer
+        with timer.phase("start"):
+            session = run.stack.enter_context(train_session(recipe, checked, timer))
+            keeper = Keeper(run.writers, run.console, run.checkpoints, session.actor, session.rollout)
+            state = keeper.restore(run.committed)
+        first = State(state.step, state.weight_version + 1)
+        with timer.phase("sync"):
+            before = session.sync.push(first.weight_version)
+        if run.committed is None:
+            if recipe.data.eval is not None:
+                with timer.phase("eval"):
+                    before |= session.rollout.evaluate(0, first.weight_version).metrics
+            keeper.record(0, before)
+        train(Cast(session.rollout, session.actor, session.reference, session.sync, keeper, timer), recipe, first)
+        _finish(run, session.actor, recipe)
+
+
+def run_sft(path: Path, overrides: list[str], resume: bool) -> None:
+    """`megarl sft`."""
+    loaded = load_recipe(path, overrides, SftRecipe)
+    recipe = loaded.recipe
+    checked = preflight_sft(recipe, resume=resume)
+    from megarl.session import sft_session
+
+    with _opened(loaded, checked, resume) as run:
+        with run.timer.phase("start"):
+            session = run.stack.enter_context(sft_session(recipe, checked, run.timer))
+            keeper = Keeper(run.writers, run.console, run.checkpoints, session.model, session.feeder)
+            state = keeper.restore(run.committed)
+        sft(SftCast(session.feeder, session.model, keeper, run.timer), recipe, state)
+        _finish(run, session.model, recipe)
+
+
+def _finish(run: Open, model: Any, recipe: Recipe | SftRecipe) -> None:
+    """The HF folder, the picture and the table."""
+    folder = recipe.run.folder
+    with run.timer.phase("export"):
+        model.export(recipe.model.path.resolve(), (folder / EXPORT).resolve())
+    draw_curve(folder / METRICS_FILE, folder / CURVE)
+    run.console.finish(run.timer, folder / METRICS_FILE, export=folder / EXPORT, curve=folder / CURVE)
+
+
+def run_eval(path: Path, overrides: list[str]) -> None:
+    """`megarl eval`."""
+    loaded = load_recipe(path, overrides, Recipe)
+    recipe = loaded.recipe
+    checked = preflight_eval(recipe)
+    from megarl.session import eval_session
+
+    folder = recipe.run.dir / f"{recipe.run.name}-eval"
+    console = Console()
+    timer = PhaseTimer()
+    with ExitStack() as stack:
+        stack.callback(setup_logging(folder / DRIVER_LOG).close)
+        console.print(f"{checked.eval_rows} held-out rows, model {recipe.model.path}", highlight=False)
+        with console.status("starting the servers"):
+            rollout = stack.enter_context(eval_session(recipe, checked, timer, folder))
+        with console.status("answering and grading"), timer.phase("eval"):
+            result = rollout.evaluate(0, 0)
+    (folder / "eval.json").write_text(json.dumps(result.metrics, indent=1))
+    console.print(
+        f"accuracy {result.accuracy:.3f}, reward {result.reward:.3f} over {result.num_samples} answers to "
+        f"{result.num_prompts} prompts in {timer.totals['eval']:.1f} s; figures in {folder / 'eval.json'}",
+        highlight=False,
+    )
+
+
+def show_recipe(path: Path, overrides: list[str], kind: str) -> None:
+    """`megarl recipe show`."""
+    kinds = {"train": Recipe, "sft": SftRecipe}
+    loaded: Loaded[Any] = load_recipe(path, overrides, kinds[kind] if kind else detect_kind(path, overrides))
+    console = Console()
+    console.print(Syntax(dump_yaml(loaded.resolved), "yaml", background_color="default"))
+    console.print(plan_batches(loaded.recipe).describe(), highlight=False)
