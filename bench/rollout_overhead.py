@@ -1,0 +1,205 @@
+"""What generation through megarl costs, against a bare client on the same SGLang server. The trainer is stubbed.
+
+    python -m bench.rollout_overhead
+
+Both sides ask the same server for the same prompts with the same sampling and the same number of requests in flight.
+The bare client posts to the server and reads the answers. megarl's side is Collector.generate: through the router, with
+grading in another process, filters, sample files, and packing into shards. Calls alternate; tokens a second of the whole
+call; the ratio is the median over pairs of neighbouring calls, so that a machine that slows down meanwhile does not
+favour a side. Greedy outputs of both are checked to be equal. Exit code 1 where the ratio is under 0.95.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform as host
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megarl.core.platform import get_platform
+from megarl.core.types import Prompt
+from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import PromptSet, load_prompts
+from megarl.recipe.schema import Recipe
+from megarl.rewards.graders import GraderPool
+from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
+from megarl.rollout.collector import Collector
+from megarl.rollout.process import start_all
+from megarl.rollout.router import RouterProcess, RouterSpec
+from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from tools.make_arithmetic import make_arithmetic
+from tools.make_tiny_model import make_tiny_model
+
+RESULTS = Path(__file__).parent / "results" / "rollout_overhead.json"
+TARGET = 0.95
+KEY = "bench"
+START_S = 300.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One call. tokens: response tokens."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def make_recipe(folder: Path, model: Path, data: Path, *, prompts: int, samples: int, tokens: int) -> Recipe:
+    """As a run on this machine would be."""
+    return Recipe.model_validate(
+        {
+            "run": {"dir": folder, "name": "bench"},
+            "model": {"path": model, "dtype": "float32"},
+            "data": {"train": data, "max_prompt_tokens": 64, "shuffle": False},
+            "rollout": {
+                "prompts_per_step": prompts,
+                "samples_per_prompt": samples,
+                "max_response_tokens": tokens,
+                "kv_tokens": 65536,
+            },
+            "train": {"steps": 1},
+        }
+    )
+
+
+async def bare(server: ServerEndpoint, prompts: tuple[Prompt, ...], recipe: Recipe) -> Measured:
+    """A minimal client: as many requests in flight as the recipe allows, answers read and counted."""
+    sampling = {"max_new_tokens": recipe.rollout.max_response_tokens, "temperature": recipe.rollout.temperature}
+    room = asyncio.Semaphore(recipe.rollout.concurrency)
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+    began = time.monotonic()
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(prompt: Prompt) -> int:
+            body = {"input_ids": prompt.token_ids.tolist(), "sampling_params": sampling, "return_logprob": True}
+            async with room, session.post(f"{server.url}/generate", json=body) as answer:
+                return len((await answer.json())["output_ids"])
+
+        count = recipe.rollout.samples_per_prompt
+        counts = await asyncio.gather(*(one(prompt) for prompt in prompts for _ in range(count)))
+    return Measured(sum(counts), time.monotonic() - began)
+
+
+async def through_megarl(collector: Collector, step: int) -> Measured:
+    """One step's samples, graded and packed."""
+    began = time.monotonic()
+    _, info = await collector.generate(step, 0)
+    return Measured(info.response_tokens, time.monotonic() - began)
+
+
+async def greedy_equal(server: ServerEndpoint, router: ServerEndpoint, prompts: tuple[Prompt, ...], tokens: int) -> int:
+    """How many of the prompts are answered alike, token for token, directly and through the router."""
+    sampling = Sampling(tokens, temperature=0.0)
+    async with ServerClient(server) as direct, ServerClient(router) as routed:
+        mine = await asyncio.gather(*(direct.generate(prompt.token_ids, sampling) for prompt in prompts))
+        theirs = await asyncio.gather(*(routed.generate(prompt.token_ids, sampling) for prompt in prompts))
+    return sum(a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(mine, theirs, strict=True))
+
+
+async def measure(
+    server: ServerEndpoint, router: ServerEndpoint, recipe: Recipe, prompts: PromptSet, repeats: int
+) -> dict[str, Any]:
+    """Interleave both sides; the first call of each warms up and is not counted."""
+    chosen = prompts.prompts
+    equal = await greedy_equal(server, router, chosen, recipe.rollout.max_response_tokens)
+    collector = Collector(
+        recipe,
+        prompts=prompts,
+        eval_prompts=(),
+        client=ServerClient(router),
+        graders=GraderPool(recipe.reward.fn, recipe.reward.workers, recipe.reward.timeout_s),
+        num_shards=1,
+    )
+    await collector.start()
+    sides: dict[str, list[Measured]] = {"bare": [], "megarl": []}
+    async with ServerClient(server) as control:
+        for repeat in range(repeats + 1):
+            # Who goes first alternates: a machine that warms up or slows down must favour neither.
+            for side in ("bare", "megarl") if repeat % 2 else ("megarl", "bare"):
+                await control.flush_cache()
+                measured = await (
+                    bare(server, chosen, recipe) if side == "bare" else through_megarl(collector, repeat + 1)
+                )
+                if repeat:
+                    sides[side].append(measured)
+    await collector.close()
+    rates = {side: [one.rate for one in measured] for side, measured in sides.items()}
+    return {
+        "median_tokens_per_s": {side: statistics.median(values) for side, values in rates.items()},
+        "ratio": statistics.median(mine / theirs for mine, theirs in zip(rates["megarl"], rates["bare"], strict=True)),
+        "greedy_equal": equal,
+        "greedy_prompts": len(chosen),
+        "calls": {side: [asdict(one) for one in measured] for side, measured in sides.items()},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table."""
+    table = Table(title="Generation through megarl against a bare client, same SGLang server")
+    for column in ("side", "median tokens/s", "lowest", "highest", "calls"):
+        table.add_column(column, justify="left" if column == "side" else "right")
+    for side, calls in result["calls"].items():
+        rates = [call["tokens"] / call["seconds"] for call in calls]
+        median = result["median_tokens_per_s"][side]
+        table.add_row(side, f"{median:,.0f}", f"{min(rates):,.0f}", f"{max(rates):,.0f}", str(len(rates)))
+    table.add_section()
+    table.add_row("ratio", f"{result['ratio']:.3f}", "", "", f"target {TARGET}")
+    table.add_row("equal greedy answers", f"{result['greedy_equal']} of {result['greedy_prompts']}", "", "", "")
+    Console().print(table)
+
+
+def main(
+    *,
+    repeats: Annotated[int, typer.Option(min=3, help="Counted calls of each side.")] = 7,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts in one call.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 4,
+    tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model, 256 wide.")] = 4,
+) -> None:
+    """Measure what generation through megarl costs against a bare client."""
+    with tempfile.TemporaryDirectory(prefix="megarl-") as name:
+        folder = Path(name)
+        make_tiny_model(folder / "model", layers=layers)
+        make_arithmetic(folder / "data")
+        recipe = make_recipe(
+            folder, folder / "model", folder / "data" / "train.jsonl", prompts=prompts, samples=samples, tokens=tokens
+        )
+        everything = load_prompts(recipe.data.train, load_tokenizer(recipe.model.path), recipe.data)
+        chosen = PromptSet(everything.prompts[:prompts], everything.num_dropped, everything.longest_tokens)
+        place = ProcessPlace(folder / "logs", KEY, temp=folder)
+        spec = ServerSpec(recipe.model.path, "float32", kv_tokens=recipe.rollout.kv_tokens)
+        server = ServerProcess("server 0", spec, get_platform(), place)
+        router = RouterProcess(RouterSpec(), place)
+        try:
+            start_all([router, server], START_S)
+            router.add(server.endpoint)
+            result = asyncio.run(measure(server.endpoint, router.endpoint, recipe, chosen, repeats))
+        finally:
+            router.stop()
+            server.stop()
+    result |= {"prompts": prompts, "samples": samples, "max_tokens": tokens, "layers": layers, "host": host.machine()}
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+    if result["ratio"] < TARGET or result["greedy_equal"] < result["greedy_prompts"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
