@@ -1,0 +1,177 @@
+"""The client against a fake server: what it sends, what it makes of answers, and what it says of failures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from megarl.core.errors import DeadlineError
+from megarl.core.types import VersionSpan
+from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
+from megarl.rollout.process import free_port
+from tests.support.fake_sglang import KEY, FakeSglang, generation
+
+T = TypeVar("T")
+
+
+def talk(
+    call: Callable[[ServerClient], Awaitable[T]], prepare: Callable[[FakeSglang], None] = lambda _: None
+) -> tuple[T, FakeSglang]:
+    """Run one conversation with a fake server."""
+
+    async def go() -> tuple[T, FakeSglang]:
+        async with FakeSglang() as fake, ServerClient(fake.endpoint, backoff_s=0.001) as client:
+            prepare(fake)
+            return await call(client), fake
+
+    return asyncio.run(go())
+
+
+def test_a_generation_is_typed_and_keeps_the_end_token() -> None:
+    result, fake = talk(lambda client: client.generate(np.array([7, 8, 9]), Sampling(16, 0.7, 0.9, 5, ("x",))))
+    assert result.token_ids.tolist() == [5, 6, 2]
+    assert result.logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert (result.finish, result.text, result.prompt_tokens, result.cached_tokens) == ("stop", "42", 3, 1)
+    assert result.versions == (VersionSpan(0, 0, 3),)
+    assert fake.calls == [
+        (
+            "/generate",
+            {
+                "input_ids": [7, 8, 9],
+                "sampling_params": {
+                    "max_new_tokens": 16,
+                    "temperature": 0.7,
+                    "top_p": 0.9,
+                    "top_k": 5,
+                    "stop": ["x"],
+                },
+                "return_logprob": True,
+            },
+        )
+    ]
+
+
+def test_versions_that_changed_in_between_are_kept_as_spans() -> None:
+    def prepare(fake: FakeSglang) -> None:
+        answer = generation([5, 6, 7])
+        answer["meta_info"]["weight_versions"] = [
+            {"version": "4", "start": 0, "end": 2},
+            {"version": "5", "start": 2, "end": 3},
+        ]
+        fake.answer = lambda _: answer
+
+    result, _ = talk(lambda client: client.generate([1], Sampling(3)), prepare)
+    assert result.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
+
+
+def test_the_key_is_sent_but_never_shown() -> None:
+    _, fake = talk(lambda client: client.weight_version())
+    assert fake.keys == [f"Bearer {KEY}"]
+    assert KEY not in repr(ServerEndpoint("server 0", "http://h:1", KEY))
+
+
+def test_a_broken_connection_is_tried_again() -> None:
+    def prepare(fake: FakeSglang) -> None:
+        fake.drop_next = 2
+
+    result, fake = talk(lambda client: client.generate([1], Sampling(3)), prepare)
+    assert result.token_ids.tolist() == [5, 6, 2]
+    assert len(fake.bodies("/generate")) == 3
+
+
+def test_after_three_broken_connections_the_error_names_server_and_endpoint() -> None:
+    def prepare(fake: FakeSglang) -> None:
+        fake.drop_next = 3
+
+    with pytest.raises(ServerUnreachableError, match=r"server 0 \(http://127.0.0.1:\d+\) /generate: no answer"):
+        talk(lambda client: client.generate([1], Sampling(3)), prepare)
+
+
+def test_only_generation_is_tried_again() -> None:
+    def prepare(fake: FakeSglang) -> None:
+        fake.drop_next = 1
+
+    with pytest.raises(ServerUnreachableError):
+        talk(lambda client: client.begin_weight_update(), prepare)
+
+
+def test_nobody_listening_is_unreachable() -> None:
+    async def go() -> None:
+        async with ServerClient(ServerEndpoint("server 7", f"http://127.0.0.1:{free_port()}", KEY)) as client:
+            assert not await client.health()
+            await client.flush_cache()
+
+    with pytest.raises(ServerUnreachableError, match="server 7"):
+        asyncio.run(go())
+
+
+def test_an_error_shows_what_the_server_answered_and_is_not_tried_again() -> None:
+    calls = []
+
+    def prepare(fake: FakeSglang) -> None:
+        fake.refuse["/generate"] = (400, "the prompt is longer than the model's context")
+        calls.append(fake)
+
+    with pytest.raises(ServerError, match=r"server 0 .* /generate answered 400: the prompt is longer") as caught:
+        talk(lambda client: client.generate([1], Sampling(3)), prepare)
+    assert caught.value.status == 400
+    assert len(calls[0].calls) == 1
+
+
+def test_a_late_answer_is_a_deadline_error_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"server 0 .* /generate: no answer within 0.05 s"):
+        talk(lambda client: client.generate([1], Sampling(3), 0.05), lambda fake: fake.hang.add("/generate"))
+    assert time.monotonic() - began < 5
+
+
+def test_health_is_false_when_late() -> None:
+    healthy, _ = talk(lambda client: client.health(0.05), lambda fake: fake.hang.add("/health"))
+    assert healthy is False
+
+
+def test_prompt_logprobs_leave_out_the_first_token() -> None:
+    def prepare(fake: FakeSglang) -> None:
+        answer = generation([])
+        answer["meta_info"]["input_token_logprobs"] = [[None, 4, None], [-0.5, 5, None], [-1.5, 6, None]]
+        fake.answer = lambda _: answer
+
+    result, fake = talk(lambda client: client.prompt_logprobs([4, 5, 6]), prepare)
+    assert result.tolist() == [-0.5, -1.5]
+    assert fake.bodies("/generate")[0]["logprob_start_len"] == 0
+
+
+def test_weight_update_calls_say_what_sglang_expects() -> None:
+    async def call(client: ServerClient) -> None:
+        await client.init_group(
+            host="h", port=1, rank_offset=1, world_size=2, group="g", backend="gloo", deadline_s=1.0
+        )
+        await client.begin_weight_update()
+        await client.update_from_distributed(["a"], ["float32"], [(2, 3)], "g", 1.0)
+        await client.end_weight_update()
+        await client.set_weight_version(12)
+        await client.destroy_group("g")
+
+    _, fake = talk(call)
+    assert [path for path, _ in fake.calls] == [
+        "/init_weights_update_group",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/end_weight_update",
+        "/update_weight_version",
+        "/destroy_weights_update_group",
+    ]
+    assert fake.calls[2][1] == {
+        "names": ["a"],
+        "dtypes": ["float32"],
+        "shapes": [[2, 3]],
+        "group_name": "g",
+        "load_format": "flattened_bucket",
+        "flush_cache": True,
+    }
+    assert fake.calls[4][1] == {"new_version": "12", "abort_all_requests": False}

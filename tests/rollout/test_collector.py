@@ -1,0 +1,300 @@
+"""The collector against a fake server and a real grader process: counts, numbers, and what happens when things fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from megarl.core.errors import MegarlError
+from megarl.core.metrics import METRICS
+from megarl.data.prompts import PromptSet
+from megarl.recipe.schema import Recipe
+from megarl.rewards.graders import GraderPool
+from megarl.rollout.client import ServerClient
+from megarl.rollout.collector import Collector
+from tests.rollout.samples import make_prompt
+from tests.support.fake_sglang import END, FakeSglang, generation
+
+T = TypeVar("T")
+
+
+def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
+    """Four prompts of two samples a step, in the file's order."""
+    defaults: dict[str, dict[str, Any]] = {
+        "run": {"dir": folder, "name": "run"},
+        "model": {"path": folder / "model"},
+        "data": {"train": folder / "train.jsonl", "shuffle": False},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8},
+        "reward": {"fn": "exact"},
+        "algorithm": {"normalize_std": False},
+        "actor": {"micro_batch_tokens": 64},
+        "train": {"steps": 1},
+    }
+    return Recipe.model_validate(
+        {**defaults, **{name: {**defaults.get(name, {}), **s} for name, s in sections.items()}}
+    )
+
+
+def collect(
+    fake_with: Callable[[], FakeSglang], recipe: Recipe, call: Callable[[Collector, FakeSglang], Awaitable[T]]
+) -> T:
+    """Run one conversation with a collector of four prompts and two held-out ones."""
+    prompts = PromptSet(tuple(make_prompt(f"p{i}") for i in range(4)), 3, 3)
+
+    async def go() -> T:
+        async with fake_with() as fake:
+            collector = Collector(
+                recipe,
+                prompts=prompts,
+                eval_prompts=[make_prompt("p8"), make_prompt("p9")],
+                client=ServerClient(fake.endpoint, backoff_s=0.001),
+                graders=GraderPool(recipe.reward.fn, 1, 5.0),
+                num_shards=2,
+            )
+            await collector.start()
+            try:
+                return await call(collector, fake)
+            finally:
+                await collector.close()
+
+    return asyncio.run(go())
+
+
+def alternating() -> FakeSglang:
+    """Prompt 0 is answered right and wrong in turn, prompt 1 always right, the others never; prompt 3 runs too long."""
+    seen: dict[int, int] = {}
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        first = body["input_ids"][0]
+        seen[first] = seen.get(first, 0) + 1
+        right = first in (11, 18) or (first == 10 and seen[first] % 2)
+        tokens = [5] * 8 if first == 13 else [5, END]
+        return generation(tokens, finish="length" if first == 13 else "stop", text="42" if right else "41")
+
+    return FakeSglang(answer=answer)
+
+
+def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> None:
+    async def call(collector: Collector, _: FakeSglang) -> Any:
+        return await collector.generate(1, 0), collector.advantages(1)
+
+    (shards, info), columns = collect(alternating, make_recipe(tmp_path), call)
+    assert (info.step, info.weight_version, info.num_samples, info.num_groups) == (1, 0, 8, 4)
+    assert (info.prompt_tokens, info.response_tokens, info.num_mini_batches) == (24, 6 * 2 + 2 * 8, 1)
+    assert info.metrics["reward/mean"] == pytest.approx(3 / 8)
+    assert info.metrics["reward/std"] == pytest.approx((3 / 8 * 5 / 8) ** 0.5)
+    assert info.metrics["rollout/truncated"] == 2 / 8
+    assert info.metrics["rollout/zero_variance_groups"] == 3 / 4
+    assert info.metrics["rollout/response_len_mean"] == (6 * 2 + 2 * 8) / 8
+    assert info.metrics["rollout/response_len_max"] == 8
+    assert info.metrics["data/epoch"] == 1.0
+    assert info.metrics["data/dropped_prompts"] == 3
+    assert set(info.metrics) <= set(METRICS)
+    # Group 0 was right once: its samples are 0.5 above and below their mean; nothing else has an advantage.
+    found: dict[int, set[float]] = {}
+    for shard, column in zip(shards, columns, strict=True):
+        for micro, values in zip(shard.mini_batches[0].micro_batches, column[0], strict=True):
+            bounds = zip(micro.sample_index, micro.cu_seqlens, micro.cu_seqlens[1:], strict=False)
+            for sample, start, end in bounds:
+                trained = micro.loss_mask[start:end] > 0
+                assert (values[start:end][~trained] == 0).all()
+                found[int(sample)] = set(values[start:end][trained].tolist())
+    assert found == {0: {0.5}, 1: {-0.5}, **{sample: {0.0} for sample in range(2, 8)}}
+
+
+def test_samples_are_written_for_reading(tmp_path: Path) -> None:
+    collect(alternating, make_recipe(tmp_path, report={"samples": 3}), lambda c, _: c.generate(12, 0))
+    rows = [json.loads(line) for line in (tmp_path / "run/samples/step_000012.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["12/p0/0", "12/p0/1", "12/p1/0"]
+    assert rows[0] == {
+        "id": "12/p0/0",
+        "reward": 1.0,
+        "status": "completed",
+        "response_tokens": 2,
+        "prompt": "text of p0",
+        "response": "42",
+        "answer": "42",
+    }
+    assert not list((tmp_path / "run/samples").glob(".*"))
+
+
+def test_groups_without_variance_are_dropped_on_request_and_counted(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, algorithm={"normalize_std": False, "drop_zero_variance_groups": True})
+    _, info = collect(alternating, recipe, lambda c, _: c.generate(1, 0))
+    assert (info.num_samples, info.num_groups) == (2, 1)
+    assert info.metrics["rollout/zero_variance_groups"] == 3 / 4
+    assert info.metrics["reward/mean"] == pytest.approx(3 / 8)
+
+
+def test_requests_in_flight_are_bounded(tmp_path: Path) -> None:
+    recipe = make_recipe(
+        tmp_path, rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "concurrency": 3}
+    )
+
+    async def call(collector: Collector, fake: FakeSglang) -> int:
+        await collector.generate(1, 0)
+        return fake.most_in_flight
+
+    assert collect(alternating, recipe, call) == 3
+
+
+def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> None:
+    def fake() -> FakeSglang:
+        made = alternating()
+        made.gate = asyncio.Event()
+        return made
+
+    async def call(collector: Collector, server: FakeSglang) -> None:
+        gate = server.gate
+        assert gate is not None
+        server.gate = None  # the first request is answered at once, those after it wait
+        step = asyncio.create_task(collector.generate(1, 0))
+        while not server.calls:
+            await asyncio.sleep(0)
+        server.gate = gate
+        await asyncio.wait_for(graded.wait(), 10)
+        assert not step.done()
+        gate.set()
+        await step
+
+    graded = asyncio.Event()
+    original = GraderPool.grade
+
+    class Watched(GraderPool):
+        async def grade(self, *what: Any) -> Any:
+            grade = await original(self, *what)
+            graded.set()
+            return grade
+
+    recipe = make_recipe(
+        tmp_path, rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "concurrency": 2}
+    )
+    prompts = PromptSet(tuple(make_prompt(f"p{i}") for i in range(4)), 0, 3)
+
+    async def go() -> None:
+        async with fake() as server:
+            collector = Collector(
+                recipe,
+                prompts=prompts,
+                eval_prompts=(),
+                client=ServerClient(server.endpoint),
+                graders=Watched("exact", 1, 5.0),
+                num_shards=1,
+            )
+            await collector.start()
+            try:
+                await call(collector, server)
+            finally:
+                await collector.close()
+
+    asyncio.run(go())
+
+
+def test_failed_samples_are_counted_and_left_out(tmp_path: Path) -> None:
+    def fake() -> FakeSglang:
+        def answer(body: dict[str, Any]) -> dict[str, Any]:
+            return generation([5], finish="abort" if body["input_ids"][0] == 11 else "stop", text="42")
+
+        return FakeSglang(answer=answer)
+
+    _, info = collect(fake, make_recipe(tmp_path), lambda c, _: c.generate(1, 0))
+    assert info.num_samples == 6
+    assert info.metrics["rollout/failed"] == 2
+    assert info.metrics["reward/mean"] == 1.0
+    rows = [json.loads(line) for line in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows].count("failed") == 2
+    assert "aborted" in next(row["failure"] for row in rows if row["status"] == "failed")
+
+
+def test_a_grader_that_raises_is_counted_apart_from_a_zero(tmp_path: Path) -> None:
+    def fake() -> FakeSglang:
+        return FakeSglang(answer=lambda body: generation([5, END], text="7" if body["input_ids"][0] != 12 else "raise"))
+
+    recipe = make_recipe(tmp_path, reward={"fn": "tests.rollout.grader:picky"})
+    _, info = collect(fake, recipe, lambda c, _: c.generate(1, 0))
+    assert info.metrics["reward/failures"] == 2
+    assert info.num_samples == 6
+    assert info.metrics["reward/mean"] == 7.0
+
+
+def test_a_step_without_any_answer_stops_with_the_reason(tmp_path: Path) -> None:
+    def fake() -> FakeSglang:
+        made = FakeSglang()
+        made.refuse["/generate"] = (503, "no workers are available")
+        return made
+
+    with pytest.raises(MegarlError, match=r"Step 1: no sample can be used. 8 of 8 .* answered 503: no workers"):
+        collect(fake, make_recipe(tmp_path), lambda c, _: c.generate(1, 0))
+
+
+def test_samples_of_other_weights_stop_the_step(tmp_path: Path) -> None:
+    with pytest.raises(MegarlError, match=r"weight version 0; all servers should serve version 3"):
+        collect(alternating, make_recipe(tmp_path), lambda c, _: c.generate(1, 3))
+
+
+def test_advantages_of_another_step_are_refused(tmp_path: Path) -> None:
+    async def call(collector: Collector, _: FakeSglang) -> None:
+        await collector.generate(1, 0)
+        collector.advantages(2)
+
+    with pytest.raises(MegarlError, match="step 2 were asked for; the samples at hand are of step 1"):
+        collect(alternating, make_recipe(tmp_path), call)
+
+
+def test_evaluation_counts_every_prompt(tmp_path: Path) -> None:
+    result = collect(alternating, make_recipe(tmp_path, eval={"samples_per_prompt": 2}), lambda c, _: c.evaluate(5, 0))
+    assert (result.num_prompts, result.num_samples) == (2, 4)
+    assert (result.accuracy, result.reward) == (0.5, 0.5)
+    assert result.metrics["eval/accuracy"] == 0.5
+    assert set(result.metrics) <= set(METRICS)
+    assert (tmp_path / "run/samples/eval_000005.jsonl").exists()
+
+
+def test_evaluation_is_greedy_unless_told_otherwise(tmp_path: Path) -> None:
+    async def call(collector: Collector, fake: FakeSglang) -> Any:
+        await collector.evaluate(1, 0)
+        return fake.bodies("/generate")
+
+    bodies = collect(alternating, make_recipe(tmp_path), call)
+    assert {body["sampling_params"]["temperature"] for body in bodies} == {0.0}
+
+
+def test_a_prompt_that_comes_twice_makes_its_group_larger(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, rollout={"prompts_per_step": 6, "samples_per_prompt": 2, "max_response_tokens": 8})
+    _, info = collect(alternating, recipe, lambda c, _: c.generate(1, 0))
+    assert (info.num_samples, info.num_groups) == (12, 4)
+    rows = (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()
+    assert len({json.loads(row)["id"] for row in rows}) == 12
+
+
+def test_the_place_in_the_data_is_kept_and_restored(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, rollout={"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 8})
+
+    async def call(collector: Collector, fake: FakeSglang) -> list[int]:
+        await collector.generate(1, 0)
+        place = collector.state()
+        await collector.generate(2, 0)
+        collector.load_state(place)
+        await collector.generate(2, 0)
+        return [body["input_ids"][0] for body in fake.bodies("/generate")]
+
+    assert collect(alternating, recipe, call) == [10, 11, 11]
+
+
+def test_a_probe_is_short_and_of_the_last_step(tmp_path: Path) -> None:
+    async def call(collector: Collector, _: FakeSglang) -> Any:
+        before = collector.probe()
+        await collector.generate(1, 0)
+        return before, collector.probe()
+
+    before, after = collect(alternating, make_recipe(tmp_path), call)
+    assert before == [[10 + i, 8, 9] for i in range(4)]
+    assert after[0] == [10, 8, 9, 5, END]
+    assert len(after) == 4
+    assert all(np.asarray(row).dtype.kind == "i" for row in after)

@@ -1,0 +1,68 @@
+"""From a server's answer, or its failure, to a Sample."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from megarl.core.types import Prompt, Sample, Status, VersionSpan
+from megarl.rollout.client import Sampling, ServerClient
+from megarl.rollout.single_turn import generate_sample
+from tests.support.fake_sglang import FakeSglang, generation
+
+PROMPT = Prompt("train.jsonl:7", np.array([7, 8, 9]), "seven", "42")
+
+
+def sample_from(make: Callable[[], FakeSglang], deadline_s: float = 5.0) -> Sample:
+    async def go() -> Sample:
+        async with make() as fake, ServerClient(fake.endpoint, backoff_s=0.001) as client:
+            return await generate_sample(
+                client, PROMPT, Sampling(3), sample_id="1/p/0", group_id="1/p", deadline_s=deadline_s
+            )
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(("finish", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED)])
+def test_how_the_server_ended_becomes_the_status(finish: str, status: Status) -> None:
+    answer = generation([5, 6, 2], finish=finish, version=4, text="42")
+    sample = sample_from(lambda: FakeSglang(answer=lambda _: answer))
+    assert sample.status is status
+    assert (sample.id, sample.group_id, sample.response_text) == ("1/p/0", "1/p", "42")
+    assert sample.response_ids.tolist() == [5, 6, 2]
+    assert sample.rollout_logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert sample.loss_mask.tolist() == [1, 1, 1]
+    assert sample.versions == (VersionSpan(4, 0, 3),)
+    assert sample.num_tokens == 6
+
+
+def fake_with(kind: str) -> FakeSglang:
+    fake = FakeSglang()
+    if kind == "aborts":
+        fake.answer = lambda _: generation([5], finish="abort")
+    elif kind == "refuses":
+        fake.refuse["/generate"] = (503, "no workers are available")
+    elif kind == "drops":
+        fake.drop_next = 99
+    else:
+        fake.hang.add("/generate")
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("aborts", "aborted"),
+        ("refuses", "answered 503: no workers are available"),
+        ("drops", "no answer"),
+        ("hangs", "no answer within 0.1 s"),
+    ],
+)
+def test_what_no_server_answers_is_a_failed_sample_that_says_why(kind: str, reason: str) -> None:
+    sample = sample_from(lambda: fake_with(kind), deadline_s=0.1)
+    assert sample.status is Status.FAILED
+    assert reason in sample.metadata["failure"]
+    assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.rollout_logprobs) == 0
