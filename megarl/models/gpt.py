@@ -77,7 +77,7 @@ def build_gpt(
         parallel_output=True,
         share_embeddings_and_output_weights=config.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=int(config.rope_theta),
+        rotary_base=config.rope_theta,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     return model.to(device=platform.device, dtype=dtype)

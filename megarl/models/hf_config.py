@@ -29,6 +29,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+# What a config may ask for beside its family, and the one answer that the Megatron model gives to it.
+ONLY: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "hidden_act": ("silu", "another activation"),
+        "use_sliding_window": (False, "sliding-window attention"),
+        "mlp_bias": (False, "biases in the MLP"),
+        "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
+        "quantization_config": (None, "quantised weights"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -67,6 +78,8 @@ def load_model_config(folder: Path) -> ModelConfig:
         raw = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}. Export the model again.") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds {type(raw).__name__}, not a JSON object. Export the model again.")
     return parse_model_config(raw, path)
 
 
@@ -82,23 +95,26 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     missing = [key for key in _REQUIRED if key not in raw]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}: it is not a whole config of {architecture}.")
-    if raw.get("attention_bias") and not family.qkv_bias:
-        raise UserError(f"{path}: attention_bias is not supported for {architecture}.")
-    heads = int(raw["num_attention_heads"])
+    _check_features(raw, path, architecture)
+    heads = _count(raw, path, "num_attention_heads")
+    kv_heads = _count(raw, path, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UserError(f"{path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}.")
+    hidden = _count(raw, path, "hidden_size")
     eos = raw.get("eos_token_id")
     return ModelConfig(
         family=family.name,
         architecture=architecture,
-        num_layers=int(raw["num_hidden_layers"]),
-        hidden_size=int(raw["hidden_size"]),
+        num_layers=_count(raw, path, "num_hidden_layers"),
+        hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-        ffn_hidden_size=int(raw["intermediate_size"]),
-        vocab_size=int(raw["vocab_size"]),
-        max_positions=int(raw["max_position_embeddings"]),
+        num_kv_heads=kv_heads,
+        head_dim=_count(raw, path, "head_dim", hidden // heads),
+        ffn_hidden_size=_count(raw, path, "intermediate_size"),
+        vocab_size=_count(raw, path, "vocab_size"),
+        max_positions=_count(raw, path, "max_position_embeddings"),
         rope_theta=_rope_theta(raw, path),
-        norm_eps=float(raw["rms_norm_eps"]),
+        norm_eps=_number(path, "rms_norm_eps", raw["rms_norm_eps"]),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -135,13 +151,42 @@ _REQUIRED = (
 )
 
 
+def _check_features(raw: Mapping[str, Any], path: Path, architecture: str) -> None:
+    """Raise UserError for what the family's models may have and megarl's do not: they would train on other numbers."""
+    rope = raw.get("rope_parameters") or {}
+    asked = [
+        f"{key}={value!r} ({what})"
+        for key, (only, what) in ONLY.items()
+        if (value := raw.get(key, rope.get(key))) is not None and value != only
+    ]
+    if raw.get("attention_bias") and not FAMILIES[architecture].qkv_bias:
+        asked.append("attention_bias=True (biases in attention)")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        asked.append("layer_types other than full_attention")
+    if asked:
+        raise UserError(f"{path}: {', '.join(asked)} is not supported for {architecture}. Use a model without it.")
+
+
+def _count(raw: Mapping[str, Any], path: Path, key: str, default: int | None = None) -> int:
+    value = default if raw.get(key) is None else raw[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{path}: {key} is {value!r}; a whole number of at least 1 is wanted. Export the model again.")
+    return value
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise UserError(f"{path}: {key} is {value!r}; a number over 0 is wanted. Export the model again.")
+    return float(value)
+
+
 def _rope_theta(raw: Mapping[str, Any], path: Path) -> float:
     # transformers 5 writes `rope_parameters`; earlier ones `rope_theta` beside `rope_scaling`.
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise UserError(f"{path}: RoPE scaling of type {kind!r} is not supported; only models without scaling are.")
-    return float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    return _number(path, "rope_theta", parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
 
 
 def _check_folder(folder: Path) -> None:

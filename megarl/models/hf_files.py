@@ -12,6 +12,8 @@ from megarl.core.errors import UserError
 from megarl.models.hf_config import ModelConfig
 
 SHOWN = 5
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100 * 2**20
 
 
@@ -25,13 +27,33 @@ class TensorInfo:
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of every *.safetensors file, from the headers alone. Raises UserError for a file that is cut off."""
+    """Every tensor of the model's files, from the headers alone. Raises UserError for files missing, broken or cut off."""
     found: dict[str, TensorInfo] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         for name, entry in _header(path).items():
-            if name != "__metadata__":
-                found[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], path)
+            found[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], path)
     return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that make up the model: folders may hold the same weights in another form beside them.
+
+    Raises UserError when the index names a file that is missing, or when an index stands beside a whole model: which of
+    the two counts is not the same in every library.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if not index.exists():
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    try:
+        named = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{index} is not an index of safetensors files. Export the model again.") from error
+    missing = [name for name in named if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"{index} names files that are not there: {_some(missing)}. Copy or export the model again.")
+    if single.exists() and SINGLE not in named:
+        raise UserError(f"{folder} holds {SINGLE} and an index of other files ({INDEX}). Remove what is out of date.")
+    return [folder / name for name in named]
 
 
 def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> None:
@@ -48,11 +70,13 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
         for name, shape in expected.items()
         if name in index and index[name].shape != shape
     ]
-    problems = [
-        f"{kind}: {_some(names)}"
-        for kind, names in (("missing", missing), ("not in the config", extra), ("of another shape", shapes))
-        if names
+    kinds = [
+        f"{name} is {index[name].dtype}, supported are {', '.join(DTYPES)}"
+        for name in expected
+        if name in index and index[name].dtype not in DTYPES
     ]
+    found = {"missing": missing, "not in the config": extra, "of another shape": shapes, "of another type": kinds}
+    problems = [f"{what}: {_some(names)}" for what, names in found.items() if names]
     if problems:
         raise UserError(
             f"The weights in {folder} do not match its config.json. {'; '.join(problems)}. "
@@ -73,11 +97,12 @@ def _header(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} is not a safetensors file: its header is missing. Export the model again.")
         try:
             header: dict[str, Any] = json.loads(file.read(size))
-        except ValueError as error:
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"{path} is not a safetensors file: its header is broken. Export the model again."
             ) from error
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     if path.stat().st_size < 8 + size + end:
         raise UserError(f"{path} is cut off: {path.stat().st_size} bytes of {8 + size + end}. Copy or export it again.")
     return header

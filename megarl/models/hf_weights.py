@@ -18,13 +18,13 @@ from torch.nn import Module
 from megarl.core.errors import MegarlError, UserError
 from megarl.models.hf_config import ModelConfig
 from megarl.models.hf_files import read_index
-from megarl.models.mapping import join, split
+from megarl.models.mapping import join, merge, split
 from megarl.models.rules import LOCAL_NAMES, TRANSFORMER_ENGINE_NAMES, NameTable, Rule, rules, slices
 
 Bucket = list[tuple[str, Tensor]]
 
+CONFIG = "config.json"
 COPIED = (
-    "config.json",
     "generation_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
@@ -43,7 +43,7 @@ def name_table(model: Module) -> NameTable:
 def load_hf_weights(model: Module, config: ModelConfig, folder: Path, tp_rank: int, tp_size: int) -> None:
     """Fill every parameter of this rank's part, cast to the parameter's dtype. Files are mapped; only slices are read.
 
-    Raises UserError for tensors that are missing, MegarlError for parameters that no rule fills.
+    Raises UserError for tensors that are missing, MegarlError for parameters and rules that do not meet.
     """
     parameters = dict(model.named_parameters())
     index = read_index(folder)
@@ -56,27 +56,15 @@ def load_hf_weights(model: Module, config: ModelConfig, folder: Path, tp_rank: i
             files[index[name].file].get_slice(name)[part]
             for name, part in zip(rule.hf, slices(rule, config, tp_rank, tp_size), strict=True)
         ]
-        parameter = parameters.pop(rule.megatron)
-        part = _merge_part(rule, tensors, config, parameter.shape)
+        part = merge(rule, tensors, config, tp_size)
+        parameter = parameters.pop(rule.megatron, None)
+        if parameter is None or parameter.shape != part.shape:
+            found = "is not there" if parameter is None else f"has shape {list(parameter.shape)}"
+            raise MegarlError(f"The model's parameter {rule.megatron} {found}; its rule gives {list(part.shape)}.")
         with torch.no_grad():
             parameter.copy_(part)
     if parameters:
         raise MegarlError(f"No rule fills the parameters {sorted(parameters)} of family {config.family}.")
-
-
-def _merge_part(rule: Rule, tensors: list[Tensor], config: ModelConfig, shape: torch.Size) -> Tensor:
-    """A rank's part from the slices that it read."""
-    if rule.form == "qkv":
-        width = config.head_dim
-        groups = tensors[1].shape[0] // width  # this rank's key-value heads
-        parts = [tensor.unflatten(0, (groups, -1, width)) for tensor in tensors]
-        return torch.cat(parts, dim=1).flatten(0, 2)
-    if rule.form == "gated":
-        return torch.cat(tensors)
-    (tensor,) = tensors
-    if rule.form == "vocab" and tensor.shape[0] < shape[0]:
-        return torch.cat([tensor, tensor.new_zeros(shape[0] - tensor.shape[0], *tensor.shape[1:])])
-    return tensor
 
 
 def export_buckets(
@@ -120,33 +108,47 @@ def save_hf(
 ) -> None:
     """Write an HF folder that transformers loads: safetensors (with an index where there are several), config, tokenizer.
 
-    Config and tokenizer files are copied from `source_folder`. Appears whole, by renaming; an earlier folder of that name
-    is replaced.
+    Tensors keep the dtype that they come in, and the config names it. The rest of the config, generation settings and
+    tokenizer are the source folder's. Appears whole, by renaming; an earlier folder of that name is replaced.
     """
-    temporary = target_folder.with_name(f".tmp-{target_folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
+    for folder in (temporary, previous):
+        if folder.exists():
+            shutil.rmtree(folder)
     temporary.mkdir(parents=True)
-    sizes = _write_shards(buckets, temporary, max_shard_bytes)
-    for path in sorted(source_folder.iterdir()):
-        if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
-            shutil.copyfile(path, temporary / path.name)
-    total = sum(sizes.values())
-    if total == 0:
+    dtype = _write_shards(buckets, temporary, max_shard_bytes)
+    if dtype is None:
         raise MegarlError(
             f"Nothing was exported to {target_folder}: the model of family {config.family} gave no tensors."
         )
+    _write_config(source_folder / CONFIG, temporary / CONFIG, dtype)
+    for path in sorted(source_folder.iterdir()):
+        if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
+            shutil.copyfile(path, temporary / path.name)
     for path in temporary.iterdir():
         _sync(path)
     _sync(temporary)
-    shutil.rmtree(target_folder, ignore_errors=True)
+    if target_folder.exists():
+        target_folder.rename(previous)
     temporary.rename(target_folder)
     _sync(target_folder.parent)
+    if previous.exists():
+        shutil.rmtree(previous)
 
 
-def _write_shards(buckets: Iterable[Bucket], folder: Path, max_shard_bytes: int) -> dict[str, int]:
-    """Tensors in files of at most about so many bytes; returns bytes by file."""
+def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """The source's config under the dtype of the weights: a reader casts to what the config says, and would round."""
+    raw = json.loads(source.read_text())
+    name = str(dtype).removeprefix("torch.")
+    raw.update({key: name for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": name})
+    target.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _write_shards(buckets: Iterable[Bucket], folder: Path, max_shard_bytes: int) -> torch.dtype | None:
+    """Tensors in files of at most about so many bytes; returns the dtype of the first, None when there are none."""
     place: dict[str, int] = {}
     sizes: list[int] = []
+    dtype: torch.dtype | None = None
     pending: dict[str, Tensor] = {}
 
     def flush() -> None:
@@ -160,6 +162,7 @@ def _write_shards(buckets: Iterable[Bucket], folder: Path, max_shard_bytes: int)
         for name, tensor in bucket:
             if pending and sum(each.nbytes for each in pending.values()) + tensor.nbytes > max_shard_bytes:
                 flush()
+            dtype = dtype or tensor.dtype
             # A copy: parameters may share memory, which safetensors refuses, and the bucket's own may be used again.
             pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
     flush()
@@ -173,7 +176,7 @@ def _write_shards(buckets: Iterable[Bucket], folder: Path, max_shard_bytes: int)
         weight_map = {name: names[index] for name, index in place.items()}
         text = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=1)
         (folder / "model.safetensors.index.json").write_text(text)
-    return dict(zip(names, sizes, strict=True))
+    return dtype
 
 
 def _sync(path: Path) -> None:

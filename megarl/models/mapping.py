@@ -1,7 +1,7 @@
 """Tensors from HF's form to Megatron's and back, as the rules say. Exact: no bit is lost in any direction.
 
-`merge` and `split` are inverses, and so are `cut` and `join`. Shape letters: G key-value heads, q query heads of one of
-them, D head dimension.
+`merge` makes a rank's part of a Megatron tensor from the slices that `rules.slices` names, `join` puts the parts together,
+and `split` gives the HF tensors back. Shape letters: G key-value heads, q query heads of one of them, D head dimension.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from megarl.models.rules import Rule
 
 
 def merge(rule: Rule, tensors: Sequence[Tensor], config: ModelConfig, tp: int) -> Tensor:
-    """HF tensors -> the full Megatron tensor, its vocabulary padded with zeros to a multiple of tp."""
+    """One rank's slices of the HF tensors -> its part of the Megatron tensor; whole tensors, with tp 1, -> the whole.
+
+    A vocabulary that tp does not divide is padded with zeros.
+    """
     if rule.form == "qkv":
-        groups, width = config.num_kv_heads, config.head_dim
+        width = config.head_dim
+        groups = tensors[1].shape[0] // width
         parts = [tensor.unflatten(0, (groups, -1, width)) for tensor in tensors]  # [G, q | 1 | 1, D, ...]
         return torch.cat(parts, dim=1).flatten(0, 2).contiguous()
     if rule.form == "gated":
         return torch.cat(list(tensors))
     (tensor,) = tensors
     if rule.form == "vocab":
-        padding = config.padded_vocab_size(tp) - tensor.shape[0]
+        padding = config.padded_vocab_size(tp) // tp - tensor.shape[0]
         return torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])]) if padding else tensor
     return tensor
 
@@ -44,15 +48,6 @@ def split(rule: Rule, tensor: Tensor, config: ModelConfig) -> list[tuple[str, Te
     else:
         tensors = [tensor]
     return list(zip(rule.hf, tensors, strict=True))
-
-
-def cut(rule: Rule, tensor: Tensor, rank: int, tp: int) -> Tensor:
-    """The part of a full Megatron tensor that one tensor-parallel rank holds."""
-    if rule.cut == "whole":
-        return tensor
-    if rule.cut == "gated":
-        return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
-    return tensor.chunk(tp, dim=1 if rule.cut == "columns" else 0)[rank]
 
 
 def join(rule: Rule, parts: Sequence[Tensor]) -> Tensor:
