@@ -61,6 +61,7 @@ class Runtime:
         os.environ[janitor.RUN_ID_VARIABLE] = run_id
         registry = folder / "shared_memory.txt"
         registry.unlink(missing_ok=True)
+        log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
         guard = janitor.start(run_id, registry, folders=[temp])
         runtime = cls(platform, folder, run_id, secrets.token_hex(32), temp, guard)
         try:

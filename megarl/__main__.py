@@ -1,0 +1,5 @@
+"""`python -m megarl` is the megarl command."""
+
+from megarl.cli import main
+
+main()

@@ -1,0 +1,119 @@
+"""Runs of the real command line, with small inputs, and a look at what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core import janitor
+
+START_S = 240.0
+POLL_S = 0.1
+
+RECIPE = """
+run: {{name: run, dir: {folder}/runs}}
+cluster: {{platform: cpu}}
+model: {{path: {folder}/model, dtype: float32}}
+data: {{train: {folder}/data/train.jsonl, eval: {folder}/data/eval.jsonl, max_prompt_tokens: 32}}
+rollout: {{prompts_per_step: 4, samples_per_prompt: 4, max_response_tokens: 16}}
+reward: {{fn: "tests.end_to_end.rewards:share_of_digits"}}
+algorithm: {{kl_coef: 0.01}}
+actor: {{mini_batch_samples: 8, micro_batch_tokens: 256, optimizer: {{lr: 1.0e-3}}}}
+train: {{steps: 3, save_every: 2}}
+"""
+
+
+@dataclass
+class Driver:
+    """A running `megarl train`."""
+
+    process: subprocess.Popen[str]
+    folder: Path  # the run's
+    shared_memory_before: set[str]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def run_id(self) -> str:
+        match = re.search(r"run id ([0-9a-f]{16})", (self.folder / "logs" / "driver.log").read_text())
+        assert match
+        return match[1]
+
+    def pids(self, wanted: Callable[[str], bool]) -> list[int]:
+        """Processes of the run by their command line."""
+        found = []
+        for pid in janitor.processes_of(self.run_id()):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if wanted(command):
+                found.append(pid)
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the step is in metrics.jsonl."""
+        end = time.monotonic() + START_S
+        while not any(row["step"] >= step for row in self.metrics()):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end, f"step {step} did not come within {START_S} s"
+            select.select([], [], [], POLL_S)
+
+    def finish(self, timeout_s: float = START_S) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def assert_nothing_left(self, within_s: float = 10.0) -> None:
+        """No process and no shared memory of the run, at the latest so many seconds from now."""
+        end = time.monotonic() + within_s
+        run_id = self.run_id()
+        while True:
+            processes = janitor.processes_of(run_id)
+            segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()} - self.shared_memory_before
+            registered = self.folder / "shared_memory.txt"
+            mine = segments & set(registered.read_text().split()) if registered.exists() else set()
+            if not processes and not mine:
+                return
+            assert time.monotonic() < end, (processes, mine)
+            select.select([], [], [], POLL_S)
+
+
+def start(folder: Path, *overrides: str, command: str = "train") -> Driver:
+    """Start `megarl train` on the inputs in `folder`."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder))
+    name = next((each.split("=")[1] for each in overrides if each.startswith("run.name=")), "run")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl", command, str(recipe), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    return Driver(process, folder / "runs" / name, {path.name for path in janitor.SHARED_MEMORY.iterdir()})
+
+
+def is_rank(command: str) -> bool:
+    return command.startswith("ray::RankActor")
+
+
+def is_server(command: str) -> bool:
+    return "megarl.rollout.sglang_cpu" in command
+
+
+def kill(pids: list[int]) -> None:
+    assert pids, "nothing to kill"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,98 @@
+"""The real engines together, without the command line: what one computes, the others compute too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.cluster.roles import Batch
+from megarl.core.timing import PhaseTimer
+from megarl.preflight import preflight
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.rollout.client import Sampling, ServerClient
+from megarl.session import TrainSession, train_session
+from tests.end_to_end.harness import RECIPE
+
+pytestmark = pytest.mark.slow
+
+NUM_PROMPTS = 64
+
+
+@pytest.fixture(scope="module")
+def recipe(inputs: Path) -> Recipe:
+    path = inputs / "engines.yaml"
+    path.write_text(RECIPE.format(folder=inputs))
+    overrides = ["run.name=engines", "cluster.devices=2", "rollout.servers=2", "rollout.temperature=0.7"]
+    return load_recipe(path, overrides, Recipe).recipe
+
+
+@pytest.fixture(scope="module")
+def session(recipe: Recipe) -> Iterator[TrainSession]:
+    """Two data-parallel ranks and two servers; one update has been made and sent."""
+    with train_session(recipe, preflight(recipe), PhaseTimer()) as session:
+        session.sync.push(1)
+        yield session
+
+
+def one_step(session: TrainSession, step: int, version: int) -> tuple[Batch, dict[str, float]]:
+    batch = session.rollout.generate(step, version)
+    assert session.reference is not None
+    metrics = session.actor.update(
+        batch,
+        old_logprobs=session.actor.logprobs(batch),
+        ref_logprobs=session.reference.logprobs(batch),
+        advantages=session.rollout.advantages(batch),
+    )
+    return batch, metrics
+
+
+def test_rollout_and_trainer_agree_before_and_after_updates(session: TrainSession) -> None:
+    for step, version in ((1, 1), (2, 2)):
+        batch, metrics = one_step(session, step, version)
+        assert batch.info.num_samples == 16 and batch.info.weight_version == version
+        assert metrics["rollout/logprob_diff_max"] < 1e-4
+        assert metrics["actor/grad_norm"] > 0
+        sync = session.sync.push(version + 1)
+        assert sync["sync/probe_diff_max"] < 1e-4
+        assert sync["sync/servers"] == 2
+    # The weights have moved: the reference, which has not, must say something else.
+    assert metrics["actor/kl_loss"] > 0
+
+
+def test_exported_greedy_answers_equal_the_pools(session: TrainSession, recipe: Recipe, tmp_path: Path) -> None:
+    session.actor.export(recipe.model.path.resolve(), tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(5)
+    prompts = [
+        torch.randint(10, 200, (int(length),), generator=generator).tolist()
+        for length in torch.randint(2, 25, (NUM_PROMPTS,), generator=generator)
+    ]
+
+    async def ask() -> list[list[int]]:
+        async with ServerClient(session.rollout.servers.endpoint) as router:
+            sampling = Sampling(max_tokens=16, temperature=0.0)
+            answers = await asyncio.gather(*(router.generate(prompt, sampling) for prompt in prompts))
+            return [answer.token_ids.tolist() for answer in answers]
+
+    for prompt, answer in zip(prompts, asyncio.run(ask()), strict=True):
+        with torch.no_grad():
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+        assert answer == expected.tolist()
+
+
+def test_a_server_that_dies_leaves_the_pool_and_the_run_goes_on(session: TrainSession) -> None:
+    import os
+    import signal
+
+    os.kill(session.rollout.servers.servers[1].pid, signal.SIGKILL)
+    sync = session.sync.push(10)
+    assert sync["sync/servers"] == 1 and sync["sync/probe_diff_max"] < 1e-4
+    batch, metrics = one_step(session, 10, 10)
+    assert batch.info.metrics["rollout/failed"] == 0
+    assert metrics["rollout/logprob_diff_max"] < 1e-4
