@@ -1,0 +1,161 @@
+"""Supervised processes, with real ones: readiness, death, deadlines, and what is left after the end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import DeadlineError, WorkerDiedError
+from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port, process_tree, start_all
+from tests.support.processes import ended
+
+CHILD = Path(__file__).with_name("http_child.py")
+SECRET = "a-secret-that-must-stay-one"
+
+Make = Callable[..., ManagedProcess]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes processes and stops them in the end."""
+    made: list[ManagedProcess] = []
+
+    def one(*flags: str, name: str = "server 0") -> ManagedProcess:
+        port = free_port()
+        process = ManagedProcess(
+            Command(
+                name=name,
+                argv=(sys.executable, str(CHILD), str(port), *flags),
+                log=tmp_path / f"{name}.log",
+                endpoint=Endpoint("127.0.0.1", port, "/health"),
+                env={"MEGARL_TEST": "1"},
+                secret=SECRET,
+            )
+        )
+        made.append(process)
+        return process
+
+    yield one
+    for process in made:
+        process.stop(0.1)
+
+
+def test_a_process_is_ready_when_it_answers(make: Make) -> None:
+    process = make()
+    process.start()
+    process.wait_ready(20)
+    assert process.alive()
+    assert f"secret of {len(SECRET)} characters" in process.log_tail()
+
+
+def test_the_secret_is_on_no_command_line_and_in_no_environment(make: Make) -> None:
+    process = make()
+    process.start()
+    process.wait_ready(20)
+    for file in ("cmdline", "environ"):
+        assert SECRET.encode() not in Path(f"/proc/{process.pid}/{file}").read_bytes()
+    assert b"MEGARL_TEST=1" in Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert SECRET not in repr(process.command)
+
+
+def test_a_process_that_dies_while_starting_is_noticed_at_once(make: Make) -> None:
+    process = make("die")
+    began = time.monotonic()
+    process.start()
+    with pytest.raises(WorkerDiedError, match=r"server 0 ended while it started. Its exit code was 3(?s:.)*on purpose"):
+        process.wait_ready(60)
+    assert time.monotonic() - began < 20
+
+
+def test_a_process_that_never_answers_is_a_deadline_error(make: Make) -> None:
+    process = make("silent")
+    process.start()
+    with pytest.raises(DeadlineError, match=r"server 0 was not ready within 0.5 s(?s:.)*end of .*server 0.log"):
+        process.wait_ready(0.5)
+
+
+def test_stop_ends_children_that_ignore_it_and_frees_the_port(make: Make) -> None:
+    process = make("child", "stubborn")
+    process.start()
+    process.wait_ready(20)
+    tree = process_tree(process.pid)
+    assert len(tree) == 2
+    process.stop(0.1)
+    assert ended(tree)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", process.command.endpoint.port))
+    process.stop()
+
+
+def test_stop_removes_shared_memory_that_a_killed_process_left(make: Make) -> None:
+    name = f"megarl_test_{secrets.token_hex(4)}"
+    process = make(f"segment={name}")
+    process.start()
+    process.wait_ready(20)
+    assert process.shm_names() == {name}
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait_exit(10)
+    assert "SIGKILL" in process.epitaph()
+    assert (Path("/dev/shm") / name).exists()
+    process.stop()
+    assert not (Path("/dev/shm") / name).exists()
+
+
+def test_shared_memory_of_others_is_left_alone(make: Make) -> None:
+    other = Path("/dev/shm") / f"megarl_test_{secrets.token_hex(4)}"
+    other.write_bytes(b"x")
+    process = make()
+    process.start()
+    process.wait_ready(20)
+    process.stop(0.1)
+    assert other.exists()
+    other.unlink()
+
+
+def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
+    script = f"""
+import sys, time
+from pathlib import Path
+from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port
+port = free_port()
+argv = (sys.executable, {str(CHILD)!r}, str(port))
+process = ManagedProcess(Command("s", argv, Path({str(tmp_path / "log")!r}), Endpoint("127.0.0.1", port, "/")))
+process.start()
+process.wait_ready(20)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert not ended([pid], within_s=0)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert ended([pid])
+
+
+def test_when_one_of_several_fails_all_are_stopped(make: Make) -> None:
+    well, ill = make(name="server 0"), make("die", name="server 1")
+    with pytest.raises(WorkerDiedError, match="server 1"):
+        start_all([well, ill], 20)
+    assert not well.alive()
+
+
+def test_a_process_that_was_never_started_says_so(make: Make) -> None:
+    process = make()
+    assert not process.alive()
+    assert process.wait_exit(0)
+    assert process.shm_names() == frozenset()
+    with pytest.raises(WorkerDiedError, match="was not started"):
+        assert process.pid
+    process.stop()

@@ -1,0 +1,67 @@
+"""The CPU adapter's own pieces; that SGLang runs on them is tested with the real server."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from megarl.rollout import sglang_cpu, sglang_cpu_kernels
+from megarl.rollout.sglang_cpu import StandInFinder, StandInModule
+
+
+def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.6.0")
+    with pytest.raises(SystemExit, match=r"written for sglang 0.5.21 and found 0.6.0"):
+        sglang_cpu.check_version()
+
+
+def test_the_installed_sglang_is_the_one_it_was_written_for() -> None:
+    sglang_cpu.check_version()
+
+
+def test_a_finder_answers_for_its_package_alone() -> None:
+    finder = StandInFinder("nowhere", lambda module: None)
+    assert finder.find_spec("nowhere.at.all") is not None
+    assert finder.find_spec("nowhere_else") is None
+
+
+def test_names_of_a_stand_in_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.meta_path", [StandInFinder("nowhere", lambda module: None)])
+    spec = importlib.util.find_spec("nowhere")
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    assert isinstance(module, StandInModule)
+    assert issubclass(module.OutOfResources, Exception)
+
+    def kernel() -> None:
+        pass
+
+    assert module.jit(kernel) is kernel
+    assert module.autotune(configs=[])(kernel) is kernel
+    with pytest.raises(AttributeError):
+        assert module.__wrapped__
+
+
+def test_triton_computes_what_sglang_computes_with_it() -> None:
+    module = StandInModule("triton")
+    sglang_cpu._triton_names(module)
+    assert [module.cdiv(value, 4) for value in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [module.next_power_of_2(value) for value in (1, 2, 3, 17)] == [1, 2, 4, 32]
+
+
+def test_new_cache_slots_go_to_the_rows_of_their_requests() -> None:
+    table = torch.zeros(3, 5, dtype=torch.int32)
+    sglang_cpu_kernels.assign_req_to_token_pool_cpu(
+        torch.tensor([2, 0]), table, torch.tensor([1, 0]), torch.tensor([3, 1]), torch.tensor([7, 8, 9]), 5
+    )
+    assert table.tolist() == [[9, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 7, 8, 0, 0]]
+
+
+def test_a_kernel_without_a_stand_in_says_its_name_when_called() -> None:
+    kernel = sglang_cpu_kernels.moe_align_block_size
+    with pytest.raises(NotImplementedError, match="moe_align_block_size"):
+        kernel()
+    with pytest.raises(AttributeError):
+        assert sglang_cpu_kernels.__wrapped__
