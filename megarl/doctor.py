@@ -6,7 +6,6 @@ Nothing heavy is imported: versions come from package metadata, modules from whe
 from __future__ import annotations
 
 import importlib.util
-import netrc
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from megarl.core.keys import wandb_key_place
 from megarl.core.platform import Platform, PlatformName, cuda_device_count, get_platform, num_local_devices
 from megarl.core.versions import installed, matches, pins
 
@@ -199,14 +199,9 @@ def _apex(platform: PlatformName) -> Finding:
 
 
 def _wandb_key() -> Finding:
-    if os.environ.get("WANDB_API_KEY"):
-        return Finding("wandb key", Level.OK, "in WANDB_API_KEY")
-    try:
-        stored = netrc.netrc(Path.home() / ".netrc").authenticators("api.wandb.ai")
-    except (OSError, netrc.NetrcParseError):
-        stored = None  # no such file, or one that wandb cannot read either
-    if stored:
-        return Finding("wandb key", Level.OK, "in ~/.netrc")
+    place = wandb_key_place()
+    if place:
+        return Finding("wandb key", Level.OK, f"in {place}")
     return Finding("wandb key", Level.NOTE, "none", "", "report.wandb writes offline; send it later with `wandb sync`")
 
 

@@ -1,0 +1,130 @@
+"""A run on the console: a bar with the phase and the time left, a line a step, a table at the end.
+
+Where the output is not a terminal (a file, a scheduler's log), the same lines come plain, without the bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from megarl.core.metrics import METRICS, PHASES, format_value
+from megarl.core.timing import PhaseTimer
+from megarl.report.history import read_history
+from megarl.report.summary import duration, summary_table
+
+# What a line shows, in this order, where the step has it: label, metrics to look for (the first found), width.
+FIELDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("loss", ("sft/loss",), 7),
+    ("reward", ("reward/mean",), 6),
+    ("acc", ("eval/accuracy",), 5),
+    ("kl", ("actor/kl_loss", "actor/approx_kl"), 9),
+    ("len", ("rollout/response_len_mean",), 6),
+    ("grad", ("actor/grad_norm",), 7),
+    ("tok/s", ("perf/tokens_per_s",), 6),
+)
+# Speed is the mean over this long: single steps differ (evaluations, checkpoints).
+SPEED_WINDOW_S = 3600.0
+
+
+class RunConsole:
+    """Progress of one run; a context manager, so that the terminal is restored whatever happens."""
+
+    def __init__(self, name: str, steps: int, out: Console) -> None:
+        self._out = out
+        self._steps = steps
+        self._seconds: list[float] = []
+        self._began = False
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("[cyan]{task.fields[phase]}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(),
+            console=out,
+            transient=True,
+            disable=not out.is_terminal,
+            speed_estimate_period=SPEED_WINDOW_S,
+        )
+        self._task = self._progress.add_task(name, total=steps, phase="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def phase(self, step: int | None, phase: str | None) -> None:
+        """A phase begins, or ends with None: what PhaseTimer calls."""
+        if step is not None and not self._began:
+            # A resumed run must not count the steps of its forerunner as its own speed.
+            self._progress.reset(self._task, total=self._steps, completed=step - 1, phase="")
+            self._began = True
+        self._progress.update(self._task, phase=phase or "")
+        if not self._out.is_terminal and step is None and phase is not None:
+            self._out.print(f"{phase}: {PHASES[phase]}", highlight=False)
+
+    def step(self, number: int, metrics: Mapping[str, float]) -> None:
+        """A step is done, or, for step 0, what was measured before the first."""
+        self._out.print(self._line(number, metrics), soft_wrap=True, highlight=False)
+        if number:
+            self._seconds.append(metrics.get("perf/step_s", 0.0))
+            self._progress.update(self._task, completed=number)
+
+    def finish(self, timer: PhaseTimer, metrics_file: Path, *, export: Path, curve: Path) -> None:
+        """Stop the bar and print the table of the whole run."""
+        self._progress.stop()
+        self._out.print(summary_table(read_history(metrics_file), timer.totals, timer.elapsed_s(), export, curve))
+
+    def _line(self, number: int, metrics: Mapping[str, float]) -> Text:
+        width = len(str(self._steps))
+        line = Text(f"{number:>{width}}/{self._steps}", style="bold")
+        for label, names, field_width in FIELDS:
+            name = next((name for name in names if name in metrics), None)
+            if name is not None:
+                line.append(f"  {label} ", style="dim")
+                line.append(f"{format_value(name, metrics[name]):<{field_width}}", style=_style(name))
+        if "perf/step_s" in metrics:
+            line.append(f"  {format_value('perf/step_s', metrics['perf/step_s'])} s", style="not bold")
+            line.append(f" ({self._phases(metrics)})", style="dim")
+        left = self._left_after(number, metrics)
+        if left is not None and not self._out.is_terminal:
+            line.append(f"  left {duration(left)}", style="dim")
+        line.rstrip()
+        return line
+
+    def _left_after(self, number: int, metrics: Mapping[str, float]) -> float | None:
+        if number == 0 or "perf/step_s" not in metrics:
+            return None
+        seconds = [*self._seconds, metrics["perf/step_s"]]
+        return sum(seconds) / len(seconds) * (self._steps - number)
+
+    @staticmethod
+    def _phases(metrics: Mapping[str, float]) -> str:
+        spent = [(phase, metrics[f"perf/{phase}_s"]) for phase in PHASES if f"perf/{phase}_s" in metrics]
+        return " ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent if seconds >= 0.05)
+
+
+def _style(name: str) -> str:
+    assert name in METRICS, name
+    return "green" if name in ("reward/mean", "eval/accuracy") else "not bold"

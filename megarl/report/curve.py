@@ -1,0 +1,172 @@
+"""A run as a picture: its metrics over the steps, drawn from metrics.jsonl. What a run did not measure is not drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megarl.core.metrics import METRICS, PHASES
+from megarl.report.history import Row, read_history, series
+
+# Okabe and Ito's colours: told apart by everybody.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#F0E442",
+)
+PHASE_COLORS = (BLUE, SKY, PURPLE, YELLOW, ORANGE, GREEN, RED)
+INK, FAINT = "#333333", "#DDDDDD"
+COLUMNS = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric in a panel."""
+
+    name: str
+    label: str
+    color: str
+    marker: str | None = None
+    right: bool = False  # on an axis of its own
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One part of the picture; drawn where the run has one of its lines."""
+
+    title: str
+    lines: tuple[Line, ...]
+    log: bool = False
+    unit_range: bool = False  # shows 0 to 1 whole
+    zero: bool = False  # shows 0
+
+
+PANELS = (
+    Panel(
+        "Reward and held-out accuracy",
+        (Line("reward/mean", "reward", BLUE), Line("eval/accuracy", "held-out accuracy", RED, "o")),
+        unit_range=True,
+    ),
+    Panel("Loss on demonstrations, nats", (Line("sft/loss", "cross entropy", BLUE),), zero=True),
+    Panel(
+        "Rollout against trainer, |log-prob difference|, nats",
+        (Line("rollout/logprob_diff_max", "largest", RED), Line("rollout/logprob_diff_mean", "mean", BLUE)),
+        log=True,
+    ),
+    Panel(
+        "KL and entropy, nats",
+        (
+            Line("actor/kl_loss", "KL to the reference", BLUE),
+            Line("actor/approx_kl", "KL of the update", SKY),
+            Line("actor/entropy", "entropy (right)", ORANGE, right=True),
+        ),
+        zero=True,
+    ),
+    Panel(
+        "Response length, tokens",
+        (Line("rollout/response_len_max", "longest", SKY), Line("rollout/response_len_mean", "mean", BLUE)),
+        zero=True,
+    ),
+    Panel(
+        "Gradient norm and learning rate",
+        (Line("actor/grad_norm", "gradient norm", BLUE), Line("actor/lr", "learning rate (right)", ORANGE, right=True)),
+        zero=True,
+    ),
+)  # fmt: skip
+
+
+def draw_curve(metrics_file: Path, target: Path) -> None:
+    """Draw the run's metrics into `target` (PNG). Raises UserError as read_history does."""
+    rows = read_history(metrics_file)
+    drawings: list[Callable[[Any], None]] = []
+    for panel in PANELS:
+        if any(series(rows, line.name)[0] for line in panel.lines):
+            drawings.append(partial(_draw_panel, panel=panel, rows=rows))
+    if any("perf/step_s" in row for row in rows):
+        drawings.append(partial(_draw_phases, rows=rows))
+    _save(drawings, f"{metrics_file.resolve().parent.name}: {len(rows)} rows of metrics", target)
+
+
+def _save(drawings: list[Callable[[Any], None]], title: str, target: Path) -> None:
+    # Figure without pyplot: no window system, no global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_rows = max(1, -(-len(drawings) // COLUMNS))
+    figure = Figure(figsize=(5.2 * COLUMNS, 3.5 * num_rows + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold", color=INK)
+    grid = figure.subplots(num_rows, COLUMNS, squeeze=False)
+    for axes, draw in zip(grid.flat, drawings, strict=False):
+        draw(axes)
+    for axes in grid.flat[len(drawings) :]:
+        axes.set_axis_off()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=110, facecolor="white")
+
+
+def _dress(axes: Any, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_xlabel("step", fontsize=9, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, labelsize=9, colors=INK)
+
+
+def _draw_panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
+    right: Any = None
+    handles = []
+    for line in panel.lines:
+        assert line.name in METRICS, line.name
+        steps, values = series(rows, line.name)
+        if not steps:
+            continue
+        if line.right and right is None:
+            right = axes.twinx()
+            right.spines[["top", "right", "left"]].set_visible(False)
+            right.tick_params(length=0, labelsize=9, colors=line.color)
+        # A lone point has no line: it needs a marker to be seen.
+        marker = line.marker or ("o" if len(steps) == 1 else None)
+        place = right if line.right else axes
+        handles += place.plot(
+            steps, values, color=line.color, label=line.label, marker=marker, markersize=4.5, linewidth=1.8
+        )
+    _dress(axes, panel.title)
+    if panel.log and any(value > 0 for line in panel.lines for value in series(rows, line.name)[1]):
+        axes.set_yscale("log")
+    if panel.unit_range and all(0 <= value <= 1 for line in panel.lines for value in series(rows, line.name)[1]):
+        axes.set_ylim(-0.03, 1.03)
+    for place in (axes, right) if panel.zero else ():
+        if place is not None and place.get_ylim()[0] > 0:
+            place.set_ylim(bottom=0)
+    axes.legend(handles=handles, fontsize=9, frameon=False, labelcolor=INK)
+
+
+def _draw_phases(axes: Any, rows: list[Row]) -> None:
+    """Seconds of each step as a bar, cut by phase; what no phase covers is grey."""
+    steps = [row["step"] for row in rows if row.get("perf/step_s") is not None]
+    totals = [float(row["perf/step_s"]) for row in rows if row.get("perf/step_s") is not None]
+    base = [0.0] * len(steps)
+    shown = [phase for phase in PHASES if any(row.get(f"perf/{phase}_s") for row in rows)]
+    width = 0.85 if len(steps) < 100 else 1.0
+    for number, phase in enumerate(shown):
+        heights = [float(row.get(f"perf/{phase}_s") or 0.0) for row in rows if row.get("perf/step_s") is not None]
+        color = PHASE_COLORS[number % len(PHASE_COLORS)]
+        axes.bar(steps, heights, width, bottom=base, label=phase, color=color)
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+    rest = [max(0.0, total - low) for total, low in zip(totals, base, strict=True)]
+    axes.bar(steps, rest, width, bottom=base, label="other", color="#BBBBBB")
+    _dress(axes, "Seconds of a step, by phase")
+    axes.set_ylim(top=max(totals) * 1.35 if max(totals) > 0 else 1.0)
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper left", labelcolor=INK)

@@ -1,0 +1,51 @@
+"""metrics.jsonl, the record of a run: one JSON object a line, `step` and the step's metrics. Reading and trimming it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+Row = dict[str, Any]
+
+
+def read_history(file: Path) -> list[Row]:
+    """The rows, in order. A last line that a killed run left half-written is not a row.
+
+    Raises UserError where the file is missing or another line is not a row.
+    """
+    if not file.is_file():
+        raise UserError(f"{file} does not exist: a run writes it into its folder from its first step on.")
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number} is not JSON ({error}). Remove that line, or the file.") from None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f'{file}, line {number} is not a row of metrics: it must be an object with a whole "step".')
+        rows.append(row)
+    return rows
+
+
+def trim_history(file: Path, last_step: int) -> None:
+    """Keep the rows up to last_step, and drop what a run wrote after the checkpoint that is gone on from."""
+    rows = [row for row in read_history(file) if row["step"] <= last_step] if file.exists() else []
+    temporary = file.with_name(f".{file.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)
+
+
+def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, where a row has it."""
+    found = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]

@@ -1,0 +1,167 @@
+"""Where a step's metrics go beside the console: metrics.jsonl always, TensorBoard and wandb as the recipe says.
+
+Every writer receives the same names; a name that is not in the table of metrics is refused before any of them writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from megarl.core.errors import UserError
+from megarl.core.keys import wandb_key_place
+from megarl.core.metrics import check_names
+from megarl.recipe.schema import AnyRecipe
+from megarl.report.history import METRICS_FILE, trim_history
+
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FOLDER = "wandb"
+
+
+class MetricWriter(Protocol):
+    """Takes every step's metrics."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step. What is written survives the death of this process, at the latest, from the next step on."""
+
+    def close(self) -> None:
+        """Finish; called exactly once."""
+
+
+class JsonlWriter:
+    """metrics.jsonl: a line a step, on its way to the disk as soon as written. Values that are not finite are null."""
+
+    def __init__(self, file: Path, resumed_step: int | None = None) -> None:
+        """resumed_step: go on after this step, dropping later lines; None begins anew."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if resumed_step is not None:
+            trim_history(file, resumed_step)
+        self._file = file.open("a" if resumed_step is not None else "w", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step."""
+        values = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """Event files, through tensorboard's own writer: torch is not needed for a few numbers."""
+
+    def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
+        """resumed_step: TensorBoard then forgets what an earlier file says of later steps."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._file = EventFileWriter(str(folder))
+        if resumed_step is not None:
+            restart = SessionLog(status=SessionLog.START)
+            self._file.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart))
+            self._file.flush()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._file.close()
+
+
+class WandbWriter:
+    """Weights & Biases: offline, without touching the network, where wandb finds no key. Files lie in the run's folder.
+
+    A resumed run is a new wandb run in the same group: what was sent cannot be taken back.
+    """
+
+    def __init__(self, folder: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
+        """config: what wandb shows beside the run; plain values."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "report.wandb is set, but wandb is not installed. Install it (pip install wandb), or leave report.wandb out."
+            ) from error
+        # The machine's statistics, the program's output and its source are nobody's business but the user's.
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+        )
+        # None leaves it to the user's own WANDB_MODE, or to wandb: online.
+        mode: Literal["offline"] | None = None if os.environ.get("WANDB_MODE") or wandb_key_place() else "offline"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                group=name,
+                config=dict(config),
+                dir=str(folder),
+                mode=mode,
+                settings=settings,
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"wandb could not start: {error}. Set WANDB_MODE=offline to go on without its server."
+            ) from error
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run; sends what is not yet sent."""
+        self._run.finish()
+
+
+class Writers:
+    """All writers of a run. One that fails in writing stops the run; closing reaches every one of them."""
+
+    def __init__(self, *writers: MetricWriter) -> None:
+        self._writers = writers
+        self._stack = ExitStack()
+        for writer in reversed(writers):
+            self._stack.callback(writer.close)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step, to everybody. Raises MegarlError where a name is not in the table of metrics."""
+        check_names(metrics)
+        for writer in self._writers:
+            writer.write(step, metrics)
+
+    def close(self) -> None:
+        """Close every writer, also where one of them fails; a second call does nothing."""
+        self._stack.close()
+
+
+def open_writers(folder: Path, recipe: AnyRecipe, *, resumed_step: int | None = None) -> Writers:
+    """The writers that the recipe asks for, in the run's folder. resumed_step: the step that the run goes on after."""
+    with ExitStack() as opened:
+        writers: list[MetricWriter] = [JsonlWriter(folder / METRICS_FILE, resumed_step)]
+        opened.callback(writers[0].close)
+        if recipe.report.tensorboard:
+            writers.append(TensorBoardWriter(folder / TENSORBOARD_FOLDER, resumed_step))
+            opened.callback(writers[1].close)
+        if recipe.report.wandb is not None:
+            config = recipe.model_dump(mode="json")
+            writers.append(WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config))
+        opened.pop_all()
+    return Writers(*writers)
