@@ -27,7 +27,8 @@ from megarl.recipe.schema import Recipe, SftRecipe
 from megarl.recipe.source import dump_yaml
 from megarl.report.console import RunConsole
 from megarl.report.curve import draw_curve
-from megarl.report.writers import METRICS_FILE, Writers, open_writers
+from megarl.report.history import METRICS_FILE
+from megarl.report.writers import Writers, open_writers
 from megarl.sft import SftCast, sft
 from megarl.train import Cast, State, train
 

@@ -16,7 +16,7 @@ __version__ = "0.0.0+megarl.standin"
 __path__: list[str] = []
 
 
-def assign_req_to_token_pool_cpu(  # noqa: PLR0917  the signature is SGLang's
+def assign_req_to_token_pool_cpu(
     req_pool_indices: Tensor,
     req_to_token: Tensor,
     start_offset: Tensor,
