@@ -2,74 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from megarl.core.platform import get_platform
-from megarl.models.bootstrap import prepare_megatron
+from megarl.models.gpt import build_gpt, packed_params, transformer_config
 from megarl.models.hf_config import load_model_config
+from megarl.models.hf_weights import load_hf_weights
+from tests.models.parity import LENGTHS, megatron_logits, packed_tokens, transformers_logprobs
 from tests.support.tiny import write_tiny_qwen
 
-prepare_megatron(get_platform("cpu"))
-
-from megarl.models.gpt import build_gpt, packed_params  # noqa: E402
-from megarl.models.hf_weights import export_buckets, load_hf_weights, save_hf  # noqa: E402
-from megarl.rollout.process import free_port  # noqa: E402
-from megarl.training.layout import Layout  # noqa: E402
-from megarl.training.parallel import close_parallel, init_parallel  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("one_rank")
+CPU = get_platform("cpu")
 CASES = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}),
     ("qwen2", {}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    ("llama", {"rope_theta": 5000.0}),
+    ("llama", {"rope_theta": 5000.5}),
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    init_parallel(0, Layout(), get_platform("cpu"), "127.0.0.1", free_port(), timeout_s=60, seed=1)
-    yield
-    close_parallel()
+def loaded(folder: Path) -> torch.nn.Module:
+    config = load_model_config(folder)
+    model = build_gpt(config, tp=1, dtype=torch.float32, platform=CPU).eval()
+    load_hf_weights(model, config, folder, 0, 1)
+    return model
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES)
-def test_packed_logits_equal_transformers(family: str, overrides: dict[str, object], tmp_path: Path) -> None:
+def test_packed_logprobs_equal_transformers(family: str, overrides: dict[str, object], tmp_path: Path) -> None:
     write_tiny_qwen(tmp_path, family, tokenizer=True, **overrides)
-    config = load_model_config(tmp_path)
-    model = build_gpt(config, tp=1, dtype=torch.float32, platform=get_platform("cpu")).eval()
-    load_hf_weights(model, config, tmp_path, 0, 1)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    lengths = [7, 1, 33, 20]
-    tokens = torch.randint(0, 128, (sum(lengths),), generator=torch.Generator().manual_seed(3))
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    ours = megatron_logits(loaded(tmp_path), 128).log_softmax(-1)
+    assert (ours - transformers_logprobs(tmp_path, 128)).abs().max().item() < 1e-5
+
+
+def test_packed_sequences_know_nothing_of_each_other(tmp_path: Path) -> None:
+    model = loaded(write_tiny_qwen(tmp_path))
+    tokens, positions, bounds = packed_tokens(128)
     with torch.no_grad():
-        ours = model(tokens[None], positions[None], None, packed_seq_params=packed_params(bounds))[0]
-        theirs = torch.cat([reference(part[None]).logits[0] for part in tokens.split(lengths)])
-    difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
-    assert difference < 1e-5
+        packed = model(tokens[None], positions[None], None, packed_seq_params=packed_params(bounds))[0]
+        for start, length in zip(bounds.tolist(), LENGTHS, strict=False):
+            part = tokens[start : start + length]
+            alone = model(part[None], torch.arange(length)[None], None)[0]
+            torch.testing.assert_close(packed[start : start + length], alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "overrides"), CASES)
-def test_export_gives_back_every_bit(family: str, overrides: dict[str, object], tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    write_tiny_qwen(source, family, tokenizer=True, **overrides)
-    config = load_model_config(source)
-    model = build_gpt(config, tp=1, dtype=torch.float32, platform=get_platform("cpu"))
-    load_hf_weights(model, config, source, 0, 1)
-    save_hf(export_buckets(model, config, None, 1 << 14), config, source, target, max_shard_bytes=1 << 17)
-    expected = load_file(source / "model.safetensors")
-    found = {name: tensor for path in target.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    assert len(list(target.glob("*.safetensors"))) > 1
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-    AutoModelForCausalLM.from_pretrained(target)
-    assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+def test_the_longest_sequence_and_not_the_pack_bounds_positions() -> None:
+    params = packed_params(torch.tensor([0, 3, 10, 12], dtype=torch.int32))
+    assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (7, 7, "thd")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_have_the_dtype_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_qwen(tmp_path))
+    model = build_gpt(config, tp=1, dtype=dtype, platform=CPU)
+    load_hf_weights(model, config, tmp_path, 0, 1)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_the_loss_is_not_rescaled_and_nothing_is_dropped(tmp_path: Path) -> None:
+    settings = transformer_config(
+        load_model_config(write_tiny_qwen(tmp_path)), tp=1, dtype=torch.bfloat16, platform=CPU
+    )
+    assert settings.calculate_per_token_loss
+    assert settings.attention_softmax_in_fp32
+    assert settings.attention_dropout == settings.hidden_dropout == 0.0
+    assert settings.bf16

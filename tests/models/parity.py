@@ -1,0 +1,36 @@
+"""Megarl's logits and transformers' on the same packed tokens. Import after Megatron is prepared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.models.gpt import packed_params
+
+LENGTHS = (7, 1, 33, 20)
+
+
+def packed_tokens(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [T], positions [T], bounds [S + 1] of sequences of LENGTHS."""
+    tokens = torch.randint(0, vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return tokens, positions, torch.tensor([0, *LENGTHS]).cumsum(0).int()
+
+
+def megatron_logits(model: torch.nn.Module, vocab_size: int) -> Tensor:
+    """[T, this rank's columns], the sequences packed into one pass."""
+    tokens, positions, bounds = packed_tokens(vocab_size)
+    with torch.no_grad():
+        logits: Tensor = model(tokens[None], positions[None], None, packed_seq_params=packed_params(bounds))[0]
+    return logits
+
+
+def transformers_logprobs(folder: Path, vocab_size: int) -> Tensor:
+    """[T, vocabulary], natural log, each sequence in a pass of its own."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    parts = packed_tokens(vocab_size)[0].split(LENGTHS)
+    with torch.no_grad():
+        return torch.cat([model(part[None]).logits[0] for part in parts]).log_softmax(-1)
