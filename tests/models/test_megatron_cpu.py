@@ -1,0 +1,99 @@
+"""The CPU adapter reaches Megatron and nobody else, and refuses what it was not written for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import megatron.core.optimizer.optimizer as megatron_optimizer
+import megatron.core.parallel_state as megatron_state
+import pytest
+import torch
+
+from megarl.core.errors import MegarlError
+from megarl.core.platform import get_platform
+from megarl.models import bootstrap, megatron_cpu, megatron_torch_adam
+
+
+def test_megatron_sees_a_device_and_nobody_else_does() -> None:
+    assert megatron_state.torch.cuda.device_count() == 1
+    assert megatron_state.torch is not torch
+    assert torch.cuda.device_count() == 0
+    assert not torch.cuda.is_available()
+
+
+def test_megatron_makes_cuda_tensors_on_the_cpu_and_nobody_else_does() -> None:
+    made = megatron_optimizer.torch.zeros(2, device="cuda", pin_memory=True)
+    assert made.device.type == "cpu"
+    assert torch.ones(2).cuda().device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_only_megatrons_optimizers_are_told_that_a_tensor_is_of_cuda() -> None:
+    tensor = torch.zeros(2, dtype=torch.bfloat16)
+    told = eval("tensor.type()", {"tensor": tensor, "__name__": "megatron.core.optimizer.optimizer"})
+    assert told == "torch.cuda.BFloat16Tensor"
+    assert tensor.type() == "torch.BFloat16Tensor"
+    assert tensor.type(torch.float32).dtype == torch.float32
+
+
+def test_streams_and_events_have_nothing_to_wait_for() -> None:
+    cuda = megatron_state.torch.cuda
+    with cuda.stream(cuda.Stream()), cuda.current_stream() as stream:
+        event = stream.record_event()
+        stream.wait_event(event)
+        cuda.current_stream().wait_stream(stream)
+        cuda.synchronize()
+    assert event.query()
+    assert stream == cuda.default_stream()
+
+
+def test_random_states_are_the_cpus() -> None:
+    from megatron.core.tensor_parallel.random import _get_cuda_rng_state, _set_cuda_rng_state
+
+    state = _get_cuda_rng_state()
+    first = torch.rand(3)
+    _set_cuda_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_installing_again_changes_nothing() -> None:
+    before = torch.Tensor.type, megatron_state.torch, torch.compile
+    bootstrap.prepare_megatron(get_platform("cpu"))
+    assert (torch.Tensor.type, megatron_state.torch, torch.compile) == before
+
+
+def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
+    monkeypatch.delattr(torch.Tensor, megatron_cpu.MARK)
+    with pytest.raises(
+        MegarlError, match=r"megatron_cpu\.py was written for megatron-core 0\.16\.1 and found 0\.17\.0"
+    ):
+        megatron_cpu.install()
+    with pytest.raises(MegarlError, match=r"megatron_torch_adam\.py was written for"):
+        megatron_torch_adam.check_version("megatron_torch_adam.py")
+
+
+def test_the_adapter_refuses_a_machine_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MegarlError, match="must not be used where CUDA is available"):
+        megatron_cpu.install()
+
+
+@pytest.mark.parametrize("fused", ["has_transformer_engine", "has_apex"])
+def test_a_cuda_platform_with_a_fused_adam_is_left_alone(fused: str) -> None:
+    # In a process of its own: in this one the adapters are already there.
+    code = f"""
+import sys
+from dataclasses import replace
+from megarl.core.platform import get_platform
+from megarl.models.bootstrap import prepare_megatron
+
+plain = replace(get_platform("cuda"), has_transformer_engine=False, has_apex=False)
+prepare_megatron(replace(plain, {fused}=True))
+found = [name for name in sys.modules if "megatron" in name]
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
