@@ -38,7 +38,7 @@ def sample_weights(lengths: ArrayLike, mode: Reduction, max_tokens: int) -> Floa
     elif mode == "constant":
         if max_tokens < 1:
             raise ValueError(f"constant needs max_tokens of at least 1; got {max_tokens}")
-        weights[filled] = 1 / (len(counts) * max_tokens)
+        weights[filled] = 1 / (max(1, len(counts)) * max_tokens)
     else:
         raise ValueError(f"mode must be token-mean, sequence-mean or constant; got {mode!r}")
     return weights.astype(np.float32)

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from megarl.core.metrics import METRICS, PHASES, format_value
+from megarl.core.metrics import PHASES, format_value
 from megarl.core.timing import PhaseTimer
 from megarl.report.history import read_history
 from megarl.report.summary import duration, summary_table
@@ -37,6 +37,7 @@ FIELDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("grad", ("actor/grad_norm",), 7),
     ("tok/s", ("perf/tokens_per_s",), 6),
 )
+HIGHLIGHTED = ("reward", "acc")
 # Speed is the mean over this long: single steps differ (evaluations, checkpoints).
 SPEED_WINDOW_S = 3600.0
 
@@ -49,6 +50,7 @@ class RunConsole:
         self._steps = steps
         self._seconds: list[float] = []
         self._began = False
+        self._shown: set[str] = set()  # labels that a line of this run has had
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -102,8 +104,15 @@ class RunConsole:
         for label, names, field_width in FIELDS:
             name = next((name for name in names if name in metrics), None)
             if name is not None:
+                self._shown.add(label)
                 line.append(f"  {label} ", style="dim")
-                line.append(f"{format_value(name, metrics[name]):<{field_width}}", style=_style(name))
+                line.append(
+                    f"{format_value(name, metrics[name]):<{field_width}}",
+                    style="green" if label in HIGHLIGHTED else "not bold",
+                )
+            elif label in self._shown:
+                # What not every step has keeps its place, so that the columns stay columns.
+                line.append(" " * (len(label) + field_width + 3))
         if "perf/step_s" in metrics:
             line.append(f"  {format_value('perf/step_s', metrics['perf/step_s'])} s", style="not bold")
             line.append(f" ({self._phases(metrics)})", style="dim")
@@ -123,8 +132,3 @@ class RunConsole:
     def _phases(metrics: Mapping[str, float]) -> str:
         spent = [(phase, metrics[f"perf/{phase}_s"]) for phase in PHASES if f"perf/{phase}_s" in metrics]
         return " ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent if seconds >= 0.05)
-
-
-def _style(name: str) -> str:
-    assert name in METRICS, name
-    return "green" if name in ("reward/mean", "eval/accuracy") else "not bold"

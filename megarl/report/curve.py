@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,10 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
     "#56B4E9",
     "#F0E442",
 )
-PHASE_COLORS = (BLUE, SKY, PURPLE, YELLOW, ORANGE, GREEN, RED)
+PHASE_COLORS = (BLUE, SKY, PURPLE, YELLOW, ORANGE, GREEN, RED, "#8C6D31")
 INK, FAINT = "#333333", "#DDDDDD"
 COLUMNS = 3
+CURVE_FILE = "curve.png"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def draw_curve(metrics_file: Path, target: Path) -> None:
             drawings.append(partial(_draw_panel, panel=panel, rows=rows))
     if any("perf/step_s" in row for row in rows):
         drawings.append(partial(_draw_phases, rows=rows))
-    _save(drawings, f"{metrics_file.resolve().parent.name}: {len(rows)} rows of metrics", target)
+    _save(drawings, f"{metrics_file.resolve().parent.name}, {rows[-1]['step'] if rows else 0} steps", target)
 
 
 def _save(drawings: list[Callable[[Any], None]], title: str, target: Path) -> None:
@@ -136,6 +138,7 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
             right = axes.twinx()
             right.spines[["top", "right", "left"]].set_visible(False)
             right.tick_params(length=0, labelsize=9, colors=line.color)
+            right.ticklabel_format(axis="y", scilimits=(-3, 4))
         # A lone point has no line: it needs a marker to be seen.
         marker = line.marker or ("o" if len(steps) == 1 else None)
         place = right if line.right else axes
@@ -143,14 +146,14 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
             steps, values, color=line.color, label=line.label, marker=marker, markersize=4.5, linewidth=1.8
         )
     _dress(axes, panel.title)
-    if panel.log and any(value > 0 for line in panel.lines for value in series(rows, line.name)[1]):
-        axes.set_yscale("log")
+    if panel.log:
+        _whole_decades(axes, [value for line in panel.lines for value in series(rows, line.name)[1] if value > 0])
     if panel.unit_range and all(0 <= value <= 1 for line in panel.lines for value in series(rows, line.name)[1]):
         axes.set_ylim(-0.03, 1.03)
     for place in (axes, right) if panel.zero else ():
         if place is not None and place.get_ylim()[0] > 0:
             place.set_ylim(bottom=0)
-    axes.legend(handles=handles, fontsize=9, frameon=False, labelcolor=INK)
+    _legend(axes, handles=handles)
 
 
 def _draw_phases(axes: Any, rows: list[Row]) -> None:
@@ -168,5 +171,24 @@ def _draw_phases(axes: Any, rows: list[Row]) -> None:
     rest = [max(0.0, total - low) for total, low in zip(totals, base, strict=True)]
     axes.bar(steps, rest, width, bottom=base, label="other", color="#BBBBBB")
     _dress(axes, "Seconds of a step, by phase")
-    axes.set_ylim(top=max(totals) * 1.35 if max(totals) > 0 else 1.0)
-    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper left", labelcolor=INK)
+    _legend(axes)
+
+
+def _legend(axes: Any, **options: Any) -> None:
+    """Below the panel, where no line can pass under it."""
+    axes.legend(
+        **options, loc="upper left", bbox_to_anchor=(-0.02, -0.16), ncols=3, fontsize=9, frameon=False, labelcolor=INK
+    )
+
+
+def _whole_decades(axes: Any, values: list[float]) -> None:
+    """A logarithmic axis from a power of ten to a power of ten; linear where nothing is above 0."""
+    from matplotlib.ticker import NullFormatter
+
+    if not values:
+        return
+    axes.set_yscale("log")
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    axes.set_ylim(10.0**low, 10.0 ** max(high, low + 1))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(which="minor", length=0)

@@ -1,0 +1,104 @@
+# What a person runs by hand. Everything below happens in .venv and in folders that git ignores.
+
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules
+
+IS_3_11 := import sys; sys.exit(sys.version_info[:2] != (3, 11))
+PYTHON ?= $(shell for name in python3.11 python3 python; do \
+  $$name -c '$(IS_3_11)' 2>/dev/null && { echo $$name; exit; }; done; echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.lock
+# Named after the content, not its date: a checkout that changes no pin installs nothing.
+INSTALLED := $(VENV)/installed-$(shell cat $(LOCK) setup.py | sha256sum | cut -c1-16)
+INPUTS := .cache/quickstart
+SFT_RUN := runs/quickstart-sft
+RUN := runs/quickstart
+
+# Two OpenMP threads beside other busy processes run many times slower than one.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+.PHONY: help setup quickstart test test-fast lint format lock bench clean
+
+help: ## This list
+	@printf 'megarl: make <target>\n\n'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
+	@printf '\nAnother interpreter for .venv: make setup PYTHON=/path/to/python3.11\n'
+
+setup: $(INSTALLED) ## Make .venv from requirements/cpu.lock, with pip alone; instant where it is up to date
+
+$(INSTALLED):
+	@$(PYTHON) -c '$(IS_3_11)' || { \
+	  printf 'megarl: the packages are locked for Python 3.11, and "%s" is %s.\n' '$(PYTHON)' "$$($(PYTHON) --version 2>&1 || true)"; \
+	  printf 'Install Python 3.11 beside it and name it: make setup PYTHON=/path/to/python3.11\n'; exit 2; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  printf 'megarl: "%s" cannot make virtual environments. On Debian and Ubuntu: apt install python3.11-venv\n' '$(PYTHON)'; \
+	  exit 2; } >&2
+	@echo "== installing into $(VENV) from $(LOCK); about 2 GB, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --no-deps -r $(LOCK)
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import torch' || { \
+	  printf 'megarl: torch was installed but cannot be imported (above). The lock leaves out the CUDA libraries, so that\n'; \
+	  printf 'torch must be its CPU build: requirements/README.md says how pip finds it.\n'; exit 2; } >&2
+	@rm -f $(VENV)/installed-*
+	@touch $@
+
+$(INPUTS)/model/config.json: tools/make_tiny_model.py | $(INSTALLED)
+	@echo "== making a tiny Qwen3 with random weights"
+	@$(BIN)/python tools/make_tiny_model.py --out $(INPUTS)/model
+
+$(INPUTS)/data/sft.jsonl: tools/make_arithmetic.py | $(INSTALLED)
+	@echo "== making the arithmetic task"
+	@$(BIN)/python tools/make_arithmetic.py --out $(INPUTS)/data
+
+# Runs once: a finished run, which has its HF folder, is shown again; an unfinished one goes on from its last
+# checkpoint, or begins anew where it has none. $(1): megarl's command, $(2): recipe, $(3): the run's folder.
+define run_once
+if [ -f $(3)/hf/config.json ]; then \
+  echo "== $(3) is there already (to train it again: rm -r $(3))"; \
+  $(BIN)/python -m megarl.report $(3); \
+elif compgen -G '$(3)/checkpoints/step_*/COMMITTED' >/dev/null; then \
+  $(BIN)/megarl $(1) $(2) --resume; \
+else \
+  rm -rf $(3); \
+  $(BIN)/megarl $(1) $(2); \
+fi
+endef
+
+quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ## Train a tiny model: a warm start by SFT, then GRPO
+	@echo "== warm start"
+	@$(call run_once,sft,recipes/quickstart_sft.yaml,$(SFT_RUN))
+	@echo "== reinforcement learning"
+	@$(call run_once,train,recipes/quickstart.yaml,$(RUN))
+
+test: lint ## All checks and all tests; under 20 minutes on two cores
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu"
+
+test-fast: $(INSTALLED) ## The tests that start no servers; under 2 minutes
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+lint: $(INSTALLED) ## Formatting, linter, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Format the code, and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lock: ## Compile requirements/cpu.lock anew; needs uv (requirements/README.md)
+	@command -v uv >/dev/null || { echo 'megarl: compiling the lock needs uv; requirements/README.md says how' >&2; exit 2; }
+	cd requirements && uv pip compile cpu.in --override cpu-overrides.txt --python-version 3.11 --no-header --upgrade -o cpu.lock.new
+	{ echo '# Compiled from cpu.in and cpu-overrides.txt by `make lock`. Install with: pip install --no-deps -r requirements/cpu.lock'; \
+	  cat requirements/cpu.lock.new; } > $(LOCK)
+	rm requirements/cpu.lock.new
+
+bench: $(INSTALLED) ## All benchmarks, one after the other; results in bench/results/
+	for script in bench/*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python "$$script"; done
+
+clean: ## Remove caches and the quickstart's inputs; runs/ and .venv stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info $(INPUTS)
+	find megarl tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""Shows a run that is over: its table again, from what lies in its folder. `python -m megarl.report runs/quickstart`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.core.errors import UserError
+from megarl.core.metrics import PHASES
+from megarl.report.curve import CURVE_FILE, draw_curve
+from megarl.report.history import METRICS_FILE, read_history
+from megarl.report.summary import summary_table
+
+
+def main() -> None:
+    """Print the table and draw the curve anew. The seconds are those of the steps alone."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.report", description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="a run's folder")
+    folder: Path = parser.parse_args().folder
+    try:
+        rows = read_history(folder / METRICS_FILE)
+    except UserError as error:
+        sys.stderr.write(f"megarl: {error}\n")
+        sys.exit(error.exit_code)
+    draw_curve(folder / METRICS_FILE, folder / CURVE_FILE)
+    totals = {phase: sum(row.get(f"perf/{phase}_s") or 0.0 for row in rows) for phase in PHASES}
+    spent = {phase: seconds for phase, seconds in totals.items() if seconds > 0}
+    elapsed_s = sum(row.get("perf/step_s") or 0.0 for row in rows)
+    Console().print(summary_table(rows, spent, elapsed_s, folder / "hf", folder / CURVE_FILE))
+
+
+if __name__ == "__main__":
+    main()

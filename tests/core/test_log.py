@@ -1,0 +1,70 @@
+"""Logging: everything to the file, warnings to the console, secrets nowhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.core.log import RunLog, get_logger, setup_logging
+
+SECRET = "s3cret"
+LONGER = f"{SECRET}-and-more"
+
+
+@pytest.fixture
+def run_log(tmp_path: Path) -> Iterator[RunLog]:
+    log = setup_logging(tmp_path / "logs" / "driver.log", secrets=[SECRET])
+    yield log
+    log.close()
+
+
+def written(tmp_path: Path) -> str:
+    return (tmp_path / "logs" / "driver.log").read_text()
+
+
+def test_file_has_all_and_console_has_warnings(
+    run_log: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = get_logger("megarl.cluster.pool")
+    logger.debug("detail")
+    logger.info("two servers up")
+    logger.warning("server 1 is slow")
+    console = capsys.readouterr().err
+    assert "server 1 is slow" in console and "two servers up" not in console
+    assert "INFO megarl.cluster.pool: two servers up" in written(tmp_path)
+    assert "server 1 is slow" in written(tmp_path) and "detail" not in written(tmp_path)
+
+
+def test_secrets_are_hidden_also_in_stack_traces(
+    run_log: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_log.hide(LONGER)
+    try:
+        raise RuntimeError(f"refused key {LONGER}")
+    except RuntimeError:
+        get_logger("megarl").exception("with %s", SECRET)
+    for text in (written(tmp_path), capsys.readouterr().err):
+        assert "s3cret" not in text and "and-more" not in text
+        assert text.count("[hidden]") == 2 and "RuntimeError" in text
+
+
+def test_nothing_is_printed_twice_and_close_undoes_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = setup_logging(tmp_path / "logs" / "driver.log", console_level=None)
+    get_logger("megarl.x").warning("during")
+    log.close()
+    get_logger("megarl.x").warning("after")
+    assert written(tmp_path).count("during") == 1 and "after" not in written(tmp_path)
+    assert [record.message for record in caplog.records] == ["after"]
+    assert "during" not in capsys.readouterr().err
+
+
+def test_names_stay_under_megarl() -> None:
+    assert get_logger("megarl.train").name == "megarl.train"
+    assert get_logger("__main__").name == "megarl.__main__"
+    assert get_logger("megarlish").name == "megarl.megarlish"
+    assert isinstance(get_logger("megarl"), logging.Logger)

@@ -1,0 +1,128 @@
+"""The phase timer, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.core.metrics import check_names
+from megarl.core.timing import PhaseTimer, Span
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_s(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_seconds_of_a_step(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.step(1):
+        with timer.phase("rollout"), timer.waiting():
+            clock.pass_s(3)
+        with timer.phase("update"):
+            clock.pass_s(0.5)
+            with timer.waiting():
+                clock.pass_s(4.0)
+        with timer.phase("rollout"), timer.waiting():
+            clock.pass_s(2)
+        clock.pass_s(0.5)
+    metrics = timer.metrics(num_tokens=900)
+    check_names(metrics)
+    assert metrics == pytest.approx(
+        {
+            "perf/step_s": 10,
+            "perf/rollout_s": 5,
+            "perf/update_s": 4.5,
+            "perf/driver_s": 1,
+            "perf/driver_fraction": 0.1,
+            "perf/tokens_per_s": 90,
+            "perf/train_tokens_per_s": 200,
+        }
+    )
+
+
+def test_a_step_forgets_the_one_before_but_totals_go_on(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.phase("start"):
+        clock.pass_s(7)
+    for step in (1, 2):
+        with timer.step(step), timer.phase("update"):
+            clock.pass_s(step)
+    assert timer.metrics(0)["perf/update_s"] == 2
+    assert "perf/start_s" not in timer.metrics(0)
+    assert timer.totals == {"start": 7, "update": 3}
+
+
+def test_a_wait_inside_of_a_wait_counts_once(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.step(1), timer.waiting():
+        clock.pass_s(1)
+        with timer.waiting():
+            clock.pass_s(1)
+    assert timer.metrics(0)["perf/driver_s"] == 0
+
+
+def test_waits_before_the_step_are_not_the_steps(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.waiting():
+        clock.pass_s(5)
+    with timer.step(1):
+        clock.pass_s(2)
+    assert timer.metrics(0)["perf/driver_s"] == 2
+
+
+def test_an_error_closes_everything(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with pytest.raises(RuntimeError), timer.step(1), timer.phase("sync"), timer.waiting():
+        clock.pass_s(2)
+        raise RuntimeError
+    with timer.step(2), timer.phase("update"):
+        clock.pass_s(1)
+    assert timer.metrics(0)["perf/step_s"] == timer.metrics(0)["perf/driver_s"] == 1
+    assert timer.totals == {"sync": 2, "update": 1}
+
+
+def test_spans_are_data_for_a_trace(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with timer.step(1):
+        clock.pass_s(1)
+        with timer.phase("update"):
+            clock.pass_s(2)
+    timer.add_span("forward", "actor", 1.25, 2.0)
+    assert timer.spans == [
+        Span("update", "driver", 1, 3),
+        Span("step", "driver", 0, 3),
+        Span("forward", "actor", 1.25, 2.0),
+    ]
+
+
+def test_phases_are_announced(clock: Clock) -> None:
+    heard: list[tuple[int | None, str | None]] = []
+    timer = PhaseTimer(on_phase=lambda step, phase: heard.append((step, phase)), clock=clock)
+    with timer.phase("start"):
+        pass
+    with timer.step(4), timer.phase("update"):
+        pass
+    assert heard == [(None, "start"), (None, None), (4, "update"), (4, None)]
+
+
+def test_misuse_is_caught(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    with pytest.raises(AssertionError, match="is not one of"), timer.phase("lunch"):
+        pass
+    with pytest.raises(AssertionError, match="inside of phase 'update'"), timer.phase("update"), timer.phase("sync"):
+        pass
+    with pytest.raises(AssertionError, match="inside of step 1"), timer.step(1), timer.step(2):
+        pass

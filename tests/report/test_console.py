@@ -1,0 +1,153 @@
+"""The console: plain lines where there is no terminal, a bar where there is one, and the final table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megarl.core.timing import PhaseTimer
+from megarl.report.console import RunConsole
+
+STEP = {
+    "reward/mean": 0.5,
+    "actor/approx_kl": 1e-3,
+    "rollout/response_len_mean": 20.0,
+    "actor/grad_norm": 0.25,
+    "perf/tokens_per_s": 1000.0,
+    "perf/step_s": 4.0,
+    "perf/rollout_s": 3.0,
+    "perf/update_s": 0.9,
+    "perf/advantages_s": 0.01,
+}
+
+
+def console(terminal: bool = False, steps: int = 10) -> tuple[RunConsole, io.StringIO]:
+    out = io.StringIO()
+    return RunConsole("demo", steps, Console(file=out, force_terminal=terminal, width=100)), out
+
+
+def lines(out: io.StringIO) -> list[str]:
+    return out.getvalue().splitlines()
+
+
+def test_a_step_is_one_line() -> None:
+    run, out = console()
+    with run:
+        run.step(1, STEP)
+    (line,) = lines(out)
+    assert " ".join(line.split()) == (
+        "1/10 reward 0.500 kl 1.00e-03 len 20.0 grad 0.25 tok/s 1000 4.00 s (rollout 3.0 update 0.9) left 36.0 s"
+    )
+
+
+def test_time_left_is_the_mean_of_the_steps_done_here() -> None:
+    run, out = console(steps=100)
+    with run:
+        run.step(41, STEP | {"perf/step_s": 2.0})
+        run.step(42, STEP | {"perf/step_s": 4.0})
+    assert lines(out)[0].endswith("left 1:58") and lines(out)[1].endswith("left 2:54")
+
+
+def test_the_loss_on_the_reference_is_shown_before_the_updates_kl() -> None:
+    run, out = console()
+    with run:
+        run.step(1, STEP | {"actor/kl_loss": 0.02})
+    assert "kl 2.00e-02" in out.getvalue() and "1.00e-03" not in out.getvalue()
+
+
+def test_columns_stay_columns_when_a_value_comes_and_goes() -> None:
+    run, out = console()
+    with run:
+        for step in (0, 1, 2):
+            run.step(
+                step, {"eval/accuracy": 0.25} if step == 0 else STEP | ({"eval/accuracy": 0.5} if step == 2 else {})
+            )
+    assert "acc 0.250" in lines(out)[0] and "left" not in lines(out)[0]
+    assert lines(out)[1].index("kl") == lines(out)[2].index("kl")
+
+
+def test_a_supervised_step_shows_its_loss() -> None:
+    run, out = console()
+    with run:
+        run.step(3, {"sft/loss": 1.25, "actor/grad_norm": 2.0, "perf/step_s": 1.0})
+    assert "loss 1.2500" in out.getvalue() and "reward" not in out.getvalue()
+
+
+def test_without_a_terminal_only_what_is_outside_of_steps_is_announced() -> None:
+    run, out = console()
+    timer = PhaseTimer(on_phase=run.phase)
+    with run:
+        with timer.phase("start"):
+            pass
+        with timer.step(1), timer.phase("update"):
+            pass
+    assert lines(out) == ["start: servers and ranks started, models loaded"]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_the_phase_is_seen_while_it_runs() -> None:
+    run, out = console(terminal=True)
+    with run:
+        run.phase(5, "rollout")
+        run._progress.refresh()
+        assert "rollout" in out.getvalue() and "4/10" in out.getvalue()
+        run.step(5, STEP)
+        run._progress.refresh()
+        assert "5/10" in out.getvalue()
+
+
+def test_the_terminal_is_restored_after_an_error() -> None:
+    run, out = console(terminal=True)
+    with pytest.raises(RuntimeError), run:
+        run.phase(1, "update")
+        raise RuntimeError
+    shows_cursor, hides_cursor = "\x1b[?25h", "\x1b[?25l"
+    assert out.getvalue().rfind(shows_cursor) > out.getvalue().rfind(hides_cursor) >= 0
+
+
+def test_final_table(tmp_path: Path) -> None:
+    now = [0.0]
+    run, out = console()
+    timer = PhaseTimer(clock=lambda: now[0])
+    with timer.phase("start"):
+        now[0] += 30
+    with timer.step(1), timer.phase("rollout"):
+        now[0] += 60
+    now[0] += 10
+    rows = [
+        {"step": 0, "eval/accuracy": 0.25},
+        {
+            "step": 1,
+            "reward/mean": 0.3,
+            "perf/tokens_per_s": 1000,
+            "perf/step_s": 1.0,
+            "rollout/logprob_diff_max": 3e-6,
+        },
+        {
+            "step": 2,
+            "reward/mean": 0.9,
+            "perf/tokens_per_s": 2000,
+            "perf/step_s": 3.0,
+            "rollout/logprob_diff_max": 2e-6,
+        },
+        {"step": 2, "eval/accuracy": 0.95},
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with run:
+        run.finish(timer, file, export=Path("runs/demo/hf"), curve=Path("runs/demo/curve.png"))
+    table = [line.split() for line in lines(out)]
+    assert ["reward", "0.300", "0.900"] in table
+    assert ["held-out", "accuracy", "0.250", "0.950"] in table
+    # Weighted by seconds: (1000 * 1 + 2000 * 3) / 4.
+    assert ["whole", "step,", "tokens/s", "1,750"] in table
+    assert any(line[:2] == ["rollout", "against"] and line[-1] == "3.0e-06" for line in table)
+    assert ["start", "30.0", "s", "30.0%"] in table
+    assert ["rollout", "1:00", "60.0%"] in table
+    assert ["other", "10.0", "s", "10.0%"] in table
+    assert ["all", "1:40"] in table
+    assert "runs/demo/hf" in out.getvalue() and "runs/demo/curve.png" in out.getvalue()

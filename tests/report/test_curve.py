@@ -1,0 +1,64 @@
+"""The picture: a PNG with the panels that the run has figures for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+
+from megarl.core.errors import UserError
+from megarl.core.metrics import METRICS
+from megarl.report.curve import PANELS, draw_curve
+from megarl.report.history import Row
+
+
+def draw(tmp_path: Path, rows: list[Row]) -> tuple[int, int]:
+    """Draws rows; height and width of the picture in pixels."""
+    file, target = tmp_path / "metrics.jsonl", tmp_path / "run" / "curve.png"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_curve(file, target)
+    pixels = image.imread(target)
+    assert pixels.std() > 0.01, "the picture is not blank"
+    return pixels.shape[0], pixels.shape[1]
+
+
+def full_row(step: int) -> Row:
+    values = {name: 0.5 + 0.01 * step for name in METRICS if name != "sft/loss"}
+    return {"step": step, **values}
+
+
+def test_every_line_is_a_known_metric() -> None:
+    assert {line.name for panel in PANELS for line in panel.lines} <= set(METRICS)
+
+
+def test_more_panels_make_a_higher_picture(tmp_path: Path) -> None:
+    few, _ = draw(tmp_path, [{"step": step, "sft/loss": 2.0 / step, "perf/step_s": 1.0} for step in (1, 2, 3)])
+    many, _ = draw(tmp_path, [full_row(step) for step in range(1, 6)])
+    assert many > 1.5 * few
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"step": 0, "eval/accuracy": 0.3}],
+        [{"step": 1, "reward/mean": None, "actor/grad_norm": None, "perf/step_s": 0.0}],
+        [
+            {"step": 1, "rollout/logprob_diff_max": 0.0, "reward/mean": -2.0},
+            {"step": 2, "rollout/logprob_diff_max": 1e-7},
+        ],
+        [{"step": step, "perf/step_s": 1.0, "perf/update_s": 2.0} for step in range(1, 300)],
+    ],
+)
+def test_short_odd_and_long_runs_are_drawn(tmp_path: Path, rows: list[Row]) -> None:
+    file, target = tmp_path / "metrics.jsonl", tmp_path / "curve.png"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_curve(file, target)
+    assert target.stat().st_size > 1000
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
+        draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")

@@ -1,0 +1,57 @@
+"""metrics.jsonl: read whole lines, name broken ones, trim after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.report.history import read_history, series, trim_history
+
+ROWS = '{"step": 0, "eval/accuracy": 0.25}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(ROWS)
+    return path
+
+
+def test_reads_rows_and_series(file: Path) -> None:
+    rows = read_history(file)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert series(rows, "reward/mean") == ([1], [0.5])
+    assert series(rows, "eval/accuracy") == ([0], [0.25])
+
+
+def test_a_half_written_last_line_is_not_a_row(file: Path) -> None:
+    file.write_text(ROWS + '{"step": 3, "rew')
+    assert [row["step"] for row in read_history(file)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{nonsense\n", "line 4 is not JSON"),
+        ("[1]\n", "line 4 is not a row"),
+        ('{"reward/mean": 1}\n', "line 4 is not a row"),
+    ],
+)
+def test_broken_lines_are_named(file: Path, line: str, says: str) -> None:
+    file.write_text(ROWS + line + ROWS)
+    with pytest.raises(UserError, match=says):
+        read_history(file)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        read_history(tmp_path / "metrics.jsonl")
+
+
+def test_trim_drops_what_came_after(file: Path) -> None:
+    file.write_text(ROWS + '{"step": 3, "rew')
+    trim_history(file, 1)
+    assert file.read_text().splitlines() == ROWS.splitlines()[:2]
+    assert list(file.parent.iterdir()) == [file]

@@ -1,0 +1,45 @@
+"""The figures of the final table, and showing a finished run again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.report.history import Row
+from megarl.report.summary import duration, mean_rate
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1:00"), (185.4, "3:05"), (7384, "2:03:04"), (3599.6, "1:00:00")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_mean_rate_is_all_tokens_over_all_seconds() -> None:
+    rows: list[Row] = [
+        {"step": 0},
+        {"step": 1, "perf/train_tokens_per_s": 100.0, "perf/update_s": 2.0},
+        {"step": 2, "perf/train_tokens_per_s": None, "perf/update_s": 5.0},
+        {"step": 3, "perf/train_tokens_per_s": 40.0, "perf/update_s": 10.0},
+    ]
+    assert mean_rate(rows, "perf/train_tokens_per_s", "perf/update_s") == pytest.approx(600 / 12)
+    assert mean_rate(rows[:1], "perf/train_tokens_per_s", "perf/update_s") is None
+
+
+def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.report", str(tmp_path)]
+    missing = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert missing.returncode == 2 and "does not exist" in missing.stderr and "Traceback" not in missing.stderr
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.25, "perf/step_s": 2.0, "perf/update_s": 1.0}\n'
+        '{"step": 2, "reward/mean": 0.75, "perf/step_s": 2.0, "perf/update_s": 2.0}\n'
+    )
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    table = [line.split() for line in shown.stdout.splitlines()]
+    assert ["reward", "0.250", "0.750"] in table and ["update", "3.0", "s", "75.0%"] in table
+    assert (tmp_path / "curve.png").exists()

@@ -1,0 +1,153 @@
+"""Writers: what is on disk after a step, after a resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.core.errors import MegarlError, UserError
+from megarl.recipe.schema import SftRecipe
+from megarl.report.history import METRICS_FILE, read_history
+from megarl.report.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writers, open_writers
+
+
+class Recorder:
+    """Keeps what it is given; may fail on closing."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+        self.fails = fails
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.fails:
+            raise OSError("disk full")
+
+
+def recipe(**report: Any) -> SftRecipe:
+    return SftRecipe.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"train": "sft.jsonl"},
+            "train": {"steps": 3, "batch_samples": 2},
+            "report": report,
+        }
+    )
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [(event.step, pytest.approx(event.value)) for event in accumulator.Scalars(name)]
+
+
+def test_jsonl_is_on_disk_after_each_step_and_keeps_every_digit(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "run" / METRICS_FILE)
+    writer.write(1, {"reward/mean": 0.1 + 0.2, "actor/grad_norm": float("inf")})
+    (line,) = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "reward/mean": 0.30000000000000004, "actor/grad_norm": None}
+    writer.close()
+
+
+def test_jsonl_resumes_after_the_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / METRICS_FILE
+    for resumed, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        writer = JsonlWriter(file, resumed)
+        for step in steps:
+            writer.write(step, {"reward/mean": 10 * (resumed or 0) + step})
+        writer.close()
+    assert [(row["step"], row["reward/mean"]) for row in read_history(file)] == [(1, 1), (2, 2), (3, 23), (4, 24)]
+
+
+def test_jsonl_begins_anew_without_a_resume(tmp_path: Path) -> None:
+    for step in (1, 2):
+        writer = JsonlWriter(tmp_path / METRICS_FILE)
+        writer.write(step, {})
+        writer.close()
+    assert read_history(tmp_path / METRICS_FILE) == [{"step": 2}]
+
+
+def test_tensorboard_reads_what_was_written_and_forgets_what_a_resume_repeats(tmp_path: Path) -> None:
+    first = TensorBoardWriter(tmp_path)
+    for step in (1, 2, 3):
+        first.write(step, {"reward/mean": step / 10})
+    first.close()
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    second = TensorBoardWriter(tmp_path / "later", resumed_step=2)
+    second.write(3, {"reward/mean": 0.9})
+    second.close()
+    # Files of one folder are read in the order of their names, which begin with whole seconds.
+    (earlier,), (later,) = list(tmp_path.glob("events*")), list((tmp_path / "later").glob("events*"))
+    stem, seconds, rest = later.name.rpartition("tfevents.")[0], *later.name.rpartition("tfevents.")[2].split(".", 1)
+    later.rename(tmp_path / f"{stem}tfevents.{int(seconds) + 1}.{rest}")
+    assert earlier.exists()
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.9)]
+
+
+def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from megarl.report.writers import TensorBoardWriter as W; "
+        "w = W(Path(sys.argv[1])); w.write(1, {'reward/mean': 1.0}); w.close(); assert 'torch' not in sys.modules"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, str(tmp_path)]) == 0
+    assert scalars(tmp_path, "reward/mean") == [(1, 1.0)]
+
+
+def test_unknown_names_reach_no_writer() -> None:
+    recorder = Recorder()
+    writers = Writers(recorder)
+    with pytest.raises(MegarlError, match="reward/average"):
+        writers.write(1, {"reward/mean": 1.0, "reward/average": 1.0})
+    assert recorder.rows == []
+    writers.write(1, {"reward/mean": 1.0})
+    assert recorder.rows == [(1, {"reward/mean": 1.0})]
+
+
+def test_close_reaches_everybody_once_although_one_fails() -> None:
+    recorders = [Recorder(), Recorder(fails=True), Recorder()]
+    writers = Writers(*recorders)
+    with pytest.raises(OSError, match="disk full"):
+        writers.close()
+    writers.close()
+    assert [recorder.closed for recorder in recorders] == [1, 1, 1]
+
+
+def test_the_recipe_decides_who_writes(tmp_path: Path) -> None:
+    open_writers(tmp_path / "a", recipe()).close()
+    assert (tmp_path / "a" / METRICS_FILE).exists() and list((tmp_path / "a" / "tensorboard").glob("events*"))
+    open_writers(tmp_path / "b", recipe(tensorboard=False)).close()
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [METRICS_FILE]
+
+
+def test_wandb_missing_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb is not installed"):
+        open_writers(tmp_path, recipe(tensorboard=False, wandb={"project": "p"}))
+    # The writer that was opened before it is closed again: nothing warns of an open file.
+    assert (tmp_path / METRICS_FILE).read_text() == ""
+
+
+@pytest.mark.slow
+def test_wandb_writes_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    # An address where nobody answers: a call over the network would fail, or be told by wandb's log.
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    writer = WandbWriter(tmp_path / "run", "project", "name", {"seed": 1})
+    writer.write(1, {"reward/mean": 0.5})
+    writer.close()
+    (data,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"reward/mean" in data.read_bytes()
+    assert not list(tmp_path.glob("run/wandb/run-*"))
