@@ -31,6 +31,9 @@ Clients = dict[str, ServerClient]
 Failures = dict[str, MegarlError]  # by the server's name
 
 GRACE_S = 10.0  # how long servers may take to notice that an attempt was given up
+# How long a broadcast may take: a server that just answered needs moments to join, and a link carries more than this.
+JOIN_S = 30.0
+SLOWEST_BYTES_PER_S = 50e6
 ARRIVAL_POLL_S = 0.005
 
 
@@ -51,6 +54,7 @@ class BroadcastSender:
 
     host: this node's address, as the servers reach it. control: the trainer ranks' own process group, over which rank 0
     tells the others whether to gather once more; None where there is one rank. timeout_s: longest single attempt.
+    join_s: how long a broadcast waits for its members; gloo cannot be told to give up earlier.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class BroadcastSender:
         timeout_s: float,
         control: dist.ProcessGroup | None = None,
         grace_s: float = GRACE_S,
+        join_s: float = JOIN_S,
     ) -> None:
         self._rank = rank
         self._host = host
@@ -71,6 +76,7 @@ class BroadcastSender:
         self._timeout_s = timeout_s
         self._control = control
         self._grace_s = grace_s
+        self._join_s = join_s
         self._group: SendGroup | None = None
         self._groups_made = 0
 
@@ -166,20 +172,21 @@ class BroadcastSender:
             )
             for seat in places
         }
+        reason = None
         try:
             # NCCL's members do not wait for each other until the first broadcast: their calls just return.
             while not (come := place.arrived() >= world_size - 1 or _all_well(calls)):
-                if time.monotonic() > end or _first_failure(calls):
+                if time.monotonic() > end or _failures(calls):
                     break
                 await asyncio.sleep(ARRIVAL_POLL_S)
             if come:
                 self._group = await asyncio.to_thread(connect, name, servers, place, self._backend)
         except RuntimeError as error:
-            place.close()
-            return await self._settle(calls, f"the group could not be made: {error}")
+            reason = f"the group could not be made: {error}"
+        first = _failures(calls)
         if self._group is None:
             place.close()
-        return await self._settle(calls, None)
+        return await self._settle(calls, first, reason)
 
     async def _stream(self, buckets: Buckets, clients: Clients, end: float) -> tuple[Failures, int]:
         """Send every bucket; after a failure the rest are still gathered, because the other ranks gather them too."""
@@ -202,27 +209,29 @@ class BroadcastSender:
             )
             for name, client in clients.items()
         }
-        sending = asyncio.create_task(group.broadcast(flatten(bucket, self._device), _left(end)))
+        flat = flatten(bucket, self._device)
+        limit_s = min(_left(end), self._join_s + flat.nbytes / SLOWEST_BYTES_PER_S)
+        sending = asyncio.create_task(group.broadcast(flat, limit_s))
         everything: set[asyncio.Task[None]] = {sending, *calls.values()}
         await asyncio.wait(everything, timeout=_left(end), return_when=asyncio.FIRST_EXCEPTION)
         if all(task.done() and task.exception() is None for task in everything):
             return {}
-        # Leaving frees the servers that still wait in the broadcast: they answer with an error, and say that they live.
-        self.close()
-        sending.cancel()
+        first = _failures(calls)
+        group.abort()
         (outcome,) = await asyncio.gather(sending, return_exceptions=True)
-        reason = None if outcome is None or isinstance(outcome, asyncio.CancelledError) else str(outcome)
-        return await self._settle(calls, reason)
+        # Leaving frees the servers that still wait in the broadcast: they answer with an error, and so say that they
+        # live.
+        self.close()
+        return await self._settle(calls, first, None if outcome is None else str(outcome))
 
-    async def _settle(self, calls: dict[str, asyncio.Task[None]], reason: str | None) -> Failures:
+    async def _settle(self, calls: dict[str, asyncio.Task[None]], first: Failures, reason: str | None) -> Failures:
         """Wait for what is left of the calls and say who is to blame for what went wrong; nobody where all went well.
 
-        Servers that cannot be reached or stay silent are. Where there are such, errors that others answered may only be
-        theirs passed on, so these get another attempt. reason: what went wrong on this side.
+        Servers that cannot be reached or stay silent are; else those that answered with an error of their own accord.
+        The errors of all others are these servers' passed on, so they get another attempt. first: who had failed when
+        the attempt was given up. reason: what went wrong on this side.
         """
-        await asyncio.wait(
-            calls.values(), timeout=None if reason is None and not _first_failure(calls) else self._grace_s
-        )
+        await asyncio.wait(calls.values(), timeout=self._grace_s if reason is not None or first else None)
         answered: Failures = {}
         silent: Failures = {}
         for name, call in calls.items():
@@ -237,7 +246,7 @@ class BroadcastSender:
                 raise error
         if reason is not None and not silent and not answered:
             raise SyncError(f"The weight sync failed on the trainer's side, every server is well: {reason}")
-        return silent or answered
+        return silent or {name: error for name, error in answered.items() if name in first} or answered
 
     async def _give_up(self, clients: Clients, failures: Failures) -> Failures:
         """Bring the servers that did not fail back to where an attempt starts; those that cannot, fail too."""
@@ -275,12 +284,14 @@ async def _everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[N
     return {name: error for name, error in zip(clients, results, strict=True) if error is not None}
 
 
-def _first_failure(calls: dict[str, asyncio.Task[None]]) -> bool:
-    return any(call.done() and not call.cancelled() and call.exception() is not None for call in calls.values())
+def _failures(calls: dict[str, asyncio.Task[None]]) -> Failures:
+    """Who has failed so far."""
+    done = {name: call.exception() for name, call in calls.items() if call.done() and not call.cancelled()}
+    return {name: error for name, error in done.items() if isinstance(error, MegarlError)}
 
 
 def _all_well(calls: dict[str, asyncio.Task[None]]) -> bool:
-    return all(call.done() for call in calls.values()) and not _first_failure(calls)
+    return all(call.done() for call in calls.values()) and not _failures(calls)
 
 
 def _left(end: float) -> float:

@@ -86,21 +86,24 @@ class SendGroup:
         """Send a tensor to every member; returns when it is on its way to all. Raises DeadlineError, RuntimeError."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        options.timeout = timedelta(seconds=timeout_s)
         work = self._backend.broadcast([tensor], options)
         try:
-            async with asyncio.timeout(timeout_s):
-                # Polled, because a wait could not be interrupted when a server's answer says that it is in vain.
+            # Gloo keeps the time itself, and frees its members when it is over; NCCL leaves that to us.
+            async with asyncio.timeout(timeout_s + POLL_S * 100):
                 while not work.is_completed():
                     await asyncio.sleep(POLL_S)
         except TimeoutError as late:
             raise DeadlineError(f"a broadcast of {tensor.nbytes:,} bytes took over {timeout_s:g} s") from late
         work.wait()
 
+    def abort(self) -> None:
+        """End what is under way; with gloo, which cannot, it ends when its time is over."""
+        self._backend.abort()
+
     def close(self) -> None:
-        """Leave: members that wait in a broadcast get an error."""
-        if self._backend is not None:
-            self._backend.abort()
-            self._backend = None
+        """Leave: members that wait for the sender get an error. No broadcast may be under way."""
+        self._backend = None
         self._place.close()
 
 

@@ -1,0 +1,213 @@
+"""The sending end against fake servers that really receive over gloo, one of which fails in every way there is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.rollout.client import ServerEndpoint
+from megarl.rollout.process import free_port
+from megarl.sync.broadcast import BroadcastSender, Bucket, SyncReport
+from tests.sync.receiver import Receiver
+
+WEIGHTS: dict[str, Tensor] = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "c": torch.arange(12, dtype=torch.float32).reshape(3, 4).T,
+    "d": torch.tensor(7.0),
+}
+NUM_BYTES = 24 + 4 + 48 + 4
+
+
+def buckets() -> Iterator[Bucket]:
+    """Two buckets; one tensor is not contiguous, one has no dimension."""
+    items = list(WEIGHTS.items())
+    yield items[:2]
+    yield items[2:]
+
+
+@contextmanager
+def serving(*receivers: Receiver) -> Iterator[None]:
+    """Receivers on an event loop of their own thread: the sender blocks this one."""
+    ready, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        for receiver in receivers:
+            await receiver.__aenter__()
+        ready.set()
+        await asyncio.to_thread(stop.wait)
+        for receiver in receivers:
+            await receiver.__aexit__(None, None, None)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    ready.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def make_sender(timeout_s: float = 20.0, grace_s: float = 5.0) -> BroadcastSender:
+    return BroadcastSender(
+        rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=timeout_s, grace_s=grace_s, join_s=0.5
+    )
+
+
+def send(sender: BroadcastSender, version: int, *receivers: Receiver) -> SyncReport:
+    report = sender.send(buckets, version, [receiver.endpoint for receiver in receivers])
+    assert report is not None
+    return report
+
+
+def holds(receiver: Receiver, version: int) -> bool:
+    """Whether it received everything, bit for bit, and serves that version."""
+    return (
+        receiver.version == str(version)
+        and not receiver.session
+        and receiver.weights.keys() == WEIGHTS.keys()
+        and all(receiver.weights[name].equal(tensor) for name, tensor in WEIGHTS.items())
+        and all(receiver.weights[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items())
+    )
+
+
+def test_all_servers_receive_all_weights_and_the_version() -> None:
+    one, two = Receiver("server 0"), Receiver("server 1")
+    with serving(one, two):
+        sender = make_sender()
+        report = send(sender, 1, one, two)
+        assert (report.ok, report.failed, report.attempts) == (("server 0", "server 1"), {}, 1)
+        assert report.num_bytes == NUM_BYTES
+        assert holds(one, 1)
+        assert holds(two, 1)
+        sender.close()
+
+
+def test_a_group_is_kept_for_the_next_sync() -> None:
+    one = Receiver("server 0")
+    with serving(one):
+        sender = make_sender()
+        for version in (1, 2, 3):
+            assert send(sender, version, one).ok == ("server 0",)
+            assert holds(one, version)
+        assert len(one.bodies("/init_weights_update_group")) == 1
+        sender.close()
+
+
+def break_init(receiver: Receiver) -> None:
+    receiver.refuse["/init_weights_update_group"] = (400, "broken")
+
+
+def break_begin(receiver: Receiver) -> None:
+    receiver.refuse["/begin_weight_update"] = (500, "broken")
+
+
+def break_first_bucket(receiver: Receiver) -> None:
+    receiver.refuse_bucket = 1
+
+
+def break_second_bucket(receiver: Receiver) -> None:
+    receiver.refuse_bucket = 2
+
+
+def break_version(receiver: Receiver) -> None:
+    receiver.refuse["/update_weight_version"] = (400, "broken")
+
+
+@pytest.mark.parametrize("ruin", [break_init, break_begin, break_first_bucket, break_second_bucket, break_version])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_server_that_answers_with_an_error_is_named_and_the_rest_are_updated(
+    ruin: Callable[[Receiver], None], place: int
+) -> None:
+    receivers = [Receiver("server 0"), Receiver("server 1")]
+    ill, well = receivers[place], receivers[1 - place]
+    with serving(*receivers):
+        ruin(ill)
+        sender = make_sender()
+        report = send(sender, 1, *receivers)
+        assert report.ok == (well.name,)
+        assert set(report.failed) == {ill.name}
+        assert "answered" in report.failed[ill.name]
+        assert holds(well, 1)
+        ill.refuse.clear()
+        ill.refuse_bucket = None
+        assert send(sender, 2, well).ok == (well.name,)
+        assert holds(well, 2)
+        sender.close()
+
+
+@pytest.mark.parametrize("path", ["/init_weights_update_group", "/begin_weight_update"])
+def test_a_server_that_does_not_answer_in_time_is_named(path: str) -> None:
+    ill, well = Receiver("server 0"), Receiver("server 1")
+    with serving(ill, well):
+        ill.hang.add(path)
+        sender = make_sender(timeout_s=1.0, grace_s=1.0)
+        began = time.monotonic()
+        report = send(sender, 1, ill, well)
+        assert time.monotonic() - began < 15
+        assert report.ok == ("server 1",)
+        assert "server 0" in report.failed["server 0"]
+        assert "no answer within" in report.failed["server 0"]
+        assert holds(well, 1)
+        sender.close()
+
+
+@pytest.mark.parametrize("bucket", [1, 2])
+def test_a_server_that_never_joins_a_broadcast_is_named(bucket: int) -> None:
+    ill, well = Receiver("server 0"), Receiver("server 1")
+    ill.hang_bucket = bucket
+    with serving(ill, well):
+        sender = make_sender(timeout_s=1.0, grace_s=1.0)
+        report = send(sender, 1, ill, well)
+        assert report.ok == ("server 1",)
+        assert set(report.failed) == {"server 0"}
+        assert holds(well, 1)
+        sender.close()
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    well = Receiver("server 1")
+    gone = ServerEndpoint("server 0", f"http://127.0.0.1:{free_port()}", "key")
+    with serving(well):
+        sender = make_sender()
+        report = sender.send(buckets, 1, [gone, well.endpoint])
+        assert report is not None
+        assert report.ok == ("server 1",)
+        assert "no answer" in report.failed["server 0"]
+        assert holds(well, 1)
+        sender.close()
+
+
+def test_with_no_server_left_the_report_says_so() -> None:
+    ill = Receiver("server 0")
+    with serving(ill):
+        ill.refuse["/begin_weight_update"] = (500, "broken")
+        report = send(make_sender(), 1, ill)
+        assert report.ok == ()
+        assert set(report.failed) == {"server 0"}
+
+
+def test_other_ranks_send_nothing() -> None:
+    sender = BroadcastSender(rank=1, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=1.0)
+    assert sender.send(buckets, 1, []) is None
+
+
+def test_a_failure_of_the_gathering_is_raised() -> None:
+    def broken() -> Iterator[Bucket]:
+        yield list(WEIGHTS.items())
+        raise RuntimeError("gathering failed")
+
+    one = Receiver("server 0")
+    with serving(one):
+        sender = make_sender()
+        with pytest.raises(RuntimeError, match="gathering failed"):
+            sender.send(broken, 1, [one.endpoint])
+        sender.close()

@@ -1,0 +1,34 @@
+"""The group's arithmetic and bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.rollout.client import ServerEndpoint
+from megarl.sync.group import MeetingPlace, flatten, seats
+
+
+def test_servers_take_as_many_ranks_as_they_have_after_the_sender() -> None:
+    servers = [ServerEndpoint(f"server {i}", "http://h:1", "key", tp) for i, tp in enumerate((2, 1, 4))]
+    places, world_size = seats(servers)
+    assert [place.rank_offset for place in places] == [1, 3, 4]
+    assert world_size == 8
+
+
+def test_a_bucket_is_the_bytes_of_its_tensors_end_to_end() -> None:
+    transposed = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T
+    flat = flatten([("a", transposed), ("b", torch.tensor([5], dtype=torch.int16))], torch.device("cpu"))
+    assert flat.dtype == torch.uint8
+    assert flat[:16].view(torch.float32).tolist() == [1.0, 3.0, 2.0, 4.0]
+    assert flat[16:].view(torch.int16).tolist() == [5]
+
+
+def test_a_meeting_place_listens_on_its_address_and_counts_who_waits() -> None:
+    place = MeetingPlace("127.0.0.1", 3, 1.0)
+    assert place.port > 0
+    assert place.arrived() == 0
+    assert place.store is not None
+    place.store.set("group/0/1", "address")
+    assert place.arrived() == 1
+    place.close()
+    assert place.arrived() == 0
