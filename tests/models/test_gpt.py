@@ -21,7 +21,7 @@ CASES = [
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}),
     ("qwen2", {}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    ("llama", {"rope_theta": 5000.5}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2.5}}),
 ]
 
 
