@@ -30,8 +30,9 @@ help: ## This list
 setup: $(INSTALLED) ## Make .venv from requirements/cpu.lock, with pip alone; instant where it is up to date
 
 $(INSTALLED):
-	@$(PYTHON) -c '$(IS_3_11)' || { \
-	  printf 'megarl: the packages are locked for Python 3.11, and "%s" is %s.\n' '$(PYTHON)' "$$($(PYTHON) --version 2>&1 || true)"; \
+	@$(PYTHON) -c '$(IS_3_11)' 2>/dev/null || { \
+	  printf 'megarl: the packages are locked for Python 3.11, and "%s" is %s.\n' '$(PYTHON)' \
+	    "$$($(PYTHON) --version 2>/dev/null || echo 'no Python that runs')"; \
 	  printf 'Install Python 3.11 beside it and name it: make setup PYTHON=/path/to/python3.11\n'; exit 2; } >&2
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  printf 'megarl: "%s" cannot make virtual environments. On Debian and Ubuntu: apt install python3.11-venv\n' '$(PYTHON)'; \
