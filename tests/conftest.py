@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.support.served import Pool
 
 # No deadline for a single example: on a busy machine the first one, which warms caches, would fail by the clock alone.
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One real SGLang server with its router, for all tests that leave it as they found it."""
+    from tests.support.served import serving
+
+    with serving(tmp_path_factory.mktemp("served")) as pool:
+        yield pool

@@ -1,0 +1,146 @@
+"""The real SGLang server and router: numbers against transformers, the key, and what they write."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.types import Prompt, Status
+from megarl.rollout.client import Sampling, ServerClient
+from megarl.rollout.process import process_tree
+from megarl.rollout.single_turn import generate_sample
+from tests.support.served import KEY, HfModel, Pool
+from tests.support.tiny import SPECIAL
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[5, 6, 7, 8, 9], [40, 30, 20], [10] * 12, [60, 61, 60, 61, 62, 63, 64]]
+END = SPECIAL.index("<|im_end|>")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_transformers(served: Pool, temperature: float) -> None:
+    reference = HfModel(served.model)
+
+    async def go() -> float:
+        async with ServerClient(served.router.endpoint) as client:
+            sampling = Sampling(32, temperature)
+            results = await asyncio.gather(*(client.generate(prompt, sampling) for prompt in PROMPTS * 2))
+        differences = []
+        for prompt, result in zip(PROMPTS * 2, results, strict=True):
+            expected = reference.logprobs([*prompt, *result.token_ids.tolist()], temperature)[len(prompt) - 1 :]
+            differences.append(np.abs(expected - result.logprobs).max())
+        return float(max(differences))
+
+    assert asyncio.run(go()) < 1e-5
+
+
+def test_prompt_logprobs_equal_transformers(served: Pool) -> None:
+    reference = HfModel(served.model)
+
+    async def go() -> list[np.ndarray]:
+        async with ServerClient(served.servers[0].endpoint) as client:
+            # Twice: the second time the prompts are in the cache.
+            await asyncio.gather(*(client.prompt_logprobs(prompt) for prompt in PROMPTS))
+            return await asyncio.gather(*(client.prompt_logprobs(prompt) for prompt in PROMPTS))
+
+    for prompt, found in zip(PROMPTS, asyncio.run(go()), strict=True):
+        np.testing.assert_allclose(found, reference.logprobs(prompt), atol=1e-5)
+
+
+def test_a_response_keeps_its_end_token_and_says_how_it_ended(served: Pool) -> None:
+    prompt = Prompt("p", np.array([5, 6, 7]), "p", "")
+
+    async def go() -> list[tuple[Status, list[int]]]:
+        async with ServerClient(served.router.endpoint) as client:
+            samples = await asyncio.gather(
+                *(
+                    generate_sample(client, prompt, Sampling(200), sample_id=str(i), group_id="g", deadline_s=60.0)
+                    for i in range(16)
+                )
+            )
+        return [(sample.status, sample.response_ids.tolist()) for sample in samples]
+
+    outcomes = asyncio.run(go())
+    completed = [tokens for status, tokens in outcomes if status is Status.COMPLETED]
+    assert completed, "of 16 responses of up to 200 tokens over 128 words some should have ended by chance"
+    for tokens in completed:
+        assert tokens[-1] == END
+        assert END not in tokens[:-1]
+    for status, tokens in outcomes:
+        assert status is Status.COMPLETED or len(tokens) == 200
+
+
+def test_a_stop_string_ends_a_response_whose_tokens_are_all_kept(served: Pool) -> None:
+    async def go() -> None:
+        async with ServerClient(served.router.endpoint) as client:
+            free = await client.generate([5, 6, 7], Sampling(24, temperature=0.0))
+            stop = free.text[5]
+            stopped = await client.generate([5, 6, 7], Sampling(24, temperature=0.0, stop=(stop,)))
+        first = free.text.index(stop)
+        assert stopped.finish == "stop"
+        assert stopped.text == free.text[:first]
+        assert stopped.token_ids.tolist() == free.token_ids[: len(stopped.token_ids)].tolist()
+        assert len(stopped.token_ids) == len(stopped.logprobs) > first
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("which", ["server", "router"])
+def test_nothing_is_answered_without_the_key(served: Pool, which: str) -> None:
+    process = served.servers[0] if which == "server" else served.router
+    endpoint = process.command.endpoint
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=10)
+    connection.request("POST", "/generate", '{"text": "a"}', {"Content-Type": "application/json"})
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_the_key_is_on_no_command_line_and_in_no_log(served: Pool) -> None:
+    for process in [*served.servers, served.router]:
+        for pid in process_tree(process.pid):
+            assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert KEY not in process.command.log.read_text()
+    assert "api_key='***'" in served.servers[0].command.log.read_text().replace("'api_key': ", "api_key=")
+
+
+def test_servers_and_router_listen_on_loopback_alone(served: Pool) -> None:
+    wanted = {process.command.endpoint.port for process in [*served.servers, served.router]}
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, _, port = fields[1].partition(":")
+            if fields[3] == "0A" and int(port, 16) in wanted:
+                found[int(port, 16)] = address
+    assert found == dict.fromkeys(wanted, "0100007F")
+
+
+def test_a_server_can_leave_the_router_and_come_back(served: Pool) -> None:
+    server = served.servers[0]
+    served.router.remove(server.url)
+    assert server.url not in served.router.workers()
+    served.router.remove(server.url)
+    served.router.add(server.endpoint)
+    assert server.url in served.router.workers()
+
+
+def test_abort_pause_and_flush(served: Pool) -> None:
+    async def go() -> None:
+        async with ServerClient(served.servers[0].endpoint) as client:
+            running = asyncio.create_task(client.generate([5, 6], Sampling(1500)))
+            while (await client.generate([7], Sampling(1))).finish not in ("length", "stop"):
+                continue
+            await client.abort()
+            ended = await asyncio.wait_for(running, 30)
+            assert ended.finish in ("abort", "stop")
+            await client.flush_cache()
+            await client.pause()
+            await client.resume()
+            assert (await client.generate([5, 6], Sampling(2, 0.0))).cached_tokens == 0
+
+    asyncio.run(go())

@@ -1,0 +1,82 @@
+"""A real SGLang server with its router, and an independent reference for its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.core.platform import get_platform
+from megarl.core.types import FloatArray
+from megarl.rollout.process import start_all
+from megarl.rollout.router import RouterProcess, RouterSpec
+from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from tests.support.tiny import write_tiny_qwen
+
+KEY = "key-of-the-tests-servers"
+START_S = 300.0
+
+
+class HfModel:
+    """The same weights under transformers, in float32 on one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> FloatArray:
+        """Log-probs of tokens 1.. given those before: [L - 1]."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([list(token_ids)])).logits[0, :-1] / temperature
+        labels = torch.tensor(list(token_ids[1:]))
+        found: FloatArray = torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0].numpy().astype(np.float32)
+        return found
+
+    def perturb(self, seed: int) -> None:
+        """Move every weight a little, as an optimizer step would."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.03)
+
+    def buckets(self, count: int = 3) -> Iterator[list[tuple[str, Tensor]]]:
+        """All weights under HF names, in so many buckets."""
+        items = list(self.model.state_dict().items())
+        size = -(-len(items) // count)
+        for start in range(0, len(items), size):
+            yield items[start : start + size]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Running servers and their router."""
+
+    servers: list[ServerProcess]
+    router: RouterProcess
+    model: Path
+    place: ProcessPlace
+
+
+@contextmanager
+def serving(folder: Path, num_servers: int = 1) -> Iterator[Pool]:
+    """Start servers and a router side by side on a tiny model; stop them in the end."""
+    model = write_tiny_qwen(folder / "model")
+    place = ProcessPlace(folder / "logs", KEY)
+    # Shows SGLang's settings in its log, where the key must not be.
+    spec = ServerSpec(model, "float32", kv_tokens=16384, extra=("--log-level", "info"))
+    platform = get_platform("cpu")
+    servers = [ServerProcess(f"server {index}", spec, platform, place) for index in range(num_servers)]
+    router = RouterProcess(RouterSpec(), place)
+    try:
+        start_all([router, *servers], START_S)
+        for server in servers:
+            router.add(server.endpoint)
+        yield Pool(servers, router, model, place)
+    finally:
+        for process in [router, *servers]:
+            process.stop()

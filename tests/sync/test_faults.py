@@ -1,0 +1,156 @@
+"""Servers that are really killed or stopped, in one pool of two, in this order: each test leaves it a little more broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megarl.core import janitor
+from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
+from megarl.sync.broadcast import BroadcastSender, Bucket
+from megarl.sync.verify import probe_servers, verify
+from tests.support.processes import ended
+from tests.support.served import KEY, HfModel
+
+pytestmark = pytest.mark.slow
+
+PROBE = [[5, 6, 7, 8, 9, 10], [40, 30, 20]]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Faulty:
+    """A pool whose parent is another process. Index 2 is the router."""
+
+    parent: subprocess.Popen[str]
+    folder: Path
+    run_id: str
+    model: Path
+    pids: list[int]
+    trees: list[list[int]]
+    segments: list[list[str]]
+    endpoints: list[ServerEndpoint]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    folder = tmp_path_factory.mktemp("faulty")
+    run_id = secrets.token_hex(8)
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.sync.faulty_pool", str(folder)],
+        env={**os.environ, janitor.RUN_ID_VARIABLE: run_id},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    line = parent.stdout.readline()
+    while line and not line.startswith("{"):
+        line = parent.stdout.readline()
+    facts = json.loads(line)
+    names = ("server 0", "server 1", "router")
+    endpoints = [ServerEndpoint(name, url, KEY) for name, url in zip(names, facts["urls"], strict=True)]
+    yield Faulty(
+        parent,
+        folder,
+        run_id,
+        Path(facts["model"]),
+        facts["pids"],
+        facts["trees"],
+        facts["segments"],
+        endpoints,
+    )
+    parent.stdin.close()
+    parent.wait(60)
+    parent.stdout.close()
+    janitor.clean(run_id, folder / "registry")
+
+
+def check(faulty: Faulty, servers: list[ServerEndpoint], trainer: HfModel, version: int) -> None:
+    answers = asyncio.run(probe_servers(servers, PROBE, 60.0))
+    assert not answers.failed
+    assert verify([trainer.logprobs(row) for row in PROBE], answers.logprobs, 1e-4, version) < 1e-5
+
+
+def test_a_server_that_freezes_in_a_sync_is_named_and_the_other_is_updated(faulty: Faulty) -> None:
+    trainer = HfModel(faulty.model)
+    trainer.perturb(1)
+
+    def freezing() -> Iterator[Bucket]:
+        first, *rest = trainer.buckets()
+        yield first
+        for pid in faulty.trees[1]:
+            os.kill(pid, signal.SIGSTOP)
+        yield from rest
+
+    sender = BroadcastSender(
+        rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0, grace_s=2.0, join_s=2.0
+    )
+    report = sender.send(freezing, 1, faulty.endpoints[:2])
+    for pid in faulty.trees[1]:
+        os.kill(pid, signal.SIGCONT)
+    assert report is not None
+    assert report.ok == ("server 0",)
+    assert list(report.failed) == ["server 1"]
+    assert report.seconds < 45
+    check(faulty, faulty.endpoints[:1], trainer, 1)
+    sender.close()
+
+
+def test_requests_are_answered_although_a_server_is_killed(faulty: Faulty) -> None:
+    async def go() -> list[int]:
+        async with ServerClient(faulty.endpoints[2]) as client, ServerClient(faulty.endpoints[1]) as doomed:
+            requests = [
+                asyncio.create_task(client.generate([5 + i % 40, 6, 7], Sampling(100), 120.0)) for i in range(24)
+            ]
+            # Answered in its turn, so the others are under way.
+            await doomed.generate([1, 2], Sampling(4))
+            os.kill(faulty.pids[1], signal.SIGKILL)
+            return [len(result.token_ids) for result in await asyncio.gather(*requests)]
+
+    lengths = asyncio.run(go())
+    assert len(lengths) == 24
+    assert all(lengths)
+
+
+def test_a_killed_servers_processes_end_with_it(faulty: Faulty) -> None:
+    assert ended(faulty.trees[1], within_s=10)
+
+
+def test_a_dead_server_in_a_sync_is_named_and_the_other_is_updated(faulty: Faulty) -> None:
+    trainer = HfModel(faulty.model)
+    trainer.perturb(2)
+    sender = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
+    report = sender.send(trainer.buckets, 2, faulty.endpoints[:2])
+    assert report is not None
+    assert report.ok == ("server 0",)
+    assert list(report.failed) == ["server 1"]
+    check(faulty, faulty.endpoints[:1], trainer, 2)
+    sender.close()
+
+
+def test_nothing_is_left_when_the_parent_is_killed(faulty: Faulty) -> None:
+    assert any((SHARED_MEMORY / name).exists() for names in faulty.segments for name in names)
+    faulty.parent.kill()
+    faulty.parent.wait()
+    everyone = [pid for tree in faulty.trees for pid in tree]
+    assert ended(everyone, within_s=10)
+    # What outlives its processes is the run's janitor's; it knows the names.
+    janitor.clean(faulty.run_id, faulty.folder / "registry")
+    assert janitor.processes_of(faulty.run_id) == []
+    assert not [name for names in faulty.segments for name in names if (SHARED_MEMORY / name).exists()]
+    for endpoint in faulty.endpoints:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", int(endpoint.url.rpartition(":")[2]))) != 0

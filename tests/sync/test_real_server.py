@@ -1,0 +1,93 @@
+"""Weights sent to the real SGLang server: its log-probs are then the new weights', and a wrong weight is found out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from megarl.core.errors import SyncError
+from megarl.rollout.client import Sampling, ServerClient
+from megarl.sync.broadcast import BroadcastSender, Bucket
+from megarl.sync.verify import probe_servers, verify
+from tests.support.served import HfModel, Pool
+
+pytestmark = pytest.mark.slow
+
+PROBE = [[5, 6, 7, 8, 9, 10], [40, 30, 20], [60, 61, 60, 61, 62, 63, 64]]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def sender(served: Pool) -> Iterator[BroadcastSender]:
+    """A sender that gives the server its own weights back in the end."""
+    made = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
+    yield made
+    original = HfModel(served.model)
+    made.send(original.buckets, 0, [served.servers[0].endpoint])
+    made.close()
+
+
+def difference(served: Pool, trainer: HfModel, version: int) -> float:
+    """What verify makes of the server's answers."""
+    answers = asyncio.run(probe_servers([served.servers[0].endpoint], PROBE, 60.0))
+    return verify([trainer.logprobs(row) for row in PROBE], answers.logprobs, TOLERANCE, version)
+
+
+def test_new_weights_arrive_and_serve_under_their_version(served: Pool, sender: BroadcastSender) -> None:
+    trainer = HfModel(served.model)
+    server = served.servers[0].endpoint
+    for version in (1, 2):
+        trainer.perturb(version)
+        with pytest.raises(SyncError, match="server 0"):
+            difference(served, trainer, version)
+        report = sender.send(trainer.buckets, version, [server])
+        assert report is not None
+        assert (report.ok, report.failed) == (("server 0",), {})
+        assert difference(served, trainer, version) < 1e-5
+
+    async def go() -> None:
+        async with ServerClient(served.router.endpoint) as client:
+            result = await client.generate([5, 6, 7, 8], Sampling(16))
+            assert [span.version for span in result.versions] == [2]
+            expected = trainer.logprobs([5, 6, 7, 8, *result.token_ids.tolist()])[3:]
+            np.testing.assert_allclose(result.logprobs, expected, atol=1e-5)
+
+    asyncio.run(go())
+
+
+def test_cached_prefixes_of_the_old_weights_are_forgotten(served: Pool, sender: BroadcastSender) -> None:
+    trainer = HfModel(served.model)
+    trainer.perturb(3)
+    server = served.servers[0].endpoint
+
+    async def cached() -> int:
+        async with ServerClient(server) as client:
+            await client.generate([9] * 20, Sampling(1))
+            return (await client.generate([9] * 20, Sampling(1))).cached_tokens
+
+    async def cached_after() -> int:
+        async with ServerClient(server) as client:
+            return (await client.generate([9] * 20, Sampling(1))).cached_tokens
+
+    assert asyncio.run(cached()) > 0
+    sender.send(trainer.buckets, 3, [server])
+    assert asyncio.run(cached_after()) == 0
+
+
+def test_one_wrong_weight_is_found_out(served: Pool, sender: BroadcastSender) -> None:
+    trainer = HfModel(served.model)
+    trainer.perturb(4)
+    name = "model.layers.1.self_attn.q_proj.weight"
+
+    def wrong() -> Iterator[Bucket]:
+        for bucket in trainer.buckets():
+            yield [(key, tensor.flip(0) if key == name else tensor) for key, tensor in bucket]
+
+    report = sender.send(wrong, 4, [served.servers[0].endpoint])
+    assert report is not None
+    assert report.ok == ("server 0",)
+    with pytest.raises(SyncError, match=r"Weight version 4 did not arrive .* server 0"):
+        difference(served, trainer, 4)
