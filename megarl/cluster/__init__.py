@@ -6,6 +6,12 @@ a secret of this process's own, which Ray's processes inherit. A token that is a
 
 import os
 import secrets
+import sys
+
+from megarl.core.errors import MegarlError
+
+if "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+    raise MegarlError("ray was imported before megarl.cluster, and has decided without a secret: import megarl.cluster first.")
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +66,7 @@ class Runtime:
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
         guard = janitor.start(run_id, registry, folders=[temp])
         runtime = cls(platform, folder, run_id, secrets.token_hex(32), temp, guard)
+        on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
                 address="local",
@@ -80,6 +83,10 @@ class Runtime:
         except Exception as error:
             runtime.close()
             raise MegarlError(f"Ray did not start on this machine: {error}") from error
+        finally:
+            # Ray puts a handler of its own there, which ends the process with an exit code of its own.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_terminate)
         return runtime
 
     def close(self) -> None:

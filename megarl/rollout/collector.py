@@ -186,7 +186,9 @@ class Collector:
             sequences = [[*sample.prompt.token_ids, *sample.response_ids] for sample in self._last.samples]
         else:
             sequences = [list(prompt.token_ids) for prompt in self._prompts.prompts]
-        chosen = [sequence[-PROBE_TOKENS:] for sequence in sequences if len(sequence) > 1][:PROBE_SEQUENCES]
+        usable = [sequence[-PROBE_TOKENS:] for sequence in sequences if len(sequence) > 1]
+        # Neighbours are of the same group and say much the same: spread over the step.
+        chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
         return [[int(token) for token in sequence] for sequence in chosen]
 
     async def _collect(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import secrets
 import select
 import signal
 import socket
@@ -19,19 +20,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.core import janitor
-from megarl.core.errors import DeadlineError, WorkerDiedError
+from megarl.core.errors import DeadlineError, MegarlError, WorkerDiedError
 
 GUARD = Path(__file__).with_name("guarded.py")
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT = 20000
+PORT_TRIES = 100
 POLL_S = 0.1
 CONNECT_S = 2.0
 KILL_WAIT_S = 5.0
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free on this address now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free on this address now, and that the kernel gives to nobody who does not ask for it by number.
+
+    A server binds its port only seconds after it was chosen: until then an ephemeral port could go to anybody.
+    """
+    first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
+    for _ in range(PORT_TRIES):
+        # Ray's workers take ports below the first of these.
+        wanted = secrets.randbelow(first_ephemeral - FIRST_PORT) + FIRST_PORT if first_ephemeral > FIRST_PORT else 0
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, wanted))
+            except OSError:
+                continue  # taken
+            return int(probe.getsockname()[1])
+    raise MegarlError(f"No free port was found on {host} in {PORT_TRIES} tries from {FIRST_PORT} to {first_ephemeral}.")
 
 
 @dataclass(frozen=True)

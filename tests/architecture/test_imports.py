@@ -34,6 +34,7 @@ ROOMS = (
     "session",
     "commands",
     "cli",
+    "__main__",
 )
 # What a room may not import although it stands below: the loops know nobody but the nouns and their recipe.
 LOOPS = {"train": {"core", "recipe"}, "sft": {"core", "recipe", "train"}, "doctor": {"core"}}

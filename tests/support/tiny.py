@@ -57,12 +57,10 @@ def write_tiny_qwen(
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings), dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             # Norms of one and biases of zero would hide mistakes.
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif "embed" not in name:
-                parameter.mul_(3)
     model.save_pretrained(folder)
     if tokenizer:
         write_tokenizer(folder)
