@@ -92,6 +92,8 @@ def test_stop_ends_children_that_ignore_it_and_frees_the_port(make: Make) -> Non
     process.stop(0.1)
     assert ended(tree)
     with socket.socket() as probe:
+        # Connections that were closed may linger on the port; a listener may not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", process.command.endpoint.port))
     process.stop()
 
