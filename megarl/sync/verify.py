@@ -72,13 +72,7 @@ def verify(
     trainer: one array [L - 1] a sequence, at temperature 1; servers: the same, by name. Raises SyncError, with every
     server's figure, where one is over `tolerance` or not a number.
     """
-    largest = {
-        name: max(
-            float(np.max(np.abs(np.asarray(theirs, np.float64) - np.asarray(ours, np.float64))))
-            for ours, theirs in zip(trainer, answer, strict=True)
-        )
-        for name, answer in servers.items()
-    }
+    largest = {name: _largest_difference(trainer, answer) for name, answer in servers.items()}
     if not largest:
         raise SyncError(f"Weight version {weight_version} cannot be verified: no server answered the probe.")
     # Written so that nan counts as wrong.
@@ -91,3 +85,10 @@ def verify(
             f"nats, allowed is {tolerance:g} (sync.tolerance)."
         )
     return max(largest.values())
+
+
+def _largest_difference(ours: Sequence[FloatArray], theirs: Sequence[FloatArray]) -> float:
+    """Over all sequences; nan where any is, which Python's own max would lose behind a number."""
+    return float(
+        np.max([np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))) for a, b in zip(ours, theirs, strict=True)])
+    )

@@ -33,6 +33,9 @@ def test_a_difference_over_the_tolerance_stops_with_every_servers_number() -> No
 def test_not_a_number_is_wrong() -> None:
     with pytest.raises(SyncError, match="server 0 nan"):
         verify(rows([-1.0]), {"server 0": rows([float("nan")])}, 1e9, 7)
+    # Also in a later sequence, behind one that is right.
+    with pytest.raises(SyncError, match="server 0 nan"):
+        verify(rows([-1.0], [-1.0]), {"server 0": rows([-1.0], [float("nan")])}, 1e9, 7)
 
 
 def test_nothing_to_compare_is_no_proof() -> None:
