@@ -38,6 +38,8 @@ FIELDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("tok/s", ("perf/tokens_per_s",), 6),
 )
 HIGHLIGHTED = ("reward", "acc")
+# Steps that are quicker share a line: hundreds of lines a minute are read by nobody, and metrics.jsonl has them all.
+SECONDS_A_LINE = 1.0
 # Speed is the mean over this long: single steps differ (evaluations, checkpoints).
 SPEED_WINDOW_S = 3600.0
 
@@ -49,6 +51,7 @@ class RunConsole:
         self._out = out
         self._steps = steps
         self._seconds: list[float] = []
+        self._unseen_s = 0.0  # seconds of steps since the last line
         self._began = False
         self._shown: set[str] = set()  # labels that a line of this run has had
         self._progress = Progress(
@@ -87,8 +90,11 @@ class RunConsole:
             self._out.print(f"{phase}: {PHASES[phase]}", highlight=False)
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """A step is done, or, for step 0, what was measured before the first."""
-        self._out.print(self._line(number, metrics), soft_wrap=True, highlight=False)
+        """A step is done, or, for step 0, what was measured before the first. A line a step, at most one a second."""
+        self._unseen_s += metrics.get("perf/step_s", SECONDS_A_LINE)
+        if self._unseen_s >= SECONDS_A_LINE or not self._seconds or number == self._steps or "eval/accuracy" in metrics:
+            self._out.print(self._line(number, metrics), soft_wrap=True, highlight=False)
+            self._unseen_s = 0.0
         if number:
             self._seconds.append(metrics.get("perf/step_s", 0.0))
             self._progress.update(self._task, completed=number)

@@ -70,6 +70,16 @@ def test_columns_stay_columns_when_a_value_comes_and_goes() -> None:
     assert lines(out)[1].index("kl") == lines(out)[2].index("kl")
 
 
+def test_quick_steps_share_a_line() -> None:
+    run, out = console()
+    with run:
+        for step in range(1, 11):
+            accuracy = {"eval/accuracy": 0.5} if step == 7 else {}
+            run.step(step, {"sft/loss": 1.0, "perf/step_s": 0.25} | accuracy)
+    # The first, every fourth from there, the evaluated one, and the last.
+    assert [int(line.split("/")[0]) for line in lines(out)] == [1, 5, 7, 10]
+
+
 def test_a_supervised_step_shows_its_loss() -> None:
     run, out = console()
     with run:
