@@ -1,0 +1,205 @@
+"""What the driver itself costs a step, and that it does not grow with the samples: the real loop over stub roles.
+
+The stubs are real Ray actors that receive and return shards and columns of the real size through the object store, and
+compute nothing. Everything else is the run's own: loop, handles, waits. One command:
+
+    python bench/driver_overhead.py
+
+Driver seconds are the step's wall time outside of waits for others, and the driver process's CPU time, waits included:
+the stricter of the two is held against the seconds of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
+from megarl.cluster.ranks import RankGroup
+from megarl.cluster.roles import Batch, ColumnRefs, Policy, Reference
+from megarl.cluster.runtime import Runtime
+from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.core.platform import get_platform
+from megarl.core.timing import PhaseTimer
+from megarl.core.types import BatchInfo, Column, EvalResult, MicroBatch, MiniBatch, Shard
+from megarl.recipe.schema import Data, Deadlines, Model, Recipe, Rollout, Train
+from megarl.train import Cast, State, train
+from megarl.training.layout import Layout
+
+import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
+
+RESULT = Path(__file__).parent / "results" / "driver_overhead.json"
+TOKENS_PER_SAMPLE = 128
+MICRO_BATCH_TOKENS = 4096
+STEPS = 12
+WARM_UP = 3
+
+
+def make_shard(samples: int) -> Shard:
+    """One mini-batch of so many samples, in micro-batches of MICRO_BATCH_TOKENS."""
+    per_micro = MICRO_BATCH_TOKENS // TOKENS_PER_SAMPLE
+    micros = []
+    for first in range(0, samples, per_micro):
+        count = min(per_micro, samples - first)
+        length = count * TOKENS_PER_SAMPLE
+        ones = np.ones(length, np.float32)
+        micros.append(
+            MicroBatch(
+                tokens=np.zeros(length, np.int64),
+                labels=np.zeros(length, np.int64),
+                cu_seqlens=np.arange(0, length + 1, TOKENS_PER_SAMPLE, dtype=np.int32),
+                loss_mask=ones,
+                weights=ones / length,
+                rollout_logprobs=-ones,
+                sample_index=np.arange(first, first + count, dtype=np.int64),
+            )
+        )
+    return Shard((MiniBatch(tuple(micros)),))
+
+
+def column_of(shard: Shard) -> Column:
+    return [[np.zeros(micro.num_tokens, np.float32) for micro in mini.micro_batches] for mini in shard.mini_batches]
+
+
+class StubRank:
+    """A rank that returns columns of the right size and computes nothing."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._facts = configure_process(spec)
+
+    def facts(self) -> ProcessFacts:
+        return self._facts
+
+    def logprobs(self, role: str, shard: Shard) -> tuple[None, Column]:
+        return None, column_of(shard)
+
+    def update(self, role: str, names: tuple[str, ...], shard: Shard, *columns: Column) -> dict[str, float]:
+        return {"actor/loss": float(shard.num_tokens)}
+
+
+class StubCollector:
+    """A collector that has its samples already."""
+
+    def __init__(self, spec: ProcessSpec, samples: int) -> None:
+        self._facts = configure_process(spec)
+        self._samples = samples
+        self._shard = make_shard(samples)
+
+    def facts(self) -> ProcessFacts:
+        return self._facts
+
+    def generate(self, step: int, version: int) -> tuple[BatchInfo, Shard]:
+        tokens = self._samples * TOKENS_PER_SAMPLE
+        return BatchInfo(step, version, self._samples, self._samples, 1, 0, tokens, {}), self._shard
+
+    def advantages(self, step: int) -> tuple[None, Column]:
+        return None, column_of(self._shard)
+
+
+@dataclass(frozen=True)
+class StubRollout:
+    worker: Worker
+    waiter: Waiter
+
+    def generate(self, step: int, weight_version: int) -> Batch:
+        info, shard = self.worker.handle.generate.options(num_returns=2).remote(step, weight_version)
+        return Batch((shard,), self._wait(info))
+
+    def advantages(self, batch: Batch) -> ColumnRefs:
+        done, column = self.worker.handle.advantages.options(num_returns=2).remote(batch.info.step)
+        self._wait(done)
+        return (column,)
+
+    def evaluate(self, step: int, weight_version: int) -> EvalResult:
+        raise AssertionError("this recipe has no held-out rows")
+
+    def _wait(self, ref: object) -> object:
+        return self.waiter.wait([Call(self.worker, ref)], phase="stub", role="rollout", deadline_s=60)[0]
+
+
+class StubSync:
+    def push(self, weight_version: int) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class StubKeeper:
+    """Records the driver's seconds: outside of waits, and of CPU."""
+
+    outside_waits: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    last_cpu: float = field(default_factory=time.process_time)
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        now = time.process_time()
+        self.outside_waits.append(metrics["perf/driver_s"])
+        self.wall.append(metrics["perf/step_s"])
+        self.cpu.append(now - self.last_cpu)
+        self.last_cpu = now
+
+    def save(self, state: State) -> None:
+        """Nothing to save."""
+
+
+def start(actor: type, spec: ProcessSpec, *values: object) -> Worker:
+    handle = ray.remote(actor).options(num_cpus=0).remote(spec, *values)
+    return Worker(handle, spec, ray.get(handle.facts.remote()))
+
+
+def measure(runtime: Runtime, samples: int) -> dict[str, float]:
+    timer = PhaseTimer()
+    waiter = Waiter(timer)
+    rank = start(StubRank, ProcessSpec(f"rank of {samples}", runtime.logs))
+    collector = start(StubCollector, ProcessSpec(f"collector of {samples}", runtime.logs), samples)
+    ranks = RankGroup((rank,), Layout(), waiter, None)
+    keeper = StubKeeper()
+    recipe = Recipe(
+        model=Model(path=Path("none")),
+        data=Data(train=Path("none")),
+        rollout=Rollout(prompts_per_step=samples, samples_per_prompt=1, max_response_tokens=TOKENS_PER_SAMPLE),
+        train=Train(steps=STEPS),
+    )
+    actor, reference = Policy("actor", ranks, Deadlines()), Reference("reference", ranks, Deadlines())
+    train(Cast(StubRollout(collector, waiter), actor, reference, StubSync(), keeper, timer), recipe, State())
+    for worker in (rank, collector):
+        ray.kill(worker.handle)
+    figures = {"outside_waits_s": keeper.outside_waits, "cpu_s": keeper.cpu, "stub_step_s": keeper.wall}
+    return {name: statistics.median(values[WARM_UP:]) for name, values in figures.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--metrics", type=Path, default=Path("runs/quickstart/metrics.jsonl"), help="a real run's, for the share")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder, Runtime.start(get_platform("cpu"), Path(folder), 1) as runtime:
+        results = {samples: measure(runtime, samples) for samples in options.samples}
+    real = [json.loads(line) for line in options.metrics.read_text().splitlines()] if options.metrics.exists() else []
+    steps = [row["perf/step_s"] for row in real if "perf/step_s" in row and "perf/eval_s" not in row]
+    step_s = statistics.median(steps) if steps else float("nan")
+    table = Table(title="the driver's own time in one step (medians)")
+    for column in ("samples", "outside waits", "CPU", f"CPU / a real step of {step_s:.2f} s"):
+        table.add_column(column, justify="right")
+    for samples, row in results.items():
+        cells = (f"{row['outside_waits_s'] * 1e3:.2f} ms", f"{row['cpu_s'] * 1e3:.2f} ms", f"{row['cpu_s'] / step_s:.2%}")
+        table.add_row(f"{samples:,}", *cells)
+    Console().print(table)
+    first, last = results[options.samples[0]], results[options.samples[-1]]
+    growth = {name: last[name] / first[name] for name in ("outside_waits_s", "cpu_s")}
+    Console().print(f"from {options.samples[0]} to {options.samples[-1]} samples: x{growth['outside_waits_s']:.2f} outside waits, x{growth['cpu_s']:.2f} CPU")
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({"results": results, "growth": growth, "real_step_s": step_s}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

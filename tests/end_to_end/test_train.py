@@ -1,0 +1,73 @@
+"""`megarl train` from the command line: what a run leaves, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.end_to_end.harness import Driver, start
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(inputs: Path) -> Driver:
+    driver = start(inputs, "run.name=trained", "report.wandb={}")
+    code, out, error = driver.finish()
+    assert code == 0, error
+    assert "weights" in out and "curve" in out
+    driver.assert_nothing_left()
+    return driver
+
+
+def test_every_step_is_recorded_and_proven(trained: Driver) -> None:
+    rows = trained.metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert {"eval/accuracy", "sync/probe_diff_max"} <= set(rows[0]) and "eval/accuracy" in rows[3]
+    for version, row in enumerate(rows, start=1):
+        assert row["sync/weight_version"] == version
+        assert row["sync/probe_diff_max"] < 1e-4
+    for row in rows[1:]:
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["rollout/num_samples"] == 16
+        assert row["actor/grad_norm"] > 0
+
+
+def test_the_run_folder_holds_what_it_promises(trained: Driver) -> None:
+    names = {path.name for path in trained.folder.iterdir()}
+    wanted = {"recipe.yaml", "provenance.json", "metrics.jsonl", "curve.png", "hf", "logs", "samples", "tensorboard", "wandb"}
+    assert wanted | {"checkpoints"} <= names
+    assert (trained.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    sample = json.loads((trained.folder / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert {"prompt", "response", "reward", "answer"} <= set(sample)
+    model = AutoModelForCausalLM.from_pretrained(trained.folder / "hf")
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    AutoTokenizer.from_pretrained(trained.folder / "hf")
+
+
+def test_no_secret_is_written(trained: Driver) -> None:
+    logs = [path.read_text(errors="replace") for path in (trained.folder / "logs").iterdir()]
+    assert not any("api_key='" in log and "api_key='***'" not in log for log in logs)
+    assert not any("Bearer " in log for log in logs)
+
+
+def test_a_run_that_exists_is_not_overwritten_and_can_be_resumed(trained: Driver, inputs: Path) -> None:
+    code, _, error = start(inputs, "run.name=trained", "report.wandb={}").finish(60)
+    assert code == 2 and "--resume" in error
+    before = trained.metrics()
+    driver = start(inputs, "run.name=trained", "report.wandb={}", "train.steps=5", "--resume")
+    code, _, error = driver.finish()
+    assert code == 0, error
+    rows = driver.metrics()
+    assert rows[:4] == before
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    versions = [row["sync/weight_version"] for row in rows]
+    assert versions == sorted(set(versions)), "weight versions only go up"
+    # 4 of 64 prompts a step: the cursor went on where it was.
+    assert rows[4]["data/epoch"] == pytest.approx(16 / 64)
+    names = sorted(path.name for path in (driver.folder / "checkpoints").iterdir())
+    assert names == ["step_000004", "step_000005"]
+    driver.assert_nothing_left()
