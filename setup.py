@@ -2,7 +2,14 @@
 
 from setuptools import find_packages, setup
 
-PINNED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.21", "sglang-router": "0.3.2", "ray": "2.60.0", "transformers": "5.12.1"}
+PINNED = {
+    "torch": "2.13.0",
+    "megatron-core": "0.16.1",
+    "sglang": "0.5.21",
+    "sglang-router": "0.3.2",
+    "ray": "2.60.0",
+    "transformers": "5.12.1",
+}
 
 RUNTIME = [
     *(f"{name}=={version}" for name, version in PINNED.items() if name != "sglang"),

@@ -180,7 +180,9 @@ def measure(runtime: Runtime, samples: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[64, 256, 1024, 4096])
-    parser.add_argument("--metrics", type=Path, default=Path("runs/quickstart/metrics.jsonl"), help="a real run's, for the share")
+    parser.add_argument(
+        "--metrics", type=Path, default=Path("runs/quickstart/metrics.jsonl"), help="a real run's, for the share"
+    )
     options = parser.parse_args()
     with TemporaryDirectory() as folder, Runtime.start(get_platform("cpu"), Path(folder), 1) as runtime:
         results = {samples: measure(runtime, samples) for samples in options.samples}
@@ -191,12 +193,19 @@ def main() -> None:
     for column in ("samples", "outside waits", "CPU", f"CPU / a real step of {step_s:.2f} s"):
         table.add_column(column, justify="right")
     for samples, row in results.items():
-        cells = (f"{row['outside_waits_s'] * 1e3:.2f} ms", f"{row['cpu_s'] * 1e3:.2f} ms", f"{row['cpu_s'] / step_s:.2%}")
+        cells = (
+            f"{row['outside_waits_s'] * 1e3:.2f} ms",
+            f"{row['cpu_s'] * 1e3:.2f} ms",
+            f"{row['cpu_s'] / step_s:.2%}",
+        )
         table.add_row(f"{samples:,}", *cells)
     Console().print(table)
     first, last = results[options.samples[0]], results[options.samples[-1]]
     growth = {name: last[name] / first[name] for name in ("outside_waits_s", "cpu_s")}
-    Console().print(f"from {options.samples[0]} to {options.samples[-1]} samples: x{growth['outside_waits_s']:.2f} outside waits, x{growth['cpu_s']:.2f} CPU")
+    Console().print(
+        f"from {options.samples[0]} to {options.samples[-1]} samples: x{growth['outside_waits_s']:.2f} outside waits, "
+        f"x{growth['cpu_s']:.2f} CPU"
+    )
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps({"results": results, "growth": growth, "real_step_s": step_s}, indent=1) + "\n")
 

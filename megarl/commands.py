@@ -93,7 +93,7 @@ def _opened(loaded: Loaded[R], checked: Preflight, resume: bool) -> Iterator[Ope
     save_recipe(loaded, folder)
     out = Console()
     for line in checked.lines():
-        out.print(line, highlight=False)
+        out.print(line, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)

@@ -11,7 +11,9 @@ import sys
 from megarl.core.errors import MegarlError
 
 if "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-    raise MegarlError("ray was imported before megarl.cluster, and has decided without a secret: import megarl.cluster first.")
+    raise MegarlError(
+        "ray was imported before megarl.cluster, and has decided without a secret: import megarl.cluster first."
+    )
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -30,7 +30,8 @@ from megarl.core import janitor
 run_id, registry, folder, segment = sys.argv[1:]
 os.environ[janitor.RUN_ID_VARIABLE] = run_id
 janitor.start(run_id, pathlib.Path(registry), folders=[pathlib.Path(folder)])
-child = subprocess.Popen([sys.executable, "-c", pathlib.Path(folder, "sleeper.py").read_text(), segment], start_new_session=True, stdout=subprocess.PIPE)
+command = [sys.executable, "-c", pathlib.Path(folder, "sleeper.py").read_text(), segment]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 signal.pause()

@@ -36,7 +36,9 @@ def test_the_last_server_killed_is_named(inputs: Path) -> None:
     driver.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 130)]
+)
 def test_an_ended_driver_leaves_nothing(inputs: Path, number: signal.Signals, code: int) -> None:
     driver = start(inputs, f"run.name=driver-{number.name}", *LONG)
     driver.wait_for_step(1)

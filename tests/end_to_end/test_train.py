@@ -38,7 +38,17 @@ def test_every_step_is_recorded_and_proven(trained: Driver) -> None:
 
 def test_the_run_folder_holds_what_it_promises(trained: Driver) -> None:
     names = {path.name for path in trained.folder.iterdir()}
-    wanted = {"recipe.yaml", "provenance.json", "metrics.jsonl", "curve.png", "hf", "logs", "samples", "tensorboard", "wandb"}
+    wanted = {
+        "recipe.yaml",
+        "provenance.json",
+        "metrics.jsonl",
+        "curve.png",
+        "hf",
+        "logs",
+        "samples",
+        "tensorboard",
+        "wandb",
+    }
     assert wanted | {"checkpoints"} <= names
     assert (trained.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     sample = json.loads((trained.folder / "samples" / "step_000001.jsonl").read_text().splitlines()[0])

@@ -1,8 +1,8 @@
 import pytest
-from tests.support.tiny import write_tiny_qwen
 
 from megarl.training.layout import Layout
 from megarl.training.rank import Rank
+from tests.support.tiny import write_tiny_qwen
 from tests.training.harness import VOCAB, actor_spec
 
 
