@@ -20,6 +20,8 @@ from megarl.core.types import FloatArray, IntArray, VersionSpan
 CONNECT_S = 10.0
 CALL_S = 60.0
 ANSWER_SHOWN = 500
+# The router's answer where it sees no living server at the moment.
+UNAVAILABLE = 503
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -90,9 +92,9 @@ class ServerUnreachableError(MegarlError):
 class ServerClient:
     """One server's HTTP interface. Belongs to the event loop that it is first used in; `close` ends its connections."""
 
-    def __init__(self, endpoint: ServerEndpoint, *, retries: int = 3, backoff_s: float = 0.2) -> None:
+    def __init__(self, endpoint: ServerEndpoint, *, attempts: int = 5, backoff_s: float = 0.5) -> None:
         self.endpoint = endpoint
-        self._retries = retries
+        self._attempts = attempts
         self._backoff_s = backoff_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -113,7 +115,10 @@ class ServerClient:
     async def generate(
         self, token_ids: Sequence[int] | IntArray, sampling: Sampling, deadline_s: float = 3600.0
     ) -> Generation:
-        """Sample one response. A connection that fails is tried again, a few times: sampling has no side effects.
+        """Sample one response.
+
+        A connection that fails, and a router without a server at the moment, are tried again a few times over some
+        seconds: sampling has no side effects.
 
         Raises DeadlineError, ServerUnreachableError, ServerError.
         """
@@ -123,14 +128,16 @@ class ServerClient:
             "return_logprob": True,
         }
         async with _deadline(deadline_s, self._what("/generate")):
-            for attempt in range(self._retries):
+            for attempt in range(self._attempts - 1):
                 try:
                     return _generation(await self._post("/generate", body, deadline_s))
                 except ServerUnreachableError:
-                    if attempt == self._retries - 1:
+                    await asyncio.sleep(self._backoff_s * 2**attempt)
+                except ServerError as error:
+                    if error.status != UNAVAILABLE:
                         raise
                     await asyncio.sleep(self._backoff_s * 2**attempt)
-        raise AssertionError(f"retries must be at least 1, is {self._retries}")
+            return _generation(await self._post("/generate", body, deadline_s))
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""

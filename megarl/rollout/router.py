@@ -38,11 +38,14 @@ class RouterSpec:
             *("--request-timeout-secs", str(max(1, round(self.request_timeout_s)))),
             *("--prometheus-host", host),
             *("--prometheus-port", str(metrics_port)),
-            # A dead server has to be passed over within seconds, not a minute.
+            # A dead server has to be passed over within seconds, and a living one that was passed over by mistake has
+            # to be tried again as soon: by default it would be shut out for a minute.
             *("--health-check-interval-secs", "2"),
-            *("--health-check-timeout-secs", "5"),
-            *("--cb-failure-threshold", "2"),
-            *("--retry-max-retries", "5"),
+            *("--health-check-timeout-secs", "10"),
+            *("--cb-failure-threshold", "5"),
+            *("--cb-success-threshold", "1"),
+            *("--cb-timeout-duration-secs", "2"),
+            *("--retry-max-retries", "8"),
             *("--retry-max-backoff-ms", "1000"),
             *("--log-level", "warn"),
         ]

@@ -14,6 +14,10 @@ from megarl.core.platform import Platform
 from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port
 
+# SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
+# that, and a training step lasts longer: the first requests of the next step would be sent into closed connections.
+KEEP_ALIVE_S = 3600
+
 
 @dataclass(frozen=True)
 class ServerSpec:
@@ -87,7 +91,13 @@ class ServerProcess(ManagedProcess):
                 ),
                 log=place.logs / f"{name.replace(' ', '_')}.log",
                 endpoint=Endpoint(place.host, port, "/health"),
-                env={**platform.env, **platform.server_env(spec.tp), **place.env, "TMPDIR": str(self._temp)},
+                env={
+                    **platform.env,
+                    **platform.server_env(spec.tp),
+                    **place.env,
+                    "TMPDIR": str(self._temp),
+                    "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+                },
                 secret=place.api_key,
             )
         )

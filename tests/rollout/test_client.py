@@ -84,9 +84,27 @@ def test_a_broken_connection_is_tried_again() -> None:
     assert len(fake.bodies("/generate")) == 3
 
 
-def test_after_three_broken_connections_the_error_names_server_and_endpoint() -> None:
+def test_a_router_without_servers_at_the_moment_is_tried_again() -> None:
+    async def call(client: ServerClient) -> list[int]:
+        generating = asyncio.create_task(client.generate([1], Sampling(3)))
+        while len(made[0].calls) < 2:
+            await asyncio.sleep(0)
+        made[0].refuse.clear()
+        return (await generating).token_ids.tolist()
+
+    made: list[FakeSglang] = []
+
     def prepare(fake: FakeSglang) -> None:
-        fake.drop_next = 3
+        made.append(fake)
+        fake.refuse["/generate"] = (503, "no workers are available")
+
+    tokens, _ = talk(call, prepare)
+    assert tokens == [5, 6, 2]
+
+
+def test_after_five_broken_connections_the_error_names_server_and_endpoint() -> None:
+    def prepare(fake: FakeSglang) -> None:
+        fake.drop_next = 5
 
     with pytest.raises(ServerUnreachableError, match=r"server 0 \(http://127.0.0.1:\d+\) /generate: no answer"):
         talk(lambda client: client.generate([1], Sampling(3)), prepare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import select
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,17 @@ def test_servers_and_router_listen_on_loopback_alone(served: Pool) -> None:
             if fields[3] == "0A" and int(port, 16) in wanted:
                 found[int(port, 16)] = address
     assert found == dict.fromkeys(wanted, "0100007F")
+
+
+def test_an_idle_connection_outlives_a_training_step(served: Pool) -> None:
+    """SGLang's default of 5 s closes the router's pooled connections, whose failures then shut out a living server."""
+    endpoint = served.servers[0].command.endpoint
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=10)
+    connection.request("GET", "/health")
+    connection.getresponse().read()
+    closed, _, _ = select.select([connection.sock], [], [], 7.0)
+    assert not closed, "the server closed an idle connection within 7 s"
+    connection.close()
 
 
 def test_a_server_can_leave_the_router_and_come_back(served: Pool) -> None:
