@@ -14,6 +14,7 @@ import torch
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -149,6 +150,7 @@ def main(
 
     Example: python tools/make_tiny_model.py --out .cache/quickstart/model --seed 1
     """
+    disable_progress_bar()
     try:
         parameters = make_tiny_model(
             out, seed=seed, hidden_size=hidden_size, layers=layers, heads=heads, kv_heads=kv_heads, context=context

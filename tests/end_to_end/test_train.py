@@ -1,4 +1,4 @@
-"""`megarl train` from the command line: what a run leaves, and how it goes on."""
+"""`megarl train` from the command line, on two tensor-parallel ranks: what a run leaves, and how it goes on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from tests.end_to_end.harness import Driver, start
 
 pytestmark = pytest.mark.slow
 
+SETTING = ("run.name=trained", "report.wandb={}", "cluster.devices=2", "actor.parallel.tp=2")
+
 
 @pytest.fixture(scope="module")
 def trained(inputs: Path) -> Driver:
-    driver = start(inputs, "run.name=trained", "report.wandb={}")
+    driver = start(inputs, *SETTING)
     code, out, error = driver.finish()
     assert code == 0, error
     assert "weights" in out and "curve" in out
@@ -65,10 +67,10 @@ def test_no_secret_is_written(trained: Driver) -> None:
 
 
 def test_a_run_that_exists_is_not_overwritten_and_can_be_resumed(trained: Driver, inputs: Path) -> None:
-    code, _, error = start(inputs, "run.name=trained", "report.wandb={}").finish(60)
+    code, _, error = start(inputs, *SETTING).finish(60)
     assert code == 2 and "--resume" in error
     before = trained.metrics()
-    driver = start(inputs, "run.name=trained", "report.wandb={}", "train.steps=5", "--resume")
+    driver = start(inputs, *SETTING, "train.steps=5", "--resume")
     code, _, error = driver.finish()
     assert code == 0, error
     rows = driver.metrics()
