@@ -103,7 +103,9 @@ async def through_megarl(collector: Collector, step: int) -> Measured:
     """One step's samples, graded and packed."""
     began = time.monotonic()
     _, info = await collector.generate(step, 0)
-    return Measured(info.response_tokens, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    assert info.metrics["rollout/failed"] == 0, info.metrics
+    return Measured(info.response_tokens, seconds)
 
 
 async def greedy_equal(server: ServerEndpoint, router: ServerEndpoint, prompts: tuple[Prompt, ...], tokens: int) -> int:
