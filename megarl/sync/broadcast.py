@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.core.errors import DeadlineError, MegarlError, SyncError
 from megarl.rollout.client import ServerClient, ServerEndpoint, ServerError
-from megarl.sync.group import BackendName, MeetingPlace, SendGroup, connect, flatten, seats
+from megarl.sync.group import BackendName, MeetingPlace, Seat, SendGroup, connect, flatten, seats
 
 __all__ = ["BroadcastSender", "Bucket", "Buckets", "ServerEndpoint", "SyncReport"]
 
@@ -167,7 +167,8 @@ class BroadcastSender:
                     world_size=world_size,
                     group=name,
                     backend=self._backend,
-                    deadline_s=_left(end) + self._grace_s,
+                    # Longer than giving up takes, so that who answers it can be told from who does not.
+                    deadline_s=_left(end) + 3 * self._grace_s,
                 )
             )
             for seat in places
@@ -185,8 +186,24 @@ class BroadcastSender:
             reason = f"the group could not be made: {error}"
         first = _failures(calls)
         if self._group is None:
+            reason = reason or "not every server came to join the group"
+            await self._await_stragglers(place, places, calls)
             place.close()
         return await self._settle(calls, first, reason)
+
+    async def _await_stragglers(
+        self, place: MeetingPlace, places: list[Seat], calls: dict[str, asyncio.Task[None]]
+    ) -> None:
+        """Wait, after giving up, until every server that has not answered is at the meeting place.
+
+        Closing it turns away whoever is there; a server that comes later would look for it for half an hour.
+        """
+        end = time.monotonic() + self._grace_s
+        while time.monotonic() < end:
+            coming = sum(seat.server.tp for seat in places if not calls[seat.server.name].done())
+            if place.arrived() >= coming:
+                return
+            await asyncio.sleep(ARRIVAL_POLL_S)
 
     async def _stream(self, buckets: Buckets, clients: Clients, end: float) -> tuple[Failures, int]:
         """Send every bucket; after a failure the rest are still gathered, because the other ranks gather them too."""

@@ -25,12 +25,14 @@ class Receiver(FakeSglang):
         self.session = False
         self.refuse_bucket: int | None = None
         self.hang_bucket: int | None = None
+        self.join_after_s = 0.0  # how long it takes until it looks for the others
         self._buckets = 0
         self._group: Any = None
 
     async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
         """As SGLang answers, with a real group behind it."""
         if path == "/init_weights_update_group":
+            await asyncio.sleep(self.join_after_s)
             return await self._try(self._join, body)
         if path == "/begin_weight_update":
             if self.session:

@@ -144,6 +144,19 @@ def test_a_server_that_answers_with_an_error_is_named_and_the_rest_are_updated(
         sender.close()
 
 
+def test_a_slow_server_is_not_blamed_where_another_refuses_to_join() -> None:
+    """The slow one comes to the meeting place after the sender has already given up: it must still find it there."""
+    ill, slow = Receiver("server 0"), Receiver("server 1")
+    slow.join_after_s = 0.5
+    with serving(ill, slow):
+        break_init(ill)
+        sender = make_sender()
+        report = send(sender, 1, ill, slow)
+        assert (report.ok, list(report.failed)) == (("server 1",), ["server 0"])
+        assert holds(slow, 1)
+        sender.close()
+
+
 @pytest.mark.parametrize("path", ["/init_weights_update_group", "/begin_weight_update"])
 def test_a_server_that_does_not_answer_in_time_is_named(path: str) -> None:
     ill, well = Receiver("server 0"), Receiver("server 1")
@@ -155,7 +168,7 @@ def test_a_server_that_does_not_answer_in_time_is_named(path: str) -> None:
         assert time.monotonic() - began < 15
         assert report.ok == ("server 1",)
         assert "server 0" in report.failed["server 0"]
-        assert "no answer within" in report.failed["server 0"]
+        assert "answer within" in report.failed["server 0"]
         assert holds(well, 1)
         sender.close()
 
