@@ -51,18 +51,23 @@ def processes_of(run_id: str, *, but: Iterable[int] = ()) -> list[int]:
 
 
 def segments_of(pids: Iterable[int]) -> set[str]:
-    """Names under /dev/shm that these processes have mapped."""
-    names = set()
+    """Names under /dev/shm of what these processes have mapped.
+
+    Told by inode: the C library makes a semaphore under a passing name, links the lasting one to it and removes the
+    first, so that a process's map shows a deleted file where there is one.
+    """
+    inodes = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
         except OSError:
             continue  # it ended meanwhile
         for line in maps.splitlines():
-            path = line.partition("/dev/shm/")[2]
-            if path and not path.endswith("(deleted)"):
-                names.add(path)
-    return names
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(f"{SHARED_MEMORY}/"):
+                inodes.add(int(fields[4]))
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {entry.name for entry in entries if entry.inode() in inodes}
 
 
 def register_segments(registry: Path, names: Iterable[str]) -> None:

@@ -1,13 +1,14 @@
 """A small HTTP process to supervise: `http_child.py PORT [FLAG...]`. Prints the secret's length, never the secret.
 
 Flags: die (exit 3 at once), silent (listen, never answer), child (start a child that ignores SIGTERM), stubborn (ignore
-SIGTERM), segment=NAME (hold shared memory of that name).
+SIGTERM), segment=NAME (hold shared memory of that name), semaphore (hold one of multiprocessing's).
 """
 
 from __future__ import annotations
 
 import http.server
 import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -48,12 +49,13 @@ def main() -> None:
     if "stubborn" in flags:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     segments = [hold_segment(flag.partition("=")[2]) for flag in flags if flag.startswith("segment=")]
+    semaphore = multiprocessing.get_context("spawn").Semaphore() if "semaphore" in flags else None
     if "child" in flags:
         child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()
     server = http.server.HTTPServer(("127.0.0.1", port), Handler)
-    print(f"pid {os.getpid()}, {len(segments)} segments", flush=True)
+    print(f"pid {os.getpid()}, {len(segments)} segments, {semaphore}", flush=True)
     if "silent" in flags:
         time.sleep(600)
     server.serve_forever()

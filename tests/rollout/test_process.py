@@ -112,6 +112,18 @@ def test_stop_removes_shared_memory_that_a_killed_process_left(make: Make) -> No
     assert not (Path("/dev/shm") / name).exists()
 
 
+def test_stop_removes_semaphores_which_the_kernel_lists_under_another_name(make: Make) -> None:
+    """The C library makes a semaphore under a passing name, which is what a process's memory map goes on to show."""
+    process = make("semaphore")
+    process.start()
+    process.wait_ready(20)
+    (name,) = process.shm_names()
+    assert name.startswith("sem.mp-")
+    assert (Path("/dev/shm") / name).exists()
+    process.stop(0.1)
+    assert not (Path("/dev/shm") / name).exists()
+
+
 def test_shared_memory_of_others_is_left_alone(make: Make) -> None:
     other = Path("/dev/shm") / f"megarl_test_{secrets.token_hex(4)}"
     other.write_bytes(b"x")
