@@ -20,6 +20,7 @@ from megarl.core.errors import DeadlineError, MegarlError, WorkerDiedError
 from megarl.core.timing import PhaseTimer
 
 STACK_WAIT_S = 2.0
+WATCH_WAIT_S = 2.0  # how much later than its callers a supervisor may notice that its process has ended
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,20 @@ class Waiter:
                 raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
             for ref in ready:
                 if ref in by_ref:
-                    results[ref] = _fetch(by_ref[ref], phase, role)
+                    results[ref] = self._fetched(by_ref[ref], phase, role)
                 else:
                     self._watched(ref)
         return [results[call.result] for call in calls]
+
+    def _fetched(self, call: Call, phase: str, role: str) -> Any:
+        try:
+            return _fetch(call, phase, role)
+        except MegarlError:
+            # Where a watched process has ended, its end is the cause, and what its callers saw is not.
+            ended, _ = ray.wait(list(self.watches), timeout=WATCH_WAIT_S) if self.watches else ([], [])
+            for ref in ended:
+                self._watched(ref)
+            raise
 
     def _watched(self, ref: Any) -> None:
         ended = self.watches.pop(ref)

@@ -86,12 +86,10 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
     deadline = time.monotonic() + 8
     while pids := processes_of(run_id, but=but):
         names |= segments_of(pids)
-        for pid in pids:
-            _kill(pid)
+        kill_all(pids)
         killed.update(pids)
         if time.monotonic() > deadline:
             break
-        _await_exit(pids, timeout_s=1.0)
     removed = []
     for name in sorted(names):
         segment = SHARED_MEMORY / name
@@ -120,6 +118,31 @@ def start(run_id: str, registry: Path, *, folders: Iterable[Path] = ()) -> subpr
     )
 
 
+def kill_all(pids: Iterable[int], tracker_s: float = 3.0) -> None:
+    """SIGKILL processes and wait for their end; Python's resource trackers come last.
+
+    A tracker removes the named semaphores and shared memory of the processes that it served as soon as they have ended,
+    and then ends by itself: names that no process has mapped any more are known to it alone. It gets `tracker_s`.
+    """
+    pids = list(pids)
+    trackers = [pid for pid in pids if _is_resource_tracker(pid)]
+    others = [pid for pid in pids if pid not in trackers]
+    for pid in others:
+        _kill(pid)
+    await_exit(others, 1.0)
+    await_exit(trackers, tracker_s)
+    for pid in trackers:
+        _kill(pid)
+    await_exit(trackers, 1.0)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False  # it ended meanwhile
+
+
 def _kill(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
@@ -127,7 +150,7 @@ def _kill(pid: int) -> None:
         return  # it ended meanwhile
 
 
-def _await_exit(pids: Iterable[int], timeout_s: float) -> None:
+def await_exit(pids: Iterable[int], timeout_s: float) -> None:
     """Wait until all of these have ended, or until the time is over."""
     deadline = time.monotonic() + timeout_s
     for pid in pids:

@@ -185,9 +185,9 @@ class ManagedProcess:
         if self.alive():
             self._process.terminate()
             self.wait_exit(term_s)
-        _signal_group(group, signal.SIGKILL)
+        janitor.kill_all({*tree, *_members(group)})
         self._process.wait(KILL_WAIT_S)
-        _await_exit(tree, KILL_WAIT_S)
+        janitor.await_exit(tree, KILL_WAIT_S)
         os.close(self._pidfd)
         self._pidfd = -1
         for name in self._segments:
@@ -252,21 +252,15 @@ def _open_segments(pids: Iterable[int]) -> set[str]:
     return {name for name in names if not name.endswith("(deleted)")}
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return  # all of it has ended
-
-
-def _await_exit(pids: Iterable[int], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    for pid in pids:
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue  # it has ended
-        try:
-            select.select([handle], [], [], max(0.0, end - time.monotonic()))
-        finally:
-            os.close(handle)
+def _members(group: int) -> list[int]:
+    """Living processes of a process group: those that lost their parent are not in the tree any more."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue  # it ended meanwhile
+            if int(stat.rpartition(")")[2].split()[2]) == group:
+                found.append(int(entry.name))
+    return found

@@ -1,4 +1,4 @@
-"""One real local Ray for all tests of this room."""
+"""One real local Ray for a module's tests; a process can only be in one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.cluster.runtime import Runtime
 from megarl.core.platform import get_platform
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     folder: Path = tmp_path_factory.mktemp("run")
     with Runtime.start(get_platform("cpu"), folder, num_devices=4) as runtime:

@@ -74,6 +74,12 @@ class Driver:
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
+    def end(self) -> None:
+        """Whatever happened in the test: the driver does not outlive it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
     def assert_nothing_left(self, within_s: float = 10.0) -> None:
         """No process and no shared memory of the run, at the latest so many seconds from now."""
         end = time.monotonic() + within_s
@@ -81,11 +87,9 @@ class Driver:
         while True:
             processes = janitor.processes_of(run_id)
             segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()} - self.shared_memory_before
-            registered = self.folder / "shared_memory.txt"
-            mine = segments & set(registered.read_text().split()) if registered.exists() else set()
-            if not processes and not mine:
+            if not processes and not segments:
                 return
-            assert time.monotonic() < end, (processes, mine)
+            assert time.monotonic() < end, (processes, segments)
             select.select([], [], [], POLL_S)
 
 
@@ -101,8 +105,14 @@ def start(folder: Path, *overrides: str, command: str = "train") -> Driver:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        # Whoever runs the tests in the background may have them ignore Ctrl-C, which children inherit.
+        preexec_fn=_heed_interrupts,
     )
     return Driver(process, folder / "runs" / name, {path.name for path in janitor.SHARED_MEMORY.iterdir()})
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def is_rank(command: str) -> bool:
