@@ -98,7 +98,7 @@ lock: ## Compile requirements/cpu.lock anew; needs uv (requirements/README.md)
 	rm requirements/cpu.lock.new
 
 bench: $(INSTALLED) ## All benchmarks, one after the other; results in bench/results/
-	for script in bench/*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python "$$script"; done
+	for script in bench/*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python -m bench.$$(basename "$$script" .py); done
 
 clean: ## Remove caches and the quickstart's inputs; runs/ and .venv stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info $(INPUTS)

@@ -6,7 +6,9 @@ compute nothing. Everything else is the run's own: loop, handles, waits. One com
     python bench/driver_overhead.py
 
 Driver seconds are the step's wall time outside of waits for others, and the driver process's CPU time, waits included:
-the stricter of the two is held against the seconds of a step.
+the stricter of the two is held against the seconds of a step. A control tells growth with the samples from what merely a
+longer step costs (a driver that slept longer wakes up to colder caches): few samples, with stubs that take as long as those
+of the most samples did.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from megarl.training.layout import Layout
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
 
 RESULT = Path(__file__).parent / "results" / "driver_overhead.json"
-TOKENS_PER_SAMPLE = 128
-MICRO_BATCH_TOKENS = 4096
-STEPS = 12
-WARM_UP = 3
+# Realistic, and enough for every column to travel through the object store: Ray sends smaller ones inside of its messages.
+TOKENS_PER_SAMPLE = 512
+MICRO_BATCH_TOKENS = 16384
+STEPS = 40
+WARM_UP = 10
+CALLS = 5  # remote calls of a step: generate, log-probs twice, advantages, update
 
 
 def make_shard(samples: int) -> Shard:
@@ -73,24 +77,28 @@ def column_of(shard: Shard) -> Column:
 class StubRank:
     """A rank that returns columns of the right size and computes nothing."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: ProcessSpec, delay_s: float) -> None:
         self._facts = configure_process(spec)
+        self._delay_s = delay_s
 
     def facts(self) -> ProcessFacts:
         return self._facts
 
     def logprobs(self, role: str, shard: Shard) -> tuple[None, Column]:
+        time.sleep(self._delay_s)
         return None, column_of(shard)
 
     def update(self, role: str, names: tuple[str, ...], shard: Shard, *columns: Column) -> dict[str, float]:
+        time.sleep(self._delay_s)
         return {"actor/loss": float(shard.num_tokens)}
 
 
 class StubCollector:
     """A collector that has its samples already."""
 
-    def __init__(self, spec: ProcessSpec, samples: int) -> None:
+    def __init__(self, spec: ProcessSpec, samples: int, delay_s: float) -> None:
         self._facts = configure_process(spec)
+        self._delay_s = delay_s
         self._samples = samples
         self._shard = make_shard(samples)
 
@@ -98,10 +106,12 @@ class StubCollector:
         return self._facts
 
     def generate(self, step: int, version: int) -> tuple[BatchInfo, Shard]:
+        time.sleep(self._delay_s)
         tokens = self._samples * TOKENS_PER_SAMPLE
         return BatchInfo(step, version, self._samples, self._samples, 1, 0, tokens, {}), self._shard
 
     def advantages(self, step: int) -> tuple[None, Column]:
+        time.sleep(self._delay_s)
         return None, column_of(self._shard)
 
 
@@ -156,11 +166,12 @@ def start(actor: type, spec: ProcessSpec, *values: object) -> Worker:
     return Worker(handle, spec, ray.get(handle.facts.remote()))
 
 
-def measure(runtime: Runtime, samples: int) -> dict[str, float]:
+def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, float]:
+    """Medians over the steps after the warm-up. delay_s: how long each of the step's five remote calls sleeps."""
     timer = PhaseTimer()
     waiter = Waiter(timer)
-    rank = start(StubRank, ProcessSpec(f"rank of {samples}", runtime.logs))
-    collector = start(StubCollector, ProcessSpec(f"collector of {samples}", runtime.logs), samples)
+    rank = start(StubRank, ProcessSpec(f"rank of {samples}", runtime.logs), delay_s)
+    collector = start(StubCollector, ProcessSpec(f"collector of {samples}", runtime.logs), samples, delay_s)
     ranks = RankGroup((rank,), Layout(), waiter, None)
     keeper = StubKeeper()
     recipe = Recipe(
@@ -185,7 +196,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     with TemporaryDirectory() as folder, Runtime.start(get_platform("cpu"), Path(folder), 1) as runtime:
-        results = {samples: measure(runtime, samples) for samples in options.samples}
+        results = {f"{samples:,}": measure(runtime, samples) for samples in options.samples}
+        first, last = (results[f"{options.samples[end]:,}"] for end in (0, -1))
+        delay_s = (last["stub_step_s"] - first["stub_step_s"]) / CALLS
+        control = measure(runtime, options.samples[0], delay_s)
+    results[f"{options.samples[0]:,}, as slow as {options.samples[-1]:,}"] = control
     real = [json.loads(line) for line in options.metrics.read_text().splitlines()] if options.metrics.exists() else []
     steps = [row["perf/step_s"] for row in real if "perf/step_s" in row and "perf/eval_s" not in row]
     step_s = statistics.median(steps) if steps else float("nan")
@@ -198,13 +213,13 @@ def main() -> None:
             f"{row['cpu_s'] * 1e3:.2f} ms",
             f"{row['cpu_s'] / step_s:.2%}",
         )
-        table.add_row(f"{samples:,}", *cells)
+        table.add_row(samples, *cells)
     Console().print(table)
-    first, last = results[options.samples[0]], results[options.samples[-1]]
-    growth = {name: last[name] / first[name] for name in ("outside_waits_s", "cpu_s")}
+    growth = {name: last[name] / control[name] for name in ("outside_waits_s", "cpu_s")}
     Console().print(
-        f"from {options.samples[0]} to {options.samples[-1]} samples: x{growth['outside_waits_s']:.2f} outside waits, "
-        f"x{growth['cpu_s']:.2f} CPU"
+        f"{options.samples[-1]:,} samples against {options.samples[0]:,} in steps of the same length: "
+        f"x{growth['outside_waits_s']:.2f} outside waits, x{growth['cpu_s']:.2f} CPU",
+        highlight=False,
     )
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps({"results": results, "growth": growth, "real_step_s": step_s}, indent=1) + "\n")
