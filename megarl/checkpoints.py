@@ -8,7 +8,6 @@ where a rename of a folder is not atomic.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import UserError
 
 MARKER = "COMMITTED"
@@ -53,10 +53,10 @@ class Checkpoints:
         write_actor((temporary / "actor").resolve())
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
         (temporary / MARKER).touch()
-        _sync_tree(temporary)
+        sync_tree(temporary)
         shutil.rmtree(target, ignore_errors=True)  # left by a run that was resumed from before this step
         temporary.rename(target)
-        _sync(self.folder)
+        sync(self.folder)
         for old in self.committed()[: -self.keep_last]:
             shutil.rmtree(old.folder)
         return target
@@ -79,17 +79,3 @@ class Checkpoints:
                 "or name the run to go on with by run.name=... and run.dir=...; train.save_every decides how often one is kept."
             )
         return found[-1]
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

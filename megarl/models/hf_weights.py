@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
+from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
 from megarl.models.hf_config import ModelConfig
 from megarl.models.hf_files import read_index
@@ -125,13 +125,11 @@ def save_hf(
     for path in sorted(source_folder.iterdir()):
         if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
             shutil.copyfile(path, temporary / path.name)
-    for path in temporary.iterdir():
-        _sync(path)
-    _sync(temporary)
+    sync_tree(temporary)
     if target_folder.exists():
         target_folder.rename(previous)
     temporary.rename(target_folder)
-    _sync(target_folder.parent)
+    sync(target_folder.parent)
     if previous.exists():
         shutil.rmtree(previous)
 
@@ -177,11 +175,3 @@ def _write_shards(buckets: Iterable[Bucket], folder: Path, max_shard_bytes: int)
         text = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=1)
         (folder / "model.safetensors.index.json").write_text(text)
     return dtype
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

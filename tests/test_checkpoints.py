@@ -1,0 +1,69 @@
+"""A checkpoint is whole or it is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoints import MARKER, Checkpoints
+from megarl.core.errors import UserError
+
+
+def write_weights(folder: Path) -> None:
+    (folder / "weights").write_text(folder.parent.name)
+
+
+def test_what_was_saved_is_found(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
+    target = checkpoints.save(7, write_weights, {"weight_version": 8, "data": {"position": 3}})
+    latest = checkpoints.latest()
+    assert latest.folder == target and latest.step == 7
+    assert latest.state == {"step": 7, "weight_version": 8, "data": {"position": 3}}
+    assert (latest.actor / "weights").exists()
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (5, 10, 100):
+        checkpoints.save(step, write_weights, {})
+    assert [each.step for each in checkpoints.committed()] == [10, 100]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000100"]
+
+
+def test_a_save_that_fails_leaves_the_older_one_in_force(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, write_weights, {})
+
+    def full_disk(folder: Path) -> None:
+        write_weights(folder)
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.save(2, full_disk, {})
+    assert checkpoints.latest().step == 1
+    # The next save of that step is not disturbed by what was left.
+    checkpoints.save(2, write_weights, {})
+    assert [each.step for each in checkpoints.committed()] == [2]
+
+
+def test_without_its_marker_a_folder_is_ignored(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    checkpoints.save(1, write_weights, {})
+    half = checkpoints.save(2, write_weights, {})
+    (half / MARKER).unlink()
+    (tmp_path / "step_notes").mkdir()
+    assert checkpoints.latest().step == 1
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    checkpoints.save(1, write_weights, {"weight_version": 1})
+    checkpoints.save(1, write_weights, {"weight_version": 9})
+    assert json.loads((tmp_path / "step_000001" / "state.json").read_text())["weight_version"] == 9
+
+
+def test_nothing_to_resume_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no committed checkpoint.*Start the run without --resume"):
+        Checkpoints(tmp_path / "none", keep_last=1).latest()
