@@ -16,7 +16,8 @@ from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import check_rows, load_prompts
 from megarl.data.sft import check_demonstrations, load_demonstrations
-from megarl.models.hf_config import ModelConfig, check_tensor_parallel, load_model_config
+from megarl.models.config import ModelConfig
+from megarl.models.hf_config import check_tensor_parallel, load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches

@@ -20,7 +20,7 @@ from megarl.preflight import Preflight
 from megarl.recipe.check import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megarl.rollout.server import ServerSpec
-from megarl.training.layout import Layout
+from megarl.core.layout import Layout
 from megarl.training.rank import RoleSpec
 
 ACTOR, REFERENCE = "actor", "reference"

@@ -17,7 +17,7 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.platform import PlatformName
 from megarl.core.types import Column, Shard
 from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
-from megarl.training.layout import Layout, dp_rank, is_lead
+from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.training.rank import Rank, RoleSpec
 
 

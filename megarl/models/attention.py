@@ -121,8 +121,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor 
     return output.permute(2, 0, 1, 3)
 
 
-def torch_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's own layer with these norms and this attention."""
+def torch_layer_spec(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's own layer with these norms and this attention. stage: the virtual pipeline stage, where there are such."""
     spec: ModuleSpec = copy.deepcopy(
         get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     )
@@ -132,4 +132,4 @@ def torch_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm)

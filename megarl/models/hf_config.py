@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig, Rope
 
 
 @dataclass(frozen=True)
@@ -39,32 +40,6 @@ ONLY: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "quantization_config": (None, "quantised weights"),
     }
 )
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """One decoder-only model. Sizes are counts of elements; `ffn_hidden_size` is of one of the two gated halves."""
-
-    family: str
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int
-    max_positions: int
-    rope_theta: float
-    norm_eps: float
-    tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    eos_token_ids: tuple[int, ...]
-
-    def padded_vocab_size(self, tp: int) -> int:
-        """Vocabulary rounded up to a multiple of the tensor-parallel size."""
-        return -(-self.vocab_size // tp) * tp
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -113,7 +88,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         ffn_hidden_size=_count(raw, path, "intermediate_size"),
         vocab_size=_count(raw, path, "vocab_size"),
         max_positions=_count(raw, path, "max_position_embeddings"),
-        rope_theta=_rope_theta(raw, path),
+        rope=Rope(_rope_theta(raw, path)),
         norm_eps=_number(path, "rms_norm_eps", raw["rms_norm_eps"]),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,

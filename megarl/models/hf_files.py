@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.models.hf_config import ModelConfig
+from megarl.models.config import ModelConfig
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
-from megarl.models.hf_config import ModelConfig
+from megarl.models.config import ModelConfig
 from megarl.models.hf_files import read_index
 from megarl.models.mapping import join, merge, split
 from megarl.models.rules import LOCAL_NAMES, TRANSFORMER_ENGINE_NAMES, NameTable, Rule, rules, slices

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.models.hf_config import ModelConfig
+from megarl.models.config import ModelConfig
 from megarl.models.rules import Rule
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.models.hf_config import ModelConfig
+from megarl.models.config import ModelConfig
 
 # How a full Megatron tensor is cut over tensor parallel: not at all, by rows (dim 0), by columns (dim 1), or the two
 # gated halves each by rows.

@@ -22,7 +22,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
 from megarl.core.types import Column, FloatArray, MiniBatch, Shard
 from megarl.models.gpt import build_gpt, packed_params
-from megarl.models.hf_config import ModelConfig
+from megarl.models.config import ModelConfig
 from megarl.models.hf_weights import Bucket, export_buckets, load_hf_weights
 from megarl.recipe.schema import Optimizer
 from megarl.training.batch import DeviceBatch, to_device

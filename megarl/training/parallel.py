@@ -1,73 +1,144 @@
-"""Joins the ranks: torch.distributed, Megatron's model-parallel groups, and the seeds.
+"""Joins the ranks, and makes Megatron's process groups for each layout: roles of different layouts share a process.
 
-Import only after `models.bootstrap.prepare_megatron`: Megatron has to meet the platform first. Which rank does what is
-decided in `layout`.
+megarl passes groups. Parts of Megatron still read them from the globals of `parallel_state`: `Groups.active` is the one
+place that puts a layout's globals there, for as long as its role works. Import only after
+`models.bootstrap.prepare_megatron`: Megatron has to meet the platform first. Which rank does what is decided in `layout`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megarl.core.platform import Platform
-from megarl.training.layout import Layout, dp_rank, tp_rank
+from megarl.core.layout import Layout, Place, place
+
+ORDER = "tp-cp-ep-dp-pp"
+# What destroy_model_parallel leaves alone, because it is not a layout's own.
+SHARED = frozenset({"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"})
+
+
+def _globals() -> dict[str, Any]:
+    """Megarl's view of Megatron's parallel state: every global that a layout decides."""
+    return {
+        name: value
+        for name, value in vars(mpu).items()
+        if name.startswith("_") and name.isupper() and name not in SHARED
+    }
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place and the process groups that it takes part in."""
+    """One layout's process groups, as this rank sees them. Make them with `make_groups`, on every rank."""
 
     rank: int
     layout: Layout
-    tp: dist.ProcessGroup
-    dp: dist.ProcessGroup
+    collection: ProcessGroupCollection
+    _state: dict[str, Any] = field(repr=False)
 
     @property
-    def tp_rank(self) -> int:
-        """Index in the tensor-parallel group."""
-        return tp_rank(self.rank, self.layout)
+    def place(self) -> Place:
+        """This rank's index on every axis."""
+        return place(self.rank, self.layout)
 
     @property
-    def dp_rank(self) -> int:
-        """Index of the shard that this rank works on."""
-        return dp_rank(self.rank, self.layout)
+    def tp(self) -> dist.ProcessGroup:
+        """Tensor-parallel ranks."""
+        return self.collection.tp
+
+    @property
+    def cp(self) -> dist.ProcessGroup:
+        """Context-parallel ranks."""
+        return self.collection.cp
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        """Pipeline ranks."""
+        return self.collection.pp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks that hold the same part of the dense weights."""
+        return self.collection.dp_cp
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.place.pp == self.layout.pp - 1
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Megatron's globals are this layout's within the block, and what they were before behind it; nests."""
+        before = _globals()
+        vars(mpu).update(self._state)
+        try:
+            yield
+        finally:
+            vars(mpu).update(before)
 
 
-def init_parallel(
-    rank: int, layout: Layout, platform: Platform, address: str, port: int, *, timeout_s: float, seed: int
-) -> Groups:
-    """Join the process group at tcp://address:port and make Megatron's groups; every rank calls it.
+def join_ranks(rank: int, world_size: int, platform: Platform, address: str, port: int, *, timeout_s: float) -> None:
+    """Join the process group at tcp://address:port; every rank calls it.
 
     timeout_s: longest wait for the other ranks, here and in every later collective.
     """
-    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         platform.backend,
         init_method=f"tcp://{address}:{port}",
         rank=rank,
-        world_size=layout.world_size,
-        timeout=timeout,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
+
+
+def make_groups(layout: Layout, *, timeout_s: float, seed: int) -> Groups:
+    """Make a layout's process groups over all ranks; collective, and Megatron's globals are left as they were."""
+    before = _globals()
+    mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
-        order="tp-cp-ep-dp-pp",
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        order=ORDER,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
-    groups = Groups(rank, layout, mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group())
-    assert dist.get_rank(groups.tp) == groups.tp_rank, (rank, layout)
-    assert dist.get_rank(groups.dp) == groups.dp_rank, (rank, layout)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    groups = Groups(dist.get_rank(), layout, ProcessGroupCollection.use_mpu_process_groups(), _globals())
+    _check(groups)
+    vars(mpu).update(before)
     return groups
 
 
-def close_parallel() -> None:
-    """Leave the process groups; other ranks need not be alive."""
+def _check(groups: Groups) -> None:
+    """Our arithmetic is Megatron's."""
+    where, collection = groups.place, groups.collection
+    found = {
+        "tp": dist.get_rank(collection.tp),
+        "cp": dist.get_rank(collection.cp),
+        "dp": dist.get_rank(collection.dp),
+        "pp": dist.get_rank(collection.pp),
+        "etp": dist.get_rank(collection.expt_tp),
+        "ep": dist.get_rank(collection.ep),
+        "edp": dist.get_rank(collection.expt_dp),
+    }
+    assert found == vars(where), (found, where, groups.layout)
+
+
+def close_ranks() -> None:
+    """Leave all process groups; other ranks need not be alive."""
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()

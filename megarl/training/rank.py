@@ -18,7 +18,7 @@ from megarl.core.platform import Platform, PlatformName, get_platform, peak_byte
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Algorithm, Optimizer
-from megarl.training.layout import Layout, is_lead
+from megarl.core.layout import Layout, is_lead
 
 if TYPE_CHECKING:
     from megarl.models.hf_weights import Bucket

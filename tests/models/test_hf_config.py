@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.models.hf_config import ModelConfig, check_tensor_parallel, load_model_config, parse_model_config
+from megarl.models.config import ModelConfig
+from megarl.models.hf_config import check_tensor_parallel, load_model_config, parse_model_config
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.platform import get_platform
 from megarl.models.gpt import build_gpt
-from megarl.models.hf_config import ModelConfig, load_model_config
+from megarl.models.config import ModelConfig
+from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.hf_weights import Bucket, export_buckets, load_hf_weights, save_hf
 from megarl.models.rules import expected_tensors

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.models.hf_config import ModelConfig
+from megarl.models.config import ModelConfig, Rope
 from megarl.models.mapping import join, merge, split
 from megarl.models.rules import LOCAL_NAMES, TRANSFORMER_ENGINE_NAMES, NameTable, Rule, expected_tensors, rules, slices
 
@@ -26,7 +26,7 @@ def config_of(
         ffn_hidden_size=ffn,
         vocab_size=vocab,
         max_positions=64,
-        rope_theta=1e4,
+        rope=Rope(1e4),
         norm_eps=1e-6,
         tied_embeddings=flags.get("tied", False),
         qkv_bias=flags.get("bias", False),

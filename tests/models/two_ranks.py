@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.hf_config import load_model_config
-from megarl.training.layout import Layout
+from megarl.core.layout import Layout
 
 CPU = get_platform("cpu")
 # Two key-value heads for two ranks; a vocabulary that two does not divide; every form of the families.

@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.training.layout import Layout
+from megarl.core.layout import Layout
 from megarl.training.rank import Rank
 from tests.support.tiny import write_tiny_qwen
 from tests.training.harness import VOCAB, actor_spec

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megarl.core.errors import MegarlError
-from megarl.training.layout import Layout
+from megarl.core.layout import Layout
 from megarl.training.rank import Rank, RoleSpec
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
@@ -14,7 +14,7 @@ from tests.training.samples import examples, shards
 
 def test_the_driver_gets_the_names_without_torch():
     code = (
-        "import sys; import megarl.training.rank, megarl.training.layout; "
+        "import sys; import megarl.training.rank, megarl.core.layout; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

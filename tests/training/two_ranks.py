@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.training.layout import Layout
+from megarl.core.layout import Layout
 from megarl.training.logprob import vocab_parallel_logprobs
 from megarl.training.rank import Rank
 from tests.training.harness import VOCAB, actor_spec, weights

@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.training.layout import Layout, dp_rank, is_lead, tp_rank
+from megarl.core.layout import Layout, dp_rank, is_lead, tp_rank
 
 
 def test_tensor_parallel_ranks_are_neighbours():

@@ -1,0 +1,113 @@
+"""What megarl knows of a model: sizes and features as data, for one builder and one table of rules. Without torch.
+
+`hf_config` fills it from an HF folder; nothing here knows HF's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions. `scaled` kinds stretch a model beyond the context that it was first trained on.
+
+    theta: base of the frequencies. kind: default (no scaling), linear, llama3 or yarn. factor: how many times longer.
+    original_positions: context before scaling. low_freq_factor, high_freq_factor: llama3's.
+    beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's. attention_factor: yarn's scale of cos and sin, where
+    it is not left to the formula.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Mixture of experts, in the layers that `ModelConfig.moe_layers` names.
+
+    ffn_hidden_size: of one expert, one of the two gated halves. shared_ffn_hidden_size: of the shared experts together,
+    0 where there are none. score: how router logits become scores. normalize: chosen scores are divided by their sum.
+    scaling_factor: multiplies the chosen scores. num_groups, top_groups: group-limited routing; 0 is off.
+    score_bias: a bias for each expert, added for the choice alone (DeepSeek-V3's e_score_correction_bias).
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 0
+    top_groups: int = 0
+    score_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). q_rank: None where queries are not compressed.
+
+    A head of queries and keys is nope_dim + rope_dim wide, of values v_dim.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only model. Sizes are counts of elements; `ffn_hidden_size` is of one of the two gated halves.
+
+    num_kv_heads, head_dim: with `mla`, equal to num_heads and to the width of a query head.
+    moe_layers: layers (from 0) that have experts in the MLP's place. local_layers: layers with sliding-window attention
+    over `window` tokens (the token itself among them), rotated by `local_rope` where given.
+    norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
+    embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
+    """
+
+    family: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_positions: int
+    rope: Rope
+    norm_eps: float
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    moe: Moe | None = None
+    moe_layers: frozenset[int] = frozenset()
+    mla: Mla | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm_offset: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    window: int | None = None
+    local_layers: frozenset[int] = frozenset()
+    local_rope: Rope | None = None
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Vocabulary rounded up to a multiple of the tensor-parallel size."""
+        return -(-self.vocab_size // tp) * tp
