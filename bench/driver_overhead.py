@@ -35,7 +35,7 @@ from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, Column, EvalResult, MicroBatch, MiniBatch, Shard
 from megarl.recipe.schema import Data, Deadlines, Model, Recipe, Rollout, Train
 from megarl.train import Cast, State, train
-from megarl.training.layout import Layout
+from megarl.core.layout import Layout
 
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
 

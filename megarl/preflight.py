@@ -17,11 +17,13 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import check_rows, load_prompts
 from megarl.data.sft import check_demonstrations, load_demonstrations
 from megarl.models.config import ModelConfig
-from megarl.models.hf_config import check_tensor_parallel, load_model_config
+from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
+from megarl.models.layout_check import check_layout
 from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import longest_sample
+from megarl.recipe.layouts import role_layouts
 from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megarl.rewards.resolve import resolve_reward
 
@@ -63,7 +65,7 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data)
     model = _check_generation(recipe)
-    check_tensor_parallel(model, recipe.actor.parallel.tp)
+    _check_layouts(recipe, model)
     rows, dropped = _count_prompts(recipe, recipe.data.train)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
@@ -93,7 +95,7 @@ def preflight_sft(recipe: SftRecipe, *, resume: bool = False) -> Preflight:
     check_demonstrations(recipe.data.train, recipe.data)
     model = _check_model_folder(recipe.model.path)
     _check_context(model, recipe.data.max_tokens, "data.max_tokens")
-    check_tensor_parallel(model, recipe.actor.parallel.tp)
+    _check_layouts(recipe, model)
     demonstrations = load_demonstrations(recipe.model.path, recipe.data)
     return Preflight(plan, platform, model, len(demonstrations), demonstrations.num_dropped, 0)
 
@@ -150,6 +152,11 @@ def _check_model_folder(folder: Path) -> ModelConfig:
     model = load_model_config(folder)
     check_weights(expected_tensors(model), folder, model)
     return model
+
+
+def _check_layouts(recipe: AnyRecipe, model: ModelConfig) -> None:
+    for section, layout in role_layouts(recipe).items():
+        check_layout(model, layout, f"{section}.parallel")
 
 
 def _check_server_layout(model: ModelConfig, tp: int) -> None:

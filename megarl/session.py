@@ -18,9 +18,9 @@ from megarl.cluster.weight_sync import WeightSync
 from megarl.core.timing import PhaseTimer
 from megarl.preflight import Preflight
 from megarl.recipe.check import longest_sample
+from megarl.recipe.layouts import num_shards, role_layouts
 from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megarl.rollout.server import ServerSpec
-from megarl.core.layout import Layout
 from megarl.training.rank import RoleSpec
 
 ACTOR, REFERENCE = "actor", "reference"
@@ -44,14 +44,24 @@ class SftSession:
     feeder: SftFeeder
 
 
-def _layout(recipe: AnyRecipe) -> Layout:
-    return Layout(tp=recipe.actor.parallel.tp, world_size=recipe.cluster.devices)
-
-
 def _start_ranks(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> RankGroup:
     deadlines = recipe.deadlines
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
-    return RankGroup.start(runtime, _layout(recipe), recipe.run.seed, waiter, deadlines.start_s, longest)
+    return RankGroup.start(runtime, recipe.cluster.devices, recipe.run.seed, waiter, deadlines.start_s, longest)
+
+
+def _actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
+    return RoleSpec(
+        recipe.model.path.resolve(),
+        recipe.model.dtype,
+        recipe.rollout.temperature if isinstance(recipe, Recipe) else 1.0,
+        optimizer=recipe.actor.optimizer,
+        total_steps=checked.plan.optimizer_steps,
+        algorithm=recipe.algorithm if isinstance(recipe, Recipe) else None,
+        layout=role_layouts(recipe)["actor"],
+        recompute=recipe.actor.recompute,
+        aux_loss_coef=recipe.actor.aux_loss_coef,
+    )
 
 
 def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> LaunchingPool:
@@ -73,30 +83,19 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
 @contextmanager
 def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iterator[TrainSession]:
     """Start servers and ranks side by side; on leaving, end everything."""
-    waiter = Waiter(timer)
-    layout = _layout(recipe)
-    with Runtime.start(checked.platform, recipe.run.folder, layout.world_size) as runtime:
+    waiter, layouts = Waiter(timer), role_layouts(recipe)
+    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices) as runtime:
         launching = _launch_servers(runtime, recipe, waiter)
         ranks = _start_ranks(runtime, recipe, waiter)
-        folder = recipe.model.path.resolve()
-        frozen = RoleSpec(folder, recipe.model.dtype, recipe.rollout.temperature)
-        actor = Policy(ACTOR, ranks, recipe.deadlines)
-        actor.build(
-            RoleSpec(
-                folder,
-                recipe.model.dtype,
-                recipe.rollout.temperature,
-                optimizer=recipe.actor.optimizer,
-                total_steps=checked.plan.optimizer_steps,
-                algorithm=recipe.algorithm,
-            )
-        )
+        actor = Policy(ACTOR, ranks, layouts["actor"], recipe.deadlines)
+        spec = _actor_spec(recipe, checked)
+        actor.build(spec)
         reference = None
-        if recipe.algorithm.kl_coef > 0:
-            reference = Reference(REFERENCE, ranks, recipe.deadlines)
-            reference.build(frozen)
-        rollout = RolloutPool.start(runtime, recipe, launching.ready(), layout.dp, waiter)
-        yield TrainSession(actor, reference, rollout, WeightSync(ACTOR, ranks, rollout, recipe))
+        if "reference" in layouts:
+            reference = Reference(REFERENCE, ranks, layouts["reference"], recipe.deadlines)
+            reference.build(RoleSpec(spec.folder, spec.dtype, spec.temperature, layout=layouts["reference"]))
+        rollout = RolloutPool.start(runtime, recipe, launching.ready(), num_shards(recipe), waiter)
+        yield TrainSession(actor, reference, rollout, WeightSync(ACTOR, ranks, layouts["actor"], rollout, recipe))
         rollout.close()
 
 
@@ -114,16 +113,8 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
 def sft_session(recipe: SftRecipe, checked: Preflight, timer: PhaseTimer) -> Iterator[SftSession]:
     """Start the ranks and the feeder; on leaving, end everything."""
     waiter = Waiter(timer)
-    layout = _layout(recipe)
-    with Runtime.start(checked.platform, recipe.run.folder, layout.world_size) as runtime:
+    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices) as runtime:
         ranks = _start_ranks(runtime, recipe, waiter)
-        model = Policy(ACTOR, ranks, recipe.deadlines)
-        model.build(
-            RoleSpec(
-                recipe.model.path.resolve(),
-                recipe.model.dtype,
-                optimizer=recipe.actor.optimizer,
-                total_steps=checked.plan.optimizer_steps,
-            )
-        )
-        yield SftSession(model, SftFeeder.start(runtime, recipe, layout.dp, waiter))
+        model = Policy(ACTOR, ranks, role_layouts(recipe)["actor"], recipe.deadlines)
+        model.build(_actor_spec(recipe, checked))
+        yield SftSession(model, SftFeeder.start(runtime, recipe, num_shards(recipe), waiter))

@@ -14,10 +14,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import LOOPBACK, Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.core.platform import PlatformName
 from megarl.core.types import Column, Shard
+from megarl.data.pack import merge_columns, merge_shards, split_column
 from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
-from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.training.rank import Rank, RoleSpec
 
 
@@ -37,25 +38,36 @@ class RankActor:
         """A port that is free on this node."""
         return self._rank.free_port()
 
-    def rendezvous(self, host: str, port: int, layout: Layout, timeout_s: float) -> None:
+    def rendezvous(self, host: str, port: int, timeout_s: float) -> None:
         """Join the ranks' process group."""
-        self._rank.rendezvous(host, port, layout, timeout_s)
+        self._rank.rendezvous(host, port, timeout_s)
 
     def build(self, role: str, spec: RoleSpec) -> None:
         """Build a role's model from its HF folder."""
         self._rank.build(role, spec)
 
-    def logprobs(self, role: str, shard: Shard, temperature: float | None = None) -> tuple[None, Column | None]:
-        """Log-probs of a shard's labels; only lead ranks return the column. temperature: the role's own where not given."""
-        return None, self._rank.logprobs(role, shard, temperature)
+    def logprobs(self, role: str, temperature: float | None, *shards: Shard) -> tuple[None, *tuple[Column | None, ...]]:
+        """Log-probs of the labels of this rank's shards, one column each; only lead ranks return columns.
 
-    def update(self, role: str, names: tuple[str, ...], shard: Shard, *columns: Column) -> dict[str, float]:
-        """One optimizer step a mini-batch; metrics are the same on every rank."""
-        return self._rank.update(role, shard, dict(zip(names, columns, strict=True)))
+        temperature: the role's own where not given.
+        """
+        column = self._rank.logprobs(role, merge_shards(shards), temperature)
+        return (None, *([None] * len(shards) if column is None else split_column(column, shards)))
 
-    def sft_update(self, role: str, shard: Shard) -> dict[str, float]:
+    def update(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
+        """One optimizer step a mini-batch; metrics are the same on every rank.
+
+        parts: the rank's shards, then for each name its columns, one a shard.
+        """
+        shards, rest = parts[:num_shards], parts[num_shards:]
+        columns = {
+            name: merge_columns(rest[index * num_shards : (index + 1) * num_shards]) for index, name in enumerate(names)
+        }
+        return self._rank.update(role, merge_shards(shards), columns)
+
+    def sft_update(self, role: str, *shards: Shard) -> dict[str, float]:
         """One optimizer step on demonstrations; metrics are the same on every rank."""
-        return self._rank.sft_update(role, shard)
+        return self._rank.sft_update(role, merge_shards(shards))
 
     def save(self, role: str, folder: Path) -> None:
         """Write this rank's part of a distributed checkpoint."""
@@ -72,21 +84,16 @@ class RankActor:
     def send_weights(
         self, role: str, version: int, servers: Sequence[ServerEndpoint], bucket_bytes: int, timeout_s: float
     ) -> SyncReport | None:
-        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 reports.
-
-        Only the first data-parallel copy takes part: the others hold the same weights.
-        """
-        if self._rank.groups.dp_rank != 0:
-            return None
+        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 does, and reports."""
         if self._sender is None:
-            platform, groups = self._rank.platform, self._rank.groups
+            platform = self._rank.platform
             self._sender = BroadcastSender(
                 rank=self._rank.rank,
                 host=LOOPBACK,
                 device=platform.device,
                 backend=platform.backend,
                 timeout_s=timeout_s,
-                control=groups.tp if groups.layout.tp > 1 else None,
+                control=self._rank.everyone(),
             )
         return self._sender.send(lambda: self._rank.buckets(role, bucket_bytes), version, servers)
 
@@ -100,27 +107,21 @@ class RankGroup:
     """The driver's handle of all ranks."""
 
     workers: tuple[Worker, ...]
-    layout: Layout
     waiter: Waiter
     bundle: PlacementGroup
 
-    @property
-    def num_shards(self) -> int:
-        """Shards that a batch is dealt in: one a data-parallel rank."""
-        return self.layout.dp
-
     @classmethod
     def start(
-        cls, runtime: Runtime, layout: Layout, seed: int, waiter: Waiter, deadline_s: float, collective_s: float
+        cls, runtime: Runtime, world_size: int, seed: int, waiter: Waiter, deadline_s: float, collective_s: float
     ) -> RankGroup:
         """Start one process a device and join them in a process group.
 
         collective_s: longest time that a rank waits for the others in any later collective.
         """
         resource = runtime.platform.ray_resource
-        bundle = placement_group([{resource: 1.0, "CPU": 0.01}] * layout.world_size, strategy="PACK")
+        bundle = placement_group([{resource: 1.0, "CPU": 0.01}] * world_size, strategy="PACK")
         handles = []
-        for rank in range(layout.world_size):
+        for rank in range(world_size):
             spec = ProcessSpec(f"rank {rank}", runtime.logs)
             options: dict[str, Any] = {
                 "num_cpus": 0.01,
@@ -128,7 +129,7 @@ class RankGroup:
                 **({"num_gpus": 1.0} if resource == "GPU" else {"resources": {resource: 1.0}}),
             }
             actor = ray.remote(RankActor).options(**options)
-            handles.append((spec, actor.remote(spec, rank, layout.world_size, runtime.platform.name, seed)))
+            handles.append((spec, actor.remote(spec, rank, world_size, runtime.platform.name, seed)))
         unknown = ProcessFacts(0, "?")
         starting = [Worker(handle, spec, unknown) for spec, handle in handles]
         facts = waiter.wait(
@@ -138,10 +139,10 @@ class RankGroup:
             deadline_s=deadline_s,
         )
         workers = tuple(Worker(worker.handle, worker.spec, fact) for worker, fact in zip(starting, facts, strict=True))
-        group = cls(workers, layout, waiter, bundle)
+        group = cls(workers, waiter, bundle)
         port = group.call(lambda worker, _: worker.handle.free_port.remote(), "start", "ranks", deadline_s, only=[0])[0]
         group.call(
-            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, layout, collective_s),
+            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, collective_s),
             "rendezvous",
             "ranks",
             deadline_s,
@@ -162,22 +163,26 @@ class RankGroup:
         return self.waiter.wait(calls, phase=phase, role=role, deadline_s=deadline_s)
 
     def call_columns(
-        self, remote: Callable[[Worker, int], tuple[Any, Any]], phase: str, role: str, deadline_s: float
+        self,
+        remote: Callable[[Worker, int], Sequence[Any]],
+        layout: Layout,
+        phase: str,
+        role: str,
+        deadline_s: float,
     ) -> tuple[Any, ...]:
-        """Call every rank for a column: returns one reference a shard, from the lead rank of each; fetches none."""
-        calls: list[Call] = []
-        columns: list[Any] = [None] * self.layout.dp
-        for rank, worker in enumerate(self.workers):
-            status, column = remote(worker, rank)
-            calls.append(Call(worker, status))
-            if is_lead(rank, self.layout):
-                columns[dp_rank(rank, self.layout)] = column
-        self.waiter.wait(calls, phase=phase, role=role, deadline_s=deadline_s)
-        return tuple(columns)
+        """Call every rank for columns: returns references in the order of the shards, from the lead ranks; fetches none.
 
-    def shard_of(self, rank: int) -> int:
-        """Index of the shard that a rank works on."""
-        return dp_rank(rank, self.layout)
+        remote: gives a reference to the call's outcome, then one for each of the rank's shards.
+        """
+        calls: list[Call] = []
+        columns: dict[int, Sequence[Any]] = {}
+        for rank, worker in enumerate(self.workers):
+            status, *references = remote(worker, rank)
+            calls.append(Call(worker, status))
+            if is_lead(rank, layout):
+                columns[dp_rank(rank, layout)] = references
+        self.waiter.wait(calls, phase=phase, role=role, deadline_s=deadline_s)
+        return tuple(reference for index in sorted(columns) for reference in columns[index])
 
     def close(self) -> None:
         """End the ranks' processes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.ranks import RankGroup
+from megarl.core.layout import Layout, dp_rank
 from megarl.core.types import BatchInfo
 from megarl.recipe.schema import Deadlines
 from megarl.training.rank import RoleSpec
@@ -29,7 +31,15 @@ class _Role:
 
     name: str
     ranks: RankGroup
+    layout: Layout
     deadlines: Deadlines
+
+    def _mine(self, rank: int, references: Sequence[Any]) -> Sequence[Any]:
+        """A rank's part of references, one a shard: layouts may have fewer data-parallel ranks than there are shards."""
+        each, rest = divmod(len(references), self.layout.dp)
+        assert rest == 0, (len(references), self.layout)
+        first = dp_rank(rank, self.layout) * each
+        return references[first : first + each]
 
     def build(self, spec: RoleSpec) -> None:
         """Build the model on every rank from its HF folder."""
@@ -39,10 +49,12 @@ class _Role:
 
     def logprobs(self, batch: Batch) -> ColumnRefs:
         """Log-probs of every label of the batch, natural log, of the temperature-scaled distribution."""
+        each = len(batch.shards) // self.layout.dp
         return self.ranks.call_columns(
-            lambda worker, rank: worker.handle.logprobs.options(num_returns=2).remote(
-                self.name, batch.shards[self.ranks.shard_of(rank)]
+            lambda worker, rank: worker.handle.logprobs.options(num_returns=1 + each).remote(
+                self.name, None, *self._mine(rank, batch.shards)
             ),
+            self.layout,
             "log-probs",
             self.name,
             self.deadlines.train_s,
@@ -61,10 +73,9 @@ class Policy(_Role):
         names = tuple(columns)
 
         def remote(worker: Any, rank: int) -> Any:
-            shard = self.ranks.shard_of(rank)
-            return worker.handle.update.remote(
-                self.name, names, batch.shards[shard], *(columns[name][shard] for name in names)
-            )
+            shards = self._mine(rank, batch.shards)
+            mine = [column for name in names for column in self._mine(rank, columns[name])]
+            return worker.handle.update.remote(self.name, names, len(shards), *shards, *mine)
 
         results: list[dict[str, float]] = self.ranks.call(remote, "update", self.name, self.deadlines.train_s)
         return results[0]
@@ -72,7 +83,7 @@ class Policy(_Role):
     def sft_update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on demonstrations; returns metrics, reduced over all ranks."""
         results: list[dict[str, float]] = self.ranks.call(
-            lambda worker, rank: worker.handle.sft_update.remote(self.name, batch.shards[self.ranks.shard_of(rank)]),
+            lambda worker, rank: worker.handle.sft_update.remote(self.name, *self._mine(rank, batch.shards)),
             "update",
             self.name,
             self.deadlines.train_s,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.rollout import RolloutPool
 from megarl.core.errors import SyncError
+from megarl.core.layout import Layout
 from megarl.recipe.schema import Recipe
 from megarl.sync.broadcast import SyncReport
 
@@ -21,6 +22,7 @@ class WeightSync:
 
     role: str
     ranks: RankGroup
+    layout: Layout
     rollout: RolloutPool
     recipe: Recipe
 
@@ -57,7 +59,8 @@ class WeightSync:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
         shard = self.rollout.probe()
         column = self.ranks.call_columns(
-            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, shard, UNSCALED),
+            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, shard),
+            self.layout,
             "sync",
             self.role,
             self.recipe.deadlines.sync_s,

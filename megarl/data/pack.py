@@ -77,6 +77,33 @@ def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_
     return [Shard((mini[shard],)) for shard in range(num_shards)]
 
 
+def merge_shards(shards: Sequence[Shard]) -> Shard:
+    """Several shards of a step as one: each mini-batch has the micro-batches of all, shard by shard."""
+    return Shard(
+        tuple(
+            MiniBatch(tuple(micro for mini in minis for micro in mini.micro_batches))
+            for minis in zip(*(shard.mini_batches for shard in shards), strict=True)
+        )
+    )
+
+
+def merge_columns(columns: Sequence[Column]) -> Column:
+    """The columns of several shards as the column of `merge_shards` of these."""
+    return [[part for mini in minis for part in mini] for minis in zip(*columns, strict=True)]
+
+
+def split_column(column: Column, shards: Sequence[Shard]) -> list[Column]:
+    """The column of `merge_shards(shards)` as one column a shard."""
+    found: list[Column] = [[] for _ in shards]
+    for index, mini in enumerate(column):
+        first = 0
+        for shard, mine in zip(shards, found, strict=True):
+            last = first + len(shard.mini_batches[index].micro_batches)
+            mine.append(mini[first:last])
+            first = last
+    return found
+
+
 def column_like(shard: Shard, values: ArrayLike) -> Column:
     """Spread one value a sample over the trained positions of its sequence; 0 elsewhere and in fillers.
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from megarl.core.errors import UserError
 from megarl.recipe.check import longest_sample
-from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.layouts import num_shards
+from megarl.recipe.schema import AnyRecipe, Parallel, Recipe
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class BatchPlan:
     """What one step is made of. Counts are of the whole run's pool; dropped zero-variance groups make a step smaller.
 
     prompts: groups in one step (supervised: demonstrations). mini_batch_samples: samples of one optimizer step.
-    longest: most tokens of one sample. epochs: times that a step's samples are gone through.
+    longest: most tokens of one sample. parallel: the actor's. shards: that a step is dealt in.
+    epochs: times that a step's samples are gone through.
     """
 
     prompts: int
@@ -26,7 +28,8 @@ class BatchPlan:
     micro_batch_tokens: int
     longest: int
     devices: int
-    tp: int
+    parallel: Parallel
+    shards: int
     steps: int
     epochs: int
     supervised: bool = False
@@ -43,8 +46,13 @@ class BatchPlan:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: what tensor parallel leaves of the devices."""
-        return self.devices // self.tp
+        """Data-parallel ranks of the actor: what its other axes leave of the devices."""
+        return self.devices // self.copy_size
+
+    @property
+    def copy_size(self) -> int:
+        """Devices that hold one copy of the actor."""
+        return self.parallel.tp * self.parallel.pp * self.parallel.cp
 
     @property
     def updates_per_step(self) -> int:
@@ -66,14 +74,16 @@ class BatchPlan:
         return (
             f"each step: {step} -> {_count(self.mini_batches, 'mini-batch', 'mini-batches')} of "
             f"{self.mini_batch_samples}{epochs} -> micro-batches of at most {self.micro_batch_tokens:,} tokens "
-            f"on {_count(self.devices, 'device', 'devices')} (dp {self.dp} x tp {self.tp}); "
+            f"on {_count(self.devices, 'device', 'devices')} (dp {self.dp} x {_axes(self.parallel)}); "
             f"{self.steps} steps, {self.optimizer_steps} optimizer steps"
         )
 
 
 def plan_batches(recipe: AnyRecipe) -> BatchPlan:
     """The batch arithmetic of a recipe. Raises UserError: what does not add up, with the nearest values that do."""
-    layout = (recipe.cluster.devices, recipe.actor.parallel.tp, recipe.train.steps)
+    parallel, devices = recipe.actor.parallel, recipe.cluster.devices
+    fits = devices % (parallel.tp * parallel.pp * parallel.cp) == 0
+    layout = (devices, parallel, num_shards(recipe) if fits else 1, recipe.train.steps)
     if isinstance(recipe, Recipe):
         samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         plan = BatchPlan(
@@ -113,13 +123,15 @@ def nearest_divisors(number: int, wanted: int, at_least: int = 1) -> list[int]:
 
 def _problems(plan: BatchPlan) -> list[str]:
     problems = []
-    if plan.devices % plan.tp:
+    size, axes = plan.copy_size, _axes(plan.parallel)
+    if plan.devices % size:
+        valid = f"Nearest valid {'tp' if axes.startswith('tp') and 'x' not in axes else 'product of the axes'}"
         problems.append(
-            f"actor.parallel.tp {plan.tp} does not divide cluster.devices {plan.devices}. "
-            f"Nearest valid tp: {_either(nearest_divisors(plan.devices, plan.tp))}; "
-            f"nearest valid number of devices: {_either(_multiples(plan.tp, plan.devices))}."
+            f"actor.parallel {axes}{f' = {size}' if 'x' in axes else ''} does not divide cluster.devices "
+            f"{plan.devices}. {valid}: {_either(nearest_divisors(plan.devices, size))}; "
+            f"nearest valid number of devices: {_either(_multiples(size, plan.devices))}."
         )
-    dp = max(1, plan.dp)
+    dp = max(1, plan.shards)
     if plan.supervised:
         if plan.samples < dp:
             problems.append(
@@ -154,9 +166,15 @@ def _mini_batch_problems(plan: BatchPlan, dp: int) -> list[str]:
     if size < dp:
         return [
             f"actor.mini_batch_samples {size} is less than one sample for each of {dp} data-parallel ranks "
-            f"(cluster.devices {plan.devices} / actor.parallel.tp {plan.tp}). Nearest valid value: {valid}."
+            f"(cluster.devices {plan.devices} / actor.parallel {_axes(plan.parallel)}). Nearest valid value: {valid}."
         ]
     return []
+
+
+def _axes(parallel: Parallel) -> str:
+    """The axes that one copy of the model is cut along: `tp 2 x pp 2`."""
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "tp 1"
 
 
 def _multiples(number: int, wanted: int) -> list[int]:

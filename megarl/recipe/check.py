@@ -43,6 +43,12 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
+        ("reference.parallel",),
+        lambda r: r.algorithm.kl_coef > 0,
+        "without a KL there is no reference model: set algorithm.kl_coef above 0",
+        (Recipe,),
+    ),
+    Unread(
         ("actor.optimizer.beta1", "actor.optimizer.beta2", "actor.optimizer.eps"),
         lambda r: r.actor.optimizer.name == "adam",
         "only Adam has it: set actor.optimizer.name to adam",

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Recompute = Literal["none", "selective", "full"]
 
 
 def _expand_home(path: Path) -> Path:
@@ -137,6 +138,14 @@ class Parallel(Section):
     """Layout of one role; data parallel is what is left of the devices."""
 
     tp: PositiveInt = Field(1, description="tensor parallel size")
+    pp: PositiveInt = Field(1, description="pipeline parallel size")
+    cp: PositiveInt = Field(1, description="context parallel size: each sequence is cut over so many ranks")
+    ep: PositiveInt = Field(1, description="expert parallel size: experts are dealt to so many ranks")
+    etp: PositiveInt = Field(1, description="tensor parallel size within an expert")
+    virtual_stages: PositiveInt = Field(1, description="stages of each pipeline rank, interleaved; needs pp")
+    sequence_parallel: bool = Field(True, description="with tp: cut the activations between its regions too")
+    first_stage_layers: PositiveInt | None = Field(None, description="layers of the first pipeline rank; default: even")
+    last_stage_layers: PositiveInt | None = Field(None, description="layers of the last pipeline rank; default: even")
 
 
 class Optimizer(Section):
@@ -175,6 +184,18 @@ class Actor(Section):
         16384, description="most tokens of one forward pass, on one data-parallel rank"
     )
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
+    recompute: Recompute = Field(
+        "none", description="activations computed again in backward: none, selective (attention), full (every layer)"
+    )
+    aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of the load-balancing loss of a mixture of experts"
+    )
+
+
+class Reference(Section):
+    """The frozen policy that the KL is measured to."""
+
+    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
 
 
 class Sync(Section):
@@ -260,6 +281,12 @@ class SftActor(Section):
     micro_batch_tokens: PositiveInt = Field(
         16384, description="most tokens of one forward pass, on one data-parallel rank"
     )
+    recompute: Recompute = Field(
+        "none", description="activations computed again in backward: none, selective (attention), full (every layer)"
+    )
+    aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of the load-balancing loss of a mixture of experts"
+    )
 
 
 class Recipe(Section):
@@ -273,6 +300,7 @@ class Recipe(Section):
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     actor: Actor = Actor()
+    reference: Reference = Reference()
     sync: Sync = Sync()
     eval: Eval = Eval()
     train: Train

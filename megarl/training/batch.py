@@ -1,7 +1,13 @@
-"""A MicroBatch as tensors on a rank's device, with its columns. Processes exchange numpy; devices hold tensors."""
+"""A MicroBatch as tensors on a rank's device, with its columns, and columns back. Processes exchange numpy.
+
+Context and sequence parallel want every sequence padded to a multiple of `Layout.sequence_multiple`, and context parallel
+cuts each padded sequence in 2 x CP chunks of which rank r holds chunks r and 2 x CP - 1 - r (causal attention is then the
+same work on every rank). Nobody outside of this module sees the padding.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,17 +15,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.core.types import FloatArray, MicroBatch
+from megarl.core.layout import Layout
+from megarl.core.types import FloatArray, IntArray, MicroBatch
+
+PADDING = -1
 
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """One packed forward pass: T tokens, S sequences; see MicroBatch for the fields that it shares."""
+    """This rank's part of one packed forward pass: T tokens, S sequences; see MicroBatch for the fields that it shares."""
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64, counted from the start of each sequence
     labels: Tensor  # [T] int64
-    cu_seqlens: Tensor  # [S + 1] int32
+    cu_seqlens: Tensor  # [S + 1] int32, of the padded sequences over all context-parallel ranks
     mask: Tensor  # [T] float32, 1 where the label is trained on
     weights: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
@@ -27,16 +36,61 @@ class DeviceBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, with padding."""
         return self.tokens.shape[0]
 
 
-def to_device(micro: MicroBatch, columns: dict[str, FloatArray], device: str) -> DeviceBatch:
-    """Copy a micro-batch and its columns (each [T]) to a device."""
+@dataclass(frozen=True)
+class Cut:
+    """Where the tokens of a micro-batch lie under a layout.
+
+    cu_seqlens: [S + 1] int32, of the padded sequences. sources: for each context-parallel rank, [T / cp]: which token of
+    the micro-batch stands there; PADDING where none does.
+    """
+
+    cu_seqlens: NDArray[np.int32]
+    sources: tuple[IntArray, ...]
+
+    def gather(self, parts: Sequence[FloatArray], num_tokens: int) -> FloatArray:
+        """A column [num_tokens] from the parts of all context-parallel ranks, each [T / cp]."""
+        whole = np.zeros(num_tokens, np.float32)
+        for source, part in zip(self.sources, parts, strict=True):
+            here = source != PADDING
+            whole[source[here]] = part[here]
+        return whole
+
+
+def cut_sequences(cu_seqlens: NDArray[np.int32], layout: Layout) -> Cut:
+    """Pad the sequences and deal their chunks. cu_seqlens: [S + 1], from 0; sequences may be empty."""
+    multiple, cp = layout.sequence_multiple, layout.cp
+    lengths = np.diff(cu_seqlens)
+    padded = -(-lengths // multiple) * multiple
+    parts: list[list[IntArray]] = [[] for _ in range(cp)]
+    for start, length, size in zip(cu_seqlens, lengths, padded, strict=False):
+        positions = np.full(size, PADDING, np.int64)
+        positions[:length] = np.arange(start, start + length)
+        if cp == 1:
+            parts[0].append(positions)
+            continue
+        chunks = positions.reshape(2 * cp, -1)
+        for rank in range(cp):
+            parts[rank] += [chunks[rank], chunks[2 * cp - 1 - rank]]
+    bounds = np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)
+    return Cut(bounds, tuple(np.concatenate([*part, np.zeros(0, np.int64)]) for part in parts))
+
+
+def to_device(
+    micro: MicroBatch, columns: dict[str, FloatArray], device: str, layout: Layout, cp_rank: int
+) -> DeviceBatch:
+    """Copy this rank's part of a micro-batch and of its columns (each [T]) to a device."""
+    cut = cut_sequences(micro.cu_seqlens, layout)
+    source = cut.sources[cp_rank]
+    here = source != PADDING
 
     def move(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        # A copy: arrays from an object store are read-only, which a tensor cannot express.
-        return torch.tensor(array, dtype=dtype, device=device)
+        values = np.zeros(len(source), array.dtype)
+        values[here] = array[source[here]]
+        return torch.tensor(values, dtype=dtype, device=device)
 
     lengths = np.diff(micro.cu_seqlens)
     positions = np.arange(micro.num_tokens) - np.repeat(micro.cu_seqlens[:-1], lengths)
@@ -44,9 +98,24 @@ def to_device(micro: MicroBatch, columns: dict[str, FloatArray], device: str) ->
         tokens=move(micro.tokens, torch.int64),
         positions=move(positions, torch.int64),
         labels=move(micro.labels, torch.int64),
-        cu_seqlens=move(micro.cu_seqlens, torch.int32),
+        cu_seqlens=torch.tensor(cut.cu_seqlens, dtype=torch.int32, device=device),
         mask=move(micro.loss_mask, torch.float32),
         weights=move(micro.weights, torch.float32),
         rollout_logprobs=move(micro.rollout_logprobs, torch.float32),
         columns={name: move(column, torch.float32) for name, column in columns.items()},
     )
+
+
+def filler(device: str, layout: Layout, names: Sequence[str]) -> DeviceBatch:
+    """A batch of one token that counts for nothing: some schedules want a certain number of micro-batches."""
+    zero = np.zeros(1, np.float32)
+    one = MicroBatch(
+        tokens=np.zeros(1, np.int64),
+        labels=np.zeros(1, np.int64),
+        cu_seqlens=np.array([0, 1], np.int32),
+        loss_mask=zero,
+        weights=zero,
+        rollout_logprobs=zero,
+        sample_index=np.zeros(1, np.int64),
+    )
+    return to_device(one, dict.fromkeys(names, zero), device, layout, 0)

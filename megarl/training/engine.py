@@ -6,32 +6,33 @@ Import only after `models.bootstrap.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
-from megarl.core.types import Column, FloatArray, MiniBatch, Shard
-from megarl.models.gpt import build_gpt, packed_params
+from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
+from megarl.models.gpt import Recompute, build_gpt
 from megarl.models.hf_weights import Bucket, export_buckets, load_hf_weights
 from megarl.recipe.schema import Optimizer
-from megarl.training.batch import DeviceBatch, to_device
+from megarl.training.batch import DeviceBatch, cut_sequences, to_device
 from megarl.training.checkpoint import load_checkpoint, save_checkpoint
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
 from megarl.training.losses import Loss
 from megarl.training.metrics import MetricSums
 from megarl.training.optimizer import Stepper, is_distributed
 from megarl.training.parallel import Groups
+from megarl.training.schedule import AuxiliaryScale, finalize_without_scaling, run_schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -61,62 +62,106 @@ class Engine:
         temperature: float = 1.0,
         optimizer: Optimizer | None = None,
         total_steps: int = 1,
+        recompute: Recompute = "none",
+        aux_loss_coef: float = 0.0,
     ) -> None:
-        """Build the model and load its weights from the HF folder.
+        """Build this rank's part of the model and load its weights from the HF folder.
 
         dtype: float32 or bfloat16, of the weights in forward and backward; Adam's main weights are always float32.
         temperature: divides the logits in every log-prob.
         total_steps: optimizer steps that the learning-rate schedule is laid out for.
+        recompute: which activations are computed again in the backward pass. aux_loss_coef: of the experts' balance.
         """
         self._config, self._groups, self._device = config, groups, platform.device
         self._dtype, self._temperature = DTYPES[dtype], temperature
-        self._model = build_gpt(config, tp=groups.layout.tp, dtype=self._dtype, platform=platform)
-        load_hf_weights(self._model, config, folder, groups.tp_rank, groups.layout.tp)
-        is_bf16 = self._dtype == torch.bfloat16
-        wrapped = Float16Module(self._model.config, self._model) if is_bf16 else self._model
-        # Logits stay in the model's dtype: the log-prob casts them chunk by chunk.
-        self._forward_options = {"fp32_output": False} if is_bf16 else {}
         self._stepper: Stepper | None = None
-        if optimizer is None:
-            self._wrapped = wrapped.requires_grad_(False)
-        else:
-            self._wrapped = self._data_parallel(wrapped, is_distributed(optimizer))
-            self._stepper = Stepper(optimizer, self._wrapped, self._dtype, total_steps)
+        self._auxiliary = AuxiliaryScale() if config.moe is not None and aux_loss_coef > 0 else None
+        with groups.active():
+            self._chunks = build_gpt(
+                config,
+                groups.layout,
+                groups.collection,
+                dtype=self._dtype,
+                platform=platform,
+                recompute=recompute,
+            )
+            load_hf_weights(self._chunks, config, folder, groups.layout, groups.rank)
+            is_bf16 = self._dtype == torch.bfloat16
+            self._wrapped: list[Any] = [Float16Module(c.config, c) if is_bf16 else c for c in self._chunks]
+            if optimizer is None:
+                for chunk in self._wrapped:
+                    chunk.requires_grad_(False)
+            else:
+                self._wrapped = self._data_parallel(self._wrapped, is_distributed(optimizer))
+                self._stepper = Stepper(optimizer, self._wrapped, self._dtype, total_steps)
 
-    def _data_parallel(self, model: torch.nn.Module, distributed_optimizer: bool) -> Any:
+    def _data_parallel(self, chunks: list[Any], distributed_optimizer: bool) -> list[Any]:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, average_in_collective=False
         )
+        config = self._chunks[0].config
         # The loss carries its denominator, so gradients are summed over data parallel and never rescaled.
-        self._model.config.calculate_per_token_loss = True
-        self._model.config.finalize_model_grads_func = _finalize_without_scaling
-        return DistributedDataParallel(self._model.config, settings, model)
+        config.calculate_per_token_loss = True
+        config.finalize_model_grads_func = finalize_without_scaling
+        config.grad_scale_func = self._auxiliary
+        return [
+            DistributedDataParallel(
+                config, settings, chunk, disable_bucketing=index > 0, pg_collection=self._groups.collection
+            )
+            for index, chunk in enumerate(chunks)
+        ]
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's place in the role's layout."""
+        return self._groups
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps done; 0 for a frozen role."""
         return self._stepper.num_steps if self._stepper else 0
 
-    def logprobs(self, shard: Shard, temperature: float | None = None) -> Column:
-        """Log-probs (natural) of every label: float32 [T] for each micro-batch. temperature: default, the engine's."""
-        return self.scores(shard, with_entropy=False, temperature=temperature).logprobs
+    def logprobs(self, shard: Shard, temperature: float | None = None) -> Column | None:
+        """Log-probs (natural) of every label: float32 [T] for each micro-batch; None on ranks without logits.
 
-    def scores(self, shard: Shard, *, with_entropy: bool, temperature: float | None = None) -> ShardScores:
-        """Log-probs, and entropies where asked for, of every label; no gradient."""
+        temperature: the engine's where not given.
+        """
+        scores = self.scores(shard, with_entropy=False, temperature=temperature)
+        return None if scores is None else scores.logprobs
+
+    def scores(self, shard: Shard, *, with_entropy: bool, temperature: float | None = None) -> ShardScores | None:
+        """Log-probs, and entropies where asked for, of every label; no gradient. None on ranks without logits."""
+        evaluate = partial(self._score, with_entropy=with_entropy, temperature=temperature)
         logprobs: Column = []
         entropy: Column = []
-        self._wrapped.eval()
-        for mini in shard.mini_batches:
-            batches = [to_device(micro, {}, self._device) for micro in mini.micro_batches]
-            with torch.no_grad():
-                scores = self._run(
-                    batches,
-                    partial(self._score, with_entropy=with_entropy, temperature=temperature),
-                    forward_only=True,
-                )
-            logprobs.append([_to_numpy(score.logprobs) for score in scores])
-            entropy.append([_to_numpy(score.entropy) for score in scores if score.entropy is not None])
+        for chunk in self._wrapped:
+            chunk.eval()
+        with self._groups.active(), torch.no_grad():
+            for mini in shard.mini_batches:
+                batches = self._to_device(mini, {})
+                scores = run_schedule(self._wrapped, batches, evaluate, self._groups, forward_only=True)
+                pairs = list(zip(mini.micro_batches, scores, strict=self._groups.is_last_stage))
+                logprobs.append([self._whole(score.logprobs, micro) for micro, score in pairs])
+                entropy.append([self._whole(s.entropy, micro) for micro, s in pairs if s.entropy is not None])
+        if not self._groups.is_last_stage:
+            return None
         return ShardScores(logprobs, entropy if with_entropy else None)
+
+    def _whole(self, part: Tensor, micro: MicroBatch) -> FloatArray:
+        """A column [T] of the micro-batch from the parts of all context-parallel ranks."""
+        layout, parts = self._groups.layout, [part]
+        if layout.cp > 1:
+            parts = [torch.empty_like(part) for _ in range(layout.cp)]
+            dist.all_gather(parts, part.contiguous(), group=self._groups.cp)
+        cut = cut_sequences(micro.cu_seqlens, layout)
+        return cut.gather([each.float().cpu().numpy() for each in parts], micro.num_tokens)
+
+    def _to_device(self, mini: MiniBatch, columns: dict[str, list[FloatArray]]) -> list[DeviceBatch]:
+        layout, rank = self._groups.layout, self._groups.place.cp
+        return [
+            to_device(micro, {name: column[index] for name, column in columns.items()}, self._device, layout, rank)
+            for index, micro in enumerate(mini.micro_batches)
+        ]
 
     def update(self, shard: Shard, columns: dict[str, Column], loss: Loss) -> dict[str, float]:
         """One optimizer step for each mini-batch, in order; returns metrics over all of them and over all ranks.
@@ -132,14 +177,17 @@ class Engine:
             return {}  # every group was dropped, on every rank: there is nothing to learn from in this step
         sums = MetricSums()
         steps = []
-        self._wrapped.train()
-        for index, mini in enumerate(shard.mini_batches):
-            batches = _with_columns(mini, {name: columns[name][index] for name in loss.columns}, self._device)
-            stepper.zero_grad()
-            self._accumulate_gradients(batches, loss, sums)
-            sums.end_mini_batch()
-            steps.append(stepper.step(self._groups.rank))
-        return sums.reduce(self._groups.dp) | {
+        for chunk in self._wrapped:
+            chunk.train()
+        with self._groups.active():
+            for index, mini in enumerate(shard.mini_batches):
+                batches = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
+                stepper.zero_grad()
+                self._accumulate_gradients(batches, loss, sums)
+                sums.end_mini_batch()
+                steps.append(stepper.step(self._groups.rank))
+            metrics = self._reduce(sums)
+        return metrics | {
             "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
             "actor/lr": steps[-1].lr,
         }
@@ -153,45 +201,21 @@ class Engine:
             sums.add(output)
             return output.loss, output.num_tokens.int(), {}
 
+        if self._auxiliary is not None:
+            self._auxiliary.count(batches, self._groups)
         if batches:
-            self._run(batches, evaluate, forward_only=False)
+            run_schedule(self._wrapped, batches, evaluate, self._groups, forward_only=False)
         else:
             # The other ranks sum their gradients now, and wait for this one's zeros.
-            _finalize_without_scaling([self._wrapped])
+            finalize_without_scaling(self._wrapped, pg_collection=self._groups.collection)
 
-    def _run(
-        self, batches: list[DeviceBatch], evaluate: Callable[[DeviceBatch, Tensor], Any], *, forward_only: bool
-    ) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `evaluate` gets each one's logits, [T, V / tp]."""
-        if not batches:
-            return []
-
-        def forward_step(iterator: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(iterator)
-            logits = model(
-                batch.tokens[None],
-                batch.positions[None],
-                None,
-                packed_seq_params=packed_params(batch.cu_seqlens),
-                **self._forward_options,
-            )
-
-            def evaluate_output(output: Tensor, non_loss_data: bool = False) -> Any:
-                return evaluate(batch, output[0])
-
-            return logits, evaluate_output
-
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=self._wrapped,
-            num_microbatches=len(batches),
-            seq_length=max(batch.num_tokens for batch in batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return results
+    def _reduce(self, sums: MetricSums) -> dict[str, float]:
+        """Metrics of the ranks that have logits, on every rank."""
+        result = [sums.reduce(self._groups.dp_cp)] if self._groups.is_last_stage else [{}]
+        if self._groups.layout.pp > 1:
+            last = dist.get_global_rank(self._groups.pp, self._groups.layout.pp - 1)
+            dist.broadcast_object_list(result, src=last, group=self._groups.pp)
+        return result[0]
 
     def _score(
         self,
@@ -213,21 +237,41 @@ class Engine:
         )
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """The weights under their HF names, gathered over tensor parallel, about so many bytes at a time.
+        """The weights under their HF names, whole, about so many bytes at a time: on rank 0, nothing elsewhere.
 
-        Every rank of a tensor-parallel group has to take every bucket: gathering is collective.
+        Every rank of the pool has to take every bucket: gathering is collective.
         """
-        return export_buckets(self._model, self._config, self._groups.tp, bucket_bytes)
+        layout = self._groups.layout
+        return export_buckets(
+            self._chunks, self._config, layout, self._groups.rank, _pool(layout.world_size), bucket_bytes
+        )
+
+    def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """The gradients of the last update, after clipping, as `buckets` gives the weights.
+
+        They are whole only where the optimizer is not distributed (SGD): otherwise each rank keeps its share.
+        """
+        self._require_stepper("gradients")
+        layout, local = self._groups.layout, _pool(self._groups.layout.world_size)
+
+        def gradient(name: str, parameter: Tensor) -> Tensor:
+            return getattr(parameter, "main_grad", torch.zeros_like(parameter))
+
+        return export_buckets(
+            self._chunks, self._config, layout, self._groups.rank, local, bucket_bytes, value=gradient
+        )
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and schedule; every rank calls it with the same existing folder."""
         stepper = self._require_stepper("save")
-        save_checkpoint(folder, self._model, stepper.optimizer, stepper.scheduler)
+        with self._groups.active():
+            save_checkpoint(folder, self._chunks, stepper.optimizer, stepper.scheduler)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at the same or another layout; every rank calls it."""
         stepper = self._require_stepper("load")
-        load_checkpoint(folder, self._model, stepper.optimizer, stepper.scheduler)
+        with self._groups.active():
+            load_checkpoint(folder, self._chunks, stepper.optimizer, stepper.scheduler)
 
     def _require_stepper(self, operation: str) -> Stepper:
         if self._stepper is None:
@@ -235,17 +279,6 @@ class Engine:
         return self._stepper
 
 
-def _finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Sum gradients over the ranks. Megatron would divide by num_tokens; our weights have done that already."""
-    finalize_model_grads(model, None, **groups)
-
-
-def _with_columns(mini: MiniBatch, columns: dict[str, list[FloatArray]], device: str) -> list[DeviceBatch]:
-    return [
-        to_device(micro, {name: column[index] for name, column in columns.items()}, device)
-        for index, micro in enumerate(mini.micro_batches)
-    ]
-
-
-def _to_numpy(values: Tensor) -> FloatArray:
-    return values.float().cpu().numpy()
+def _pool(world_size: int) -> dist.ProcessGroup | None:
+    """All ranks; None where there is one."""
+    return dist.group.WORLD if world_size > 1 else None

@@ -7,6 +7,7 @@ else, so SGD keeps its state, if it has any, whole on every rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Stepper:
     """The optimizer of one model with its schedule; counts its steps from 1."""
 
     def __init__(
-        self, section: Optimizer, model: DistributedDataParallel, dtype: torch.dtype, total_steps: int
+        self, section: Optimizer, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype, total_steps: int
     ) -> None:
         if section.warmup_steps >= total_steps:
             raise UserError(
@@ -47,8 +48,8 @@ class Stepper:
         if section.min_lr > section.lr:
             raise UserError(f"actor.optimizer.min_lr is {section.min_lr}, above the peak lr of {section.lr}.")
         self._clip_grad = section.clip_grad
-        self._model = model
-        self.optimizer = get_megatron_optimizer(_optimizer_config(section, dtype), [model])
+        self._chunks = list(chunks)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(section, dtype), self._chunks)
         if section.name == "sgd":
             for member in self.optimizer.chained_optimizers:
                 # Megatron leaves this empty for SGD, and calls it to load a checkpoint.
@@ -77,7 +78,8 @@ class Stepper:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def step(self, rank: int) -> StepResult:

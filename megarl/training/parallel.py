@@ -19,8 +19,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megarl.core.platform import Platform
 from megarl.core.layout import Layout, Place, place
+from megarl.core.platform import Platform
 
 ORDER = "tp-cp-ep-dp-pp"
 # What destroy_model_parallel leaves alone, because it is not a layout's own.
@@ -53,22 +53,26 @@ class Groups:
     @property
     def tp(self) -> dist.ProcessGroup:
         """Tensor-parallel ranks."""
-        return self.collection.tp
+        return self._group("tp")
 
     @property
     def cp(self) -> dist.ProcessGroup:
         """Context-parallel ranks."""
-        return self.collection.cp
+        return self._group("cp")
 
     @property
     def pp(self) -> dist.ProcessGroup:
         """Pipeline ranks."""
-        return self.collection.pp
+        return self._group("pp")
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks that hold the same part of the dense weights."""
-        return self.collection.dp_cp
+        return self._group("dp_cp")
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = getattr(self.collection, name)
+        return group
 
     @property
     def is_last_stage(self) -> bool:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megarl.core.errors import MegarlError
+from megarl.core.layout import Layout, is_lead
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Algorithm, Optimizer
-from megarl.core.layout import Layout, is_lead
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megarl.models.hf_weights import Bucket
     from megarl.training.engine import Engine
     from megarl.training.losses import Loss
@@ -33,7 +35,9 @@ EXPORT_BUCKET_BYTES = 512 * 2**20
 class RoleSpec:
     """What a rank needs to build a role.
 
-    optimizer: None is a frozen role. total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+    layout: how the pool's ranks share the model; None where there is one rank. optimizer: None is a frozen role.
+    recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
+    total_steps: optimizer steps of the whole run, for the learning-rate schedule.
     algorithm: what `update` learns by; None where only `sft_update` is called.
     """
 
@@ -43,6 +47,9 @@ class RoleSpec:
     optimizer: Optimizer | None = None
     total_steps: int = 1
     algorithm: Algorithm | None = None
+    layout: Layout = field(default_factory=Layout)
+    recompute: Literal["none", "selective", "full"] = "none"
+    aux_loss_coef: float = 0.0
 
 
 class Rank:
@@ -56,7 +63,8 @@ class Rank:
         self.platform = get_platform(platform_name)
         prepare_megatron(self.platform)
         _set_num_threads(self.platform)
-        self._groups: Groups | None = None
+        self._timeout_s: float | None = None
+        self._groups: dict[Layout, Groups] = {}
         self._engines: dict[str, Engine] = {}
         self._losses: dict[str, Loss] = {}
 
@@ -66,37 +74,48 @@ class Rank:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    def rendezvous(self, address: str, port: int, layout: Layout, timeout_s: float) -> None:
-        """Join the process group at tcp://address:port (rank 0 listens there) and make Megatron's groups."""
-        from megarl.training.parallel import init_parallel
+    def rendezvous(self, address: str, port: int, timeout_s: float) -> None:
+        """Join the process group at tcp://address:port (rank 0 listens there). timeout_s: longest wait in a collective."""
+        from megarl.training.parallel import join_ranks
 
+        join_ranks(self.rank, self.world_size, self.platform, address, port, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+
+    def groups_of(self, layout: Layout) -> Groups:
+        """A layout's process groups, made when it is first asked for; collective."""
+        from megarl.training.parallel import make_groups
+
+        if self._timeout_s is None:
+            raise MegarlError("This rank has not joined the others: call rendezvous first.")
         if layout.world_size != self.world_size:
             raise MegarlError(f"A layout of {layout.world_size} ranks was given to a pool of {self.world_size}.")
-        self._groups = init_parallel(
-            self.rank, layout, self.platform, address, port, timeout_s=timeout_s, seed=self.seed
-        )
+        if layout not in self._groups:
+            self._groups[layout] = make_groups(layout, timeout_s=self._timeout_s, seed=self.seed)
+        return self._groups[layout]
 
-    @property
-    def groups(self) -> Groups:
-        """This rank's place; after `rendezvous`."""
-        if self._groups is None:
-            raise MegarlError("This rank has not joined the others: call rendezvous first.")
-        return self._groups
+    def everyone(self) -> ProcessGroup | None:
+        """The group of all ranks of the pool; None where there is one rank."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD if self.world_size > 1 else None
 
     def build(self, role: str, spec: RoleSpec) -> None:
-        """Build a role's model with the weights of its HF folder."""
+        """Build a role's model, at its own layout, with the weights of its HF folder."""
         from megarl.training.engine import Engine
         from megarl.training.losses import policy_loss
 
+        self._engines.pop(role, None)  # its memory, before another's is taken
         self._engines[role] = Engine(
             load_model_config(spec.folder),
             spec.folder,
-            self.groups,
+            self.groups_of(spec.layout),
             self.platform,
             dtype=spec.dtype,
             temperature=spec.temperature,
             optimizer=spec.optimizer,
             total_steps=spec.total_steps,
+            recompute=spec.recompute,
+            aux_loss_coef=spec.aux_loss_coef,
         )
         if spec.algorithm is not None:
             self._losses[role] = policy_loss(spec.algorithm)
@@ -108,12 +127,13 @@ class Rank:
         return self._engines[role]
 
     def logprobs(self, role: str, shard: Shard, temperature: float | None = None) -> Column | None:
-        """Log-probs of this rank's shard; None unless the rank leads its tensor-parallel group.
+        """Log-probs of this rank's shard; None unless the rank answers for the shard in the role's layout.
 
         temperature: divides the logits; the role's own where not given.
         """
-        column = self.engine(role).logprobs(shard, temperature)
-        return column if is_lead(self.rank, self.groups.layout) else None
+        engine = self.engine(role)
+        column = engine.logprobs(shard, temperature)
+        return column if is_lead(self.rank, engine.groups.layout) else None
 
     def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
         """One optimizer step for each mini-batch of the shard; metrics over all ranks, the same on each."""
@@ -139,8 +159,6 @@ class Rank:
         """Write the role's weights as an HF folder; config and tokenizer files are copied from `source`."""
         from megarl.models.hf_weights import save_hf
 
-        if self.groups.dp_rank != 0:
-            return  # the other data-parallel copies are equal
         buckets = self.buckets(role, EXPORT_BUCKET_BYTES)
         if self.rank == 0:
             save_hf(buckets, load_model_config(source), source, target)
@@ -149,7 +167,7 @@ class Rank:
                 continue  # takes part in the gathering
 
     def buckets(self, role: str, bucket_bytes: int) -> Iterator[Bucket]:
-        """The role's weights under HF names, bucket by bucket; every rank has to take every bucket."""
+        """The role's weights under HF names, bucket by bucket, on rank 0; every rank has to take every bucket."""
         return self.engine(role).buckets(bucket_bytes)
 
     def peak_bytes(self) -> int:
@@ -158,10 +176,11 @@ class Rank:
 
     def close(self) -> None:
         """Forget the roles and leave the process group."""
-        from megarl.training.parallel import close_parallel
+        from megarl.training.parallel import close_ranks
 
         self._engines.clear()
-        close_parallel()
+        self._groups.clear()
+        close_ranks()
 
 
 def _set_num_threads(platform: Platform) -> None:

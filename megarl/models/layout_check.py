@@ -1,0 +1,101 @@
+"""Whether a model can be cut as a layout says, before anything is built; and which layouts near it would do. Without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from megarl.core.errors import UserError
+from megarl.core.layout import Layout, stage_layers
+from megarl.models.config import ModelConfig
+
+SHOWN = 3
+
+
+def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
+    """Raise UserError, with the numbers and the nearest layouts that work. key: the recipe's section, `actor.parallel`."""
+    problems = layout_problems(config, layout)
+    if problems:
+        near = [f"{option} " for option in nearest_layouts(config, layout)]
+        way_out = f"Nearest layouts that work: {'; '.join(map(str.strip, near))}." if near else "No layout works."
+        raise UserError(
+            f"{key} ({layout}, {layout.world_size} devices) cannot be for this model: {'; '.join(problems)}. {way_out}"
+        )
+
+
+def layout_problems(config: ModelConfig, layout: Layout) -> list[str]:
+    """What stands against a layout, one sentence each; empty when nothing does."""
+    problems = _tensor_problems(config, layout.tp) + _expert_problems(config, layout)
+    try:
+        stage_layers(layout, config.num_layers)
+    except UserError as error:
+        problems.append(str(error).split(":", maxsplit=1)[0])
+    return problems
+
+
+def _tensor_problems(config: ModelConfig, tp: int) -> list[str]:
+    sizes = {"attention heads": config.num_heads, "MLP columns": config.ffn_hidden_size}
+    if config.moe is not None and config.moe.shared_ffn_hidden_size:
+        sizes["columns of the shared experts"] = config.moe.shared_ffn_hidden_size
+    if config.mla is not None:
+        sizes["compressed key-value columns"] = config.mla.kv_rank + config.mla.rope_dim
+        if config.mla.q_rank is not None:
+            sizes["compressed query columns"] = config.mla.q_rank
+    uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
+    heads = config.num_kv_heads
+    if config.mla is None and heads % tp and tp % heads:
+        uneven.append(f"{heads} key-value heads (nor do they divide it)")
+    return [f"tp {tp} does not divide {', '.join(uneven)}"] if uneven else []
+
+
+def _expert_problems(config: ModelConfig, layout: Layout) -> list[str]:
+    moe = config.moe
+    if moe is None:
+        asked = [f"{name} {size}" for name, size in (("ep", layout.ep), ("etp", layout.etp)) if size > 1]
+        return [f"{' and '.join(asked)} is for experts, and the model has none"] if asked else []
+    problems = []
+    if moe.num_experts % layout.ep:
+        problems.append(f"ep {layout.ep} does not divide {moe.num_experts} experts")
+    if moe.ffn_hidden_size % layout.etp:
+        problems.append(f"etp {layout.etp} does not divide {moe.ffn_hidden_size} columns of an expert")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        problems.append("experts under tp need sequence_parallel: true")
+    return problems
+
+
+def nearest_layouts(config: ModelConfig, wanted: Layout, count: int = SHOWN) -> list[Layout]:
+    """Layouts of as many devices that work, nearest first: by how many times each axis has to be doubled or halved."""
+
+    def distance(option: Layout) -> tuple[float, int]:
+        axes = ((getattr(option, axis), getattr(wanted, axis)) for axis in ("tp", "pp", "cp", "ep", "etp", "vpp"))
+        changed = sum(getattr(option, f) != getattr(wanted, f) for f in ("first_stage_layers", "last_stage_layers"))
+        return sum(abs(math.log2(a / b)) for a, b in axes), changed
+
+    return sorted(_working(config, wanted), key=distance)[:count]
+
+
+def _working(config: ModelConfig, wanted: Layout) -> Iterator[Layout]:
+    sizes = [size for size in range(1, wanted.world_size + 1) if wanted.world_size % size == 0]
+    experts = sizes if config.moe is not None else [1]
+    for tp, pp, cp, ep, etp in product(sizes, sizes, sizes, experts, experts):
+        for vpp in sorted({1, wanted.vpp}) if pp > 1 else [1]:
+            parallel = tp > 1 and (wanted.sequence_parallel or config.moe is not None)
+            try:
+                option = replace(
+                    wanted,
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    ep=ep,
+                    etp=etp,
+                    vpp=vpp,
+                    sequence_parallel=parallel,
+                    first_stage_layers=None,
+                    last_stage_layers=None,
+                )
+            except UserError:
+                continue
+            if not layout_problems(config, option):
+                yield option

@@ -1,0 +1,39 @@
+"""The parallel layouts that a recipe asks for, and the shards that fit them all."""
+
+from __future__ import annotations
+
+import math
+
+from megarl.core.layout import Layout
+from megarl.recipe.schema import AnyRecipe, Parallel, Recipe
+
+
+def layout_of(parallel: Parallel, devices: int) -> Layout:
+    """A section's layout over so many devices. Raises UserError when they do not fit."""
+    return Layout(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        vpp=parallel.virtual_stages,
+        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+        world_size=devices,
+    )
+
+
+def role_layouts(recipe: AnyRecipe) -> dict[str, Layout]:
+    """The layout of every Megatron role, by the section that decides it. Raises UserError."""
+    devices = recipe.cluster.devices
+    layouts = {"actor": layout_of(recipe.actor.parallel, devices)}
+    if isinstance(recipe, Recipe) and recipe.algorithm.kl_coef > 0:
+        own = recipe.reference.parallel
+        layouts["reference"] = layouts["actor"] if own is None else layout_of(own, devices)
+    return layouts
+
+
+def num_shards(recipe: AnyRecipe) -> int:
+    """Shards that a step's samples are dealt in: every data-parallel rank of every role gets as many of them."""
+    return math.lcm(*(layout.dp for layout in role_layouts(recipe).values()))

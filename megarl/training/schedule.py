@@ -1,0 +1,101 @@
+"""Runs Megarl's micro-batches through Megatron's schedule of forward and backward passes, whatever the pipeline.
+
+It knows process groups and model chunks, no losses: what to do with the logits is the caller's function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from megarl.models.gpt import packed_params
+from megarl.training.batch import DeviceBatch, filler
+from megarl.training.parallel import Groups
+
+# Gets a micro-batch and its logits, [T, V / tp]. Training: (loss, tokens, {}); otherwise whatever is to be collected.
+Evaluate = Callable[[DeviceBatch, Tensor], Any]
+
+
+def run_schedule(
+    chunks: Sequence[Any], batches: Sequence[DeviceBatch], evaluate: Evaluate, groups: Groups, *, forward_only: bool
+) -> list[Any]:
+    """All micro-batches forward and, unless `forward_only`, backward; then gradients are summed over the ranks.
+
+    Returns what `evaluate` gave, one a micro-batch; nothing on ranks that have no logits.
+    """
+    if not batches:
+        return []
+    layout, config = groups.layout, chunks[0].config
+    fed = list(batches)
+    if layout.vpp > 1:
+        # The interleaved schedule goes through groups of as many micro-batches as there are pipeline ranks.
+        names = tuple(batches[0].columns)
+        fed += [filler(str(batches[0].tokens.device), layout, names) for _ in range(-len(batches) % layout.pp)]
+    schedule = get_forward_backward_func(layout.pp, layout.vpp if layout.vpp > 1 else None)
+    iterators = [iter(fed) for _ in chunks]
+    results: list[Any] = schedule(
+        forward_step_func=_forward_step(evaluate, {} if config.bf16 is False else {"fp32_output": False}),
+        data_iterator=iterators if layout.vpp > 1 else iterators[0],
+        model=list(chunks) if layout.vpp > 1 else chunks[0],
+        num_microbatches=len(fed),
+        seq_length=max(batch.num_tokens for batch in fed) * layout.cp,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+        p2p_communicator=P2PCommunicator(groups.pp, config),
+        pg_collection=groups.collection,
+    )
+    return results[: len(batches)]
+
+
+def _forward_step(evaluate: Evaluate, options: dict[str, Any]) -> Callable[..., Any]:
+    def forward_step(iterator: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(iterator)
+        output = model(
+            batch.tokens[None],
+            batch.positions[None],
+            None,
+            packed_seq_params=packed_params(batch.cu_seqlens),
+            **options,
+        )
+
+        def evaluate_output(logits: Tensor, non_loss_data: bool = False) -> Any:
+            return evaluate(batch, logits[0])
+
+        return output, evaluate_output
+
+    return forward_step
+
+
+def finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Sum gradients over the ranks. Megatron would divide by num_tokens; our weights have done that already."""
+    finalize_model_grads(model, None, **groups)
+
+
+class AuxiliaryScale:
+    """Gives auxiliary losses of experts the share of a mean over the mini-batch's tokens.
+
+    Megatron multiplies the auxiliary loss of a micro-batch by its tokens, and expects gradients to be divided by all
+    tokens later. Ours are not: the policy loss carries its denominator in its weights. So the division is done here.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 1
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Megatron's `grad_scale_func`: it is asked for the scale of auxiliary losses, by ones, and of the loss itself."""
+        return value if value.requires_grad else value / self.num_tokens
+
+    def count(self, batches: Sequence[DeviceBatch], groups: Groups) -> None:
+        """Count the tokens of a mini-batch over all ranks; collective."""
+        total = torch.tensor([sum(batch.num_tokens for batch in batches)], dtype=torch.int64)
+        if batches:
+            total = total.to(batches[0].tokens.device)
+        torch.distributed.all_reduce(total, group=groups.dp_cp)
+        self.num_tokens = max(1, int(total.item()))
