@@ -123,12 +123,12 @@ def nearest_divisors(number: int, wanted: int, at_least: int = 1) -> list[int]:
 
 def _problems(plan: BatchPlan) -> list[str]:
     problems = []
-    size, axes = plan.copy_size, _axes(plan.parallel)
+    size = plan.copy_size
     if plan.devices % size:
-        valid = f"Nearest valid {'tp' if axes.startswith('tp') and 'x' not in axes else 'product of the axes'}"
         problems.append(
-            f"actor.parallel {axes}{f' = {size}' if 'x' in axes else ''} does not divide cluster.devices "
-            f"{plan.devices}. {valid}: {_either(nearest_divisors(plan.devices, size))}; "
+            f"A copy of the actor takes {size} devices (actor.parallel {_axes(plan.parallel)}), which do not divide "
+            f"cluster.devices {plan.devices}. Nearest valid size of a copy: "
+            f"{_either(nearest_divisors(plan.devices, size))}; "
             f"nearest valid number of devices: {_either(_multiples(size, plan.devices))}."
         )
     dp = max(1, plan.shards)

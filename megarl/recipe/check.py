@@ -180,9 +180,11 @@ def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str]) -> list[str]:
         if type(recipe) not in rule.kinds or rule.read(recipe):
             continue
         for key in rule.keys:
-            if key in sources:
+            # A key may be a whole section, of which the user gave a part.
+            given = next((source for source in sources if source == key or source.startswith(f"{key}.")), None)
+            if given is not None:
                 problems.append(
-                    f"`{key}` ({sources[key]}) is read by nothing in this configuration: {rule.needs}, "
+                    f"`{given}` ({sources[given]}) is read by nothing in this configuration: {rule.needs}, "
                     "or remove the key."
                 )
     for contradiction in CONTRADICTIONS:

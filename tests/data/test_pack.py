@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.reduce import Reduction
 from megarl.core.types import MicroBatch, Prompt, Sample, Shard, Status
-from megarl.data.pack import FILLER_INDEX, column_like, pack, pack_sft
+from megarl.data.pack import (
+    FILLER_INDEX,
+    column_like,
+    merge_columns,
+    merge_shards,
+    pack,
+    pack_sft,
+    split_column,
+)
 from megarl.data.sft import Demonstration
 
 
@@ -237,3 +245,20 @@ def test_packing_is_deterministic(samples: list[Sample], num_shards: int) -> Non
         for keys in [options(num_shards=num_shards, micro_batch_tokens=24)] * 2
     )
     assert first == second
+
+
+@given(sample_lists(), st.sampled_from([2, 4]))
+def test_merged_shards_hold_the_micro_batches_of_all(samples: list[Sample], num_shards: int) -> None:
+    packed = pack(samples, **options(num_shards=num_shards))
+    merged = merge_shards(packed)
+    columns = [
+        [[micro.weights + index for micro in mini.micro_batches] for mini in shard.mini_batches]
+        for index, shard in enumerate(packed)
+    ]
+    together = merge_columns(columns)
+    assert merged.num_tokens == sum(shard.num_tokens for shard in packed)
+    assert [[len(part) for part in mini] for mini in together] == [
+        [micro.num_tokens for micro in mini.micro_batches] for mini in merged.mini_batches
+    ]
+    for back, column in zip(split_column(together, packed), columns, strict=True):
+        assert all(np.array_equal(a, b) for x, y in zip(back, column, strict=True) for a, b in zip(x, y, strict=True))

@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 from megarl.core.errors import UserError
 from megarl.recipe.batch import BatchPlan, nearest_divisors, plan_batches
 from megarl.recipe.load import load_recipe
-from megarl.recipe.schema import Recipe, SftRecipe
+from megarl.recipe.schema import Parallel, Recipe, SftRecipe
 
 
 def make(**changes: int | None) -> Recipe:
-    keys: dict[str, int | None] = {"prompts": 8, "samples": 4, "mini": None, "micro": 2048, "devices": 1, "tp": 1}
+    keys: dict[str, int | None] = {
+        "prompts": 8,
+        "samples": 4,
+        "mini": None,
+        "micro": 2048,
+        "devices": 1,
+        "tp": 1,
+        "pp": 1,
+    }
     keys |= {"warmup": 0, "epochs": 1} | changes
     return Recipe.model_validate(
         {
@@ -29,7 +37,7 @@ def make(**changes: int | None) -> Recipe:
             "actor": {
                 "mini_batch_samples": keys["mini"],
                 "micro_batch_tokens": keys["micro"],
-                "parallel": {"tp": keys["tp"]},
+                "parallel": {"tp": keys["tp"], "pp": keys["pp"]},
                 "epochs": keys["epochs"],
                 "optimizer": {"warmup_steps": keys["warmup"]},
             },
@@ -79,10 +87,11 @@ def test_without_mini_batches_a_step_is_one(sft_file: Path) -> None:
         ),
         (
             {"devices": 8, "tp": 3},
-            "actor.parallel.tp 3 does not divide cluster.devices 8. Nearest valid tp: 2 or 4; "
-            "nearest valid number of devices: 6 or 9.",
+            "A copy of the actor takes 3 devices (actor.parallel tp 3), which do not divide cluster.devices 8. "
+            "Nearest valid size of a copy: 2 or 4; nearest valid number of devices: 6 or 9.",
         ),
-        ({"devices": 1, "tp": 2}, "Nearest valid tp: 1; nearest valid number of devices: 2."),
+        ({"devices": 2, "tp": 2, "pp": 2}, "takes 4 devices (actor.parallel tp 2 x pp 2)"),
+        ({"devices": 1, "tp": 2}, "Nearest valid size of a copy: 1; nearest valid number of devices: 2."),
         ({"micro": 100}, "actor.micro_batch_tokens 100 does not hold the longest sample, 128 tokens"),
         ({"micro": 100}, "Nearest valid value: 128."),
         ({"warmup": 5}, "the run has 5 optimizer steps. Set it to at most 4."),
@@ -129,9 +138,9 @@ def test_a_plan_is_possible_or_refused_with_values_that_work(
             assert plan_batches(make(prompts=prompts, samples=samples, mini=int(advice[1]), devices=devices, tp=tp))
         return
     assert plan.mini_batches * plan.mini_batch_samples == prompts * samples
-    assert plan.dp * plan.tp == devices
+    assert plan.dp * tp == devices
     assert plan.mini_batch_samples >= plan.dp
 
 
 def test_plan_is_a_plain_record() -> None:
-    assert BatchPlan(1, 2, 2, 8, 4, 1, 1, 3, 1).optimizer_steps == 3
+    assert BatchPlan(1, 2, 2, 8, 4, 1, Parallel(), 1, 3, 1).optimizer_steps == 3

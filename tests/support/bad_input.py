@@ -170,10 +170,10 @@ RECIPE_KEYS = (
         ("actor.micro_batch_tokens 50", "Nearest valid value: 96"),
         ("actor.micro_batch_tokens=50",),
     ),
-    Bad("tp that does not divide the devices", ("actor.parallel.tp 2", "cluster.devices 1"), ("actor.parallel.tp=2",)),
+    Bad("tp that does not divide the devices", ("actor.parallel tp 2", "cluster.devices 1"), ("actor.parallel.tp=2",)),
     Bad(
         "tp that does not divide the heads",
-        ("actor.parallel.tp=3", "4 attention heads"),
+        ("actor.parallel (tp3", "4 attention heads"),
         ("actor.parallel.tp=3", "cluster.devices=3"),
     ),
     Bad("servers' tp that does not divide the heads", ("rollout.tp 3", "Sizes that work: 1, 2, 4"), ("rollout.tp=3",)),

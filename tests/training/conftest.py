@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 def rank():
     """One rank, which is all there is."""
     rank = Rank(0, 1, "cpu", seed=1)
-    rank.rendezvous("127.0.0.1", rank.free_port(), Layout(), timeout_s=30)
+    rank.rendezvous("127.0.0.1", rank.free_port(), timeout_s=30)
     yield rank
     rank.close()
 

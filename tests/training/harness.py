@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.core.layout import Layout
 from megarl.recipe.schema import Algorithm, Optimizer
 from megarl.training.rank import Rank, RoleSpec
 from tests.training import torch_loop
@@ -29,9 +30,17 @@ ALGORITHM = Algorithm(
 )
 
 
-def actor_spec(folder: Path) -> RoleSpec:
+def actor_spec(folder: Path, layout: Layout = Layout()) -> RoleSpec:  # noqa: B008
     """A policy that uses everything: KL, entropy bonus, temperature, weight decay, clipping, a schedule."""
-    return RoleSpec(folder, "float32", torch_loop.TEMPERATURE, optimizer=OPTIMIZER, total_steps=4, algorithm=ALGORITHM)
+    return RoleSpec(
+        folder,
+        "float32",
+        torch_loop.TEMPERATURE,
+        optimizer=OPTIMIZER,
+        total_steps=4,
+        algorithm=ALGORITHM,
+        layout=layout,
+    )
 
 
 def weights(rank: Rank, role: str) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.core.layout import Layout
 from tests.training import torch_loop
 from tests.training.harness import actor_spec, weights
 from tests.training.two_ranks import LONG, VOCAB_SIZES, run, train
@@ -28,17 +29,17 @@ def paths(folder, tmp_path_factory):
 def single(rank, paths):
     """One process, which is TP=1 and DP=1."""
     folder, target = paths
-    return run(rank, folder, target / "single", None)
+    return run(rank, Layout(), folder, target / "single", None)
 
 
 @pytest.fixture(scope="module")
 def pair(rank, single, paths):
     """Two processes: first TP=2, then DP=2. Results by rank."""
     folder, target = paths
-    ports = ",".join(str(rank.free_port()) for _ in range(2))
+    port = str(rank.free_port())
     command = [sys.executable, "-m", "tests.training.two_ranks"]
     processes = [
-        subprocess.Popen([*command, str(index), ports, str(folder), str(target)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(index), port, str(folder), str(target)], stderr=subprocess.PIPE, text=True)
         for index in range(2)
     ]
     errors = []

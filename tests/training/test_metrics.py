@@ -2,13 +2,14 @@ import pytest
 import torch
 
 from megarl.core.errors import MegarlError
+from megarl.core.layout import Layout
 from megarl.training.metrics import LossOutput, MetricSums
 
 
 @pytest.fixture
 def group(rank):
     """One process is a group too."""
-    return rank.groups.dp
+    return rank.groups_of(Layout()).dp_cp
 
 
 def output(num_tokens, loss, clipped, largest):

@@ -1,4 +1,4 @@
-"""What each of two processes does for test_layouts: `-m tests.training.two_ranks <rank> <ports> <folder> <target>`."""
+"""What each of two processes does for test_layouts: `-m tests.training.two_ranks <rank> <port> <folder> <target>`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ VOCAB_SIZES = (8, 7, 3)  # of 8 columns: no padding, some, and all that the seco
 
 def train(rank: Rank, seeds: list[int]) -> list[dict[str, float]]:
     """One update on each of the mini-batches."""
-    layout, metrics = rank.groups.layout, []
+    groups, metrics = rank.engine("actor").groups, []
     for seed in seeds:
-        parts, columns = shards([MINIS[seed]], dp=layout.dp, micro_batches=2)
-        metrics.append(rank.update("actor", parts[rank.groups.dp_rank], columns[rank.groups.dp_rank]))
+        parts, columns = shards([MINIS[seed]], dp=groups.layout.dp, micro_batches=2)
+        metrics.append(rank.update("actor", parts[groups.place.dp], columns[groups.place.dp]))
     return metrics
 
 
@@ -32,13 +32,14 @@ def sharded_logprobs(rank: Rank, vocab_size: int) -> dict[str, torch.Tensor]:
     """Scores of random logits [12, 8] of which this rank holds its columns, and the gradient for them."""
     random = torch.Generator().manual_seed(3)
     full, labels = torch.randn(12, 8, generator=random) * 4, torch.randint(vocab_size, (12,), generator=random)
-    mine = full.chunk(rank.groups.layout.tp, dim=1)[rank.groups.tp_rank].clone().requires_grad_()
+    groups = rank.engine("actor").groups
+    mine = full.chunk(groups.layout.tp, dim=1)[groups.place.tp].clone().requires_grad_()
     scores = vocab_parallel_logprobs(
         mine,
         labels,
         vocab_size=vocab_size,
         temperature=0.7,
-        group=rank.groups.tp,
+        group=groups.tp,
         with_entropy=True,
         entropy_grad=True,
         chunk_elements=20,
@@ -49,18 +50,18 @@ def sharded_logprobs(rank: Rank, vocab_size: int) -> dict[str, torch.Tensor]:
     return {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach(), "grad": mine.grad}
 
 
-def run(rank: Rank, folder: Path, checkpoint: Path, other: Path | None) -> dict[str, object]:
+def run(rank: Rank, layout: Layout, folder: Path, checkpoint: Path, other: Path | None) -> dict[str, object]:
     """Score, take two steps, save, take a third; then take the third again from another layout's checkpoint."""
-    rank.build("actor", actor_spec(folder))
-    parts, _ = shards([LONG], dp=rank.groups.layout.dp)
-    result: dict[str, object] = {"logprobs": rank.logprobs("actor", parts[rank.groups.dp_rank])}
+    rank.build("actor", actor_spec(folder, layout))
+    parts, _ = shards([LONG], dp=layout.dp)
+    result: dict[str, object] = {"logprobs": rank.logprobs("actor", parts[rank.engine("actor").groups.place.dp])}
     result["sharded"] = {size: sharded_logprobs(rank, size) for size in VOCAB_SIZES}
     metrics = train(rank, [0, 1])
     rank.save("actor", checkpoint)
     result["metrics"] = metrics + train(rank, [2])
     result["weights"] = weights(rank, "actor")
     if other is not None:
-        rank.build("actor", actor_spec(folder))
+        rank.build("actor", actor_spec(folder, layout))
         rank.load("actor", other)
         result["resumed"] = train(rank, [2])
         result["resumed_weights"] = weights(rank, "actor")
@@ -69,14 +70,14 @@ def run(rank: Rank, folder: Path, checkpoint: Path, other: Path | None) -> dict[
 
 def main() -> None:
     """Go through both layouts with one process."""
-    index, ports, folder, target = int(sys.argv[1]), sys.argv[2].split(","), Path(sys.argv[3]), Path(sys.argv[4])
+    index, port, folder, target = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     results = {}
-    for tp, port in zip((2, 1), ports, strict=True):
-        rank = Rank(index, 2, "cpu", seed=1)
-        rank.rendezvous("127.0.0.1", int(port), Layout(tp=tp, world_size=2), timeout_s=60)
+    rank = Rank(index, 2, "cpu", seed=1)
+    rank.rendezvous("127.0.0.1", port, timeout_s=60)
+    for tp in (2, 1):
         name = f"tp{tp}"
-        results[name] = run(rank, folder, target / name, target / "single")
-        rank.close()
+        results[name] = run(rank, Layout(tp=tp, world_size=2), folder, target / name, target / "single")
+    rank.close()
     torch.save(results, target / f"rank{index}.pt")
 
 

@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.core.layout import Layout
+from megarl.training.batch import PADDING, cut_sequences, filler, to_device
+from tests.training.samples import examples, shards
+
+
+def bounds(lengths):
+    return np.cumsum([0, *lengths]).astype(np.int32)
+
+
+def test_one_rank_holds_the_sequences_as_they_are():
+    cut = cut_sequences(bounds([3, 0, 2]), Layout())
+    assert cut.cu_seqlens.tolist() == [0, 3, 3, 5]
+    assert [source.tolist() for source in cut.sources] == [[0, 1, 2, 3, 4]]
+
+
+def test_sequence_parallel_pads_each_sequence():
+    cut = cut_sequences(bounds([3, 2]), Layout(tp=2, sequence_parallel=True, world_size=2))
+    assert cut.cu_seqlens.tolist() == [0, 4, 6]
+    assert cut.sources[0].tolist() == [0, 1, 2, PADDING, 3, 4]
+
+
+def test_context_ranks_hold_first_and_last_chunks():
+    cut = cut_sequences(bounds([8, 5]), Layout(cp=2, world_size=2))
+    assert cut.cu_seqlens.tolist() == [0, 8, 16]
+    assert cut.sources[0].tolist() == [0, 1, 6, 7, 8, 9, PADDING, PADDING]
+    assert cut.sources[1].tolist() == [2, 3, 4, 5, 10, 11, 12, PADDING]
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2]),
+)
+def test_a_column_comes_back_whole(lengths, cp, tp):
+    layout = Layout(tp=tp, cp=cp, sequence_parallel=tp > 1, world_size=tp * cp)
+    cut = cut_sequences(bounds(lengths), layout)
+    assert all(len(source) == cut.cu_seqlens[-1] / cp for source in cut.sources)
+    assert all(size % layout.sequence_multiple == 0 for size in np.diff(cut.cu_seqlens))
+    column = np.arange(sum(lengths), dtype=np.float32) + 1
+    parts = [np.where(source == PADDING, np.nan, column[source]) for source in cut.sources]
+    assert cut.gather(parts, sum(lengths)).tolist() == column.tolist()
+
+
+def test_padding_counts_for_nothing():
+    [shard], [columns] = shards([examples([3, 5], 50)])
+    micro = shard.mini_batches[0].micro_batches[0]
+    given_columns = {name: column[0][0] for name, column in columns.items()}
+    layout = Layout(cp=2, world_size=2)
+    parts = [to_device(micro, given_columns, "cpu", layout, rank) for rank in range(2)]
+    assert [part.num_tokens for part in parts] == [6, 6]
+    for name in ("mask", "weights", "rollout_logprobs"):
+        whole = {"mask": micro.loss_mask}.get(name, getattr(micro, name, None))
+        assert sum(getattr(part, name).sum().item() for part in parts) == pytest.approx(float(whole.sum()), rel=1e-6)
+    # The second sequence, of 5 tokens padded to 8: its chunks 0 and 3 are on rank 0, and the last is padding.
+    assert parts[0].positions.tolist() == [0, 0, 0, 1, 0, 0]
+    assert parts[1].positions.tolist() == [1, 2, 2, 3, 4, 0]
+    assert parts[0].tokens[2:4].tolist() == micro.tokens[3:5].tolist()
+
+
+def test_a_filler_has_no_weight():
+    batch = filler("cpu", Layout(tp=2, cp=2, sequence_parallel=True, world_size=4), ("advantages",))
+    assert batch.num_tokens == 4
+    assert batch.cu_seqlens.tolist() == [0, 8]
+    assert not batch.mask.any()
+    assert not batch.weights.any()
+    assert set(batch.columns) == {"advantages"}
