@@ -66,6 +66,7 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
         check_rows(file, recipe.data)
     model = _check_generation(recipe)
     _check_layouts(recipe, model)
+    _check_experts(recipe, model, platform)
     rows, dropped = _count_prompts(recipe, recipe.data.train)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
@@ -96,6 +97,7 @@ def preflight_sft(recipe: SftRecipe, *, resume: bool = False) -> Preflight:
     model = _check_model_folder(recipe.model.path)
     _check_context(model, recipe.data.max_tokens, "data.max_tokens")
     _check_layouts(recipe, model)
+    _check_experts(recipe, model, platform)
     demonstrations = load_demonstrations(recipe.model.path, recipe.data)
     return Preflight(plan, platform, model, len(demonstrations), demonstrations.num_dropped, 0)
 
@@ -157,6 +159,20 @@ def _check_model_folder(folder: Path) -> ModelConfig:
 def _check_layouts(recipe: AnyRecipe, model: ModelConfig) -> None:
     for section, layout in role_layouts(recipe).items():
         check_layout(model, layout, f"{section}.parallel")
+
+
+def _check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> None:
+    """Keys that speak of experts need a model that has some, and servers that say which they chose."""
+    replay = isinstance(recipe, Recipe) and recipe.actor.routing_replay
+    asked = {"actor.aux_loss_coef": recipe.actor.aux_loss_coef > 0, "actor.routing_replay": replay}
+    if model.moe is None and any(asked.values()):
+        names = " and ".join(name for name, given in asked.items() if given)
+        raise UserError(f"{names} is for a mixture of experts, and {recipe.model.path} has none. Remove the key.")
+    if replay and not platform.returns_routing:
+        raise UserError(
+            f"actor.routing_replay needs servers that return their routing, and on {platform.name} SGLang does not. "
+            "Set it to false, or run on cuda."
+        )
 
 
 def _check_server_layout(model: ModelConfig, tp: int) -> None:

@@ -24,6 +24,7 @@ from megarl.rollout.server import ServerSpec
 from megarl.training.rank import RoleSpec
 
 ACTOR, REFERENCE = "actor", "reference"
+ROUTING_FLAGS = ("--enable-return-routed-experts",)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def _actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
         layout=role_layouts(recipe)["actor"],
         recompute=recipe.actor.recompute,
         aux_loss_coef=recipe.actor.aux_loss_coef,
+        routing_replay=isinstance(recipe, Recipe) and recipe.actor.routing_replay,
     )
 
 
@@ -74,7 +76,7 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
         kv_tokens=settings.kv_tokens,
         context_length=longest_sample(recipe),
         seed=recipe.run.seed,
-        extra=settings.server_args,
+        extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     deadlines = recipe.deadlines
     return ServerPool.launch(runtime, spec, settings.servers, deadlines.rollout_s, waiter, deadlines.start_s)

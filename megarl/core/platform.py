@@ -34,6 +34,7 @@ class Platform:
     env: variables that every rank and server starts with.
     needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
     adapts_megatron: Megatron runs there behind megarl's adapter.
+    returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
     """
 
     name: PlatformName
@@ -47,6 +48,7 @@ class Platform:
     has_apex: bool
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
+    returns_routing: bool = True
 
     def server_env(self, tp: int) -> dict[str, str]:
         """Variables that a server of this tensor-parallel size needs beside `env`."""
@@ -88,6 +90,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             has_apex=False,
             needs_kv_tokens=True,
             adapts_megatron=True,
+            returns_routing=False,
         )
     return Platform(
         name="cuda",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
+RoutingArray = NDArray[np.int16]
 
 
 class Status(StrEnum):
@@ -64,6 +65,8 @@ class Sample:
     reward: float = 0.0
     grade_failure: str | None = None  # why no grade could be given: counted apart from a reward of zero
     metadata: dict[str, Any] = field(default_factory=dict)
+    # [P + R - 1, layers x k], the experts that the rollout chose for each token but the last; None where it does not say.
+    routing: RoutingArray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +88,7 @@ class MicroBatch:
     weights: FloatArray  # [T], what each label's loss counts for; sums over the whole mini-batch as the reduction says
     rollout_logprobs: FloatArray  # [T], 0 outside the mask
     sample_index: IntArray  # [S], index of the sample in the step
+    routing: RoutingArray | None = None  # [T, layers x k], experts chosen by the rollout; -1 where unknown
 
     @property
     def num_tokens(self) -> int:

@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megarl.algorithms.reduce import Reduction, sample_weights
-from megarl.core.types import Column, FloatArray, IntArray, MicroBatch, MiniBatch, Sample, Shard
+from megarl.core.types import Column, FloatArray, IntArray, MicroBatch, MiniBatch, RoutingArray, Sample, Shard
 from megarl.data.sft import Demonstration
 
 # The `sample_index` of a filler's only sequence.
 FILLER_INDEX = -1
+# An expert that nobody chose: the routing of a token that is not known.
+UNKNOWN_EXPERT = -1
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class _Sequence:
     tokens: IntArray  # [L]
     mask: FloatArray  # [L]
     rollout_logprobs: FloatArray  # [L]
+    routing: RoutingArray | None = None  # [L, layers x k]
 
 
 def pack(
@@ -133,8 +136,23 @@ def _from_sample(index: int, sample: Sample) -> _Sequence:
     mask = _shift(np.concatenate([before, sample.loss_mask.astype(np.float32)]))
     logprobs = _shift(np.concatenate([before, sample.rollout_logprobs]))
     return _Sequence(
-        index, np.concatenate([prompt, response]), mask, np.where(mask > 0, logprobs, 0).astype(np.float32)
+        index,
+        np.concatenate([prompt, response]),
+        mask,
+        np.where(mask > 0, logprobs, 0).astype(np.float32),
+        _routing(sample),
     )
+
+
+def _routing(sample: Sample) -> RoutingArray | None:
+    """The sample's routing, and an unknown one for its last token, which no server has put through the model."""
+    if sample.routing is None:
+        return None
+    rows, width = sample.routing.shape
+    assert rows <= sample.num_tokens, (sample.id, rows, sample.num_tokens)
+    whole = np.full((sample.num_tokens, width), UNKNOWN_EXPERT, np.int16)
+    whole[:rows] = sample.routing
+    return whole
 
 
 def _shift(column: NDArray[np.generic]) -> FloatArray:
@@ -222,4 +240,11 @@ def _build(sequences: Sequence[_Sequence], weights: Sequence[np.float32]) -> Mic
         weights=np.concatenate([part.mask * weight for part, weight in ordered]).astype(np.float32),
         rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
         sample_index=np.array([part.index for part in parts], np.int64),
+        routing=_all_routing([part.routing for part in parts]),
     )
+
+
+def _all_routing(parts: Sequence[RoutingArray | None]) -> RoutingArray | None:
+    """The routing of a micro-batch; none where that of a sequence is missing."""
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None

@@ -190,6 +190,9 @@ class Actor(Section):
     aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of the load-balancing loss of a mixture of experts"
     )
+    routing_replay: bool = Field(
+        False, description="train a mixture of experts on the routing that the rollout used (R3, arXiv 2510.11370)"
+    )
 
 
 class Reference(Section):

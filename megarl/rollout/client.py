@@ -6,6 +6,7 @@ Token ids in, token ids out. Errors name the server, the endpoint and what the s
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,7 +16,7 @@ import aiohttp
 import numpy as np
 
 from megarl.core.errors import DeadlineError, MegarlError
-from megarl.core.types import FloatArray, IntArray, VersionSpan
+from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
 
 CONNECT_S = 10.0
 CALL_S = 60.0
@@ -38,13 +39,17 @@ class ServerEndpoint:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is sampled. temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens bounds it."""
+    """How a response is sampled. temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens bounds it.
+
+    routing: also ask which experts were chosen.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    routing: bool = False
 
     def body(self) -> dict[str, Any]:
         """SGLang's sampling_params."""
@@ -65,6 +70,7 @@ class Generation:
 
     token_ids: [R], the end token that was sampled included. logprobs: [R], natural log, of the temperature-scaled
     distribution. text: without special tokens. versions: which weights generated which of the tokens.
+    routing: [P + R - 1, layers x k], the experts chosen for each token but the last, where they were asked for.
     """
 
     token_ids: IntArray
@@ -75,6 +81,7 @@ class Generation:
     versions: tuple[VersionSpan, ...]
     prompt_tokens: int
     cached_tokens: int
+    routing: RoutingArray | None = None
 
 
 class ServerError(MegarlError):
@@ -126,6 +133,7 @@ class ServerClient:
             "input_ids": np.asarray(token_ids).tolist(),
             "sampling_params": sampling.body(),
             "return_logprob": True,
+            **({"return_routed_experts": True} if sampling.routing else {}),
         }
         async with _deadline(deadline_s, self._what("/generate")):
             for attempt in range(self._attempts - 1):
@@ -301,4 +309,14 @@ def _generation(answer: Mapping[str, Any]) -> Generation:
         versions=tuple(VersionSpan(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans),
         prompt_tokens=int(meta["prompt_tokens"]),
         cached_tokens=int(meta["cached_tokens"]),
+        routing=_routing(meta, len(token_ids)),
     )
+
+
+def _routing(meta: Mapping[str, Any], num_tokens: int) -> RoutingArray | None:
+    """SGLang writes the chosen experts as base64 of int32 [P + R - 1, layers, k]."""
+    text = meta.get("routed_experts")
+    if text is None:
+        return None
+    rows = int(meta["prompt_tokens"]) + num_tokens - 1
+    return np.frombuffer(base64.b64decode(text), dtype=np.int32).reshape(rows, -1).astype(np.int16)

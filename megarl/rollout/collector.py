@@ -122,7 +122,12 @@ class Collector:
         settings, algorithm = self._recipe.rollout, self._recipe.algorithm
         prompts = self._source.take(settings.prompts_per_step)
         sampling = Sampling(
-            settings.max_response_tokens, settings.temperature, settings.top_p, settings.top_k, settings.stop
+            settings.max_response_tokens,
+            settings.temperature,
+            settings.top_p,
+            settings.top_k,
+            settings.stop,
+            self._recipe.actor.routing_replay,
         )
         generated = await self._collect(step, prompts, settings.samples_per_prompt, sampling)
         self._write(f"step_{step:06d}.jsonl", generated.samples)

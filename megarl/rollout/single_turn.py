@@ -42,6 +42,7 @@ def to_sample(prompt: Prompt, generation: Generation, *, sample_id: str, group_i
         rollout_logprobs=generation.logprobs,
         versions=generation.versions,
         status=_STATUS[generation.finish],
+        routing=generation.routing,
     )
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.core.layout import Layout
-from megarl.core.types import FloatArray, IntArray, MicroBatch
+from megarl.core.types import FloatArray, IntArray, MicroBatch, RoutingArray
 
 PADDING = -1
 
@@ -33,6 +33,7 @@ class DeviceBatch:
     weights: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
     columns: dict[str, Tensor]  # name -> [T] float32, label-aligned
+    routing: Tensor | None = None  # [T, layers x k] int64, experts chosen by the rollout; -1 where unknown
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +104,15 @@ def to_device(
         weights=move(micro.weights, torch.float32),
         rollout_logprobs=move(micro.rollout_logprobs, torch.float32),
         columns={name: move(column, torch.float32) for name, column in columns.items()},
+        routing=None if micro.routing is None else _routing(micro.routing, source, device),
     )
+
+
+def _routing(routing: RoutingArray, source: IntArray, device: str) -> Tensor:
+    values = np.full((len(source), routing.shape[1]), PADDING, np.int64)
+    here = source != PADDING
+    values[here] = routing[source[here]]
+    return torch.tensor(values, device=device)
 
 
 def filler(device: str, layout: Layout, names: Sequence[str]) -> DeviceBatch:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megarl.core.errors import MegarlError
@@ -24,6 +25,7 @@ from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import Recompute, build_gpt
 from megarl.models.hf_weights import Bucket, export_buckets, load_hf_weights
+from megarl.models.replay import Replays
 from megarl.recipe.schema import Optimizer
 from megarl.training.batch import DeviceBatch, cut_sequences, to_device
 from megarl.training.checkpoint import load_checkpoint, save_checkpoint
@@ -32,7 +34,7 @@ from megarl.training.losses import Loss
 from megarl.training.metrics import MetricSums
 from megarl.training.optimizer import Stepper, is_distributed
 from megarl.training.parallel import Groups
-from megarl.training.schedule import AuxiliaryScale, finalize_without_scaling, run_schedule
+from megarl.training.schedule import AuxiliaryScale, Evaluate, finalize_without_scaling, run_schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,6 +66,7 @@ class Engine:
         total_steps: int = 1,
         recompute: Recompute = "none",
         aux_loss_coef: float = 0.0,
+        routing_replay: bool = False,
     ) -> None:
         """Build this rank's part of the model and load its weights from the HF folder.
 
@@ -71,11 +74,13 @@ class Engine:
         temperature: divides the logits in every log-prob.
         total_steps: optimizer steps that the learning-rate schedule is laid out for.
         recompute: which activations are computed again in the backward pass. aux_loss_coef: of the experts' balance.
+        routing_replay: experts are those that the rollout chose, where a micro-batch says which.
         """
         self._config, self._groups, self._device = config, groups, platform.device
         self._dtype, self._temperature = DTYPES[dtype], temperature
         self._stepper: Stepper | None = None
         self._auxiliary = AuxiliaryScale() if config.moe is not None and aux_loss_coef > 0 else None
+        self._replays: Replays | None = None
         with groups.active():
             self._chunks = build_gpt(
                 config,
@@ -86,6 +91,8 @@ class Engine:
                 recompute=recompute,
             )
             load_hf_weights(self._chunks, config, folder, groups.layout, groups.rank)
+            if routing_replay:
+                self._replays = Replays(self._chunks, recomputed=recompute == "full")
             is_bf16 = self._dtype == torch.bfloat16
             self._wrapped: list[Any] = [Float16Module(c.config, c) if is_bf16 else c for c in self._chunks]
             if optimizer is None:
@@ -139,7 +146,7 @@ class Engine:
         with self._groups.active(), torch.no_grad():
             for mini in shard.mini_batches:
                 batches = self._to_device(mini, {})
-                scores = run_schedule(self._wrapped, batches, evaluate, self._groups, forward_only=True)
+                scores = self._run(batches, evaluate, forward_only=True)
                 pairs = list(zip(mini.micro_batches, scores, strict=self._groups.is_last_stage))
                 logprobs.append([self._whole(score.logprobs, micro) for micro, score in pairs])
                 entropy.append([self._whole(s.entropy, micro) for micro, s in pairs if s.entropy is not None])
@@ -204,10 +211,28 @@ class Engine:
         if self._auxiliary is not None:
             self._auxiliary.count(batches, self._groups)
         if batches:
-            run_schedule(self._wrapped, batches, evaluate, self._groups, forward_only=False)
+            self._run(batches, evaluate, forward_only=False)
         else:
             # The other ranks sum their gradients now, and wait for this one's zeros.
             finalize_without_scaling(self._wrapped, pg_collection=self._groups.collection)
+
+    def _run(self, batches: list[DeviceBatch], evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
+        if self._replays is None:
+            return run_schedule(self._wrapped, batches, evaluate, self._groups, forward_only=forward_only)
+        with self._replays.pass_over():
+            return run_schedule(
+                self._wrapped, batches, evaluate, self._groups, forward_only=forward_only, prepare=self._replay
+            )
+
+    def _replay(self, model: Any, batch: DeviceBatch) -> None:
+        """Give the routers the rollout's choice for the part of the tokens that they will see."""
+        assert self._replays is not None
+        routing, layout = batch.routing, self._groups.layout
+        if routing is not None:
+            routing = routing.unflatten(1, (self._config.num_layers, -1))
+            if layout.sequence_parallel:
+                routing = routing.chunk(layout.tp)[self._groups.place.tp]
+        self._replays.set(unwrap_model(model), routing)
 
     def _reduce(self, sums: MetricSums) -> dict[str, float]:
         """Metrics of the ranks that have logits, on every rank."""

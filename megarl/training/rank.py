@@ -37,6 +37,7 @@ class RoleSpec:
 
     layout: how the pool's ranks share the model; None where there is one rank. optimizer: None is a frozen role.
     recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
+    routing_replay: experts are those that the rollout chose.
     total_steps: optimizer steps of the whole run, for the learning-rate schedule.
     algorithm: what `update` learns by; None where only `sft_update` is called.
     """
@@ -50,6 +51,7 @@ class RoleSpec:
     layout: Layout = field(default_factory=Layout)
     recompute: Literal["none", "selective", "full"] = "none"
     aux_loss_coef: float = 0.0
+    routing_replay: bool = False
 
 
 class Rank:
@@ -116,6 +118,7 @@ class Rank:
             total_steps=spec.total_steps,
             recompute=spec.recompute,
             aux_loss_coef=spec.aux_loss_coef,
+            routing_replay=spec.routing_replay,
         )
         if spec.algorithm is not None:
             self._losses[role] = policy_loss(spec.algorithm)

@@ -18,12 +18,20 @@ from megarl.models.gpt import packed_params
 from megarl.training.batch import DeviceBatch, filler
 from megarl.training.parallel import Groups
 
+# Called before each forward pass of a model chunk.
+Prepare = Callable[[Any, DeviceBatch], None]
 # Gets a micro-batch and its logits, [T, V / tp]. Training: (loss, tokens, {}); otherwise whatever is to be collected.
 Evaluate = Callable[[DeviceBatch, Tensor], Any]
 
 
 def run_schedule(
-    chunks: Sequence[Any], batches: Sequence[DeviceBatch], evaluate: Evaluate, groups: Groups, *, forward_only: bool
+    chunks: Sequence[Any],
+    batches: Sequence[DeviceBatch],
+    evaluate: Evaluate,
+    groups: Groups,
+    *,
+    forward_only: bool,
+    prepare: Prepare | None = None,
 ) -> list[Any]:
     """All micro-batches forward and, unless `forward_only`, backward; then gradients are summed over the ranks.
 
@@ -40,7 +48,8 @@ def run_schedule(
     schedule = get_forward_backward_func(layout.pp, layout.vpp if layout.vpp > 1 else None)
     iterators = [iter(fed) for _ in chunks]
     results: list[Any] = schedule(
-        forward_step_func=_forward_step(evaluate, {} if config.bf16 is False else {"fp32_output": False}),
+        # Logits stay in the model's dtype: the log-prob casts them chunk by chunk.
+        forward_step_func=_forward_step(evaluate, prepare, {"fp32_output": False} if config.bf16 else {}),
         data_iterator=iterators if layout.vpp > 1 else iterators[0],
         model=list(chunks) if layout.vpp > 1 else chunks[0],
         num_microbatches=len(fed),
@@ -54,9 +63,11 @@ def run_schedule(
     return results[: len(batches)]
 
 
-def _forward_step(evaluate: Evaluate, options: dict[str, Any]) -> Callable[..., Any]:
+def _forward_step(evaluate: Evaluate, prepare: Prepare | None, options: dict[str, Any]) -> Callable[..., Any]:
     def forward_step(iterator: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(iterator)
+        if prepare is not None:
+            prepare(model, batch)
         output = model(
             batch.tokens[None],
             batch.positions[None],

@@ -10,6 +10,7 @@ from megarl.algorithms.reduce import Reduction
 from megarl.core.types import MicroBatch, Prompt, Sample, Shard, Status
 from megarl.data.pack import (
     FILLER_INDEX,
+    UNKNOWN_EXPERT,
     column_like,
     merge_columns,
     merge_shards,
@@ -65,7 +66,9 @@ def test_columns_speak_of_the_next_token() -> None:
 
 
 def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
-    (shard,) = pack([make_sample("a", [1], [2])], **options())
+    sample = make_sample("a", [1], [2])
+    sample.routing = np.zeros((1, 4), np.int16)
+    (shard,) = pack([sample], **options())
     (micro,) = micro_batches(shard)
     types = {name: str(getattr(micro, name).dtype) for name in MicroBatch.__dataclass_fields__}
     assert types == {
@@ -76,7 +79,20 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
         "weights": "float32",
         "rollout_logprobs": "float32",
         "sample_index": "int64",
+        "routing": "int16",
     }
+
+
+def test_the_rollouts_routing_travels_with_its_tokens() -> None:
+    samples = [make_sample("a", [10, 11], [12]), make_sample("b", [13], [14])]
+    samples[0].routing = np.array([[1, 2], [3, 4]], np.int16)
+    samples[1].routing = np.array([[5, 6]], np.int16)
+    (micro,) = micro_batches(pack(samples, **options())[0])
+    assert micro.routing is not None
+    assert micro.routing.tolist() == [[1, 2], [3, 4], [UNKNOWN_EXPERT] * 2, [5, 6], [UNKNOWN_EXPERT] * 2]
+    samples[1].routing = None
+    (micro,) = micro_batches(pack(samples, **options())[0])
+    assert micro.routing is None
 
 
 def test_samples_without_a_response_weigh_nothing_and_break_nothing() -> None:

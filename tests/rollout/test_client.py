@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -67,6 +68,21 @@ def test_versions_that_changed_in_between_are_kept_as_spans() -> None:
 
     result, _ = talk(lambda client: client.generate([1], Sampling(3)), prepare)
     assert result.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
+
+
+def test_routing_comes_back_where_it_was_asked_for() -> None:
+    chosen = np.arange(5 * 2 * 2, dtype=np.int32).reshape(5, 2, 2)  # 3 + 3 - 1 tokens, 2 layers, 2 experts each
+
+    def prepare(fake: FakeSglang) -> None:
+        answer = generation([5, 6, 7])
+        answer["meta_info"]["routed_experts"] = base64.b64encode(chosen.tobytes()).decode()
+        fake.answer = lambda _: answer
+
+    result, fake = talk(lambda client: client.generate([1, 2, 3], Sampling(3, routing=True)), prepare)
+    assert fake.bodies("/generate")[0]["return_routed_experts"] is True
+    assert result.routing is not None
+    assert result.routing.dtype == np.int16
+    assert result.routing.tolist() == chosen.reshape(5, 4).tolist()
 
 
 def test_the_key_is_sent_but_never_shown() -> None:
