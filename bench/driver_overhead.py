@@ -84,11 +84,13 @@ class StubRank:
     def facts(self) -> ProcessFacts:
         return self._facts
 
-    def logprobs(self, role: str, shard: Shard) -> tuple[None, Column]:
+    def logprobs(self, role: str, temperature: float | None, shard: Shard) -> tuple[None, Column]:
         time.sleep(self._delay_s)
         return None, column_of(shard)
 
-    def update(self, role: str, names: tuple[str, ...], shard: Shard, *columns: Column) -> dict[str, float]:
+    def update(
+        self, role: str, names: tuple[str, ...], num_shards: int, shard: Shard, *columns: Column
+    ) -> dict[str, float]:
         time.sleep(self._delay_s)
         return {"actor/loss": float(shard.num_tokens)}
 
@@ -172,7 +174,7 @@ def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, f
     waiter = Waiter(timer)
     rank = start(StubRank, ProcessSpec(f"rank of {samples}", runtime.logs), delay_s)
     collector = start(StubCollector, ProcessSpec(f"collector of {samples}", runtime.logs), samples, delay_s)
-    ranks = RankGroup((rank,), Layout(), waiter, None)
+    ranks, layout = RankGroup((rank,), waiter, None), Layout()
     keeper = StubKeeper()
     recipe = Recipe(
         model=Model(path=Path("none")),
@@ -180,7 +182,7 @@ def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, f
         rollout=Rollout(prompts_per_step=samples, samples_per_prompt=1, max_response_tokens=TOKENS_PER_SAMPLE),
         train=Train(steps=STEPS),
     )
-    actor, reference = Policy("actor", ranks, Deadlines()), Reference("reference", ranks, Deadlines())
+    actor, reference = Policy("actor", ranks, layout, Deadlines()), Reference("reference", ranks, layout, Deadlines())
     train(Cast(StubRollout(collector, waiter), actor, reference, StubSync(), keeper, timer), recipe, State())
     for worker in (rank, collector):
         ray.kill(worker.handle)

@@ -29,12 +29,13 @@ def recipe(inputs: Path) -> Recipe:
     path = inputs / "engines.yaml"
     path.write_text(RECIPE.format(folder=inputs))
     overrides = ["run.name=engines", "cluster.devices=2", "rollout.servers=2", "rollout.temperature=0.7"]
+    overrides += ["reference.parallel.pp=2", "reference.parallel.first_stage_layers=1"]
     return load_recipe(path, overrides, Recipe).recipe
 
 
 @pytest.fixture(scope="module")
 def session(recipe: Recipe) -> Iterator[TrainSession]:
-    """Two data-parallel ranks and two servers; one update has been made and sent."""
+    """Two ranks, data-parallel for the actor and a pipeline for the reference, and two servers."""
     with train_session(recipe, preflight(recipe), PhaseTimer()) as session:
         session.sync.push(1)
         yield session
