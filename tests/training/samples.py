@@ -28,7 +28,7 @@ def examples(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Example
         # Not token 0: transformers gives a padding token no gradient.
         tokens = random.integers(1, vocab_size, size=length)
         mask = np.zeros(length, np.float32)
-        mask[length // 2 : length - 1] = 1
+        mask[length // 2 : max(0, length - 1)] = 1
         old = (-np.log(vocab_size) + 0.2 * random.standard_normal(length)).astype(np.float32) * mask
         columns = {
             "old_logprobs": old,
@@ -36,7 +36,7 @@ def examples(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Example
             "advantages": np.float32(random.standard_normal()) * mask,
         }
         rollout = (old + 0.01 * random.standard_normal(length).astype(np.float32)) * mask
-        made.append(Example(tokens, np.append(tokens[1:], 0), mask, rollout, columns))
+        made.append(Example(tokens, np.append(tokens[1:], 0)[:length], mask, rollout, columns))
     return made
 
 

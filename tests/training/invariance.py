@@ -1,0 +1,204 @@
+"""One training, measured at many layouts, and how far each is from one rank. Used by the tests and by the benchmark.
+
+A difference is relative: of a tensor, max|a - b| / max|a| over its elements, a being one rank's; of a number, |a - b| / |a|.
+What is reported is the largest over all tensors, with its name. Everything is compared to one rank that takes each mini-batch
+as one micro-batch, so that the cut into micro-batches is under test as well.
+
+The ranks are processes of `invariance_ranks`: one world of each size goes through all layouts of that size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.core.layout import Layout
+from megarl.rollout.process import free_port
+from tests.support.tiny import write_tiny_qwen
+from tests.training.harness import VOCAB
+
+BOUND = 1e-5
+MICRO_BATCHES = (1, 4)
+WORLD_SIZES = (1, 2, 4)
+DEADLINE_S = 600
+
+Recompute = Literal["none", "selective", "full"]
+Kind = Literal["alone", "together", "control"]
+Tensors = dict[str, Tensor]
+
+# Layers enough for four pipeline ranks, or for two with two virtual stages each; `deep`: for stages of different sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {"num_hidden_layers": 4}),
+    "tied": ("qwen2", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "deep": ("llama", {"num_hidden_layers": 6}),
+}
+# A copy of `dense` of which one tensor is a little larger.
+PERTURBED, PERTURBED_TENSOR, PERTURBATION = "perturbed", "model.layers.2.self_attn.o_proj.weight", 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at a layout."""
+
+    model: str
+    layout: Layout
+    recompute: Recompute = "none"
+
+    def __str__(self) -> str:
+        recompute = "" if self.recompute == "none" else f", recompute {self.recompute}"
+        return f"{self.model} at {self.layout}{recompute}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a layout gave; whole tensors, under HF names, are at rank 0 alone.
+
+    logprobs: for each shard, one array for each micro-batch that was scored. gradients: of the first step, not clipped.
+    steps: the metrics of each step. weights: after the last.
+    """
+
+    logprobs: list[list[np.ndarray]]
+    gradients: Tensors
+    steps: list[dict[str, float]]
+    weights: Tensors
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a case, with so many micro-batches a mini-batch, is from one rank with one; all measures are relative."""
+
+    kind: Kind
+    case: str
+    model: str
+    layout: str
+    ranks: int
+    micro_batches: int
+    logprobs: float
+    losses: float  # the loss, its parts, and the entropy, of every step
+    grad_norms: float  # of every step
+    gradients: float
+    worst_gradient: str
+    weights: float
+    worst_weight: str
+
+    @property
+    def largest(self) -> float:
+        """Of all measures."""
+        return max(self.logprobs, self.losses, self.grad_norms, self.gradients, self.weights)
+
+
+def difference(kind: Kind, name: str, case: Case, micro_batches: int, found: Result, expected: Result) -> Difference:
+    """Compare a case with the reference: one rank, one micro-batch."""
+    gradients, worst_gradient = furthest(found.gradients, expected.gradients)
+    weights, worst_weight = furthest(found.weights, expected.weights)
+    [reference] = expected.logprobs
+    pairs = [pair for shard in found.logprobs for pair in zip(shard, reference, strict=True)]
+    return Difference(
+        kind=kind,
+        case=name,
+        model=case.model,
+        layout=str(case.layout),
+        ranks=case.layout.world_size,
+        micro_batches=micro_batches,
+        logprobs=max(relative(*pair) for pair in pairs),
+        losses=_furthest_metric(found, expected, ("loss", "entropy", "kl")),
+        grad_norms=_furthest_metric(found, expected, ("grad_norm",)),
+        gradients=gradients,
+        worst_gradient=worst_gradient,
+        weights=weights,
+        worst_weight=worst_weight,
+    )
+
+
+def relative(found: Any, expected: Any) -> float:
+    """max|found - expected| / max|expected|; inf where only `expected` is zero, and where something is not a number."""
+    found, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (found, expected))
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    if torch.equal(found, expected):
+        return 0.0
+    apart, scale = (found - expected).abs().max().item(), expected.abs().max().item()
+    return apart / scale if scale > 0 and not math.isnan(apart) else math.inf
+
+
+def furthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference over all tensors, and that tensor's name."""
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    return max(((relative(found[name], tensor), name) for name, tensor in expected.items()), default=(0.0, ""))
+
+
+def _furthest_metric(found: Result, expected: Result, kinds: tuple[str, ...]) -> float:
+    steps = list(zip(found.steps, expected.steps, strict=True))
+    assert all(step.keys() == reference.keys() for step, reference in steps)
+    return max(
+        relative(step[name], value)
+        for step, reference in steps
+        for name, value in reference.items()
+        if any(kind in name for kind in kinds)
+    )
+
+
+def write_models(root: Path) -> None:
+    """Write an HF folder for each model, and the perturbed one."""
+    from safetensors.torch import load_file, save_file
+
+    for name, (family, overrides) in MODELS.items():
+        write_tiny_qwen(root / name, family, vocab_size=VOCAB, **overrides)
+    family, overrides = MODELS["dense"]
+    write_tiny_qwen(root / PERTURBED, family, vocab_size=VOCAB, **overrides)
+    [file] = (root / PERTURBED).glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[PERTURBED_TENSOR] *= 1 + PERTURBATION
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def measure(root: Path) -> tuple[list[Difference], str]:
+    """Run all cases in an empty folder; what was measured, and what the ranks of a world said that did not end well.
+
+    A world ends at the first case that fails: then the cases behind it are missing.
+    """
+    write_models(root)
+    found, errors = [], ""
+    for world_size in WORLD_SIZES:
+        path = root / f"world{world_size}.jsonl"
+        path.touch()
+        errors += _run_world(world_size, root)
+        found += [Difference(**json.loads(line)) for line in path.read_text().splitlines()]
+    return found, errors
+
+
+def _run_world(world_size: int, root: Path) -> str:
+    """Run the ranks until all have ended; their standard errors where one failed."""
+    command = [sys.executable, "-m", "tests.training.invariance_ranks"]
+    port, logs = str(free_port()), [root / f"world{world_size}.rank{rank}.log" for rank in range(world_size)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as file:
+            processes.append(
+                subprocess.Popen([*command, str(rank), str(world_size), port, str(root)], stdout=file, stderr=file)
+            )
+    try:
+        for process in processes:
+            process.wait(DEADLINE_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if all(process.returncode == 0 for process in processes):
+        return ""
+    return "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
+
+
+def append(path: Path, item: Difference) -> None:
+    """Write one line at once: it is there even if the next case ends the process."""
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(item)) + "\n")

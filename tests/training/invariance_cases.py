@@ -1,0 +1,142 @@
+"""Which models and layouts are measured for parallel invariance, and on what data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.core.layout import Layout
+from megarl.core.types import MicroBatch, MiniBatch, Shard
+from tests.training.harness import VOCAB
+from tests.training.invariance import Case
+from tests.training.samples import examples, shards
+
+NUM_STEPS = 3
+BUDGET = 64  # tokens; the longest sequence fills a micro-batch
+# Enough for four micro-batches on each of four shards: then each holds one sequence, some of length 1.
+LENGTHS = [BUDGET, 1, 17, 5, 33, 1, 2, BUDGET, 9, 23, 40, 3, 12, 1, 28, 7]
+MINIS = [examples(LENGTHS[step:] + LENGTHS[:step], VOCAB, step) for step in range(NUM_STEPS)]
+# Lengths of the sequences of each micro-batch that is scored: the budget in one, in two, and between empty ones; only ones.
+SCORED = [[BUDGET], [1], [BUDGET // 2, BUDGET // 2], [1, 1, 1], [0, BUDGET, 0], [17, 0, 5, 1, 30]]
+
+Sizes = dict[str, Any]
+
+ONE = Layout()
+SP = {"sequence_parallel": True}
+TWO_DENSE: list[Sizes] = [
+    {"tp": 2},
+    {"tp": 2, **SP},
+    {"pp": 2},
+    {"pp": 2, "vpp": 2},
+    {"pp": 2, "first_stage_layers": 1},
+    {"pp": 2, "last_stage_layers": 1},
+    {"cp": 2},
+    {},
+]
+FOUR_DENSE: list[Sizes] = [
+    {"tp": 4},
+    {"tp": 4, **SP},
+    {"pp": 4},
+    {"cp": 4},
+    {},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, **SP},
+    {"tp": 2, "cp": 2},
+    {"tp": 2, "cp": 2, **SP},
+    {"tp": 2},
+    {"tp": 2, **SP},
+    {"pp": 2, "cp": 2},
+    {"pp": 2},
+    {"cp": 2},
+    {"pp": 2, "vpp": 2, "tp": 2, **SP},
+    {"pp": 2, "vpp": 2, "cp": 2},
+    {"pp": 2, "vpp": 2},
+]
+TWO_MOE: list[Sizes] = [
+    {"tp": 2, **SP},
+    {"tp": 2, **SP, "ep": 2},
+    {"tp": 2, **SP, "etp": 2},
+    {"pp": 2},
+    {"cp": 2},
+    {"cp": 2, "ep": 2},
+    {},
+    {"ep": 2},
+    {"etp": 2},
+]
+FOUR_MOE: list[Sizes] = [
+    {"ep": 4},
+    {"ep": 2},
+    {"ep": 2, "etp": 2},
+    {"tp": 2, **SP, "ep": 2},
+    {"tp": 2, **SP, "ep": 4},
+    {"tp": 2, **SP, "ep": 2, "etp": 2},
+    {"tp": 4, **SP, "ep": 2, "etp": 2},
+    {"tp": 2, **SP, "cp": 2, "ep": 2},
+    {"cp": 2, "ep": 4},
+    {"pp": 2, "ep": 2},
+    {"pp": 2, "vpp": 2, "ep": 2},
+    {"pp": 2, "cp": 2, "ep": 2},
+    {"pp": 2, "tp": 2, **SP, "etp": 2},
+]
+TWO_TIED: list[Sizes] = [{"tp": 2, **SP}, {"pp": 2}, {"pp": 2, "vpp": 2}, {}]
+FOUR_TIED: list[Sizes] = [{"tp": 2, **SP, "pp": 2}, {"pp": 2}, {"pp": 2, "cp": 2}]
+TWO_DEEP: list[Sizes] = [
+    {"pp": 2, "vpp": 3},
+    {"pp": 2, "vpp": 2, "first_stage_layers": 2},
+    {"pp": 2, "vpp": 2, "last_stage_layers": 2},
+]
+FOUR_DEEP: list[Sizes] = [
+    {"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1},
+    {"pp": 4, "last_stage_layers": 3},
+    {"pp": 2, "vpp": 2, "first_stage_layers": 4, "tp": 2, **SP},
+]
+
+
+def _cases(model: str, world_size: int, all_sizes: list[Sizes]) -> list[Case]:
+    return [Case(model, Layout(world_size=world_size, **sizes)) for sizes in all_sizes]
+
+
+# The first of each model is the reference.
+CASES: list[Case] = [
+    *(Case(model, ONE) for model in ("dense", "tied", "deep")),
+    Case("dense", ONE, "selective"),
+    Case("dense", ONE, "full"),
+    *_cases("dense", 2, TWO_DENSE),
+    *_cases("tied", 2, TWO_TIED),
+    *_cases("deep", 2, TWO_DEEP),
+    Case("dense", Layout(tp=2, sequence_parallel=True, world_size=2), "selective"),
+    Case("dense", Layout(pp=2, world_size=2), "full"),
+    Case("dense", Layout(cp=2, world_size=2), "full"),
+    *_cases("dense", 4, FOUR_DENSE),
+    *_cases("tied", 4, FOUR_TIED),
+    *_cases("deep", 4, FOUR_DEEP),
+    Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full"),
+]
+
+# Roles of different layouts in the same processes, called in turn.
+TOGETHER: list[tuple[Case, ...]] = [
+    (Case("dense", Layout(tp=2, world_size=2)), Case("dense", Layout(pp=2, world_size=2))),
+    (
+        Case("dense", Layout(pp=2, vpp=2, world_size=4)),
+        Case("tied", Layout(tp=2, pp=2, world_size=4, sequence_parallel=True)),
+        Case("dense", Layout(cp=4, world_size=4)),
+    ),
+]
+
+# Each must be further from the reference than the bound: what was done to it is in `invariance_ranks`.
+CONTROLS: dict[str, Case] = {
+    "one tensor off by 1e-4": Case("perturbed", Layout(tp=2, world_size=2)),
+    "both shards the same": Case("dense", Layout(world_size=2)),
+}
+
+
+def scored_shard(first: int) -> Shard:
+    """The micro-batches of SCORED as one mini-batch, beginning with the micro-batch `first`."""
+    order = [(first + index) % len(SCORED) for index in range(len(SCORED))]
+    return Shard((MiniBatch(tuple(_scored(index) for index in order)),))
+
+
+def _scored(index: int) -> MicroBatch:
+    [shard], _ = shards([examples(SCORED[index], VOCAB, seed=index)])
+    [mini] = shard.mini_batches
+    [micro] = mini.micro_batches
+    return micro

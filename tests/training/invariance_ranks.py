@@ -1,0 +1,145 @@
+"""What each rank of a world does for test_invariance: `-m tests.training.invariance_ranks <rank> <ranks> <port> <root>`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.core.layout import Layout
+from megarl.core.types import Column, Shard
+from megarl.recipe.schema import Optimizer
+from megarl.training.rank import Rank
+from tests.training.harness import actor_spec, weights
+from tests.training.invariance import MICRO_BATCHES, Case, Kind, Result, Tensors, append, difference
+from tests.training.invariance_cases import CASES, CONTROLS, MINIS, SCORED, TOGETHER, scored_shard
+from tests.training.samples import shards
+
+# Gradients stay whole on each rank, and the weights as they are: the step is far below rounding.
+STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
+Reference = dict[str, Result]
+
+
+class World:
+    """One rank's view of the world that goes through the cases."""
+
+    def __init__(self, rank: Rank, root: Path) -> None:
+        self.rank, self.root = rank, root
+
+    def build(self, role: str, case: Case, optimizer: Optimizer | None = None) -> None:
+        """The role with the weights of the case's model; Adam, where no other optimizer is given."""
+        spec = replace(actor_spec(self.root / case.model, case.layout), recompute=case.recompute)
+        self.rank.build(role, spec if optimizer is None else replace(spec, optimizer=optimizer))
+
+    def layout(self, role: str) -> Layout:
+        """Of a role that was built."""
+        return self.rank.engine(role).groups.layout
+
+    def step(self, role: str, index: int, micro_batches: int, *, same_shard: bool = False) -> dict[str, float]:
+        """One update; checks that all ranks report the same. same_shard: every rank wrongly takes the first."""
+        parts, columns = shards([MINIS[index]], dp=self.layout(role).dp, micro_batches=micro_batches)
+        mine = 0 if same_shard else self.rank.engine(role).groups.place.dp
+        metrics = self.rank.update(role, parts[mine], columns[mine])
+        assert self.gather(metrics) == [metrics] * self.rank.world_size
+        return metrics
+
+    def logprobs(self, role: str) -> list[list[np.ndarray]]:
+        """Of each shard, in the order of SCORED. Each shard begins with another micro-batch: no two ranks do the same."""
+        dp = self.rank.engine(role).groups.place.dp
+        for empty in (
+            Shard(()),
+            Shard(tuple(replace(mini, micro_batches=()) for mini in scored_shard(0).mini_batches)),
+        ):
+            column = self.rank.logprobs(role, empty)
+            assert column in (None, [], [[]]), column
+        answers: list[tuple[int, Column | None]] = self.gather((dp, self.rank.logprobs(role, scored_shard(dp))))
+        leads = [(index, column) for index, column in answers if column is not None]
+        assert sorted(index for index, _ in leads) == list(range(self.layout(role).dp)), "one lead a shard"
+        found = []
+        for index, [mini] in leads:
+            found.append([mini[(position - index) % len(SCORED)] for position in range(len(SCORED))])
+        return found
+
+    def gradients(self, role: str) -> Tensors:
+        """A copy of the whole gradients, at rank 0."""
+        buckets = self.rank.engine(role).gradients(1 << 16)
+        return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+
+    def gather(self, value: Any) -> list[Any]:
+        """Of all ranks, by rank."""
+        if self.rank.world_size == 1:
+            return [value]
+        values = [None] * self.rank.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def alone(self, case: Case, *, same_shard: bool = False) -> dict[int, Result]:
+        """A case by itself, by the number of micro-batches."""
+        self.build("actor", case, STANDSTILL)
+        logprobs = self.logprobs("actor")
+        gradients = {}
+        for micro_batches in MICRO_BATCHES:
+            self.step("actor", 0, micro_batches, same_shard=same_shard)
+            gradients[micro_batches] = self.gradients("actor")
+        results = {}
+        for micro_batches in MICRO_BATCHES:
+            self.build("actor", case)
+            steps = [self.step("actor", i, micro_batches, same_shard=same_shard) for i in range(len(MINIS))]
+            results[micro_batches] = Result(logprobs, gradients[micro_batches], steps, weights(self.rank, "actor"))
+        return results
+
+    def together(self, cases: tuple[Case, ...], micro_batches: int) -> list[Result]:
+        """Roles of several layouts: built first, then called in turn. Gradients are not read: Adam's are cut."""
+        roles = [f"role {index}" for index in range(len(cases))]
+        for role, case in zip(roles, cases, strict=True):
+            self.build(role, case)
+        logprobs = [self.logprobs(role) for role in roles]
+        steps = [[self.step(role, index, micro_batches) for role in roles] for index in range(len(MINIS))]
+        trained = [list(each) for each in zip(*steps, strict=True)]
+        return [Result(logprobs[i], {}, trained[i], weights(self.rank, role)) for i, role in enumerate(roles)]
+
+
+def run_cases(world: World, reference: Reference) -> None:
+    """Everything that is for a world of this size. A model's first case, on one rank, becomes its reference."""
+    size, path = world.rank.world_size, world.root / f"world{world.rank.world_size}.jsonl"
+
+    def report(kind: Kind, name: str, case: Case, micro_batches: int, found: Result) -> None:
+        expected = reference["dense" if case.model == "perturbed" else case.model]
+        if world.rank.rank == 0:
+            if not found.gradients:
+                expected = replace(expected, gradients={})
+            append(path, difference(kind, name, case, micro_batches, found, expected))
+
+    for case in (case for case in CASES if case.layout.world_size == size):
+        for micro_batches, found in world.alone(case).items():
+            reference.setdefault(case.model, found)
+            report("alone", str(case), case, micro_batches, found)
+    for cases in (cases for cases in TOGETHER if cases[0].layout.world_size == size):
+        for case, found in zip(cases, world.together(cases, 4), strict=True):
+            report("together", " with ".join(map(str, cases)), case, 4, found)
+    for name, case in CONTROLS.items():
+        if case.layout.world_size == size:
+            for micro_batches, found in world.alone(case, same_shard="shards" in name).items():
+                report("control", name, case, micro_batches, found)
+
+
+def main() -> None:
+    """Go through the cases of one world; the world of one rank leaves the reference for the others."""
+    index, size, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank = Rank(index, size, "cpu", seed=1)
+    rank.rendezvous("127.0.0.1", port, timeout_s=120)
+    stored = root / "reference.pt"
+    reference: Reference = {} if size == 1 else torch.load(stored, weights_only=False)
+    run_cases(World(rank, root), reference)
+    if size == 1:
+        torch.save(reference, stored)
+    rank.close()
+
+
+if __name__ == "__main__":
+    main()
