@@ -35,6 +35,7 @@ class Platform:
     needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
+    has_device_memory: devices have memory of their own, so that what rests can move to the host's.
     """
 
     name: PlatformName
@@ -49,6 +50,7 @@ class Platform:
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
     returns_routing: bool = True
+    has_device_memory: bool = True
 
     def server_env(self, tp: int) -> dict[str, str]:
         """Variables that a server of this tensor-parallel size needs beside `env`."""
@@ -91,6 +93,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             needs_kv_tokens=True,
             adapts_megatron=True,
             returns_routing=False,
+            has_device_memory=False,
         )
     return Platform(
         name="cuda",
@@ -119,3 +122,26 @@ def peak_bytes(platform: Platform) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
+
+
+def finish_copies(platform: Platform) -> None:
+    """Wait until every copy between device and host that was started is done."""
+    if platform.name == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def return_free_memory(platform: Platform) -> None:
+    """Give what this process has freed back to the device, or to the system where the device is the host itself."""
+    if platform.name == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        return
+    import ctypes
+
+    # The C library keeps freed memory of up to 32 MiB a block; musl's has no such call, and keeps none.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

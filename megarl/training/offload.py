@@ -1,0 +1,264 @@
+"""Lets a role rest: frees the device memory of its gradients, parameters and optimizer state, and brings them back.
+
+It works on storages, not on tensors: a storage is resized to nothing and back, so that every view stays what it was.
+Parameters and gradients are views of Megatron's packed buffers, optimizer shards are views of parameters, tied weights
+are one tensor under two names; none of them has to be found and bound again. (Megatron's own `offload_to_cpu` of
+optimizers binds new tensors, which leaves shards that were views of a parameter buffer behind.)
+
+When a role has to be awake is not decided here: that is the engine's. Import only after
+`models.bootstrap.prepare_megatron`.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.nn import Module
+
+from megarl.core.errors import MegarlError
+from megarl.core.platform import Platform, finish_copies, return_free_memory
+
+Part = Literal["grads", "params", "optimizer"]
+PARTS: tuple[Part, ...] = ("grads", "params", "optimizer")
+
+
+class Host(Protocol):
+    """Where the bytes of one part are while it rests."""
+
+    def put(self, blocks: Sequence[Tensor]) -> None:
+        """Keep a copy of the blocks, each [bytes] uint8 on the device; when it raises, nothing is kept."""
+
+    def get(self, blocks: Sequence[Tensor]) -> None:
+        """Write what was kept into blocks of the same sizes, in the same order."""
+
+
+class PinnedHost:
+    """Host memory beside the device's, pinned: copies run at the full speed of the link.
+
+    It is kept for the next time: pinning costs more than copying.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def put(self, blocks: Sequence[Tensor]) -> None:
+        """Copy to the host."""
+        total = sum(block.numel() for block in blocks)
+        if self._buffer.numel() < total:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one, before a larger one is taken
+            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+        for block, kept in self._pairs(blocks):
+            kept.copy_(block, non_blocking=True)
+
+    def get(self, blocks: Sequence[Tensor]) -> None:
+        """Copy to the device."""
+        for block, kept in self._pairs(blocks):
+            block.copy_(kept, non_blocking=True)
+
+    def _pairs(self, blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for block in blocks:
+            yield block, self._buffer[start : start + block.numel()]
+            start += block.numel()
+
+
+class FileHost:
+    """A file without a name, for devices that are the host itself: it goes with the process, however that ends.
+
+    The system may keep the file's pages in memory for as long as nobody needs them; they are not the process's.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: on the file system that shall hold the bytes; None is the system's folder for temporary files."""
+        self._folder = folder
+        self._file: io.BufferedRandom | None = None
+
+    def put(self, blocks: Sequence[Tensor]) -> None:
+        """Write to the file. Raises MegarlError where there is no room."""
+        try:
+            file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (it stays open for as long as the part rests)
+            for block in blocks:
+                file.write(block.numpy().data)
+            file.flush()
+        except OSError as error:
+            total = sum(block.numel() for block in blocks)
+            folder = self._folder or tempfile.gettempdir()
+            raise MegarlError(
+                f"A role that rests needs {total:,} bytes in {folder}: {error}. Make room there, set TMPDIR to a "
+                "folder on another file system, or let the role stay awake."
+            ) from error
+        self._file = file
+
+    def get(self, blocks: Sequence[Tensor]) -> None:
+        """Read the file back, and give it up."""
+        assert self._file is not None
+        with self._file as file:
+            file.seek(0)
+            for block in blocks:
+                read = file.readinto(block.numpy().data)
+                assert read == block.numel(), (read, block.numel())
+        self._file = None
+
+
+class Offload:
+    """The memory of one role on this rank, in three parts that sleep and wake each for itself.
+
+    grads: gradient buffers. They are not kept: they wake up as zeros, which is how every update begins.
+    params: parameters and the module's buffers, with the buffers that Megatron's data parallel packs them into.
+    optimizer: what the optimizer alone owns: moments, momentum, float32 main weights.
+
+    Adam in float32 updates parameters in place through views: they belong to `params`.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Module], optimizer: Any | None, platform: Platform, folder: Path | None = None
+    ) -> None:
+        """All parts are awake.
+
+        chunks: one model a virtual stage, in Megatron's DistributedDataParallel or, for a frozen role, bare.
+        optimizer: Megatron's, or a chain of them; None for a frozen role.
+        folder: where a platform without device memory keeps what rests.
+        """
+        self._chunks, self._optimizer = list(chunks), optimizer
+        self._platform = platform
+        hosts = {part: PinnedHost() if platform.has_device_memory else FileHost(folder) for part in PARTS}
+        self._hosts: dict[Part, Host] = {**hosts}
+        # Storages of a sleeping part with their sizes.
+        self._resting: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
+
+    @property
+    def asleep(self) -> tuple[Part, ...]:
+        """The parts that sleep."""
+        return tuple(part for part in PARTS if part in self._resting)
+
+    def require(self, operation: str, parts: Iterable[Part] = PARTS) -> None:
+        """Raise MegarlError when one of the parts sleeps: its tensors have no memory to read or to write."""
+        sleeping = [part for part in parts if part in self._resting]
+        if sleeping:
+            raise MegarlError(f"The role cannot {operation} while its {' and '.join(sleeping)} sleep: wake it first.")
+
+    def device_bytes(self) -> dict[Part, int]:
+        """Bytes that each part holds on the device now."""
+        return {part: sum(storage.nbytes() for storage in self._storages(part)) for part in PARTS}
+
+    def sleep(self, parts: Iterable[Part] = PARTS) -> int:
+        """Free the device memory of these parts; returns the bytes freed. A part that sleeps already stays as it is.
+
+        Raises MegarlError when the host has no room: that part, and those behind it, are then awake and whole.
+        """
+        freed = 0
+        for part in _ordered(parts):
+            if part not in self._resting:
+                freed += self._sleep(part)
+        return_free_memory(self._platform)
+        return freed
+
+    def wake(self, parts: Iterable[Part] = PARTS) -> int:
+        """Bring these parts back, bit for bit (gradients: as zeros); returns the bytes that they take on the device."""
+        taken = 0
+        for part in _ordered(parts):
+            if part in self._resting:
+                taken += self._wake(part)
+        return taken
+
+    def release_grads(self) -> int:
+        """Free the gradient buffers alone: nothing but an update needs them."""
+        return self.sleep(("grads",))
+
+    def restore_grads(self) -> int:
+        """Take memory for the gradient buffers again, filled with zeros."""
+        return self.wake(("grads",))
+
+    def _sleep(self, part: Part) -> int:
+        if part == "grads" and self._optimizer is not None:
+            self._optimizer.zero_grad()  # the last step's gradients may be copies of their own
+        storages = self._storages(part)
+        fixed = [storage.nbytes() for storage in storages if not storage.resizable()]
+        assert not fixed, f"{part}: storages of {fixed} bytes belong to somebody else"
+        if part != "grads":
+            self._hosts[part].put([_block(storage) for storage in storages])
+            finish_copies(self._platform)
+        self._resting[part] = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        return sum(size for _, size in self._resting[part])
+
+    def _wake(self, part: Part) -> int:
+        resting = self._resting[part]
+        for storage, size in resting:
+            storage.resize_(size)
+        blocks = [_block(storage) for storage, _ in resting]
+        if part == "grads":
+            for block in blocks:
+                block.zero_()
+        else:
+            self._hosts[part].get(blocks)
+            finish_copies(self._platform)
+        del self._resting[part]
+        return sum(size for _, size in resting)
+
+    def _storages(self, part: Part) -> list[torch.UntypedStorage]:
+        """The part's storages that have memory on the device, each once; one that two parts use is the earlier part's."""
+        seen: set[int] = set()
+        for each in PARTS:
+            found: dict[int, torch.UntypedStorage] = {}
+            for tensor in self._tensors(each):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and tensor.device.type == self._platform.device:
+                    found.setdefault(storage.data_ptr(), storage)
+            if each == part:
+                return [storage for pointer, storage in found.items() if pointer not in seen]
+            seen |= found.keys()
+        raise AssertionError(part)
+
+    def _tensors(self, part: Part) -> Iterator[Tensor]:
+        if part == "grads":
+            yield from (buffer.grad_data for buffer in self._packed())
+        elif part == "params":
+            yield from (buffer.param_data for buffer in self._packed() if buffer.param_data is not None)
+            for chunk in self._chunks:
+                # Megatron's data parallel hides the module's `buffers()` behind a list of its own.
+                module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+                yield from module.parameters()
+                yield from module.buffers()
+        elif self._optimizer is not None:
+            for member in self._optimizer.chained_optimizers:
+                yield from _owned_tensors(member.optimizer)
+
+    def _packed(self) -> Iterator[Any]:
+        """The buffers that Megatron's data parallel packs gradients, and sometimes parameters, into."""
+        for chunk in self._chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                yield from chunk.buffers
+                yield from chunk.expert_parallel_buffers
+
+
+def _owned_tensors(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
+    """What a torch optimizer updates and remembers; nothing where this rank has nothing to update."""
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _block(storage: torch.UntypedStorage) -> Tensor:
+    """All bytes of a storage: [bytes] uint8, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _ordered(parts: Iterable[Part]) -> list[Part]:
+    """The parts in the order of PARTS. Raises MegarlError for what is none."""
+    asked = set(parts)
+    unknown = sorted(asked - set(PARTS))
+    if unknown:
+        raise MegarlError(f"A role has the parts {', '.join(PARTS)}; got {', '.join(unknown)}.")
+    return [part for part in PARTS if part in asked]
