@@ -1,38 +1,26 @@
-"""The parts of a layer that Transformer Engine would bring, for machines without it: norms and core attention on torch.
+"""Core attention on torch, for layers without Transformer Engine: SDPA with grouped queries, causal, or over a window.
 
-Core attention runs torch's SDPA: grouped queries, causal, packed sequences (thd), and context parallel with keys and
-values gathered, in Megatron's layout: each sequence is cut in 2 x CP chunks and rank r holds chunks r and 2 x CP - 1 - r.
+Packed sequences (thd), and context parallel with keys and values gathered, in Megatron's layout: each sequence is cut in
+2 x CP chunks and rank r holds chunks r and 2 x CP - 1 - r.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under Megatron's constructor; knows sequence parallel."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Megatron sums the gradients of such weights over the tensor-parallel ranks.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-
-
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention over queries, keys and values, dense or packed."""
+    """Causal attention over queries, keys and values, dense or packed; values may be narrower than keys."""
 
     def __init__(
         self,
@@ -44,9 +32,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         self._cp = pg_collection.cp
+        self._window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            # Megatron counts the tokens before one's own.
+            self._window = config.window_size[0] + 1
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -59,9 +52,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query: [s, b, heads, d], or packed [t, heads, d]; key, value with fewer heads. Returns [s, b, heads * d].
+        """query: [s, b, heads, d], or packed [t, heads, d]; key [.., d] and value [.., v] with as many heads or fewer.
 
-        s and t are this context-parallel rank's part; packed, b is 1.
+        Returns [s, b, heads * v]. s and t are this context-parallel rank's part; packed, b is 1.
         """
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
@@ -88,23 +81,29 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             for q, k, v in zip(queries[:-1], keys, values, strict=False)
             if len(q)
         ]
-        return torch.cat([*outputs, torch.zeros_like(queries[-1])])
+        behind = queries[-1].new_zeros(*queries[-1].shape[:-1], value.shape[-1])
+        return torch.cat([*outputs, behind])
 
     def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One causal sequence. query: [s, b, heads, d]; key, value: [cp * s, b, kv heads, d], rank by rank."""
+        """One causal sequence. query: [s, b, heads, d]; key, value: [cp * s, b, kv heads, ..], rank by rank."""
         cp, rank = self._cp.size(), self._cp.rank()
         if cp == 1:
-            return _sdpa(query, key, value, self._scale, None)
+            return self._attend(query, key, value, 0)
         length = query.shape[0] // 2
         order = torch.tensor(_chunk_order(cp), device=key.device)
         key, value = (tensor.unflatten(0, (2 * cp, length))[order].flatten(0, 1) for tensor in (key, value))
         outputs = []
         for chunk, part in zip((rank, 2 * cp - 1 - rank), query.split(length), strict=True):
             end = (chunk + 1) * length
-            positions = torch.arange(end, device=key.device)
-            mask = positions[None, :] <= positions[chunk * length :, None]
-            outputs.append(_sdpa(part, key[:end], value[:end], self._scale, mask))
+            outputs.append(self._attend(part, key[:end], value[:end], chunk * length))
         return torch.cat(outputs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+        """Queries of positions `first` on, which end where the keys do."""
+        if self._window is not None and len(key) > self._window:
+            return _windowed(query, key, value, first, self._scale, self._window)
+        mask = None if first == 0 else _mask(len(query), len(key), first, None, query.device)
+        return _sdpa(query, key, value, self._scale, mask)
 
 
 def _chunk_order(cp: int) -> list[int]:
@@ -113,23 +112,31 @@ def _chunk_order(cp: int) -> list[int]:
     return [held.index(chunk) for chunk in range(2 * cp)]
 
 
+def _windowed(query: Tensor, key: Tensor, value: Tensor, first: int, scale: float, window: int) -> Tensor:
+    """Blocks of `window` queries, each over the keys of its own block and of the one before: linear in the length."""
+    before = min(window, first)
+    queries = query.split(window)
+    sizes = [before, *(len(block) for block in queries)]
+    keys, values = (tensor[first - before :].split(sizes) for tensor in (key, value))
+    outputs = []
+    for index, block in enumerate(queries):
+        near = [torch.cat(pieces[index : index + 2]) for pieces in (keys, values)]
+        mask = _mask(len(block), len(near[0]), len(keys[index]), window, query.device)
+        outputs.append(_sdpa(block, near[0], near[1], scale, mask))
+    return torch.cat(outputs)
+
+
+def _mask(num_queries: int, num_keys: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] bool: query i stands at key first + i, and sees it and those before, at most `window` of them."""
+    distance = torch.arange(first, first + num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """[s, b, heads, d] -> [s, b, heads, d]; causal where no mask is given."""
+    """[s, b, heads, d] -> [s, b, heads, v]; causal where no mask is given."""
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
+    # The kernels that never hold [s, s] want values as wide as keys.
+    v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
     output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-    return output.permute(2, 0, 1, 3)
-
-
-def torch_layer_spec(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's own layer with these norms and this attention. stage: the virtual pipeline stage, where there are such."""
-    spec: ModuleSpec = copy.deepcopy(
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    )
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = CoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=stage), layer_norm=RMSNorm)
+    return output[..., : value.shape[-1]].permute(2, 0, 1, 3)

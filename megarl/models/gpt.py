@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megarl.core.layout import Layout
+from megarl.core.layout import Layout, stage_layers
 from megarl.core.platform import Platform
-from megarl.models.attention import torch_layer_spec
 from megarl.models.config import ModelConfig
-
+from megarl.models.layer_spec import stage_spec, uses_transformer_engine
+from megarl.models.rope import attention_factor
+from megarl.models.rotary import make_rotary, scales_rotation
 
 Recompute = Literal["none", "selective", "full"]
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def transformer_config(
-    config: ModelConfig, layout: Layout, *, dtype: torch.dtype, platform: Platform, recompute: Recompute = "none"
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    platform: Platform,
+    recompute: Recompute = "none",
+    aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's own description of the model: no dropout, softmax in float32, exact token-level loss normalisation."""
-    fused = platform.has_transformer_engine
-    return TransformerConfig(
+    fused = uses_transformer_engine(config, platform)
+    fused_activation = fused and config.activation == "silu"
+    make = TransformerConfig if config.mla is None else MLATransformerConfig
+    return make(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,
@@ -36,11 +46,12 @@ def transformer_config(
         ffn_hidden_size=config.ffn_hidden_size,
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
-        qk_layernorm=config.qk_norm,
+        qk_layernorm=config.qk_norm or config.mla is not None,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[config.activation],
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
+        layernorm_zero_centered_gamma=config.norm_offset,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -48,19 +59,81 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
         attention_softmax_in_fp32=True,
-        use_cpu_initialization=not fused,
         # Weights come from a checkpoint, but only initialisation marks which are split over tensor parallel: without the
-        # marks the global gradient norm counts those of one rank alone.
+        # marks the global gradient norm counts those of one rank alone. So it runs, and leaves the memory as it is.
         perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        # On the CPU, Megatron would make each weight whole on every rank, to cut its part out of it.
+        use_cpu_initialization=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=fused,
-        bias_activation_fusion=fused,
-        apply_rope_fusion=fused,
+        bias_activation_fusion=fused_activation,
+        apply_rope_fusion=fused and config.mla is None,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
+        **_attention(config),
+        **_moe(config, fused, aux_loss_coef),
         **_parallel(layout),
         **_recompute(recompute),
     )
+
+
+def _leave(weight: Tensor) -> Tensor:
+    """An initialisation that leaves the tensor alone."""
+    return weight
+
+
+def _attention(config: ModelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if config.window is not None:
+        settings["window_size"] = (config.window - 1, 0)
+        settings["window_attn_skip_freq"] = [int(index in config.local_layers) for index in range(config.num_layers)]
+    mla = config.mla
+    if mla is None:
+        # Cosine and sine times a factor, on queries and keys alike, is the square of it on their product.
+        scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+        return settings | {"softmax_scale": scale * attention_factor(config.rope) ** 2}
+    return settings | {
+        "q_lora_rank": mla.q_rank,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.nope_dim,
+        "qk_pos_emb_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        # Megatron's own rotary modules are replaced; the type only says whether they return a factor beside the angles.
+        "rope_type": "yarn" if scales_rotation(config) else "rope",
+        "rotary_base": config.rope.theta,
+        # From these two Megatron computes the scale of the logits.
+        "rotary_scaling_factor": config.rope.factor,
+        "mscale_all_dim": (config.rope.mscale_all_dim or 0.0) if config.rope.kind == "yarn" else 0.0,
+    }
+
+
+def _moe(config: ModelConfig, fused: bool, aux_loss_coef: float) -> dict[str, Any]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(index in config.moe_layers) for index in range(config.num_layers)],
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.score,
+        # The softmax of the chosen logits is the softmax of all, divided by the sum of the chosen.
+        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize,
+        "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1.0 else None,
+        "moe_router_num_groups": moe.num_groups or None,
+        "moe_router_group_topk": moe.top_groups or None,
+        "moe_router_enable_expert_bias": moe.score_bias,
+        # The bias balances experts in pre-training; here it stays what the checkpoint says.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss_coef else "none",
+        "moe_aux_loss_coeff": aux_loss_coef,
+        "moe_grouped_gemm": fused,
+    }
 
 
 def _parallel(layout: Layout) -> dict[str, Any]:
@@ -99,17 +172,22 @@ def build_gpt(
     dtype: torch.dtype,
     platform: Platform,
     recompute: Recompute = "none",
+    aux_loss_coef: float = 0.0,
 ) -> list[GPTModel]:
-    """This rank's part of the model, one GPTModel for each of its virtual stages; weights are not set.
+    """This rank's part of the model, one GPTModel for each of its virtual stages; the memory of weights is not set.
 
     Logits come out split over the vocabulary. Megatron's globals must be the layout's (`training.parallel.Groups.active`).
+    aux_loss_coef: of the loss that balances experts (arXiv 2101.03961); 0 is off.
     """
-    settings = transformer_config(config, layout, dtype=dtype, platform=platform, recompute=recompute)
-    rank, stages = groups.pp.rank(), range(layout.vpp)
-    return [
-        GPTModel(
+    settings = transformer_config(
+        config, layout, dtype=dtype, platform=platform, recompute=recompute, aux_loss_coef=aux_loss_coef
+    )
+    rank = groups.pp.rank()
+    chunks = []
+    for stage, layers in enumerate(stage_layers(layout, config.num_layers)[rank]):
+        chunk = GPTModel(
             config=settings,
-            transformer_layer_spec=_layer_spec(config, settings, platform, stage if layout.vpp > 1 else None),
+            transformer_layer_spec=stage_spec(config, layers, platform),
             vocab_size=config.padded_vocab_size(layout.tp),
             max_sequence_length=config.max_positions,
             pre_process=rank == 0 and stage == 0,
@@ -120,15 +198,29 @@ def build_gpt(
             rotary_base=config.rope.theta,
             pg_collection=groups,
             vp_stage=stage if layout.vpp > 1 else None,
-        ).to(device=platform.device, dtype=dtype)
-        for stage in stages
-    ]
+        ).to(platform.device)
+        assert [layer.layer_number - 1 for layer in chunk.decoder.layers] == list(layers), (layout, layers)
+        _finish(chunk, config, groups, platform)
+        chunks.append(chunk)
+    return chunks
 
 
-def _layer_spec(config: ModelConfig, settings: TransformerConfig, platform: Platform, stage: int | None) -> Any:
-    if platform.has_transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
-    return torch_layer_spec(settings, stage)
+def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection, platform: Platform) -> None:
+    """Put our rotary positions, and the scale of embeddings, into a model that Megatron made."""
+    rotary = make_rotary(config, groups.cp, platform.device)
+    if config.mla is None:
+        chunk.rotary_pos_emb = rotary
+    else:
+        for layer in chunk.decoder.layers:
+            layer.self_attention.rotary_pos_emb = rotary
+    if config.embedding_scale != 1.0 and chunk.pre_process:
+        # The embedding alone is scaled, not the head that may share its weight.
+        chunk.embedding.register_forward_hook(partial(_scale_output, config.embedding_scale))
+
+
+def _scale_output(scale: float, module: torch.nn.Module, given: Any, output: Tensor) -> Tensor:
+    # The scale is rounded to the weights' type, as transformers does.
+    return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
 
 
 def packed_params(cu_seqlens: Tensor) -> PackedSeqParams:

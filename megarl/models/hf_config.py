@@ -1,45 +1,32 @@
-"""What megarl needs to know of a model, read from an HF folder's config.json. Without torch."""
+"""What megarl needs to know of a model, read from an HF folder's config.json. Without torch.
+
+Families are rows of `families`; what a config asks for and megarl's model does not do is refused here.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.models.config import ModelConfig, Rope
+from megarl.models.config import Mla, ModelConfig, Moe
+from megarl.models.families import FAMILIES, Family, MoeKeys
+from megarl.models.hf_fields import Fields
+from megarl.models.hf_rope import read_layered_rope, read_rope
 
-
-@dataclass(frozen=True)
-class Family:
-    """What all models of an HF architecture share: data, so that a family is a row and not a code path."""
-
-    name: str
-    qkv_bias: bool
-    qk_norm: bool
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, qk_norm=False),
-        "Qwen3ForCausalLM": Family("qwen3", qkv_bias=False, qk_norm=True),
-        "LlamaForCausalLM": Family("llama", qkv_bias=False, qk_norm=False),
-    }
+_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
 )
-
-# What a config may ask for beside its family, and the one answer that the Megatron model gives to it.
-ONLY: Mapping[str, tuple[Any, str]] = MappingProxyType(
-    {
-        "hidden_act": ("silu", "another activation"),
-        "use_sliding_window": (False, "sliding-window attention"),
-        "mlp_bias": (False, "biases in the MLP"),
-        "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
-        "quantization_config": (None, "quantised weights"),
-    }
-)
+_MLA_REQUIRED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -60,6 +47,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     """A config.json's content as a ModelConfig; `path` is named in errors."""
+    fields = Fields(raw, path)
     architectures = raw.get("architectures") or []
     architecture = next((name for name in architectures if name in FAMILIES), None)
     if architecture is None:
@@ -67,101 +55,191 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
             f"{path}: architecture {architectures or 'missing'} is not supported. Supported: {', '.join(FAMILIES)}."
         )
     family = FAMILIES[architecture]
-    missing = [key for key in _REQUIRED if key not in raw]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: it is not a whole config of {architecture}.")
-    _check_features(raw, path, architecture)
-    heads = _count(raw, path, "num_attention_heads")
-    kv_heads = _count(raw, path, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise UserError(f"{path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}.")
-    hidden = _count(raw, path, "hidden_size")
-    eos = raw.get("eos_token_id")
+    _check_present(fields, family, architecture)
+    _check_features(fields, family, architecture)
+    layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
+    window, local_layers = _window(fields, family, layers, architecture)
+    local_rope = None
+    if family.gemma:
+        rope, local_rope = read_layered_rope(fields, family.theta)
+    else:
+        rope = read_rope(fields, family.theta)
+    moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     return ModelConfig(
         family=family.name,
         architecture=architecture,
-        num_layers=_count(raw, path, "num_hidden_layers"),
+        num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_count(raw, path, "head_dim", hidden // heads),
-        ffn_hidden_size=_count(raw, path, "intermediate_size"),
-        vocab_size=_count(raw, path, "vocab_size"),
-        max_positions=_count(raw, path, "max_position_embeddings"),
-        rope=Rope(_rope_theta(raw, path)),
-        norm_eps=_number(path, "rms_norm_eps", raw["rms_norm_eps"]),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        head_dim=head_dim,
+        ffn_hidden_size=fields.count("intermediate_size"),
+        vocab_size=fields.count("vocab_size"),
+        max_positions=fields.count("max_position_embeddings"),
+        rope=rope,
+        norm_eps=fields.number("rms_norm_eps"),
+        tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        eos_token_ids=_eos(fields),
+        moe=moe,
+        moe_layers=moe_layers,
+        mla=mla,
+        activation=family.activation,
+        norm_offset=family.gemma,
+        sandwich_norms=family.gemma,
+        embedding_scale=hidden**0.5 if family.gemma else 1.0,
+        query_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.gemma else None,
+        window=window,
+        local_layers=local_layers,
+        local_rope=local_rope if local_layers else None,
     )
 
 
-def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
-    """Raise UserError, with the nearest sizes that work, when the model cannot be cut in `tp` parts."""
-    sizes = {
-        "attention heads": config.num_heads,
-        "key-value heads": config.num_kv_heads,
-        "MLP columns": config.ffn_hidden_size,
-    }
-    uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
-    if uneven:
-        valid = [
-            size for size in range(1, config.num_kv_heads + 1) if all(count % size == 0 for count in sizes.values())
-        ]
-        raise UserError(
-            f"actor.parallel.tp={tp} does not divide the model's {', '.join(uneven)}. "
-            f"Tensor parallel sizes that work for this model: {', '.join(map(str, valid))}."
-        )
+def _check_present(fields: Fields, family: Family, architecture: str) -> None:
+    wanted = [*_REQUIRED, *(_MLA_REQUIRED if family.mla else ())]
+    if family.moe is not None:
+        keys = family.moe
+        wanted += [fields.first(keys.num_experts), keys.ffn_hidden_size, "num_experts_per_tok"]
+        wanted += [key for key in (keys.num_shared, keys.scaling_factor, keys.num_groups, keys.top_groups) if key]
+        wanted += ["first_k_dense_replace"] if keys.sparse == "after" else []
+    missing = [key for key in wanted if key not in fields.raw]
+    if missing:
+        raise UserError(f"{fields.path} lacks {', '.join(missing)}: it is not a whole config of {architecture}.")
 
 
-_REQUIRED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
-
-
-def _check_features(raw: Mapping[str, Any], path: Path, architecture: str) -> None:
+def _check_features(fields: Fields, family: Family, architecture: str) -> None:
     """Raise UserError for what the family's models may have and megarl's do not: they would train on other numbers."""
-    rope = raw.get("rope_parameters") or {}
     asked = [
         f"{key}={value!r} ({what})"
-        for key, (only, what) in ONLY.items()
-        if (value := raw.get(key, rope.get(key))) is not None and value != only
+        for key, (only, what) in family.only.items()
+        if (value := fields.get(key)) is not None and value != only
     ]
-    if raw.get("attention_bias") and not FAMILIES[architecture].qkv_bias:
-        asked.append("attention_bias=True (biases in attention)")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        asked.append("layer_types other than full_attention")
     if asked:
-        raise UserError(f"{path}: {', '.join(asked)} is not supported for {architecture}. Use a model without it.")
+        _refuse(fields, ", ".join(asked), architecture)
 
 
-def _count(raw: Mapping[str, Any], path: Path, key: str, default: int | None = None) -> int:
-    value = default if raw.get(key) is None else raw[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{path}: {key} is {value!r}; a whole number of at least 1 is wanted. Export the model again.")
-    return value
+def _refuse(fields: Fields, what: str, architecture: str) -> None:
+    raise UserError(f"{fields.path}: {what} is not supported for {architecture}. Use a model without it.")
 
 
-def _number(path: Path, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise UserError(f"{path}: {key} is {value!r}; a number over 0 is wanted. Export the model again.")
-    return float(value)
+def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, Mla | None]:
+    """Query heads, key-value heads, width of a query head."""
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    if not family.mla:
+        if heads % kv_heads:
+            raise UserError(
+                f"{fields.path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}."
+            )
+        return heads, kv_heads, fields.count("head_dim", hidden // heads), None
+    if kv_heads != heads:
+        raise UserError(
+            f"{fields.path}: num_key_value_heads {kv_heads} is not num_attention_heads {heads}, as latent attention has it."
+        )
+    mla = Mla(
+        q_rank=None if fields.get("q_lora_rank") is None else fields.count("q_lora_rank"),
+        kv_rank=fields.count("kv_lora_rank"),
+        nope_dim=fields.count("qk_nope_head_dim"),
+        rope_dim=fields.count("qk_rope_head_dim"),
+        v_dim=fields.count("v_head_dim"),
+    )
+    return heads, heads, mla.nope_dim + mla.rope_dim, mla
 
 
-def _rope_theta(raw: Mapping[str, Any], path: Path) -> float:
-    # transformers 5 writes `rope_parameters`; earlier ones `rope_theta` beside `rope_scaling`.
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"{path}: RoPE scaling of type {kind!r} is not supported; only models without scaling are.")
-    return _number(path, "rope_theta", parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+def _window(fields: Fields, family: Family, layers: int, architecture: str) -> tuple[int | None, frozenset[int]]:
+    """The sliding window, and the layers that have it."""
+    # null is an answer here, unlike elsewhere: no window.
+    value = fields.raw.get("sliding_window", family.window_default)
+    slides = value is not None and family.window != "never"
+    if family.window_switch:
+        slides = slides and fields.flag("use_sliding_window", False)
+    elif fields.get("use_sliding_window", False) and not slides:
+        _refuse(
+            fields, f"use_sliding_window={fields.get('use_sliding_window')!r} (sliding-window attention)", architecture
+        )
+    ours = _local_layers(fields, family, layers) if slides else frozenset[int]()
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        named = frozenset(index for index, kind in enumerate(kinds) if kind != "full_attention")
+        if family.window in ("upper", "pattern") and slides:
+            ours = named
+        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"} or named != ours:
+            _refuse(fields, f"layer_types={kinds!r} with sliding_window={value!r}", architecture)
+    return (fields.count("sliding_window", family.window_default) if ours else None), ours
+
+
+def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]:
+    if family.window == "upper":
+        return frozenset(range(fields.count("max_window_layers", 28, least=0), layers))
+    if family.window == "pattern":
+        period = fields.count(fields.first(("sliding_window_pattern", "_sliding_window_pattern")), 6)
+        return frozenset(index for index in range(layers) if (index + 1) % period)
+    return frozenset(range(layers))
+
+
+def _moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, frozenset[int]]:
+    keys = family.moe
+    assert keys is not None
+    sparse = _sparse_layers(fields, keys, layers)
+    if not sparse:
+        return None, sparse
+    ffn = fields.count(keys.ffn_hidden_size)
+    moe = Moe(
+        num_experts=fields.count(fields.first(keys.num_experts)),
+        top_k=fields.count("num_experts_per_tok"),
+        ffn_hidden_size=ffn,
+        shared_ffn_hidden_size=ffn * fields.count(keys.num_shared, 0, least=0) if keys.num_shared else 0,
+        score=keys.score,
+        # transformers' own default: True for DeepSeek, False for Qwen.
+        normalize=keys.normalize
+        if isinstance(keys.normalize, bool)
+        else fields.flag(keys.normalize, keys.score == "sigmoid"),
+        scaling_factor=fields.number(keys.scaling_factor, 1.0) if keys.scaling_factor else 1.0,
+        num_groups=fields.count(keys.num_groups, 1) if keys.num_groups else 0,
+        top_groups=fields.count(keys.top_groups, 1) if keys.top_groups else 0,
+        score_bias=keys.score_bias,
+    )
+    return _checked_routing(fields, moe), sparse
+
+
+def _sparse_layers(fields: Fields, keys: MoeKeys, layers: int) -> frozenset[int]:
+    if keys.sparse == "all":
+        return frozenset(range(layers))
+    if keys.sparse == "after":
+        return frozenset(range(fields.count("first_k_dense_replace", least=0), layers))
+    step, dense = fields.count("decoder_sparse_step", 1), fields.get("mlp_only_layers", ())
+    return frozenset(index for index in range(layers) if index not in dense and (index + 1) % step == 0)
+
+
+def _checked_routing(fields: Fields, moe: Moe) -> Moe:
+    """The same, with groups off where they limit nothing. Raises UserError for a routing that Megatron does not do."""
+    problems = []
+    if moe.top_k > moe.num_experts:
+        problems.append(f"num_experts_per_tok={moe.top_k} of {moe.num_experts} experts")
+    if moe.top_k == 1 and moe.normalize:
+        problems.append("num_experts_per_tok=1 with norm_topk_prob=True (the router would have no gradient)")
+    if moe.score == "sigmoid" and moe.top_k > 1 and not moe.normalize:
+        problems.append("norm_topk_prob=False with sigmoid scores")
+    if moe.num_groups == moe.top_groups:
+        moe = replace(moe, num_groups=0, top_groups=0)
+    elif moe.num_experts % moe.num_groups:
+        problems.append(f"n_group={moe.num_groups}, which does not divide {moe.num_experts} experts")
+    elif moe.top_k // moe.top_groups != 2 or moe.num_experts < 2 * moe.num_groups:
+        # A group counts for its two best experts; Megatron takes top_k // top_groups of them.
+        problems.append(
+            f"n_group={moe.num_groups} and topk_group={moe.top_groups} with num_experts_per_tok={moe.top_k} "
+            "(groups are supported where num_experts_per_tok is twice topk_group)"
+        )
+    if problems:
+        raise UserError(f"{fields.path}: {', '.join(problems)} is not supported. Use a model without it.")
+    return moe
+
+
+def _eos(fields: Fields) -> tuple[int, ...]:
+    eos = fields.get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 
 def _check_folder(folder: Path) -> None:

@@ -9,14 +9,73 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     set_seed,
 )
 
-CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CONFIGS = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "deepseek_v3": DeepseekV3Config,
+    "gemma3": Gemma3TextConfig,
+}
+# What a family has beside the common sizes; small enough for a CPU, and every feature at work.
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "gemma3": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
@@ -33,7 +92,7 @@ WORDS = (
 )
 
 
-def write_tiny_qwen(
+def write_tiny_model(
     folder: Path, family: str = "qwen3", *, seed: int = 0, tokenizer: bool = True, **overrides: Any
 ) -> Path:
     """Write a random model of that family and, if asked for, a tokenizer of one token a character; returns the folder."""
@@ -50,21 +109,27 @@ def write_tiny_qwen(
         "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": 2,
+        **OWN.get(family, {}),
         **overrides,
     }
-    if family == "qwen2":
+    if family in ("qwen2", "deepseek_v3"):
         settings.pop("head_dim")
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms of one and biases of zero would hide mistakes.
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # Norms of one, biases of zero and routers that send all tokens alike would hide mistakes.
+            if name.endswith("mlp.gate.weight"):
+                tensor.normal_(std=0.3)
+            elif (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)) or name.endswith("correction_bias"):
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
     if tokenizer:
         write_tokenizer(folder)
     return folder
+
+
+write_tiny_qwen = write_tiny_model
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -1,0 +1,133 @@
+"""What all models of an HF architecture share: data, so that a family is a row and not a code path. Without torch.
+
+`hf_config` reads a config.json by these rows; how the weights are called is in `rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+# Key -> the one value that megarl's model stands for, and what another value would ask for.
+Only = Mapping[str, tuple[Any, str]]
+
+COMMON: Only = MappingProxyType(
+    {
+        "attention_bias": (False, "biases in attention"),
+        "mlp_bias": (False, "biases in the MLP"),
+        "hidden_act": ("silu", "another activation"),
+        "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
+        "quantization_config": (None, "quantised weights"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class MoeKeys:
+    """Under which keys a family's config describes its experts, and what it leaves unsaid.
+
+    normalize: a key, or the answer where there is none. sparse: which layers have experts; "step" is Qwen's
+    decoder_sparse_step with mlp_only_layers, "after" DeepSeek's first_k_dense_replace.
+    """
+
+    num_experts: tuple[str, ...]  # names of several generations of transformers; the first that is there
+    ffn_hidden_size: str
+    sparse: Literal["all", "step", "after"]
+    normalize: str | bool
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    num_shared: str | None = None
+    scaling_factor: str | None = None
+    num_groups: str | None = None
+    top_groups: str | None = None
+    score_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One HF architecture.
+
+    window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
+    those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
+    theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
+    out what equals its own default. only: see COMMON.
+    """
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    moe: MoeKeys | None = None
+    mla: bool = False
+    gemma: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    window: Literal["never", "all", "upper", "pattern"] = "never"
+    window_switch: bool = False
+    window_default: int | None = None
+    theta: float = 10000.0
+    tied: bool = False
+    only: Only = field(default_factory=lambda: COMMON)
+
+
+QWEN3_MOE = MoeKeys(
+    num_experts=("num_experts", "num_local_experts"),
+    ffn_hidden_size="moe_intermediate_size",
+    sparse="step",
+    normalize="norm_topk_prob",
+)
+MIXTRAL = MoeKeys(num_experts=("num_local_experts",), ffn_hidden_size="intermediate_size", sparse="all", normalize=True)
+DEEPSEEK_V3 = MoeKeys(
+    num_experts=("n_routed_experts", "num_local_experts"),
+    ffn_hidden_size="moe_intermediate_size",
+    sparse="after",
+    normalize="norm_topk_prob",
+    score="sigmoid",
+    num_shared="n_shared_experts",
+    scaling_factor="routed_scaling_factor",
+    num_groups="n_group",
+    top_groups="topk_group",
+    score_bias=True,
+)
+
+_QWEN2_ONLY: Only = MappingProxyType({key: value for key, value in COMMON.items() if key != "attention_bias"})
+_DEEPSEEK_ONLY: Only = MappingProxyType(
+    {
+        **COMMON,
+        "rope_interleave": (True, "RoPE over halves"),
+        "scoring_func": ("sigmoid", "another score of the experts"),
+        "topk_method": ("noaux_tc", "another choice of the experts"),
+        "moe_layer_freq": (1, "experts in some layers only"),
+    }
+)
+_GEMMA3_ONLY: Only = MappingProxyType(
+    {
+        **{key: value for key, value in COMMON.items() if key != "hidden_act"},
+        "hidden_activation": ("gelu_pytorch_tanh", "another activation"),
+        "attn_logit_softcapping": (None, "soft-capped attention"),
+        "final_logit_softcapping": (None, "soft-capped logits"),
+        "use_bidirectional_attention": (False, "attention to later tokens"),
+    }
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window="upper", window_switch=True, only=_QWEN2_ONLY),
+        "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, window="upper", window_switch=True),
+        "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, moe=QWEN3_MOE, window="all", window_switch=True),
+        "LlamaForCausalLM": Family("llama"),
+        "MistralForCausalLM": Family("mistral", window="all", window_default=4096),
+        "MixtralForCausalLM": Family("mixtral", moe=MIXTRAL, window="all", theta=1e6),
+        "DeepseekV3ForCausalLM": Family("deepseek_v3", moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY),
+        "Gemma3ForCausalLM": Family(
+            "gemma3",
+            qk_norm=True,
+            gemma=True,
+            activation="gelu_tanh",
+            window="pattern",
+            window_default=4096,
+            theta=1e6,
+            tied=True,
+            only=_GEMMA3_ONLY,
+        ),
+    }
+)

@@ -1,0 +1,82 @@
+"""Reads rotary positions from an HF config, as either generation of transformers writes them. Without torch.
+
+transformers 5 writes `rope_parameters`, one object or one for each kind of layer; earlier ones `rope_theta` beside
+`rope_scaling`, and Gemma 3 `rope_local_base_freq` for its local layers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+from megarl.core.errors import UserError
+from megarl.models.config import Rope
+from megarl.models.hf_fields import Fields
+
+Kind = Literal["default", "linear", "llama3", "yarn"]
+KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
+LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
+
+
+def read_rope(fields: Fields, default_theta: float) -> Rope:
+    """Rotary positions of a model whose layers all have the same. Raises UserError."""
+    part = fields.part("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    return _rope(fields, part, fields.get("rope_theta", default_theta))
+
+
+def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]:
+    """Those of global layers, and those of local ones. Raises UserError."""
+    if (parameters := fields.part("rope_parameters")).get("full_attention") or parameters.get("sliding_attention"):
+        everywhere, local = parameters.part("full_attention"), parameters.part("sliding_attention")
+    else:
+        everywhere, local = fields.part("rope_scaling"), Fields({}, fields.path)
+    ropes = (
+        _rope(fields, everywhere, fields.get("rope_theta", default_theta)),
+        _rope(fields, local, fields.get("rope_local_base_freq", LOCAL_THETA)),
+    )
+    for rope in ropes:
+        if rope.kind == "yarn":
+            raise UserError(f"{fields.path}: RoPE scaling of type 'yarn' is not supported where layers differ in RoPE.")
+    return ropes
+
+
+def _rope(fields: Fields, part: Fields, theta: float) -> Rope:
+    """part: the object that describes the scaling; fields: the config around it."""
+    kind = part.get("rope_type", part.get("type", "default"))
+    if kind not in KINDS:
+        raise UserError(f"{part.path}: RoPE scaling of type {kind!r} is not supported; these are: {', '.join(KINDS)}.")
+    if (share := part.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(
+            f"{part.path}: partial_rotary_factor={share!r} (RoPE over a part of each head) is not supported. "
+            "Use a model without it."
+        )
+    base = part.number("rope_theta", theta)
+    if kind == "default":
+        return Rope(base)
+    if kind == "linear":
+        return Rope(base, "linear", factor=part.number("factor"))
+    positions = fields.count("max_position_embeddings")
+    original = fields.get("original_max_position_embeddings", part.get("original_max_position_embeddings", positions))
+    original = Fields({"original_max_position_embeddings": original}, part.path).count(
+        "original_max_position_embeddings"
+    )
+    if kind == "llama3":
+        return Rope(
+            base,
+            "llama3",
+            factor=part.number("factor"),
+            original_positions=original,
+            low_freq_factor=part.number("low_freq_factor"),
+            high_freq_factor=part.number("high_freq_factor"),
+        )
+    return Rope(
+        base,
+        cast(Kind, kind),
+        factor=part.number("factor", positions / original),
+        original_positions=original,
+        beta_fast=part.number("beta_fast", 32.0),
+        beta_slow=part.number("beta_slow", 1.0),
+        mscale=part.optional_number("mscale"),
+        mscale_all_dim=part.optional_number("mscale_all_dim"),
+        attention_factor=part.optional_number("attention_factor"),
+        truncate=part.flag("truncate", True),
+    )

@@ -1,0 +1,113 @@
+"""Which modules a layer is made of: Transformer Engine's where it is and can, Megatron's with our own parts elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from megarl.core.errors import UserError
+from megarl.core.platform import Platform
+from megarl.models.attention import CoreAttention
+from megarl.models.config import ModelConfig
+from megarl.models.norms import LATENT_EPS, LatentNorm, NormedRowParallelLinear, RMSNorm
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """Megatron's, whose bias for the choice of experts stays float32 whatever the model is cast to."""
+
+    expert_bias: Tensor | None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+
+class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Attention that takes its rotation from one of several tables."""
+
+    def __init__(self, *positions: Any, rotary_table: int, **options: Any) -> None:
+        super().__init__(*positions, **options)
+        self._table = rotary_table
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """rotary_pos_emb: [tables, positions, 1, 1, head_dim]; the rest as Megatron has it."""
+        output: tuple[Tensor, Tensor | None] = super().forward(
+            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[self._table], **options
+        )
+        return output
+
+
+def uses_transformer_engine(config: ModelConfig, platform: Platform) -> bool:
+    """Whether the layers are Transformer Engine's: it has neither sandwich norms nor rotations that differ by layer."""
+    return platform.has_transformer_engine and not config.sandwich_norms and config.local_rope is None
+
+
+def stage_spec(config: ModelConfig, layers: range, platform: Platform) -> TransformerBlockSubmodules:
+    """The layers of one virtual stage. layers: their global indices."""
+    if uses_transformer_engine(config, platform):
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules([_fused_layer(config, index) for index in layers], layer_norm=TENorm)
+    return TransformerBlockSubmodules([_torch_layer(config, index) for index in layers], layer_norm=RMSNorm)
+
+
+def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
+    if config.mla is not None and config.norm_eps != LATENT_EPS:
+        raise UserError(
+            f"{config.architecture} with rms_norm_eps {config.norm_eps} cannot be built with Transformer Engine: the "
+            f"norms of its latents have {LATENT_EPS}. Use an environment without Transformer Engine."
+        )
+    moe = config.moe if index in config.moe_layers else None
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=moe.num_experts if moe else None,
+        moe_grouped_gemm=moe is not None,
+        qk_layernorm=config.qk_norm or config.mla is not None,
+        multi_latent_attention=config.mla is not None,
+    )
+    if moe is not None:
+        spec.submodules.mlp.submodules.router = Router
+    return spec
+
+
+def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
+    moe = config.moe if index in config.moe_layers else None
+    spec: ModuleSpec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=moe.num_experts if moe else None,
+            qk_layernorm=config.qk_norm or config.mla is not None,
+            multi_latent_attention=config.mla is not None,
+            normalization="RMSNorm",
+        )
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.mla is not None:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif config.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.local_rope is not None:
+        layer.self_attention.module = LocalSelfAttention
+        layer.self_attention.params["rotary_table"] = int(index in config.local_layers)
+    if config.sandwich_norms:
+        attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    if moe is not None:
+        layer.mlp.submodules.router = Router
+    return spec

@@ -1,0 +1,63 @@
+"""Frequencies of rotary positions (RoPE, arXiv 2104.09864), plain and stretched. Tensors only; Megatron is in `rotary`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megarl.models.config import Rope
+
+
+def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
+    """[dim / 2] float32, radians a position. dim: width of the rotated part of a head.
+
+    linear divides all by the factor (arXiv 2306.15595); llama3 divides long waves, keeps short ones and blends between
+    (Llama 3.1); yarn blends over dimensions (arXiv 2309.00071).
+    """
+    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, dim)
+    return plain
+
+
+def attention_factor(rope: Rope) -> float:
+    """What cosine and sine are multiplied by: 1 but for yarn, whose attention is sharper the further it stretches."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.factor, rope.mscale) / magnitude(rope.factor, rope.mscale_all_dim)
+    return magnitude(rope.factor)
+
+
+def magnitude(factor: float, weight: float = 1.0) -> float:
+    """Yarn's 0.1 weight ln(factor) + 1; 1 where nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    # Turns that each frequency makes within the context of the first training.
+    turns = rope.original_positions * plain / (2 * math.pi)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * plain / rope.factor + kept * plain
+
+
+def _yarn(rope: Rope, plain: Tensor, dim: int) -> Tensor:
+    def dimension(turns: float) -> float:
+        """The (fractional) dimension whose frequency makes so many turns within the first context."""
+        return dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return stretched * plain / rope.factor + (1 - stretched) * plain

@@ -1,0 +1,67 @@
+"""Rotary positions where Megatron asks for them: a module with our own frequencies, for each kind of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+from megarl.models.config import ModelConfig
+from megarl.models.rope import attention_factor, inverse_frequencies
+
+
+class Rotary(RotaryEmbedding):  # type: ignore[misc]
+    """Angles [positions, 1, 1, dim] of one table of frequencies; with several, one table a row: [tables, positions, ...].
+
+    The angles are computed anew in each pass: they cost little, and upstream's cache keeps dozens of lengths alive.
+    """
+
+    def __init__(self, tables: list[Tensor], cp_group: Any, device: str) -> None:
+        super().__init__(2 * tables[0].numel(), 1.0, use_cpu_initialization=True, cp_group=cp_group)
+        self.inv_freq = tables[0].to(device)
+        self._tables = [table.to(device) for table in tables]
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """Angles of positions offset .. offset + max_seq_len; of this context rank's alone where not packed."""
+        group = cp_group or self.cp_group
+        angles = []
+        for table in self._tables:
+            positions = torch.arange(offset, offset + max_seq_len, device=table.device, dtype=torch.float32)
+            angle = torch.outer(positions, table)
+            angle = torch.cat([angle, angle], dim=-1)[:, None, None]
+            if group.size() > 1 and not packed_seq:
+                angle = get_pos_emb_on_this_cp_rank(angle, 0, group)
+            angles.append(angle)
+        return angles[0] if len(angles) == 1 else torch.stack(angles)
+
+
+class ScaledRotary(Rotary):
+    """Returns, beside the angles, what cosine and sine are multiplied by: latent attention asks for both under yarn."""
+
+    def __init__(self, tables: list[Tensor], cp_group: Any, device: str, factor: float) -> None:
+        super().__init__(tables, cp_group, device)
+        self._factor = factor
+
+    def forward(self, *positions: Any, **options: Any) -> tuple[Tensor, float]:  # type: ignore[override]
+        """Angles, factor."""
+        return super().forward(*positions, **options), self._factor
+
+
+def scales_rotation(config: ModelConfig) -> bool:
+    """Whether the rotated part itself has to be scaled: in latent attention, where it is a part of the head.
+
+    Elsewhere the whole head is rotated, and the square of the factor goes into the scale of the logits.
+    """
+    return config.mla is not None and attention_factor(config.rope) != 1.0
+
+
+def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:
+    """The rotary module of a model; with local layers of their own RoPE, table 0 is the global one."""
+    dim = config.head_dim if config.mla is None else config.mla.rope_dim
+    tables = [inverse_frequencies(rope, dim) for rope in (config.rope, config.local_rope) if rope is not None]
+    if scales_rotation(config):
+        return ScaledRotary(tables, cp_group, device, attention_factor(config.rope))
+    return Rotary(tables, cp_group, device)
