@@ -14,7 +14,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,8 +42,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen2", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "deep": ("llama", {"num_hidden_layers": 6}),
 }
-# A copy of `dense` of which one tensor is a little larger.
-PERTURBED, PERTURBED_TENSOR, PERTURBATION = "perturbed", "model.layers.2.self_attn.o_proj.weight", 1e-4
+# A copy of another model of which one tensor is a little larger.
+PERTURBED, PERTURBED_FROM = "perturbed", "dense"
+PERTURBED_TENSOR, PERTURBATION = "model.layers.2.self_attn.o_proj.weight", 1e-4
 
 
 @dataclass(frozen=True)
@@ -54,28 +55,35 @@ class Case:
     layout: Layout
     recompute: Recompute = "none"
 
+    @property
+    def label(self) -> str:
+        """The layout, and what else is set."""
+        return str(self.layout) + ("" if self.recompute == "none" else f", recompute {self.recompute}")
+
     def __str__(self) -> str:
-        recompute = "" if self.recompute == "none" else f", recompute {self.recompute}"
-        return f"{self.model} at {self.layout}{recompute}"
+        return f"{self.model} at {self.label}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a layout gave; whole tensors, under HF names, are at rank 0 alone.
+    """What a layout gave; whole tensors, under HF names, are at rank 0 alone. Empty is what was not asked for.
 
-    logprobs: for each shard, one array for each micro-batch that was scored. gradients: of the first step, not clipped.
+    logprobs: of each shard, one array for each micro-batch that was scored. gradients: of the first step, not clipped.
     steps: the metrics of each step. weights: after the last.
     """
 
     logprobs: list[list[np.ndarray]]
-    gradients: Tensors
-    steps: list[dict[str, float]]
-    weights: Tensors
+    gradients: Tensors = field(default_factory=dict)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a case, with so many micro-batches a mini-batch, is from one rank with one; all measures are relative."""
+    """How far a case, with so many micro-batches a mini-batch, is from one rank with one.
+
+    All measures are relative; None where nothing was asked for.
+    """
 
     kind: Kind
     case: str
@@ -84,17 +92,18 @@ class Difference:
     ranks: int
     micro_batches: int
     logprobs: float
-    losses: float  # the loss, its parts, and the entropy, of every step
-    grad_norms: float  # of every step
-    gradients: float
+    losses: float | None  # the loss, its parts, and the entropy, of every step
+    grad_norms: float | None  # of every step
+    gradients: float | None
     worst_gradient: str
-    weights: float
+    weights: float | None
     worst_weight: str
 
     @property
     def largest(self) -> float:
         """Of all measures."""
-        return max(self.logprobs, self.losses, self.grad_norms, self.gradients, self.weights)
+        measures = (self.logprobs, self.losses, self.grad_norms, self.gradients, self.weights)
+        return max(value for value in measures if value is not None)
 
 
 def difference(kind: Kind, name: str, case: Case, micro_batches: int, found: Result, expected: Result) -> Difference:
@@ -107,7 +116,7 @@ def difference(kind: Kind, name: str, case: Case, micro_batches: int, found: Res
         kind=kind,
         case=name,
         model=case.model,
-        layout=str(case.layout),
+        layout=case.label,
         ranks=case.layout.world_size,
         micro_batches=micro_batches,
         logprobs=max(relative(*pair) for pair in pairs),
@@ -130,13 +139,17 @@ def relative(found: Any, expected: Any) -> float:
     return apart / scale if scale > 0 and not math.isnan(apart) else math.inf
 
 
-def furthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative difference over all tensors, and that tensor's name."""
+def furthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float | None, str]:
+    """The largest relative difference over all tensors, and that tensor's name; nothing where nothing was found."""
+    if not found:
+        return None, ""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
-    return max(((relative(found[name], tensor), name) for name, tensor in expected.items()), default=(0.0, ""))
+    return max((relative(found[name], tensor), name) for name, tensor in expected.items())
 
 
-def _furthest_metric(found: Result, expected: Result, kinds: tuple[str, ...]) -> float:
+def _furthest_metric(found: Result, expected: Result, kinds: tuple[str, ...]) -> float | None:
+    if not found.steps:
+        return None
     steps = list(zip(found.steps, expected.steps, strict=True))
     assert all(step.keys() == reference.keys() for step, reference in steps)
     return max(
@@ -151,10 +164,8 @@ def write_models(root: Path) -> None:
     """Write an HF folder for each model, and the perturbed one."""
     from safetensors.torch import load_file, save_file
 
-    for name, (family, overrides) in MODELS.items():
+    for name, (family, overrides) in (MODELS | {PERTURBED: MODELS[PERTURBED_FROM]}).items():
         write_tiny_qwen(root / name, family, vocab_size=VOCAB, **overrides)
-    family, overrides = MODELS["dense"]
-    write_tiny_qwen(root / PERTURBED, family, vocab_size=VOCAB, **overrides)
     [file] = (root / PERTURBED).glob("*.safetensors")
     tensors = load_file(file)
     tensors[PERTURBED_TENSOR] *= 1 + PERTURBATION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.layout import Layout
@@ -112,21 +113,36 @@ CASES: list[Case] = [
     Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full"),
 ]
 
-# Roles of different layouts in the same processes, called in turn.
+# Roles of different layouts in the same processes, called in turn. The last is frozen.
 TOGETHER: list[tuple[Case, ...]] = [
     (Case("dense", Layout(tp=2, world_size=2)), Case("dense", Layout(pp=2, world_size=2))),
     (
         Case("dense", Layout(pp=2, vpp=2, world_size=4)),
         Case("tied", Layout(tp=2, pp=2, world_size=4, sequence_parallel=True)),
-        Case("dense", Layout(cp=4, world_size=4)),
+        Case("deep", Layout(cp=4, world_size=4)),
     ),
 ]
+TOGETHER_MICRO_BATCHES = 4
 
-# Each must be further from the reference than the bound: what was done to it is in `invariance_ranks`.
-CONTROLS: dict[str, Case] = {
-    "one tensor off by 1e-4": Case("perturbed", Layout(tp=2, world_size=2)),
-    "both shards the same": Case("dense", Layout(world_size=2)),
-}
+
+def together_name(cases: tuple[Case, ...]) -> str:
+    """All roles of a process."""
+    return " with ".join(map(str, cases))
+
+
+@dataclass(frozen=True)
+class Control:
+    """A case with a mistake in it, which must be further from the reference than the bound."""
+
+    mistake: str
+    case: Case
+    same_shard: bool = False  # every rank takes the first shard
+
+
+CONTROLS = [
+    Control("one of the tensors is larger by 1e-4", Case("perturbed", Layout(tp=2, world_size=2))),
+    Control("both ranks train on the same shard", Case("dense", Layout(world_size=2)), same_shard=True),
+]
 
 
 def scored_shard(first: int) -> Shard:

@@ -15,9 +15,28 @@ from megarl.core.layout import Layout
 from megarl.core.types import Column, Shard
 from megarl.recipe.schema import Optimizer
 from megarl.training.rank import Rank
-from tests.training.harness import actor_spec, weights
-from tests.training.invariance import MICRO_BATCHES, Case, Kind, Result, Tensors, append, difference
-from tests.training.invariance_cases import CASES, CONTROLS, MINIS, SCORED, TOGETHER, scored_shard
+from tests.training.harness import OPTIMIZER, actor_spec, weights
+from tests.training.invariance import (
+    MICRO_BATCHES,
+    PERTURBED,
+    PERTURBED_FROM,
+    Case,
+    Kind,
+    Result,
+    Tensors,
+    append,
+    difference,
+)
+from tests.training.invariance_cases import (
+    CASES,
+    CONTROLS,
+    MINIS,
+    SCORED,
+    TOGETHER,
+    TOGETHER_MICRO_BATCHES,
+    scored_shard,
+    together_name,
+)
 from tests.training.samples import shards
 
 # Gradients stay whole on each rank, and the weights as they are: the step is far below rounding.
@@ -31,10 +50,10 @@ class World:
     def __init__(self, rank: Rank, root: Path) -> None:
         self.rank, self.root = rank, root
 
-    def build(self, role: str, case: Case, optimizer: Optimizer | None = None) -> None:
-        """The role with the weights of the case's model; Adam, where no other optimizer is given."""
+    def build(self, role: str, case: Case, *, optimizer: Optimizer = OPTIMIZER, frozen: bool = False) -> None:
+        """The role with the weights of the case's model."""
         spec = replace(actor_spec(self.root / case.model, case.layout), recompute=case.recompute)
-        self.rank.build(role, spec if optimizer is None else replace(spec, optimizer=optimizer))
+        self.rank.build(role, replace(spec, optimizer=None if frozen else optimizer))
 
     def layout(self, role: str) -> Layout:
         """Of a role that was built."""
@@ -80,7 +99,7 @@ class World:
 
     def alone(self, case: Case, *, same_shard: bool = False) -> dict[int, Result]:
         """A case by itself, by the number of micro-batches."""
-        self.build("actor", case, STANDSTILL)
+        self.build("actor", case, optimizer=STANDSTILL)
         logprobs = self.logprobs("actor")
         gradients = {}
         for micro_batches in MICRO_BATCHES:
@@ -93,15 +112,23 @@ class World:
             results[micro_batches] = Result(logprobs, gradients[micro_batches], steps, weights(self.rank, "actor"))
         return results
 
-    def together(self, cases: tuple[Case, ...], micro_batches: int) -> list[Result]:
-        """Roles of several layouts: built first, then called in turn. Gradients are not read: Adam's are cut."""
+    def together(self, cases: tuple[Case, ...]) -> list[Result]:
+        """Roles of several layouts, all built first and then called in turn; the last is frozen, and scores after each step.
+
+        Gradients are not read: Adam's are cut.
+        """
         roles = [f"role {index}" for index in range(len(cases))]
         for role, case in zip(roles, cases, strict=True):
-            self.build(role, case)
-        logprobs = [self.logprobs(role) for role in roles]
-        steps = [[self.step(role, index, micro_batches) for role in roles] for index in range(len(MINIS))]
-        trained = [list(each) for each in zip(*steps, strict=True)]
-        return [Result(logprobs[i], {}, trained[i], weights(self.rank, role)) for i, role in enumerate(roles)]
+            self.build(role, case, frozen=role == roles[-1])
+        *trained, frozen = roles
+        logprobs = {role: self.logprobs(role) for role in roles}
+        steps: dict[str, list[dict[str, float]]] = {role: [] for role in roles}
+        for index in range(len(MINIS)):
+            for role in trained:
+                steps[role].append(self.step(role, index, TOGETHER_MICRO_BATCHES))
+                logprobs[frozen] += self.logprobs(frozen)
+        ends = {role: weights(self.rank, role) for role in trained}
+        return [Result(logprobs[role], steps=steps[role], weights=ends.get(role, {})) for role in roles]
 
 
 def run_cases(world: World, reference: Reference) -> None:
@@ -109,23 +136,21 @@ def run_cases(world: World, reference: Reference) -> None:
     size, path = world.rank.world_size, world.root / f"world{world.rank.world_size}.jsonl"
 
     def report(kind: Kind, name: str, case: Case, micro_batches: int, found: Result) -> None:
-        expected = reference["dense" if case.model == "perturbed" else case.model]
         if world.rank.rank == 0:
-            if not found.gradients:
-                expected = replace(expected, gradients={})
+            expected = reference[PERTURBED_FROM if case.model == PERTURBED else case.model]
             append(path, difference(kind, name, case, micro_batches, found, expected))
 
-    for case in (case for case in CASES if case.layout.world_size == size):
-        for micro_batches, found in world.alone(case).items():
+    for case in CASES:
+        for micro_batches, found in world.alone(case).items() if case.layout.world_size == size else ():
             reference.setdefault(case.model, found)
             report("alone", str(case), case, micro_batches, found)
-    for cases in (cases for cases in TOGETHER if cases[0].layout.world_size == size):
-        for case, found in zip(cases, world.together(cases, 4), strict=True):
-            report("together", " with ".join(map(str, cases)), case, 4, found)
-    for name, case in CONTROLS.items():
-        if case.layout.world_size == size:
-            for micro_batches, found in world.alone(case, same_shard="shards" in name).items():
-                report("control", name, case, micro_batches, found)
+    for cases in TOGETHER:
+        for case, found in zip(cases, world.together(cases), strict=True) if cases[0].layout.world_size == size else ():
+            report("together", together_name(cases), case, TOGETHER_MICRO_BATCHES, found)
+    for control in CONTROLS:
+        if control.case.layout.world_size == size:
+            for micro_batches, found in world.alone(control.case, same_shard=control.same_shard).items():
+                report("control", control.mistake, control.case, micro_batches, found)
 
 
 def main() -> None:

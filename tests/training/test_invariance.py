@@ -1,0 +1,82 @@
+"""Every layout gives what one rank gives: log-probs, losses, gradients, weights. One run of all cases, then one test each.
+
+`python -m bench.parallel_invariance` writes the same measurements into docs/.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.training.invariance import BOUND, MICRO_BATCHES, Case, Difference, furthest, measure, relative
+from tests.training.invariance_cases import CASES, CONTROLS, TOGETHER, together_name
+
+Measured = tuple[list[Difference], str]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """All cases, and what the ranks said if they did not get through."""
+    return measure(tmp_path_factory.mktemp("invariance"))
+
+
+def of(measured: Measured, kind: str, name: str) -> list[Difference]:
+    """What was measured of a case, or its failure."""
+    differences, errors = measured
+    found = [item for item in differences if (item.kind, item.case) == (kind, name)]
+    assert found, f"the ranks ended before, or in, {name}:\n{errors}"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layout_is_one_rank(measured: Measured, case: Case) -> None:
+    found = of(measured, "alone", str(case))
+    assert [item.micro_batches for item in found] == list(MICRO_BATCHES)
+    assert all(None not in (item.losses, item.grad_norms, item.gradients, item.weights) for item in found)
+    assert [item for item in found if item.largest > BOUND] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cases", TOGETHER, ids=together_name)
+def test_roles_of_several_layouts_in_one_process_do_not_touch_each_other(
+    measured: Measured, cases: tuple[Case, ...]
+) -> None:
+    found = of(measured, "together", together_name(cases))
+    assert [item.model for item in found] == [case.model for case in cases]
+    assert [item for item in found if item.largest > BOUND] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mistake", [control.mistake for control in CONTROLS])
+def test_a_mistake_is_seen(measured: Measured, mistake: str) -> None:
+    for item in of(measured, "control", mistake):
+        for value in (item.gradients, item.weights):
+            assert value is not None and value > 2 * BOUND, item
+
+
+def test_every_axis_is_measured_over_at_least_twenty_layouts() -> None:
+    layouts = {case.layout for case in CASES}
+    assert len(layouts) >= 20
+    assert {layout.world_size for layout in layouts} == {1, 2, 4}
+    assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("tp", "pp", "cp", "vpp", "dp"))
+    assert any(layout.first_stage_layers for layout in layouts) and any(layout.last_stage_layers for layout in layouts)
+    assert len({str(case) for case in CASES}) == len(CASES)
+
+
+def test_a_difference_is_relative_to_the_largest_element() -> None:
+    assert relative([1.0, -4.0], [1.5, -4.0]) == 0.125
+    assert relative(2.0, 2.0) == 0 and relative([], []) == 0 and relative([0.0], [0.0]) == 0
+    assert relative([1e-9], [0.0]) == math.inf and relative([math.nan], [1.0]) == math.inf
+
+
+def test_the_furthest_tensor_is_named() -> None:
+    expected = {"a": torch.tensor([1.0, 10.0]), "b": torch.tensor([1.0])}
+    assert furthest({"a": torch.tensor([2.0, 10.0]), "b": torch.tensor([1.5])}, expected) == (0.5, "b")
+    with pytest.raises(AssertionError, match="b"):
+        furthest({"a": expected["a"]}, expected)
