@@ -15,6 +15,7 @@ SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100 * 2**20
+MAX_PREDICTION_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,16 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: F32, BF16
     file: Path
+    offset: int  # of the first byte in the file
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of the model's files, from the headers alone. Raises UserError for files missing, broken or cut off."""
     found: dict[str, TensorInfo] = {}
     for path in weight_files(folder):
-        for name, entry in _header(path).items():
-            found[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], path)
+        header, data = _header(path)
+        for name, entry in header.items():
+            found[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], path, data + entry["data_offsets"][0])
     return found
 
 
@@ -50,21 +53,21 @@ def weight_files(folder: Path) -> list[Path]:
         raise UserError(f"{index} is not an index of safetensors files. Export the model again.") from error
     missing = [name for name in named if not (folder / name).is_file()]
     if missing:
-        raise UserError(f"{index} names files that are not there: {_some(missing)}. Copy or export the model again.")
+        raise UserError(f"{index} names files that are not there: {some(missing)}. Copy or export the model again.")
     if single.exists() and SINGLE not in named:
         raise UserError(f"{folder} holds {SINGLE} and an index of other files ({INDEX}). Remove what is out of date.")
     return [folder / name for name in named]
 
 
-def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> None:
-    """Raise UserError, with names and shapes, when the weights are not those that the config describes.
+def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> dict[str, TensorInfo]:
+    """The index of a folder whose weights are those that the config describes.
 
-    expected: HF name -> shape. A stored copy of a tied output layer is no mistake.
+    expected: HF name -> shape. Raises UserError, with names and shapes, when they are not. What megarl has no use for is
+    no mistake: see `_unused`.
     """
     index = read_index(folder)
     missing = sorted(set(expected) - set(index))
-    tied = {"lm_head.weight"} if config.tied_embeddings else set()
-    extra = sorted(name for name in set(index) - set(expected) - tied if not name.endswith("rotary_emb.inv_freq"))
+    extra = sorted(set(index) - set(expected) - _unused(index, config))
     shapes = [
         f"{name} is {list(index[name].shape)}, the config says {list(shape)}"
         for name, shape in expected.items()
@@ -76,20 +79,35 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
         if name in index and index[name].dtype not in DTYPES
     ]
     found = {"missing": missing, "not in the config": extra, "of another shape": shapes, "of another type": kinds}
-    problems = [f"{what}: {_some(names)}" for what, names in found.items() if names]
+    problems = [f"{what}: {some(names)}" for what, names in found.items() if names]
     if problems:
         raise UserError(
             f"The weights in {folder} do not match its config.json. {'; '.join(problems)}. "
             "The folder mixes two models, or an export was cut short: export it again."
         )
+    return index
 
 
-def _some(names: list[str]) -> str:
+def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
+    """Tensors that are neither needed nor a sign of another model; an export does not have them.
+
+    A stored copy of a tied head; rotary frequencies, which the config gives; and the layers behind the last that predict
+    further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which transformers leaves out too.
+    """
+    layers = range(config.num_layers, config.num_layers + MAX_PREDICTION_LAYERS)
+    extra = [f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in index]
+    unused = {name for name in index if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(extra))}
+    return unused | ({"lm_head.weight"} if config.tied_embeddings else set())
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The entry of each tensor, and where in the file the data begin."""
     with path.open("rb") as file:
         start = file.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -105,4 +123,4 @@ def _header(path: Path) -> dict[str, Any]:
             ) from error
     if path.stat().st_size < 8 + size + end:
         raise UserError(f"{path} is cut off: {path.stat().st_size} bytes of {8 + size + end}. Copy or export it again.")
-    return header
+    return header, 8 + size

@@ -1,177 +1,250 @@
-"""Weights between HF folders and a Megatron model: each rank reads only its part; exports go bucket by bucket."""
+"""Weights between HF folders and a Megatron model of any layout: each rank reads only its part; exports go by buckets."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
-from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig
-from megarl.models.hf_files import read_index
-from megarl.models.mapping import join, merge, split
-from megarl.models.rules import LOCAL_NAMES, TRANSFORMER_ENGINE_NAMES, NameTable, Rule, rules, slices
+from megarl.models.hf_files import check_weights, some
+from megarl.models.hf_read import HfReader
+from megarl.models.mapping import take, window
+from megarl.models.parts import Dealing, Part, part_of
+from megarl.models.rules import LayerSpec, Rule, expected_tensors, rules
 
 Bucket = list[tuple[str, Tensor]]
+Value = Callable[[str, Tensor], Tensor]
 
-CONFIG = "config.json"
-COPIED = (
-    "generation_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-COPIED_PATTERNS = ("tokenizer*", "vocab.*", "merges.txt")
-DEFAULT_SHARD_BYTES = 5 * 2**30
+BUFFERS = ("mlp.router.expert_bias",)
+LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 
 
-def name_table(model: Module) -> NameTable:
-    """Which names the model's layer spec gave its norms."""
-    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name, _ in model.named_parameters())
-    return TRANSFORMER_ENGINE_NAMES if fused else LOCAL_NAMES
+def layer_spec(chunks: Sequence[Module]) -> LayerSpec:
+    """Which layer spec a model was built with: it decides on the names of norms and experts."""
+    names = chain.from_iterable(chunk.named_parameters() for chunk in chunks)
+    return "transformer_engine" if any(name.endswith(".layer_norm_weight") for name, _ in names) else "torch"
 
 
-def load_hf_weights(model: Module, config: ModelConfig, folder: Path, tp_rank: int, tp_size: int) -> None:
-    """Fill every parameter of this rank's part, cast to the parameter's dtype. Files are mapped; only slices are read.
+def global_tensors(chunks: Sequence[Module], layout: Layout, rank: int) -> dict[str, Tensor]:
+    """This rank's parameters and mapped buffers, its own parts, by their names in the whole model.
 
-    Raises UserError for tensors that are missing, MegarlError for parameters and rules that do not meet.
+    chunks: one GPTModel for each virtual stage. Layers and experts count over the whole model, not within the rank.
     """
-    parameters = dict(model.named_parameters())
-    index = read_index(folder)
-    files = {path: safe_open(path, framework="pt") for path in {info.file for info in index.values()}}
-    for rule in rules(config, name_table(model)):
-        missing = [name for name in rule.hf if name not in index]
-        if missing:
-            raise UserError(f"{folder} lacks the tensors {', '.join(missing)}: export the model again.")
-        tensors = [
-            files[index[name].file].get_slice(name)[part]
-            for name, part in zip(rule.hf, slices(rule, config, tp_rank, tp_size), strict=True)
-        ]
-        part = merge(rule, tensors, config, tp_size)
-        parameter = parameters.pop(rule.megatron, None)
-        if parameter is None or parameter.shape != part.shape:
-            found = "is not there" if parameter is None else f"has shape {list(parameter.shape)}"
-            raise MegarlError(f"The model's parameter {rule.megatron} {found}; its rule gives {list(part.shape)}.")
-        with torch.no_grad():
-            parameter.copy_(part)
-    if parameters:
-        raise MegarlError(f"No rule fills the parameters {sorted(parameters)} of family {config.family}.")
+    found: dict[str, Tensor] = {}
+    for chunk in chunks:
+        gpt: Any = chunk
+        layers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+        first_expert = place(rank, layout).ep * ((gpt.config.num_moe_experts or 0) // layout.ep)
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(BUFFERS))
+        for name, tensor in chain(chunk.named_parameters(), buffers):
+            found[_global_name(name, layers, first_expert)] = tensor
+    return found
+
+
+def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
+    name = LAYER_NUMBER.sub(lambda match: str(layers[int(match[0])]), name)
+    return EXPERT_NUMBER.sub(lambda match: str(first_expert + int(match[0])), name)
+
+
+def load_hf_weights(
+    chunks: Sequence[Module],
+    config: ModelConfig,
+    folder: Path,
+    layout: Layout,
+    rank: int,
+    *,
+    check_finite: bool = True,
+) -> None:
+    """Fill every parameter and mapped buffer of this rank, cast to the parameter's dtype; only its slices are read.
+
+    check_finite: look for NaN and infinite values (a tenth of the time, when the files are in the page cache).
+    Raises UserError for tensors that are missing, too many, of another shape or not finite, and MegarlError for
+    parameters and rules that do not meet.
+    """
+    index = check_weights(expected_tensors(config), folder, config)
+    where, dealing, held = place(rank, layout), Dealing(config, layout), global_tensors(chunks, layout, rank)
+    needed = rules(config, layer_spec(chunks), has_head_copy=layout.pp > 1)
+    with HfReader(index, check_finite=check_finite) as reader, torch.no_grad():
+        for rule in needed:
+            if dealing.is_held(rule, where):
+                part = dealing.part(rule, where)
+                _fill(_matching(held.pop(rule.megatron, None), rule, part), rule, part, reader)
+        if reader.not_finite:
+            raise UserError(
+                f"Weights in {folder} are NaN or infinite: {some(reader.not_finite)}. "
+                "The model diverged before it was saved, or the files are damaged: take an earlier checkpoint."
+            )
+    if held:
+        raise MegarlError(f"No rule fills the parameters {sorted(held)} of family {config.family}.")
+
+
+def _matching(tensor: Tensor | None, rule: Rule, part: Part) -> Tensor:
+    if tensor is None or tensor.shape != part.shape:
+        found = "is not there" if tensor is None else f"has shape {list(tensor.shape)}"
+        raise MegarlError(f"The model's parameter {rule.megatron} {found}; its rule gives {list(part.shape)}.")
+    if rule.is_buffer:
+        # Casting a model casts its buffers too, and this one has to stay exact.
+        tensor.data = tensor.data.float()
+    return tensor
+
+
+def _fill(tensor: Tensor, rule: Rule, part: Part, reader: HfReader) -> None:
+    for run in part.runs:
+        rows = tensor[run.at : run.at + run.stop - run.start]
+        reader.read(rule.sources[run.source].name, slice(run.start, run.stop), part.columns, rows)
+    if part.padding:
+        tensor[-part.padding :] = 0
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One HF tensor of an export: source `source` of a rule."""
+
+    rule: Rule
+    source: int
+
+    @property
+    def name(self) -> str:
+        return self.rule.sources[self.source].name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rule.sources[self.source].shape
+
+    def dtype(self, of_parameters: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.rule.is_buffer else of_parameters
+
+    def nbytes(self, of_parameters: torch.dtype) -> int:
+        return torch.Size(self.shape).numel() * self.dtype(of_parameters).itemsize
 
 
 def export_buckets(
-    model: Module, config: ModelConfig, tp_group: dist.ProcessGroup | None, bucket_bytes: int
+    chunks: Sequence[Module],
+    config: ModelConfig,
+    layout: Layout,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    bucket_bytes: int,
+    value: Value | None = None,
 ) -> Iterator[Bucket]:
-    """The whole model under HF names, gathered over tensor parallel, at most about `bucket_bytes` at a time.
+    """The whole model under HF names, in the order of a forward pass, at most about `bucket_bytes` at a time.
 
-    Every rank of the group has to take every bucket (gathering is collective) and gets the full tensors. A tensor larger
-    than the limit is a bucket of its own. Tied output layers and vocabulary padding are left out.
+    Collective: every rank of `group` (None: there is one) has to take every bucket. Rank 0 gets whole tensors, which may
+    share memory with the model; the others get empty buckets, equally many. A tensor larger than the limit is a bucket of
+    its own. Padding and second copies of tied embeddings are left out. Rank 0 holds at most two buckets beside the model.
+    value: what to export in a parameter's place (gradients, merged weights), of its shape and of one dtype for all; it is
+    given the global Megatron name. Raises MegarlError where it breaks this.
     """
-    parameters = dict(model.named_parameters())
-    bucket: Bucket = []
+    exporter = _Exporter(chunks, config, layout, rank, group, value)
+    for units in _planned(exporter.units, exporter.dtype, bucket_bytes):
+        yield exporter.bucket(units)
+
+
+def _planned(units: Sequence[_Unit], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[_Unit]]:
+    """Buckets, as every rank plans them without asking the others."""
+    bucket: list[_Unit] = []
     size = 0
-    for rule in rules(config, name_table(model)):
-        part = parameters[rule.megatron].detach()
-        for name, tensor in split(rule, _gather(rule, part, tp_group), config):
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
+    for unit in units:
+        nbytes = unit.nbytes(dtype)
+        if bucket and size + nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(unit)
+        size += nbytes
     if bucket:
         yield bucket
 
 
-def _gather(rule: Rule, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    size = dist.get_world_size(group) if group is not None else 1
-    if size == 1 or rule.cut == "whole":
-        return part
-    parts = [torch.empty_like(part) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return join(rule, parts)
+class _Exporter:
+    """Moves parts from the ranks of the model's first copy to rank 0, bucket by bucket."""
 
+    def __init__(
+        self,
+        chunks: Sequence[Module],
+        config: ModelConfig,
+        layout: Layout,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        value: Value | None,
+    ) -> None:
+        self._held, self._rank, self._group, self._value = global_tensors(chunks, layout, rank), rank, group, value
+        self._dealing = Dealing(config, layout)
+        self._last: tuple[str, Tensor] | None = None
+        name, first = next(iter(self._held.items()))
+        self.dtype, self._device = (first if value is None else value(name, first)).dtype, first.device
+        self.units = [
+            _Unit(rule, source) for rule in rules(config, layer_spec(chunks)) for source in range(len(rule.sources))
+        ]
 
-def save_hf(
-    buckets: Iterable[Bucket],
-    config: ModelConfig,
-    source_folder: Path,
-    target_folder: Path,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> None:
-    """Write an HF folder that transformers loads: safetensors (with an index where there are several), config, tokenizer.
+    def bucket(self, units: Sequence[_Unit]) -> Bucket:
+        """The next bucket: whole tensors on rank 0, none elsewhere."""
+        if self._rank != 0:
+            self._exchange([operation for unit in units for operation in self._sends(unit)])
+            return []
+        found: Bucket = []
+        operations: list[dist.P2POp] = []
+        arriving: list[tuple[Tensor, Tensor]] = []  # into what, and where it belongs
+        for unit in units:
+            found.append((unit.name, self._whole(unit, operations, arriving)))
+        self._exchange(operations)
+        for received, place_of in arriving:
+            place_of.copy_(received)
+        return found
 
-    Tensors keep the dtype that they come in, and the config names it. The rest of the config, generation settings and
-    tokenizer are the source folder's. Appears whole, by renaming; an earlier folder of that name is replaced.
-    """
-    temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
-    for folder in (temporary, previous):
-        if folder.exists():
-            shutil.rmtree(folder)
-    temporary.mkdir(parents=True)
-    dtype = _write_shards(buckets, temporary, max_shard_bytes)
-    if dtype is None:
-        raise MegarlError(
-            f"Nothing was exported to {target_folder}: the model of family {config.family} gave no tensors."
-        )
-    _write_config(source_folder / CONFIG, temporary / CONFIG, dtype)
-    for path in sorted(source_folder.iterdir()):
-        if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
-            shutil.copyfile(path, temporary / path.name)
-    sync_tree(temporary)
-    if target_folder.exists():
-        target_folder.rename(previous)
-    temporary.rename(target_folder)
-    sync(target_folder.parent)
-    if previous.exists():
-        shutil.rmtree(previous)
+    def _whole(self, unit: _Unit, operations: list[dist.P2POp], arriving: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The tensor, complete when the operations are done and what arrived is copied."""
+        holders = self._dealing.holders(unit.rule)
+        if holders == [0]:
+            return take(self._own(unit.rule, part_of(unit.rule, 0, 1)), part_of(unit.rule, 0, 1), unit.source)
+        whole = torch.empty(unit.shape, dtype=unit.dtype(self.dtype), device=self._device)
+        for number, holder in enumerate(holders):
+            part = part_of(unit.rule, number, len(holders))
+            target = window(whole, part, unit.source)
+            if holder == 0:
+                target.copy_(take(self._own(unit.rule, part), part, unit.source))
+            elif target.numel():
+                received = target if target.is_contiguous() else torch.empty_like(target)
+                operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=holder))
+                if received is not target:
+                    arriving.append((received, target))
+        return whole
 
+    def _sends(self, unit: _Unit) -> Iterator[dist.P2POp]:
+        """What this rank holds of the tensor in the first copy of the model: nothing, or one part."""
+        holders = self._dealing.holders(unit.rule)
+        if self._rank in holders:
+            part = part_of(unit.rule, holders.index(self._rank), len(holders))
+            tensor = take(self._own(unit.rule, part), part, unit.source)
+            if tensor.numel():
+                yield dist.P2POp(dist.isend, tensor.contiguous(), group=self._group, group_peer=0)
 
-def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """The source's config under the dtype of the weights: a reader casts to what the config says, and would round."""
-    raw = json.loads(source.read_text())
-    name = str(dtype).removeprefix("torch.")
-    raw.update({key: name for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": name})
-    target.write_text(json.dumps(raw, indent=2) + "\n")
+    def _exchange(self, operations: list[dist.P2POp]) -> None:
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
-
-def _write_shards(buckets: Iterable[Bucket], folder: Path, max_shard_bytes: int) -> torch.dtype | None:
-    """Tensors in files of at most about so many bytes; returns the dtype of the first, None when there are none."""
-    place: dict[str, int] = {}
-    sizes: list[int] = []
-    dtype: torch.dtype | None = None
-    pending: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        if pending:
-            save_file(pending, folder / f"part-{len(sizes)}.safetensors", metadata={"format": "pt"})
-            place.update(dict.fromkeys(pending, len(sizes)))
-            sizes.append(sum(tensor.nbytes for tensor in pending.values()))
-            pending.clear()
-
-    for bucket in buckets:
-        for name, tensor in bucket:
-            if pending and sum(each.nbytes for each in pending.values()) + tensor.nbytes > max_shard_bytes:
-                flush()
-            dtype = dtype or tensor.dtype
-            # A copy: parameters may share memory, which safetensors refuses, and the bucket's own may be used again.
-            pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-    flush()
-    count = len(sizes)
-    names = (
-        ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    )
-    for index, name in enumerate(names):
-        (folder / f"part-{index}.safetensors").rename(folder / name)
-    if count > 1:
-        weight_map = {name: names[index] for name, index in place.items()}
-        text = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=1)
-        (folder / "model.safetensors.index.json").write_text(text)
-    return dtype
+    def _own(self, rule: Rule, part: Part) -> Tensor:
+        """What this rank exports of a rule; made once for all of its HF tensors, which follow each other."""
+        if self._last is None or self._last[0] != rule.megatron:
+            parameter = _matching(self._held.get(rule.megatron), rule, part).detach()
+            tensor = parameter if self._value is None else self._value(rule.megatron, parameter)
+            dtype = torch.float32 if rule.is_buffer else self.dtype
+            if tensor.shape != parameter.shape or tensor.dtype != dtype:
+                raise MegarlError(
+                    f"The value to export for {rule.megatron} is {list(tensor.shape)} {tensor.dtype}; every rank "
+                    f"expects {list(parameter.shape)} {dtype}."
+                )
+            self._last = rule.megatron, tensor.detach()
+        return self._last[1]

@@ -37,7 +37,9 @@ class RoleSpec:
 
     layout: how the pool's ranks share the model; None where there is one rank. optimizer: None is a frozen role.
     recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
-    routing_replay: experts are those that the rollout chose.
+    routing_replay: experts are those that the rollout chose. lora: train adapters alone.
+    base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
+    resting: parts that leave the device while nothing needs them.
     total_steps: optimizer steps of the whole run, for the learning-rate schedule.
     algorithm: what `update` learns by; None where only `sft_update` is called.
     """
@@ -52,6 +54,18 @@ class RoleSpec:
     recompute: Literal["none", "selective", "full"] = "none"
     aux_loss_coef: float = 0.0
     routing_replay: bool = False
+    lora: LoraSpec | None = None
+    base_of: str | None = None
+    resting: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Low-rank adapters on the linears named in `targets` (megarl/models/lora.py has the names)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
 
 
 class Rank:
@@ -160,7 +174,7 @@ class Rank:
 
     def export_hf(self, role: str, source: Path, target: Path) -> None:
         """Write the role's weights as an HF folder; config and tokenizer files are copied from `source`."""
-        from megarl.models.hf_weights import save_hf
+        from megarl.models.hf_save import save_hf
 
         buckets = self.buckets(role, EXPORT_BUCKET_BYTES)
         if self.rank == 0:

@@ -1,0 +1,212 @@
+"""Writes an HF folder that transformers loads, tensor by tensor as they come: no more than one bucket is held."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from io import FileIO
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.core.disk import sync, sync_tree
+from megarl.core.errors import MegarlError, UserError
+from megarl.models.config import ModelConfig
+from megarl.models.hf_files import INDEX, SINGLE, some
+from megarl.models.hf_read import DTYPES
+from megarl.models.hf_weights import Bucket
+from megarl.models.rules import expected_tensors
+
+CONFIG = "config.json"
+COPIED = (
+    "generation_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+COPIED_PATTERNS = ("tokenizer*", "vocab.*", "merges.txt")
+DEFAULT_SHARD_BYTES = 5 * 2**30
+# What a disk that is full, a quota and a limit on file sizes answer.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def save_hf(
+    buckets: Iterable[Bucket],
+    config: ModelConfig,
+    source_folder: Path,
+    target_folder: Path,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write an HF folder that transformers loads: safetensors (with an index where there are several), config, tokenizer.
+
+    Tensors keep the dtype that they come in, and the config names that of the first. The rest of the config, generation
+    settings and tokenizer are the source folder's. Appears whole, by renaming; an earlier folder of that name is replaced.
+    Raises UserError, and leaves nothing half-written, when the disk is too small.
+    """
+    temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
+    for folder in (temporary, previous):
+        if folder.exists():
+            shutil.rmtree(folder)
+    temporary.mkdir(parents=True)
+    with _removed_on_failure(temporary):
+        with closing(_Shards(temporary, config, max_shard_bytes)) as shards:
+            for name, tensor in chain.from_iterable(buckets):
+                shards.add(name, tensor)
+            dtype = shards.finish()
+        _write_config(source_folder / CONFIG, temporary / CONFIG, dtype)
+        for path in sorted(source_folder.iterdir()):
+            if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
+                shutil.copyfile(path, temporary / path.name)
+        sync_tree(temporary)
+    if target_folder.exists():
+        target_folder.rename(previous)
+    temporary.rename(target_folder)
+    sync(target_folder.parent)
+    if previous.exists():
+        shutil.rmtree(previous)
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """The source's config under the dtype of the weights: a reader casts to what the config says, and would round."""
+    raw = json.loads(source.read_text())
+    name = str(dtype).removeprefix("torch.")
+    raw.update({key: name for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": name})
+    target.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+class _Shards:
+    """Safetensors files of at most about so many bytes, written as tensors come.
+
+    A file begins with a header that says what is in it, which is not known yet: room is left for the largest that it can
+    be, and the format allows blanks at its end.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._missing = expected_tensors(config)
+        self._numel = {name: torch.Size(shape).numel() for name, shape in self._missing.items()}
+        self._file: FileIO | None = None
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._size = self._room = 0
+        self._files: list[dict[str, dict[str, Any]]] = []
+        self._dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor behind the others. Raises MegarlError for one that the model does not have, or has already."""
+        if self._missing.pop(name, None) != tuple(tensor.shape):
+            raise MegarlError(
+                f"{name} {list(tensor.shape)} came in an export, and is no tensor of the model, or a second."
+            )
+        if self._dtype is None:
+            self._dtype = tensor.dtype
+            self._check_space()
+        if self._file is not None and self._size + tensor.nbytes > self._max_bytes:
+            self._end_file()
+        content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        with self._explained():
+            file = self._file or self._open(name, tensor)
+            _write(file, memoryview(content.data))
+        offsets = [self._size, self._size + tensor.nbytes]
+        self._entries[name] = _entry(SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets)
+        self._size += tensor.nbytes
+
+    def finish(self) -> torch.dtype:
+        """Give the files their names, and an index where there are several; returns the dtype of the first tensor.
+
+        Raises MegarlError when tensors of the model are missing.
+        """
+        if self._missing or self._dtype is None:
+            raise MegarlError(f"The export ended without the tensors {some(sorted(self._missing))}.")
+        self._end_file()
+        count = len(self._files)
+        names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for number, name in enumerate(names):
+            self._part(number).rename(self._folder / name)
+        if count > 1:
+            weight_map = {tensor: names[number] for number, entries in enumerate(self._files) for tensor in entries}
+            total = sum(
+                entry["data_offsets"][1] - entry["data_offsets"][0] for e in self._files for entry in e.values()
+            )
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+            (self._folder / INDEX).write_text(text)
+        return self._dtype
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+    def _open(self, name: str, tensor: Tensor) -> FileIO:
+        """A new file, with room for a header that names every tensor still to come."""
+        longest = _entry("BF16", [], [10**15] * 2)
+        coming = {name: tuple(tensor.shape), **self._missing}
+        entries = {each: {**longest, "shape": list(shape)} for each, shape in coming.items()}
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entries})
+        self._room = -(-len(text.encode()) // 8) * 8
+        self._file = FileIO(self._part(len(self._files)), "wb")
+        self._file.seek(8 + self._room)
+        return self._file
+
+    def _end_file(self) -> None:
+        assert self._file is not None
+        text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}).encode()
+        with self._explained():
+            self._file.seek(0)
+            _write(self._file, memoryview(struct.pack("<Q", self._room) + text.ljust(self._room)))
+        self._file.close()
+        self._files.append(self._entries)
+        self._file, self._entries, self._size = None, {}, 0
+
+    def close(self) -> None:
+        """Let go of a file that was not finished."""
+        if self._file is not None:
+            self._file.close()
+
+    def _check_space(self) -> None:
+        if shutil.disk_usage(self._folder).free < self._needed():
+            raise self._too_small()
+
+    def _needed(self) -> int:
+        return sum(self._numel.values()) * (self._dtype or torch.float32).itemsize
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in FULL:
+                raise self._too_small() from error
+            raise
+
+    def _too_small(self) -> UserError:
+        free = shutil.disk_usage(self._folder).free
+        return UserError(
+            f"No room for the weights in {self._folder.parent}: they need {self._needed() / 1e9:.3f} GB, and "
+            f"{free / 1e9:.3f} GB are free there (or a quota allows less). Free some space or choose another folder; "
+            "nothing was left behind."
+        )
+
+
+def _write(file: FileIO, content: memoryview) -> None:
+    """Write all of it: unbuffered, so that a disk that is full says so here and not when the file is closed."""
+    while content:
+        content = content[file.write(content) :]
+
+
+def _entry(dtype: str, shape: list[int], offsets: list[int]) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
