@@ -37,46 +37,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.core.errors import UserError
+from megarl.models.lora_settings import TARGETS, LoraSettings
 from megarl.models.rules import Cut
-
-TARGETS = (
-    "linear_qkv",
-    "linear_proj",
-    "linear_fc1",
-    "linear_fc2",
-    # Latent attention has these in the place of linear_qkv.
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj",
-)
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """Which linears get adapters, and how large. linear_fc1 and linear_fc2 are those of dense layers and shared experts.
-
-    rank: width of A's output. alpha: the adapters' output is multiplied by alpha / rank. targets: names in TARGETS.
-    Raises UserError for what cannot be.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or not self.alpha > 0:
-            raise UserError(f"LoRA needs a rank of at least 1 and an alpha above 0; got {self.rank} and {self.alpha}.")
-        unknown = [target for target in self.targets if target not in TARGETS]
-        if unknown or not self.targets:
-            given = f"{', '.join(unknown)} cannot have LoRA adapters" if unknown else "LoRA needs targets"
-            raise UserError(f"{given}: choose among {', '.join(TARGETS)}. Routed experts have no adapters.")
-
-    @property
-    def scale(self) -> float:
-        """What multiplies B @ A."""
-        return self.alpha / self.rank
 
 
 @dataclass
@@ -201,16 +163,6 @@ def merged(chunks: Sequence[Module]) -> Callable[[str, Tensor], Tensor]:
         return adapted[name].merged_weight() if name in adapted else tensor
 
     return value
-
-
-def adapter_tensors(chunks: Sequence[Module]) -> dict[str, Tensor]:
-    """This rank's parts of A and B by global name, `decoder.layers.3.mlp.linear_fc1.lora_a`."""
-    return {
-        f"{name}.{factor}": tensor
-        for chunk in chunks
-        for name, linear in _adapted(chunk)
-        for factor, tensor in (("lora_a", linear.lora_a), ("lora_b", linear.lora_b))
-    }
 
 
 def is_adapter(name: str) -> bool:

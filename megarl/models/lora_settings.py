@@ -1,0 +1,46 @@
+"""What a user says about low-rank adapters. Without torch: a driver can read and refuse it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.core.errors import UserError
+
+TARGETS = (
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    # Latent attention has these in the place of linear_qkv.
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which linears get adapters, and how large. linear_fc1 and linear_fc2 are those of dense layers and shared experts.
+
+    rank: width of A's output. alpha: the adapters' output is multiplied by alpha / rank. targets: names in TARGETS.
+    Raises UserError for what cannot be.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise UserError(f"LoRA needs a rank of at least 1 and an alpha above 0; got {self.rank} and {self.alpha}.")
+        unknown = [target for target in self.targets if target not in TARGETS]
+        if unknown or not self.targets:
+            given = f"{', '.join(unknown)} cannot have LoRA adapters" if unknown else "LoRA needs targets"
+            raise UserError(f"{given}: choose among {', '.join(TARGETS)}. Routed experts have no adapters.")
+
+    @property
+    def scale(self) -> float:
+        """What multiplies B @ A."""
+        return self.alpha / self.rank
