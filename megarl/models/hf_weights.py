@@ -138,6 +138,7 @@ def export_buckets(
     group: dist.ProcessGroup | None,
     bucket_bytes: int,
     value: Value | None = None,
+    exported: Sequence[Rule] | None = None,
 ) -> Iterator[Bucket]:
     """The whole model under HF names, in the order of a forward pass, at most about `bucket_bytes` at a time.
 
@@ -145,11 +146,14 @@ def export_buckets(
     share memory with the model; the others get empty buckets, equally many. A tensor larger than the limit is a bucket of
     its own. Padding and second copies of tied embeddings are left out. Rank 0 holds at most two buckets beside the model.
     value: what to export in a parameter's place (gradients, merged weights), of its shape and of one dtype for all; it is
-    given the global Megatron name. Raises MegarlError where it breaks this.
+    given the global Megatron name. exported: rules of what to export; None is those of the model.
+    Raises MegarlError where the model does not hold what a rule promises, or `value` gives something else.
     """
+    wanted = rules(config, layer_spec(chunks)) if exported is None else exported
+    units = [_Unit(rule, source) for rule in wanted for source in range(len(rule.sources))]
     exporter = _Exporter(chunks, config, layout, rank, group, value)
-    for units in _planned(exporter.units, exporter.dtype, bucket_bytes):
-        yield exporter.bucket(units)
+    for bucket in _planned(units, exporter.dtype, bucket_bytes):
+        yield exporter.bucket(bucket)
 
 
 def _planned(units: Sequence[_Unit], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[_Unit]]:
@@ -184,9 +188,6 @@ class _Exporter:
         self._last: tuple[str, Tensor] | None = None
         name, first = next(iter(self._held.items()))
         self.dtype, self._device = (first if value is None else value(name, first)).dtype, first.device
-        self.units = [
-            _Unit(rule, source) for rule in rules(config, layer_spec(chunks)) for source in range(len(rule.sources))
-        ]
 
     def bucket(self, units: Sequence[_Unit]) -> Bucket:
         """The next bucket: whole tensors on rank 0, none elsewhere."""
