@@ -62,7 +62,21 @@ def _actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
         layout=role_layouts(recipe)["actor"],
         recompute=recipe.actor.recompute,
         aux_loss_coef=recipe.actor.aux_loss_coef,
+        lora=recipe.actor.lora,
+        resting=recipe.actor.resting,
         routing_replay=isinstance(recipe, Recipe) and recipe.actor.routing_replay,
+    )
+
+
+def _reference_spec(recipe: Recipe, actor: RoleSpec) -> RoleSpec:
+    """A model of its own; under LoRA the actor's, without its adapters."""
+    return RoleSpec(
+        actor.folder,
+        actor.dtype,
+        actor.temperature,
+        layout=role_layouts(recipe)["reference"],
+        base_of=ACTOR if recipe.actor.lora else None,
+        resting=recipe.reference.resting,
     )
 
 
@@ -95,7 +109,7 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
         reference = None
         if "reference" in layouts:
             reference = Reference(REFERENCE, ranks, layouts["reference"], recipe.deadlines)
-            reference.build(RoleSpec(spec.folder, spec.dtype, spec.temperature, layout=layouts["reference"]))
+            reference.build(_reference_spec(recipe, spec))
         rollout = RolloutPool.start(runtime, recipe, launching.ready(), num_shards(recipe), waiter)
         yield TrainSession(actor, reference, rollout, WeightSync(ACTOR, ranks, layouts["actor"], rollout, recipe))
         rollout.close()

@@ -43,6 +43,12 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
+        ("reference.resting",),
+        lambda r: r.algorithm.kl_coef > 0 and r.actor.lora is None,
+        "there is no reference model of its own: set algorithm.kl_coef above 0, and no actor.lora",
+        (Recipe,),
+    ),
+    Unread(
         ("reference.parallel",),
         lambda r: r.algorithm.kl_coef > 0,
         "without a KL there is no reference model: set algorithm.kl_coef above 0",
@@ -137,6 +143,24 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             "megarl sets some of these flags itself. Remove "
             + ", ".join(f"{flag} (decided by {OWNED_FLAGS[flag]})" for flag in _owned_flags(r))
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "reference.parallel",
+        lambda r: r.actor.lora is not None and r.reference.parallel is not None,
+        lambda r: (
+            "under actor.lora the reference is the actor's own model without its adapters, at the actor's layout. "
+            "Remove reference.parallel"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "reference.resting",
+        lambda r: any(part != "params" for part in r.reference.resting),
+        lambda r: (
+            f"a frozen model has neither gradients nor an optimizer; got {', '.join(r.reference.resting)}. "
+            "Choose params, or nothing"
         ),
         (Recipe,),
     ),

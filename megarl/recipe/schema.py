@@ -172,6 +172,21 @@ class Optimizer(Section):
     )
 
 
+class Lora(Section):
+    """Low-rank adapters (arXiv 2106.09685): the model itself stays as it is, and is its own reference."""
+
+    rank: PositiveInt = Field(32, description="width of an adapter")
+    alpha: PositiveFloat = Field(32.0, description="an adapter's output is multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("linear_qkv", "linear_proj"),
+        strict=False,
+        description="linears that get adapters: also linear_fc1, linear_fc2; those of latent attention",
+    )
+
+
+Part = Literal["grads", "params", "optimizer"]
+
+
 class Actor(Section):
     """The policy on Megatron."""
 
@@ -193,12 +208,19 @@ class Actor(Section):
     routing_replay: bool = Field(
         False, description="train a mixture of experts on the routing that the rollout used (R3, arXiv 2510.11370)"
     )
+    lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
+    )
 
 
 class Reference(Section):
     """The frozen policy that the KL is measured to."""
 
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="params: they leave the device while nothing needs them"
+    )
 
 
 class Sync(Section):
@@ -289,6 +311,10 @@ class SftActor(Section):
     )
     aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of the load-balancing loss of a mixture of experts"
+    )
+    lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
     )
 
 

@@ -6,7 +6,8 @@ Import only after `models.bootstrap.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,14 +25,17 @@ from megarl.core.platform import Platform
 from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import Recompute, build_gpt
-from megarl.models.hf_weights import Bucket, export_buckets, load_hf_weights
+from megarl.models.hf_weights import Bucket, Value, export_buckets, load_hf_weights
+from megarl.models.lora import adapters_off, add_adapters, merged
+from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
-from megarl.recipe.schema import Optimizer
+from megarl.recipe.schema import Lora, Optimizer
 from megarl.training.batch import DeviceBatch, cut_sequences, to_device
 from megarl.training.checkpoint import load_checkpoint, save_checkpoint
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
 from megarl.training.losses import Loss
 from megarl.training.metrics import MetricSums
+from megarl.training.offload import PARTS, Offload, Part
 from megarl.training.optimizer import Stepper, is_distributed
 from megarl.training.parallel import Groups
 from megarl.training.schedule import AuxiliaryScale, Evaluate, finalize_without_scaling, run_schedule
@@ -67,6 +71,9 @@ class Engine:
         recompute: Recompute = "none",
         aux_loss_coef: float = 0.0,
         routing_replay: bool = False,
+        lora: Lora | None = None,
+        resting: Sequence[Part] = (),
+        seed: int = 0,
     ) -> None:
         """Build this rank's part of the model and load its weights from the HF folder.
 
@@ -75,6 +82,8 @@ class Engine:
         total_steps: optimizer steps that the learning-rate schedule is laid out for.
         recompute: which activations are computed again in the backward pass. aux_loss_coef: of the experts' balance.
         routing_replay: experts are those that the rollout chose, where a micro-batch says which.
+        lora: train low-rank adapters alone; seed: of their first values. resting: parts that leave the device between
+        the engine's operations, and come back when one needs them.
         """
         self._config, self._groups, self._device = config, groups, platform.device
         self._dtype, self._temperature = DTYPES[dtype], temperature
@@ -89,8 +98,12 @@ class Engine:
                 dtype=self._dtype,
                 platform=platform,
                 recompute=recompute,
+                aux_loss_coef=aux_loss_coef,
             )
             load_hf_weights(self._chunks, config, folder, groups.layout, groups.rank)
+            if lora is not None:
+                settings = LoraSettings(lora.rank, lora.alpha, lora.targets)
+                add_adapters(self._chunks, settings, groups.collection, seed)
             if routing_replay:
                 self._replays = Replays(self._chunks, recomputed=recompute == "full")
             is_bf16 = self._dtype == torch.bfloat16
@@ -101,6 +114,9 @@ class Engine:
             else:
                 self._wrapped = self._data_parallel(self._wrapped, is_distributed(optimizer))
                 self._stepper = Stepper(optimizer, self._wrapped, self._dtype, total_steps)
+        self._lora, self._resting = lora, tuple(resting)
+        self._offload = Offload(self._wrapped, self._stepper.optimizer if self._stepper else None, platform)
+        self._offload.sleep(self._resting)
 
     def _data_parallel(self, chunks: list[Any], distributed_optimizer: bool) -> list[Any]:
         settings = DistributedDataParallelConfig(
@@ -118,6 +134,22 @@ class Engine:
             for index, chunk in enumerate(chunks)
         ]
 
+    def sleep(self, parts: Iterable[Part] = PARTS) -> int:
+        """Free the device memory of these parts, now; the next operation that needs them wakes them. Bytes freed."""
+        return self._offload.sleep(parts)
+
+    def wake(self, parts: Iterable[Part] = PARTS) -> int:
+        """Bring these parts back, bit for bit; gradients as zeros. Bytes taken."""
+        return self._offload.wake(parts)
+
+    @contextmanager
+    def _awake(self, *parts: Part) -> Iterator[None]:
+        """Around an operation: the layout's groups are Megatron's, and these parts have their memory."""
+        self._offload.wake(parts)
+        with self._groups.active():
+            yield
+        self._offload.sleep(self._resting)
+
     @property
     def groups(self) -> Groups:
         """This rank's place in the role's layout."""
@@ -128,12 +160,13 @@ class Engine:
         """Optimizer steps done; 0 for a frozen role."""
         return self._stepper.num_steps if self._stepper else 0
 
-    def logprobs(self, shard: Shard, temperature: float | None = None) -> Column | None:
+    def logprobs(self, shard: Shard, temperature: float | None = None, *, adapters: bool = True) -> Column | None:
         """Log-probs (natural) of every label: float32 [T] for each micro-batch; None on ranks without logits.
 
-        temperature: the engine's where not given.
+        temperature: the engine's where not given. adapters: off, the model is the one that LoRA began with.
         """
-        scores = self.scores(shard, with_entropy=False, temperature=temperature)
+        with nullcontext() if adapters else adapters_off(self._chunks):
+            scores = self.scores(shard, with_entropy=False, temperature=temperature)
         return None if scores is None else scores.logprobs
 
     def scores(self, shard: Shard, *, with_entropy: bool, temperature: float | None = None) -> ShardScores | None:
@@ -143,7 +176,7 @@ class Engine:
         entropy: Column = []
         for chunk in self._wrapped:
             chunk.eval()
-        with self._groups.active(), torch.no_grad():
+        with self._awake("params"), torch.no_grad():
             for mini in shard.mini_batches:
                 batches = self._to_device(mini, {})
                 scores = self._run(batches, evaluate, forward_only=True)
@@ -186,7 +219,7 @@ class Engine:
         steps = []
         for chunk in self._wrapped:
             chunk.train()
-        with self._groups.active():
+        with self._awake(*PARTS):
             for index, mini in enumerate(shard.mini_batches):
                 batches = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
                 stepper.zero_grad()
@@ -266,44 +299,38 @@ class Engine:
 
         Every rank of the pool has to take every bucket: gathering is collective.
         """
-        layout = self._groups.layout
-        return export_buckets(
-            self._chunks, self._config, layout, self._groups.rank, _pool(layout.world_size), bucket_bytes
-        )
+        with self._awake("params"):
+            yield from self._export(bucket_bytes, merged(self._chunks) if self._lora is not None else None)
 
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `buckets` gives the weights.
 
-        They are whole only where the optimizer is not distributed (SGD): otherwise each rank keeps its share.
+        They are whole only where the optimizer is not distributed (SGD): otherwise each rank keeps its share. None are
+        left where gradients rest between operations.
         """
         self._require_stepper("gradients")
-        layout, local = self._groups.layout, _pool(self._groups.layout.world_size)
-
-        def gradient(name: str, parameter: Tensor) -> Tensor:
-            return getattr(parameter, "main_grad", torch.zeros_like(parameter))
-
-        return export_buckets(
-            self._chunks, self._config, layout, self._groups.rank, local, bucket_bytes, value=gradient
+        yield from self._export(
+            bucket_bytes, lambda _, parameter: getattr(parameter, "main_grad", torch.zeros_like(parameter))
         )
+
+    def _export(self, bucket_bytes: int, value: Value | None) -> Iterator[Bucket]:
+        layout = self._groups.layout
+        pool = dist.group.WORLD if layout.world_size > 1 else None
+        return export_buckets(self._chunks, self._config, layout, self._groups.rank, pool, bucket_bytes, value=value)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and schedule; every rank calls it with the same existing folder."""
         stepper = self._require_stepper("save")
-        with self._groups.active():
+        with self._awake("params", "optimizer"):
             save_checkpoint(folder, self._chunks, stepper.optimizer, stepper.scheduler)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at the same or another layout; every rank calls it."""
         stepper = self._require_stepper("load")
-        with self._groups.active():
+        with self._awake("params", "optimizer"):
             load_checkpoint(folder, self._chunks, stepper.optimizer, stepper.scheduler)
 
     def _require_stepper(self, operation: str) -> Stepper:
         if self._stepper is None:
             raise MegarlError(f"A frozen role has no {operation}: build it with an optimizer.")
         return self._stepper
-
-
-def _pool(world_size: int) -> dist.ProcessGroup | None:
-    """All ranks; None where there is one."""
-    return dist.group.WORLD if world_size > 1 else None

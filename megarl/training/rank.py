@@ -18,7 +18,7 @@ from megarl.core.layout import Layout, is_lead
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.schema import Algorithm, Optimizer
+from megarl.recipe.schema import Algorithm, Lora, Optimizer, Part
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megarl.training.parallel import Groups
 
 EXPORT_BUCKET_BYTES = 512 * 2**20
+# What a role holds on a device (training/offload.py).
+PARTS: tuple[Part, ...] = ("grads", "params", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,9 @@ class RoleSpec:
     recompute: Literal["none", "selective", "full"] = "none"
     aux_loss_coef: float = 0.0
     routing_replay: bool = False
-    lora: LoraSpec | None = None
+    lora: Lora | None = None
     base_of: str | None = None
     resting: tuple[Part, ...] = ()
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """Low-rank adapters on the linears named in `targets` (megarl/models/lora.py has the names)."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
 
 
 class Rank:
@@ -83,6 +76,7 @@ class Rank:
         self._groups: dict[Layout, Groups] = {}
         self._engines: dict[str, Engine] = {}
         self._losses: dict[str, Loss] = {}
+        self._bases: dict[str, str] = {}
 
     def free_port(self) -> int:
         """A port of this node that is free now: the driver asks rank 0 where the ranks can meet."""
@@ -121,6 +115,11 @@ class Rank:
         from megarl.training.losses import policy_loss
 
         self._engines.pop(role, None)  # its memory, before another's is taken
+        self._bases.pop(role, None)
+        if spec.base_of is not None:
+            self.engine(spec.base_of)
+            self._bases[role] = spec.base_of
+            return
         self._engines[role] = Engine(
             load_model_config(spec.folder),
             spec.folder,
@@ -133,6 +132,9 @@ class Rank:
             recompute=spec.recompute,
             aux_loss_coef=spec.aux_loss_coef,
             routing_replay=spec.routing_replay,
+            lora=spec.lora,
+            resting=spec.resting,
+            seed=self.seed,
         )
         if spec.algorithm is not None:
             self._losses[role] = policy_loss(spec.algorithm)
@@ -148,8 +150,8 @@ class Rank:
 
         temperature: divides the logits; the role's own where not given.
         """
-        engine = self.engine(role)
-        column = engine.logprobs(shard, temperature)
+        engine = self.engine(self._bases.get(role, role))
+        column = engine.logprobs(shard, temperature, adapters=role not in self._bases)
         return column if is_lead(self.rank, engine.groups.layout) else None
 
     def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
@@ -187,6 +189,14 @@ class Rank:
         """The role's weights under HF names, bucket by bucket, on rank 0; every rank has to take every bucket."""
         return self.engine(role).buckets(bucket_bytes)
 
+    def sleep(self, role: str, parts: tuple[Part, ...] = PARTS) -> int:
+        """Free the device memory of a role's parts; what needs them wakes them. Returns the bytes freed."""
+        return self.engine(role).sleep(parts)
+
+    def wake(self, role: str, parts: tuple[Part, ...] = PARTS) -> int:
+        """Bring a role's parts back before something needs them. Returns the bytes taken."""
+        return self.engine(role).wake(parts)
+
     def peak_bytes(self) -> int:
         """Most memory that this rank has held: of the device where it has its own, of the process otherwise."""
         return peak_bytes(self.platform)
@@ -196,6 +206,7 @@ class Rank:
         from megarl.training.parallel import close_ranks
 
         self._engines.clear()
+        self._bases.clear()
         self._groups.clear()
         close_ranks()
 
