@@ -124,6 +124,15 @@ def peak_bytes(platform: Platform) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
 
 
+def held_bytes(platform: Platform) -> int:
+    """Memory that this process holds now: of its CUDA device, or resident where the device is the host itself."""
+    if platform.name == "cuda":
+        import torch
+
+        return int(torch.cuda.memory_allocated())
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def finish_copies(platform: Platform) -> None:
     """Wait until every copy between device and host that was started is done."""
     if platform.name == "cuda":

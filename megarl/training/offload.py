@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
@@ -27,6 +28,7 @@ from megarl.core.platform import Platform, finish_copies, return_free_memory
 
 Part = Literal["grads", "params", "optimizer"]
 PARTS: tuple[Part, ...] = ("grads", "params", "optimizer")
+PIECE_BYTES = 8 * 2**20
 
 
 class Host(Protocol):
@@ -39,13 +41,12 @@ class Host(Protocol):
         """Write what was kept into blocks of the same sizes, in the same order."""
 
 
-class PinnedHost:
-    """Host memory beside the device's, pinned: copies run at the full speed of the link.
+class MemoryHost:
+    """Host memory beside the device's. It is kept for the next time: pinning costs more than copying."""
 
-    It is kept for the next time: pinning costs more than copying.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool = True) -> None:
+        """pinned: locked in memory, so that copies run at the full speed of the link."""
+        self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def put(self, blocks: Sequence[Tensor]) -> None:
@@ -53,7 +54,7 @@ class PinnedHost:
         total = sum(block.numel() for block in blocks)
         if self._buffer.numel() < total:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one, before a larger one is taken
-            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
         for block, kept in self._pairs(blocks):
             kept.copy_(block, non_blocking=True)
 
@@ -84,8 +85,8 @@ class FileHost:
         """Write to the file. Raises MegarlError where there is no room."""
         try:
             file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (it stays open for as long as the part rests)
-            for block in blocks:
-                file.write(block.numpy().data)
+            for piece in _pieces(blocks):
+                file.write(piece.clone().numpy().data)
             file.flush()
         except OSError as error:
             total = sum(block.numel() for block in blocks)
@@ -101,10 +102,17 @@ class FileHost:
         assert self._file is not None
         with self._file as file:
             file.seek(0)
-            for block in blocks:
-                read = file.readinto(block.numpy().data)
-                assert read == block.numel(), (read, block.numel())
+            for piece in _pieces(blocks):
+                staging = np.empty(piece.numel(), np.uint8)
+                read = file.readinto(staging.data)
+                assert read == piece.numel(), (read, piece.numel())
+                piece.copy_(torch.from_numpy(staging))
         self._file = None
+
+
+def _pieces(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views of a few MiB: a storage that numpy has seen can never be resized, so bytes go through a copy."""
+    return (piece for block in blocks for piece in block.split(PIECE_BYTES))
 
 
 class Offload:
@@ -118,18 +126,22 @@ class Offload:
     """
 
     def __init__(
-        self, chunks: Sequence[Module], optimizer: Any | None, platform: Platform, folder: Path | None = None
+        self,
+        chunks: Sequence[Module],
+        optimizer: Any | None,
+        platform: Platform,
+        make_host: Callable[[], Host] | None = None,
     ) -> None:
         """All parts are awake.
 
         chunks: one model a virtual stage, in Megatron's DistributedDataParallel or, for a frozen role, bare.
         optimizer: Megatron's, or a chain of them; None for a frozen role.
-        folder: where a platform without device memory keeps what rests.
+        make_host: where a part rests, called for each; where the platform says when not given.
         """
         self._chunks, self._optimizer = list(chunks), optimizer
         self._platform = platform
-        hosts = {part: PinnedHost() if platform.has_device_memory else FileHost(folder) for part in PARTS}
-        self._hosts: dict[Part, Host] = {**hosts}
+        make_host = make_host or (MemoryHost if platform.has_device_memory else FileHost)
+        self._hosts: dict[Part, Host] = {part: make_host() for part in PARTS if part != "grads"}
         # Storages of a sleeping part with their sizes.
         self._resting: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
 
