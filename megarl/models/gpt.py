@@ -17,7 +17,7 @@ from megarl.core.layout import Layout, stage_layers
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.layer_spec import stage_spec, uses_transformer_engine
-from megarl.models.rope import attention_factor
+from megarl.models.rope import attention_factor, magnitude
 from megarl.models.rotary import make_rotary, scales_rotation
 
 Recompute = Literal["none", "selective", "full"]
@@ -95,6 +95,8 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
         # Cosine and sine times a factor, on queries and keys alike, is the square of it on their product.
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         return settings | {"softmax_scale": scale * attention_factor(config.rope) ** 2}
+    rope = config.rope
+    weight = (rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 0.0
     return settings | {
         "q_lora_rank": mla.q_rank,
         "kv_lora_rank": mla.kv_rank,
@@ -103,10 +105,11 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
         "v_head_dim": mla.v_dim,
         # Megatron's own rotary modules are replaced; the type only says whether they return a factor beside the angles.
         "rope_type": "yarn" if scales_rotation(config) else "rope",
-        "rotary_base": config.rope.theta,
-        # From these two Megatron computes the scale of the logits.
-        "rotary_scaling_factor": config.rope.factor,
-        "mscale_all_dim": (config.rope.mscale_all_dim or 0.0) if config.rope.kind == "yarn" else 0.0,
+        "rotary_base": rope.theta,
+        "softmax_scale": config.head_dim**-0.5 * magnitude(rope.factor, weight) ** 2,
+        # Megatron's latent attention computes the same scale from these two.
+        "rotary_scaling_factor": rope.factor,
+        "mscale_all_dim": weight,
     }
 
 

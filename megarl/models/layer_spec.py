@@ -20,7 +20,8 @@ from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.models.attention import CoreAttention
 from megarl.models.config import ModelConfig
-from megarl.models.norms import LATENT_EPS, LatentNorm, NormedRowParallelLinear, RMSNorm
+from megarl.models.latent_attention import LatentAttention
+from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -90,24 +91,24 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     spec: ModuleSpec = copy.deepcopy(
         get_gpt_layer_local_spec(
             num_experts=moe.num_experts if moe else None,
-            qk_layernorm=config.qk_norm or config.mla is not None,
-            multi_latent_attention=config.mla is not None,
+            qk_layernorm=config.qk_norm,
             normalization="RMSNorm",
         )
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if moe is not None:
+        layer.mlp.submodules.router = Router
+    if config.mla is not None:
+        layer.self_attention = ModuleSpec(LatentAttention)
+        return spec
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention
-    if config.mla is not None:
-        attention.q_layernorm = attention.kv_layernorm = LatentNorm
-    elif config.qk_norm:
+    if config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.local_rope is not None:
         layer.self_attention.module = LocalSelfAttention
         layer.self_attention.params["rotary_table"] = int(index in config.local_layers)
     if config.sandwich_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
-    if moe is not None:
-        layer.mlp.submodules.router = Router
     return spec

@@ -19,12 +19,18 @@ class Rotary(RotaryEmbedding):  # type: ignore[misc]
     The angles are computed anew in each pass: they cost little, and upstream's cache keeps dozens of lengths alive.
     """
 
-    def __init__(self, tables: list[Tensor], cp_group: Any, device: str) -> None:
+    def __init__(self, tables: list[Tensor], cp_group: Any, device: str, factor: float = 1.0) -> None:
+        """factor: what latent attention multiplies cosine and sine by."""
         super().__init__(2 * tables[0].numel(), 1.0, use_cpu_initialization=True, cp_group=cp_group)
+        self.factor = factor
         self.inv_freq = tables[0].to(device)
         self._tables = [table.to(device) for table in tables]
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(self, *positions: Any, **options: Any) -> Any:
+        """The angles, under the name by which Megatron asks for them."""
+        return self.angles(*positions, **options)
+
+    def angles(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
         """Angles of positions offset .. offset + max_seq_len; of this context rank's alone where not packed."""
         group = cp_group or self.cp_group
         angles = []
@@ -39,15 +45,11 @@ class Rotary(RotaryEmbedding):  # type: ignore[misc]
 
 
 class ScaledRotary(Rotary):
-    """Returns, beside the angles, what cosine and sine are multiplied by: latent attention asks for both under yarn."""
+    """Returns the factor beside the angles, as Megatron's latent attention wants it under yarn."""
 
-    def __init__(self, tables: list[Tensor], cp_group: Any, device: str, factor: float) -> None:
-        super().__init__(tables, cp_group, device)
-        self._factor = factor
-
-    def forward(self, *positions: Any, **options: Any) -> tuple[Tensor, float]:  # type: ignore[override]
+    def forward(self, *positions: Any, **options: Any) -> tuple[Tensor, float]:
         """Angles, factor."""
-        return super().forward(*positions, **options), self._factor
+        return self.angles(*positions, **options), self.factor
 
 
 def scales_rotation(config: ModelConfig) -> bool:
@@ -62,6 +64,7 @@ def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:
     """The rotary module of a model; with local layers of their own RoPE, table 0 is the global one."""
     dim = config.head_dim if config.mla is None else config.mla.rope_dim
     tables = [inverse_frequencies(rope, dim) for rope in (config.rope, config.local_rope) if rope is not None]
-    if scales_rotation(config):
-        return ScaledRotary(tables, cp_group, device, attention_factor(config.rope))
-    return Rotary(tables, cp_group, device)
+    if config.mla is None:
+        return Rotary(tables, cp_group, device)
+    make = ScaledRotary if scales_rotation(config) else Rotary
+    return make(tables, cp_group, device, attention_factor(config.rope))
