@@ -239,7 +239,8 @@ class _Exporter:
     def _own(self, rule: Rule, part: Part) -> Tensor:
         """What this rank exports of a rule; made once for all of its HF tensors, which follow each other."""
         if self._last is None or self._last[0] != rule.megatron:
-            parameter = _matching(self._held.get(rule.megatron), rule, part).detach()
+            # The parameter itself, not a detached view: what `value` looks for, such as a gradient, hangs on it.
+            parameter = _matching(self._held.get(rule.megatron), rule, part)
             tensor = parameter if self._value is None else self._value(rule.megatron, parameter)
             dtype = torch.float32 if rule.is_buffer else self.dtype
             if tensor.shape != parameter.shape or tensor.dtype != dtype:
