@@ -1,0 +1,109 @@
+"""What each process does for test_layouts: `-m tests.models.layout_ranks <rank> <world_size> <port> <root>`.
+
+For every case a model is built on Megatron, filled from its HF folder, and exported again; rank 0 saves what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megarl.core.layout import Layout
+from megarl.core.platform import get_platform
+from megarl.models.bootstrap import prepare_megatron
+from megarl.models.config import ModelConfig
+from megarl.models.hf_config import load_model_config
+from megarl.models.layout_check import layout_problems
+
+CPU = get_platform("cpu")
+# Name of a folder -> family and settings. Four layers, so that they can be dealt; a vocabulary that nothing divides.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 97}),
+    "qwen3": ("qwen3", {"vocab_size": 99}),
+    "llama": ("llama", {"num_key_value_heads": 1}),
+    "mistral": ("mistral", {"vocab_size": 97}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {"vocab_size": 101}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-direct": ("deepseek_v3", {"q_lora_rank": None, "vocab_size": 97}),
+    "gemma3": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+}
+LAYERS = 4
+LAYOUTS: dict[int, list[Layout]] = {
+    2: [
+        Layout(tp=2, sequence_parallel=True, world_size=2),
+        Layout(pp=2, world_size=2),
+        Layout(pp=2, vpp=2, world_size=2),
+        Layout(pp=2, first_stage_layers=1, world_size=2),
+        Layout(ep=2, world_size=2),
+        Layout(etp=2, world_size=2),
+        Layout(cp=2, world_size=2),
+    ],
+    4: [
+        Layout(tp=4, sequence_parallel=True, world_size=4),
+        Layout(pp=4, world_size=4),
+        Layout(tp=2, pp=2, vpp=2, sequence_parallel=True, world_size=4),
+        Layout(tp=2, ep=2, etp=2, sequence_parallel=True, world_size=4),
+        Layout(pp=2, ep=2, last_stage_layers=3, world_size=4),
+    ],
+}
+BUCKET_BYTES = 1 << 15
+
+
+def cases(world_size: int, root: Path) -> list[tuple[str, ModelConfig, Layout]]:
+    """Every model at every layout that it can have."""
+    configs = {name: load_model_config(root / name) for name in MODELS}
+    return [
+        (name, config, layout)
+        for layout in LAYOUTS[world_size]
+        for name, config in configs.items()
+        if not layout_problems(config, layout)
+    ]
+
+
+def exported(rank: int, config: ModelConfig, folder: Path, groups: Any) -> dict[str, torch.Tensor]:
+    """The model's tensors after HF -> layout -> HF, on rank 0."""
+    from megarl.models.gpt import build_gpt
+    from megarl.models.hf_weights import export_buckets, load_hf_weights
+
+    layout = groups.layout
+    with groups.active():
+        chunks = build_gpt(config, layout, groups.collection, dtype=torch.float32, platform=CPU)
+        load_hf_weights(chunks, config, folder, layout, rank)
+    buckets = list(export_buckets(chunks, config, layout, rank, dist.group.WORLD, BUCKET_BYTES))
+    counts = [torch.zeros(1) for _ in range(layout.world_size)]
+    dist.all_gather(counts, torch.tensor([float(len(buckets))]))
+    assert len({count.item() for count in counts}) == 1, "every rank takes equally many buckets"
+    assert rank == 0 or not any(buckets)
+    assert len(buckets) > 2
+    return {name: tensor for bucket in buckets for name, tensor in bucket}
+
+
+def main() -> None:
+    """Run the cases of this world size; rank 0 leaves the names of tensors that differ in `<world_size>.json`."""
+    rank, world_size, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    prepare_megatron(CPU)
+    from megarl.training.parallel import close_ranks, join_ranks, make_groups
+
+    join_ranks(rank, world_size, CPU, "127.0.0.1", port, timeout_s=60)
+    groups = {layout: make_groups(layout, timeout_s=60, seed=1) for layout in LAYOUTS[world_size]}
+    differing: dict[str, list[str]] = {}
+    for name, config, layout in cases(world_size, root):
+        found = exported(rank, config, root / name, groups[layout])
+        if rank == 0:
+            expected = load_file(root / name / "model.safetensors")
+            wrong = [key for key, tensor in found.items() if not torch.equal(tensor, expected.get(key, tensor[:0]))]
+            differing[f"{name} at {layout}"] = wrong + sorted(expected.keys() ^ found.keys())
+    if rank == 0:
+        (root / f"{world_size}.json").write_text(json.dumps(differing))
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main()
