@@ -1,0 +1,152 @@
+"""Writes LoRA adapters as the `peft` library and inference servers load them: one file of tensors, one of settings.
+
+HF has several linears where Megatron has one. Each gets its rows of B, as the rules of the weights say, and a copy of A:
+their product is the same. Import after `models.bootstrap`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Module
+
+from megarl.core.disk import sync, sync_tree
+from megarl.core.layout import Layout
+from megarl.models.config import ModelConfig
+from megarl.models.hf_weights import Value, export_buckets, layer_spec
+from megarl.models.lora_settings import LoraSettings
+from megarl.models.rules import LayerSpec, Rule, Source, rules
+
+BUCKET_BYTES = 2**26
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def save_peft(
+    chunks: Sequence[Module],
+    config: ModelConfig,
+    settings: LoraSettings,
+    layout: Layout,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    folder: Path,
+    *,
+    base_model: str,
+) -> None:
+    """Write the adapters of all ranks to a folder, which appears whole and replaces an earlier one of that name.
+
+    Collective over `group` (None: there is one rank), as `export_buckets` is; rank 0 writes. base_model: the name or the
+    folder of the HF model that the adapters belong to.
+    """
+    tensors = peft_tensors(chunks, config, settings, layout, rank, group)
+    if rank != 0:
+        return
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
+    text = json.dumps(peft_config(config, settings, base_model), indent=2)
+    (temporary / CONFIG).write_text(text + "\n")
+    sync_tree(temporary)
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+    sync(folder.parent)
+
+
+def peft_tensors(
+    chunks: Sequence[Module],
+    config: ModelConfig,
+    settings: LoraSettings,
+    layout: Layout,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    *,
+    value: Value | None = None,
+) -> dict[str, Tensor]:
+    """Name in PEFT's files -> whole tensor, on the CPU: A is [rank, in], B is [out, rank]. Empty but on rank 0.
+
+    Collective over `group`. value: what to export in an adapter's place, such as its gradient.
+    """
+    found: dict[str, Tensor] = {}
+    adapted = list(adapted_rules(config, settings, layer_spec(chunks)))
+    needed = [rule for weight in adapted for rule in factor_rules(weight, settings.rank)]
+    for bucket in export_buckets(chunks, config, layout, rank, group, BUCKET_BYTES, value, exported=needed):
+        found.update({name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket})
+    for weight in adapted if found else []:
+        first, *others = (_peft_name(source.name, "lora_A") for source in weight.sources)
+        # Each its own memory: safetensors refuses to write what is shared.
+        found.update({name: found[first].clone() for name in others})
+    return found
+
+
+def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    whole_alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": settings.rank,
+        "lora_alpha": whole_alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _target_modules(config, settings),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str]:
+    """What PEFT shall match the ends of module names with: no more than a last part, where that does not hit experts."""
+    paths = {
+        source.name.removesuffix(".weight").split(".", maxsplit=3)[3]  # behind model.layers.N
+        for rule in adapted_rules(config, settings, "torch")
+        for source in rule.sources
+    }
+    if config.moe is None:
+        return sorted({path.rpartition(".")[2] for path in paths})
+    return sorted(path if path.startswith("mlp.") else path.rpartition(".")[2] for path in paths)
+
+
+def adapted_rules(config: ModelConfig, settings: LoraSettings, spec: LayerSpec) -> Iterator[Rule]:
+    """The rules of the weights that have adapters."""
+    for rule in rules(config, spec):
+        linear, _, kind = rule.megatron.rpartition(".")
+        if kind == "weight" and linear.rpartition(".")[2] in settings.targets and rule.expert is None:
+            yield rule
+
+
+def factor_rules(weight: Rule, rank: int) -> tuple[Rule, Rule]:
+    """The rules of A and B: A has the columns of the weight, and B its rows, in the same order and cut the same way."""
+    first, linear = weight.sources[0], weight.megatron.removesuffix(".weight")
+    lora_a = replace(
+        weight,
+        megatron=f"{linear}.lora_a",
+        sources=(Source(_peft_name(first.name, "lora_A"), (rank, first.shape[1])),),
+        cut="columns" if weight.cut == "columns" else "whole",
+        rounds=1,
+    )
+    lora_b = replace(
+        weight,
+        megatron=f"{linear}.lora_b",
+        sources=tuple(Source(_peft_name(each.name, "lora_B"), (each.shape[0], rank)) for each in weight.sources),
+        cut="rows" if weight.cut == "rows" else "whole",
+    )
+    return lora_a, lora_b
+
+
+def _peft_name(weight: str, factor: str) -> str:
+    return f"base_model.model.{weight.removesuffix('.weight')}.{factor}.weight"

@@ -1,0 +1,235 @@
+"""What each of two processes does for test_lora: `-m tests.models.lora_ranks <rank> <port> <root>`.
+
+`observe` is what they, and one rank alone, see of an adapted model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.core.layout import Layout
+from megarl.core.platform import get_platform
+from megarl.core.types import MicroBatch
+from megarl.models.bootstrap import prepare_megatron
+from megarl.models.hf_config import load_model_config
+from megarl.models.lora_settings import LoraSettings
+from megarl.recipe.schema import Optimizer
+from tests.training.samples import examples, shards
+
+CPU = get_platform("cpu")
+SEED = 11
+VOCAB = 97  # padded under tensor parallel
+DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+SETTINGS = LoraSettings(rank=4, alpha=6, targets=DENSE)
+OPTIMIZER = Optimizer(name="sgd", lr=0.5, weight_decay=0.1, clip_grad=0.05)
+# Layer 3 is written over both of two pipeline ranks; one key-value head is fewer than the tensor-parallel ranks.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"vocab_size": VOCAB, "num_key_value_heads": 1, "num_hidden_layers": 4}),
+    "qwen2": ("qwen2", {"vocab_size": VOCAB, "tie_word_embeddings": True, "num_hidden_layers": 2}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout."""
+
+    model: str
+    layout: Layout
+    recompute: Any = "none"
+
+
+CASES = {
+    "tp": Case("qwen3", Layout(tp=2, world_size=2)),
+    "sp": Case("qwen3", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "sp full": Case("qwen3", Layout(tp=2, sequence_parallel=True, world_size=2), "full"),
+    "pp full": Case("qwen3", Layout(pp=2, world_size=2), "full"),
+    "vpp": Case("qwen3", Layout(pp=2, vpp=2, world_size=2)),
+    "dp": Case("qwen3", Layout(world_size=2)),
+    "cp": Case("qwen3", Layout(cp=2, world_size=2)),
+    "tp bias tied": Case("qwen2", Layout(tp=2, world_size=2)),
+    "pp tied": Case("qwen2", Layout(pp=2, world_size=2)),
+}
+
+
+def micro_batches(dp: int = 1) -> list[tuple[MicroBatch, ...]]:
+    """For each data-parallel rank two packs of uneven sequences; the same samples, whatever the rank count."""
+    parts, _ = shards([examples([9, 17, 30, 12], VOCAB)], dp=dp, micro_batches=2)
+    return [part.mini_batches[0].micro_batches for part in parts]
+
+
+def adapted(case: Case, folder: Path, groups: Any, settings: LoraSettings = SETTINGS) -> list[Any]:
+    """This rank's chunks, adapted, B still zero. Within `groups.active()`."""
+    from megarl.models.gpt import build_gpt
+    from megarl.models.hf_weights import load_hf_weights
+    from megarl.models.lora import add_adapters
+
+    config = load_model_config(folder)
+    chunks = build_gpt(
+        config, case.layout, groups.collection, dtype=torch.float32, platform=CPU, recompute=case.recompute
+    )
+    load_hf_weights(chunks, config, folder, case.layout, groups.rank)
+    add_adapters(chunks, settings, groups.collection, SEED)
+    return chunks
+
+
+def fill_b(chunks: Sequence[Any], folder: Path, groups: Any, settings: LoraSettings = SETTINGS) -> None:
+    """Give B random numbers that every layout agrees on: drawn for each HF tensor, then cut as the rules say."""
+    from megarl.models.hf_weights import global_tensors, layer_spec
+    from megarl.models.mapping import merge
+    from megarl.models.peft import adapted_rules, factor_rules
+
+    held = global_tensors(chunks, groups.layout, groups.rank)
+    for weight in adapted_rules(load_model_config(folder), settings, layer_spec(chunks)):
+        _, rule = factor_rules(weight, settings.rank)
+        if rule.megatron in held:
+            tensors = [_random(source.name, source.shape) for source in rule.sources]
+            cut = rule.cut != "whole"
+            part = merge(rule, tensors, groups.place.tp, groups.layout.tp) if cut else merge(rule, tensors)
+            held[rule.megatron].data.copy_(part)
+
+
+def _random(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name) * 1000 + sum(name.encode()))) * 0.1
+
+
+def score(chunks: Sequence[Any], groups: Any) -> list[np.ndarray] | None:
+    """Log-probs of every label, an array for each micro-batch of this rank; None where there are no logits."""
+    from megarl.training.batch import cut_sequences, to_device
+    from megarl.training.schedule import run_schedule
+
+    layout, micros = groups.layout, micro_batches(groups.layout.dp)[groups.place.dp]
+    batches = [to_device(micro, {}, CPU.device, layout, groups.place.cp) for micro in micros]
+    with torch.no_grad():
+        found = run_schedule(chunks, batches, _logprobs(groups), groups, forward_only=True)
+    whole = []
+    for part, micro in zip(found, micros, strict=groups.is_last_stage):
+        parts = [torch.empty_like(part) for _ in range(layout.cp)]
+        dist.all_gather(parts, part.contiguous(), group=groups.cp)
+        whole.append(cut_sequences(micro.cu_seqlens, layout).gather([p.numpy() for p in parts], micro.num_tokens))
+    return whole if groups.is_last_stage else None
+
+
+def _logprobs(groups: Any) -> Any:
+    from megarl.training.logprob import vocab_parallel_logprobs
+
+    def evaluate(batch: Any, logits: Tensor) -> Tensor:
+        return vocab_parallel_logprobs(logits, batch.labels, vocab_size=VOCAB, group=groups.tp).logprobs
+
+    return evaluate
+
+
+class Trainer:
+    """Data parallel, gradients and one optimizer step for adapted chunks."""
+
+    def __init__(self, chunks: Sequence[Any], groups: Any) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        from megarl.training.optimizer import Stepper
+        from megarl.training.schedule import finalize_without_scaling
+
+        config = chunks[0].config
+        config.finalize_model_grads_func = finalize_without_scaling
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False)
+        self.groups = groups
+        self.wrapped = [
+            DistributedDataParallel(config, settings, chunk, pg_collection=groups.collection) for chunk in chunks
+        ]
+        self.stepper = Stepper(OPTIMIZER, self.wrapped, torch.float32, total_steps=4)
+
+    def step(self) -> float:
+        """Gradients of the weighted sum of log-probs, and one step; returns their norm."""
+        from megarl.training.batch import to_device
+        from megarl.training.schedule import run_schedule
+
+        groups, evaluate = self.groups, _logprobs(self.groups)
+
+        def loss(batch: Any, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            return (evaluate(batch, logits) * batch.weights).sum(), torch.tensor(1, dtype=torch.int32), {}
+
+        micros = micro_batches(groups.layout.dp)[groups.place.dp]
+        batches = [to_device(micro, {}, CPU.device, groups.layout, groups.place.cp) for micro in micros]
+        self.stepper.zero_grad()
+        run_schedule(self.wrapped, batches, loss, groups, forward_only=False)
+        # Clipping scales the gradients by what the norm says: here they are as they were, and in `step` not any more.
+        self.gradients = {
+            p.data_ptr(): p.main_grad.clone() for w in self.wrapped for p in w.parameters() if p.requires_grad
+        }
+        return self.stepper.step(groups.rank).grad_norm
+
+    def gradient(self, _: str, parameter: Tensor) -> Tensor:
+        """For exports: the gradient of an adapter in its place; what is frozen as it is."""
+        return self.gradients.get(parameter.data_ptr(), parameter)
+
+
+def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]:
+    """Everything that must not depend on the layout. The adapters, PEFT files and merged weights are left in `target`."""
+    from megatron.core import dist_checkpointing
+
+    from megarl.models.hf_save import save_hf
+    from megarl.models.hf_weights import export_buckets
+    from megarl.models.lora import adapters_off, is_adapter, merged
+    from megarl.models.peft import peft_tensors, save_peft
+
+    folder, layout, rank = root / case.model, groups.layout, groups.rank
+    config, pool = load_model_config(folder), dist.group.WORLD if layout.world_size > 1 else None
+    place = (config, SETTINGS, layout, rank, pool)
+    with groups.active():
+        chunks = adapted(case, folder, groups)
+        result: dict[str, Any] = {"initial": peft_tensors(chunks, *place), "untouched": score(chunks, groups)}
+        fill_b(chunks, folder, groups)
+        result["logprobs"] = score(chunks, groups)
+        with adapters_off(chunks):
+            result["off"] = score(chunks, groups)
+        save_peft(chunks, *place, target / "peft", base_model="tiny")
+        buckets = export_buckets(chunks, config, layout, rank, pool, 1 << 14, value=merged(chunks))
+        if rank == 0:
+            save_hf(buckets, config, folder, target / "merged")
+        else:
+            assert not any(buckets)
+        trainer = Trainer(chunks, groups)
+        result["norm"] = trainer.step()
+        result["gradients"] = peft_tensors(chunks, *place, value=trainer.gradient)
+        result["stepped"] = peft_tensors(chunks, *place)
+        (target / "checkpoint").mkdir(parents=True, exist_ok=True)
+        state = {f"chunk{i}": adapter_state(chunk) for i, chunk in enumerate(chunks)}
+        if layout.vpp == 1:
+            dist_checkpointing.save(state, str(target / "checkpoint"))
+        result["trainable"] = sorted(
+            name for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad != is_adapter(name)
+        )
+    return result
+
+
+def adapter_state(chunk: Any) -> dict[str, Any]:
+    """A chunk's adapters as Megatron's checkpoints know them."""
+    from megarl.models.lora import is_adapter
+
+    return {name: entry for name, entry in chunk.sharded_state_dict(metadata={}).items() if is_adapter(name)}
+
+
+def main() -> None:
+    """Go through all cases with one process, and leave the results in `rank<rank>.pt`."""
+    rank, port, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    prepare_megatron(CPU)
+    from megarl.training.parallel import close_ranks, join_ranks, make_groups
+
+    join_ranks(rank, 2, CPU, "127.0.0.1", port, timeout_s=60)
+    results = {}
+    for name, case in CASES.items():
+        groups = make_groups(case.layout, timeout_s=60, seed=1)
+        results[name] = observe(case, root, groups, root / name)
+    torch.save(results, root / f"rank{rank}.pt")
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Adapters against a LoRA written by hand on transformers' model, and every layout against one rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.core.errors import UserError
+from megarl.core.layout import Layout
+from megarl.models.hf_config import load_model_config
+from megarl.models.lora import adapters_off, initial_a, is_adapter
+from megarl.models.lora_settings import LoraSettings
+from megarl.models.peft import peft_config, peft_tensors
+from megarl.rollout.process import free_port
+from megarl.training.parallel import Groups, close_ranks, join_ranks, make_groups
+from tests.models.lora_ranks import (
+    CASES,
+    CPU,
+    DENSE,
+    MODELS,
+    OPTIMIZER,
+    SEED,
+    SETTINGS,
+    VOCAB,
+    Case,
+    adapted,
+    adapter_state,
+    fill_b,
+    micro_batches,
+    observe,
+    score,
+)
+from tests.support.tiny import write_tiny_qwen
+
+Result = dict[str, Any]
+PREFIX = "base_model.model."
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An HF folder for each model."""
+    root = tmp_path_factory.mktemp("lora")
+    for name, (family, overrides) in MODELS.items():
+        write_tiny_qwen(root / name, family, **overrides)
+    return root
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    """One process as a whole job."""
+    join_ranks(0, 1, CPU, "127.0.0.1", free_port(), timeout_s=60)
+    yield make_groups(Layout(), timeout_s=60, seed=1)
+    close_ranks()
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path, groups: Groups) -> dict[str, Result]:
+    """What one rank sees of each model."""
+    return {name: observe(Case(name, Layout()), root, groups, root / "alone" / name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def pair(root: Path) -> list[dict[str, Result]]:
+    """What two processes see in each case, by rank."""
+    port = str(free_port())
+    command = [sys.executable, "-m", "tests.models.lora_ranks"]
+    processes = [
+        subprocess.Popen([*command, str(rank), port, str(root)], stderr=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    errors = []
+    for process in processes:
+        try:
+            errors.append(process.communicate(timeout=240)[1])
+        finally:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    return [torch.load(root / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def by_hand(
+    folder: Path, tensors: dict[str, Tensor], settings: LoraSettings = SETTINGS
+) -> tuple[Any, dict[str, Tensor]]:
+    """Transformers' model with W x + alpha / rank * B A x in every linear that `tensors` names, and the factors."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    factors = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    for name, lora_a in factors.items():
+        if name.endswith(".lora_A.weight"):
+            path = name.removesuffix(".lora_A.weight")
+            pair = lora_a, factors[f"{path}.lora_B.weight"]
+
+            def add(_: Any, inputs: Any, output: Tensor, pair: tuple[Tensor, Tensor] = pair) -> Tensor:
+                return output + settings.alpha / settings.rank * inputs[0] @ pair[0].T @ pair[1].T
+
+            model.get_submodule(path.removeprefix(PREFIX)).register_forward_hook(add)
+    return model, factors
+
+
+def logprobs_by_hand(model: Any) -> list[Tensor]:
+    """Of every label, a tensor for each micro-batch; each sequence in a pass of its own."""
+    found = []
+    for micro in micro_batches()[0]:
+        parts = []
+        for start, end in zip(micro.cu_seqlens, micro.cu_seqlens[1:], strict=False):
+            tokens, labels = torch.tensor(micro.tokens[start:end]), torch.tensor(micro.labels[start:end])
+            scores = model(tokens[None]).logits[0].log_softmax(-1)
+            parts.append(scores.gather(1, labels[:, None])[:, 0])
+        found.append(torch.cat(parts))
+    return found
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest between two columns or two tables of tensors of the same form."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        return max(difference(ours[name], theirs[name]) for name in ours)
+    if isinstance(ours, list):
+        return max(difference(*both) for both in zip(ours, theirs, strict=True))
+    return float(np.abs(np.asarray(ours) - np.asarray(theirs)).max())
+
+
+def relative(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest distance of two tensors of the same name, over the length of the second."""
+    assert ours.keys() == theirs.keys()
+    return max(float((tensor - theirs[name]).norm() / theirs[name].norm()) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_new_adapters_change_nothing(model: str, alone: dict[str, Result]) -> None:
+    # Exactly: the model's own output, and 0 added to it.
+    assert difference(alone[model]["untouched"], alone[model]["off"]) == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_are_those_of_a_lora_by_hand(model: str, alone: dict[str, Result], root: Path) -> None:
+    theirs, factors = by_hand(root / model, load_file(root / "alone" / model / "peft" / "adapter_model.safetensors"))
+    logprobs = logprobs_by_hand(theirs)
+    assert difference(alone[model]["logprobs"], [column.detach() for column in logprobs]) < 1e-5
+    assert difference(alone[model]["logprobs"], alone[model]["off"]) > 0.1
+    sum(
+        (column * torch.tensor(micro.weights)).sum() for column, micro in zip(logprobs, micro_batches()[0], strict=True)
+    ).backward()
+    expected = _fused({name: factor.grad for name, factor in factors.items() if factor.grad is not None})
+    assert relative(alone[model]["gradients"], expected) < 1e-5
+
+
+def _fused(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """HF's linears that share an A in Megatron: the gradients of their copies add up."""
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        for first in [name for name in gradients if f".{names[0]}.lora_A" in name]:
+            copies = [first.replace(names[0], name) for name in names]
+            total = torch.stack([gradients[copy] for copy in copies]).sum(0)
+            gradients |= dict.fromkeys(copies, total)
+    return gradients
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_merged_export_is_the_adapted_model(model: str, alone: dict[str, Result], root: Path) -> None:
+    merged = AutoModelForCausalLM.from_pretrained(root / "alone" / model / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert difference(alone[model]["logprobs"], logprobs_by_hand(merged)) < 1e-5
+    before, after = (load_file(root / folder / "model.safetensors") for folder in (model, f"alone/{model}/merged"))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "_proj.weight" in name}
+
+
+def test_peft_settings_name_the_linears(alone: dict[str, Result], root: Path) -> None:
+    written = json.loads((root / "alone" / "qwen3" / "peft" / "adapter_config.json").read_text())
+    assert written == peft_config(load_model_config(root / "qwen3"), SETTINGS, "tiny")
+    assert (written["peft_type"], written["r"], written["lora_alpha"], written["bias"]) == ("LORA", 4, 6, "none")
+    assert written["target_modules"] == [
+        *("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"),
+    ]
+
+
+def test_only_adapters_are_trained(alone: dict[str, Result]) -> None:
+    assert alone["qwen3"]["trainable"] == []
+
+
+def test_data_parallel_has_no_gradients_of_frozen_weights(root: Path, groups: Groups) -> None:
+    from tests.models.lora_ranks import Trainer
+
+    with groups.active():
+        chunks = adapted(Case("qwen2", Layout()), root / "qwen2", groups)
+        buffers = Trainer(chunks, groups).wrapped[0].buffers
+    expected = sum(p.numel() for name, p in chunks[0].named_parameters() if is_adapter(name))
+    # Buffers end on a multiple of some bytes.
+    assert expected <= sum(buffer.grad_data.numel() for buffer in buffers) < expected + 1024
+
+
+def test_adapters_off_nests_and_survives_errors(root: Path, groups: Groups) -> None:
+    with groups.active():
+        chunks = adapted(Case("qwen2", Layout()), root / "qwen2", groups)
+        fill_b(chunks, root / "qwen2", groups)
+        on = score(chunks, groups)
+        with pytest.raises(RuntimeError, match="inside"), adapters_off(chunks):
+            off = score(chunks, groups)
+            with adapters_off(chunks):
+                assert difference(score(chunks, groups), off) == 0
+            assert difference(score(chunks, groups), off) == 0
+            raise RuntimeError("inside")
+        assert difference(score(chunks, groups), on) == 0
+        assert difference(on, off) > 0.1
+
+
+def test_a_is_uniform_and_of_its_name_and_seed() -> None:
+    first = initial_a(8, 400, 1, "decoder.layers.0.mlp.linear_fc1")
+    assert torch.equal(first, initial_a(8, 400, 1, "decoder.layers.0.mlp.linear_fc1"))
+    assert not torch.equal(first, initial_a(8, 400, 2, "decoder.layers.0.mlp.linear_fc1"))
+    assert not torch.equal(first, initial_a(8, 400, 1, "decoder.layers.1.mlp.linear_fc1"))
+    # Uniform within 1 / sqrt(400): the mean of 3200 numbers, and their deviation of bound / sqrt(3).
+    assert first.abs().max().item() <= 0.05
+    assert abs(first.mean().item()) < 3 * 0.05 / 3**0.5 / 3200**0.5
+    assert first.std().item() == pytest.approx(0.05 / 3**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((0, 1.0, ("linear_qkv",)), "rank of at least 1"),
+        ((4, 0.0, ("linear_qkv",)), "alpha above 0"),
+        ((4, float("nan"), ("linear_qkv",)), "alpha above 0"),
+        ((4, 1.0, ()), "needs targets"),
+        ((4, 1.0, ("linear_qkv", "q_proj")), "q_proj cannot have LoRA adapters: choose among linear_qkv"),
+        ((4, 1.0, ("experts.linear_fc1",)), "Routed experts have no adapters"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LoraSettings(*settings)
+
+
+def test_targets_that_the_model_lacks_are_refused(root: Path, groups: Groups) -> None:
+    settings = LoraSettings(4, 8, ("linear_qkv", "linear_q_down_proj"))
+    with (
+        groups.active(),
+        pytest.raises(UserError, match=r"no linear_q_down_proj: .* linear_qkv, linear_proj, linear_fc1"),
+    ):
+        adapted(Case("qwen2", Layout()), root / "qwen2", groups, settings)
+
+
+def test_only_targets_are_adapted(root: Path, groups: Groups) -> None:
+    settings = LoraSettings(2, 8, ("linear_proj",))
+    with groups.active():
+        chunks = adapted(Case("qwen2", Layout()), root / "qwen2", groups, settings)
+        found = peft_tensors(chunks, load_model_config(root / "qwen2"), settings, Layout(), 0, None)
+    assert {name.removeprefix(f"{PREFIX}model.layers.") for name in found} == {
+        f"{layer}.self_attn.o_proj.lora_{factor}.weight" for layer in (0, 1) for factor in "AB"
+    }
+    name = f"{PREFIX}model.layers.1.self_attn.o_proj.lora_A.weight"
+    assert torch.equal(found[name], initial_a(2, 64, SEED, "decoder.layers.1.self_attention.linear_proj"))
+
+
+@pytest.mark.slow
+class TestLayouts:
+    """Two ranks against one."""
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_adapters_start_the_same_at_every_layout(self, name: str, pair: Any, alone: dict[str, Result]) -> None:
+        assert difference(pair[0][name]["initial"], alone[CASES[name].model]["initial"]) == 0
+        assert pair[1][name]["initial"] == {}
+
+    @pytest.mark.parametrize("what", ["logprobs", "untouched", "off"])
+    @pytest.mark.parametrize("name", CASES)
+    def test_logprobs(self, name: str, what: str, pair: Any, alone: dict[str, Result]) -> None:
+        layout, expected = CASES[name].layout, alone[CASES[name].model][what]
+        found = [result[name][what] for result in pair]
+        if layout.pp > 1:
+            assert found[0] is None
+        if layout.dp > 1:
+            return  # each rank has other samples
+        assert difference(found[1], expected) < 1e-5
+        assert difference(found[1], pair[1][name]["logprobs"]) == 0 or what != "logprobs"
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_gradients_and_their_norm(self, name: str, pair: Any, alone: dict[str, Result]) -> None:
+        expected = alone[CASES[name].model]
+        assert relative(pair[0][name]["gradients"], expected["gradients"]) < 1e-5
+        assert [r[name]["norm"] for r in pair] == pytest.approx([expected["norm"]] * 2, rel=1e-6)
+        assert expected["norm"] > 2 * OPTIMIZER.clip_grad
+        assert difference(pair[0][name]["stepped"], expected["stepped"]) < 1e-6
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_exports(self, name: str, pair: Any, alone: dict[str, Result], root: Path) -> None:
+        model = CASES[name].model
+        for file, tolerance in (("peft/adapter_model.safetensors", 0.0), ("merged/model.safetensors", 1e-6)):
+            ours, theirs = load_file(root / name / file), load_file(root / "alone" / model / file)
+            assert difference(ours, theirs) <= tolerance
+
+    @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.layout.vpp == 1])
+    def test_checkpoints_load_on_one_rank(self, name: str, pair: Any, root: Path, groups: Groups) -> None:
+        from megatron.core import dist_checkpointing
+
+        model = CASES[name].model
+        folder, config = root / model, load_model_config(root / model)
+        with groups.active():
+            chunks = adapted(Case(model, Layout()), folder, groups)
+            state = dist_checkpointing.load({"chunk0": adapter_state(chunks[0])}, str(root / name / "checkpoint"))
+            chunks[0].load_state_dict(state["chunk0"], strict=False)
+            found = peft_tensors(chunks, config, SETTINGS, Layout(), 0, None)
+        assert difference(found, pair[0][name]["stepped"]) == 0
+
+
+def test_the_cases_use_everything() -> None:
+    assert SETTINGS.targets == DENSE
+    assert SETTINGS.scale == 1.5
+    assert VOCAB % 2
