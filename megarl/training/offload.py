@@ -150,12 +150,6 @@ class Offload:
         """The parts that sleep."""
         return tuple(part for part in PARTS if part in self._resting)
 
-    def require(self, operation: str, parts: Iterable[Part] = PARTS) -> None:
-        """Raise MegarlError when one of the parts sleeps: its tensors have no memory to read or to write."""
-        sleeping = [part for part in parts if part in self._resting]
-        if sleeping:
-            raise MegarlError(f"The role cannot {operation} while its {' and '.join(sleeping)} sleep: wake it first.")
-
     def device_bytes(self) -> dict[Part, int]:
         """Bytes that each part holds on the device now."""
         return {part: sum(storage.nbytes() for storage in self._storages(part)) for part in PARTS}
@@ -179,14 +173,6 @@ class Offload:
             if part in self._resting:
                 taken += self._wake(part)
         return taken
-
-    def release_grads(self) -> int:
-        """Free the gradient buffers alone: nothing but an update needs them."""
-        return self.sleep(("grads",))
-
-    def restore_grads(self) -> int:
-        """Take memory for the gradient buffers again, filled with zeros."""
-        return self.wake(("grads",))
 
     def _sleep(self, part: Part) -> int:
         if part == "grads" and self._optimizer is not None:

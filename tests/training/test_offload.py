@@ -202,10 +202,10 @@ def test_gradient_buffers_go_and_come_back_as_zeros(groups):
     role.step(0)
     gradient = next(role.model.parameters()).main_grad
     assert gradient.abs().max() > 0
-    size = role.offload.release_grads()
+    size = role.offload.sleep(["grads"])
     assert gradient.untyped_storage().nbytes() == 0
     assert role.offload.asleep == ("grads",)
-    assert role.offload.restore_grads() == size
+    assert role.offload.wake(["grads"]) == size
     assert next(role.model.parameters()).main_grad is gradient
     assert not gradient.any()
 
@@ -214,7 +214,7 @@ def test_gradient_buffers_go_and_come_back_as_zeros(groups):
 def test_no_other_tensor_keeps_the_last_gradients(groups, name):
     role = Role(groups, name, torch.bfloat16)
     role.step(0)
-    role.offload.release_grads()
+    role.offload.sleep(["grads"])
     members = role.stepper.optimizer.chained_optimizers
     assert all(p.grad is None for member in members for p in member.get_parameters())
 
@@ -294,12 +294,7 @@ def test_a_role_that_cannot_be_put_away_stays_awake(groups):
     role.step(0)
 
 
-def test_work_on_a_sleeping_role_is_refused(groups):
+def test_an_unknown_part_is_refused(groups):
     role = Role(groups, "adam", torch.float32)
-    role.offload.require("update")
-    role.offload.sleep(["grads", "optimizer"])
-    role.offload.require("score", ["params"])
-    with pytest.raises(MegarlError, match="cannot update while its grads and optimizer sleep: wake it first"):
-        role.offload.require("update")
     with pytest.raises(MegarlError, match="grads, params, optimizer; got weights"):
-        role.offload.wake(["weights"])
+        role.offload.sleep(["weights"])
