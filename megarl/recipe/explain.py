@@ -102,11 +102,12 @@ def explain(errors: list[ErrorDetails], tree: Tree, kind: type[BaseModel]) -> li
 def nearest(keys: Keys, schema: Schema) -> str | None:
     """The dotted path that was probably meant by one that does not exist."""
     section, name = keys[:-1], keys[-1]
-    siblings = difflib.get_close_matches(name, schema.children(section), n=1)
-    if siblings:
-        return ".".join((*section, siblings[0]))
     leaves = list(schema.leaves())
     same_name = [leaf for leaf in leaves if leaf[-1] == name]
+    # A name that is right but in another place is likelier than one that is like a neighbour's.
+    siblings = difflib.get_close_matches(name, schema.children(section), n=1, cutoff=0.85 if same_name else 0.6)
+    if siblings:
+        return ".".join((*section, siblings[0]))
     candidates = [".".join(leaf) for leaf in same_name or leaves]
     close = difflib.get_close_matches(".".join(keys), candidates, n=1, cutoff=0.0 if same_name else 0.7)
     return close[0] if close else None

@@ -17,6 +17,7 @@ UNREAD = [
     (["actor.optimizer.name=sgd", "actor.optimizer.beta2=0.8"], ["actor.optimizer.name=adam"]),
     (["actor.optimizer.name=sgd", "actor.optimizer.eps=1e-6"], ["actor.optimizer.name=adam"]),
     (["reference.parallel.tp=1"], ["algorithm.kl_coef=0.1"]),
+    (["reference.resting=[params]"], ["algorithm.kl_coef=0.1"]),
     (["actor.optimizer.min_lr=1e-7"], ["actor.optimizer.schedule=cosine"]),
     (["eval.every=5"], ["data.eval=held_out.jsonl"]),
     (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),
@@ -67,6 +68,8 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
     ("overrides", "says"),
     [
         (["rollout.samples_per_prompt=1"], "a group of 1 has none"),
+        (["actor.lora={}", "algorithm.kl_coef=0.1", "reference.parallel.tp=1"], "Remove reference.parallel"),
+        (["algorithm.kl_coef=0.1", "reference.resting=[grads]"], "neither gradients nor an optimizer; got grads"),
         (["rollout.top_k=0"], "got 0; allowed: -1 (off)"),
         (["rollout.top_k=-2"], "got -2; allowed: -1 (off)"),
         (["rollout.stop=['']"], "an empty stop string"),

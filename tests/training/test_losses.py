@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch
 from megarl.recipe.schema import Algorithm
 from megarl.training.batch import to_device
@@ -24,7 +25,7 @@ def batch(**columns):
         rollout_logprobs=np.array([-1.1, -2.0, -0.5, 0.0], np.float32),
         sample_index=np.array([0]),
     )
-    return to_device(micro, {name: np.array(column, np.float32) for name, column in columns.items()}, "cpu")
+    return to_device(micro, {name: np.array(column, np.float32) for name, column in columns.items()}, "cpu", Layout(), 0)
 
 
 def scores(logprobs, entropy=(0.3, 0.6, 0.9, 7.0)):
@@ -103,4 +104,4 @@ def test_positions_restart_at_every_sequence():
         rollout_logprobs=np.zeros(5, np.float32),
         sample_index=np.array([0, 1]),
     )
-    assert to_device(micro, {}, "cpu").positions.tolist() == [0, 1, 0, 1, 2]
+    assert to_device(micro, {}, "cpu", Layout(), 0).positions.tolist() == [0, 1, 0, 1, 2]
