@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
+from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
+
+if TYPE_CHECKING:
+    from megarl.training.parallel import Groups
 
 prepare_megatron(get_platform("cpu"))
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
+def one_rank() -> Iterator[Groups]:
+    """The groups of one rank, active while the module's tests run."""
     from megarl.rollout.process import free_port
-    from megarl.core.layout import Layout
-    from megarl.training.parallel import close_parallel, init_parallel
+    from megarl.training.parallel import close_ranks, join_ranks, make_groups
 
-    init_parallel(0, Layout(), get_platform("cpu"), "127.0.0.1", free_port(), timeout_s=60, seed=1)
-    yield
-    close_parallel()
+    join_ranks(0, 1, get_platform("cpu"), "127.0.0.1", free_port(), timeout_s=60)
+    groups = make_groups(Layout(), timeout_s=60, seed=1)
+    with groups.active():
+        yield groups
+    close_ranks()

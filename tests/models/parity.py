@@ -15,7 +15,8 @@ LENGTHS = (7, 1, 33, 20)
 
 def packed_tokens(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [T], positions [T], bounds [S + 1] of sequences of LENGTHS."""
-    tokens = torch.randint(0, vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+    # From 1 on: 0 is the padding, whose embedding transformers does not train.
+    tokens = torch.randint(1, vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     return tokens, positions, torch.tensor([0, *LENGTHS]).cumsum(0).int()
 

@@ -2,46 +2,154 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from megarl.core.errors import UserError
+from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.models.gpt import build_gpt, packed_params, transformer_config
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_weights import load_hf_weights
+from megarl.models.hf_weights import export_buckets, load_hf_weights
+from megarl.models.layer_spec import stage_spec, uses_transformer_engine
+from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_tokens, transformers_logprobs
-from tests.support.tiny import write_tiny_qwen
+from tests.support.tiny import write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = get_platform("cpu")
-CASES = [
+WITH_TRANSFORMER_ENGINE = replace(CPU, has_transformer_engine=True)
+ONE = Layout()
+VOCAB = 128
+# Contexts of the first training that are shorter than the sequences, so that every band of frequencies counts.
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}),
+    ("qwen3", {"rope_parameters": YARN}),
+    ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.7, "truncate": False}}),
     ("qwen2", {}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2.5}}),
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("llama", {"rope_parameters": LINEAR}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": 6}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "decoder_sparse_step": 2}),
+    ("mixtral", {}),
+    ("mixtral", {"sliding_window": 6, "tie_word_embeddings": True}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3}),
+    ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 3}),
+    ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4}, "v_head_dim": 24}),
+    ("gemma3", {}),
+    ("gemma3", {"sliding_window": 3, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 3}),
+    ("gemma3", {"head_dim": 24, "hidden_size": 40, "tie_word_embeddings": False}),
 ]
 
 
-def loaded(folder: Path) -> torch.nn.Module:
+def built(folder: Path, groups: Groups, **options: Any) -> GPTModel:
     config = load_model_config(folder)
-    model = build_gpt(config, tp=1, dtype=torch.float32, platform=CPU).eval()
-    load_hf_weights(model, config, folder, 0, 1)
-    return model
+    options = {"dtype": torch.float32, "platform": CPU} | options
+    chunks = build_gpt(config, ONE, groups.collection, **options)
+    load_hf_weights(chunks, config, folder, ONE, 0)
+    return chunks[0]
+
+
+def loss_gradients(model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
+    """HF name -> gradient of the sum of log-probs of the tokens that follow, over packed sequences."""
+    tokens, positions, bounds = packed_tokens(VOCAB)
+    logits = model(tokens[None], positions[None], None, packed_seq_params=packed_params(bounds))[0]
+    label_logprobs(logits, tokens).sum().backward()
+    buckets = export_buckets([model], load_model_config(folder), ONE, 0, None, 1 << 30, value=gradient)
+    return {name: tensor for bucket in buckets for name, tensor in bucket}
+
+
+def gradient(name: str, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def label_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[T]; the last token of a sequence is taken to be followed by the next sequence's first."""
+    return logits.log_softmax(-1).gather(-1, tokens.roll(-1)[:, None])[:, 0]
+
+
+def transformers_gradients(folder: Path) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    tokens = packed_tokens(VOCAB)[0]
+    logits = torch.cat([model(part[None]).logits[0] for part in tokens.split(LENGTHS)])
+    label_logprobs(logits, tokens).sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES)
-def test_packed_logprobs_equal_transformers(family: str, overrides: dict[str, object], tmp_path: Path) -> None:
-    write_tiny_qwen(tmp_path, family, tokenizer=True, **overrides)
-    ours = megatron_logits(loaded(tmp_path), 128).log_softmax(-1)
-    assert (ours - transformers_logprobs(tmp_path, 128)).abs().max().item() < 1e-5
+def test_packed_logprobs_equal_transformers(
+    family: str, overrides: dict[str, Any], one_rank: Groups, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path, family, **overrides)
+    ours = megatron_logits(built(tmp_path, one_rank).eval(), VOCAB).log_softmax(-1)
+    assert (ours - transformers_logprobs(tmp_path, VOCAB)).abs().max().item() < 1e-5
 
 
-def test_packed_sequences_know_nothing_of_each_other(tmp_path: Path) -> None:
-    model = loaded(write_tiny_qwen(tmp_path))
-    tokens, positions, bounds = packed_tokens(128)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3"])
+def test_gradients_equal_transformers(family: str, one_rank: Groups, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, family, experts_implementation="eager")
+    ours, theirs = loss_gradients(built(tmp_path, one_rank).train(), tmp_path), transformers_gradients(tmp_path)
+    compared = 0
+    for name, tensor in ours.items():
+        if (expected := expected_gradient(theirs, name)) is not None:
+            compared += 1
+            assert (tensor - expected).abs().max() <= 2e-5 * expected.abs().max() + 1e-7, name
+    assert compared >= 25
+
+
+def expected_gradient(theirs: dict[str, Tensor], name: str) -> Tensor | None:
+    """transformers holds the experts of a layer in two tensors, and writes them as one each."""
+    if name in theirs:
+        return theirs[name]
+    head, experts, tail = name.partition(".experts.")
+    if not experts:
+        return None
+    index, kind = tail.split(".")[:2]
+    head = head.replace("block_sparse_moe", "mlp")
+    if kind in ("down_proj", "w2"):
+        return theirs[f"{head}.experts.down_proj"][int(index)]
+    gate, up = theirs[f"{head}.experts.gate_up_proj"][int(index)].chunk(2)
+    return gate if kind in ("gate_proj", "w1") else up
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_give_the_same_gradients(
+    family: str, recompute: str, one_rank: Groups, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path, family, sliding_window=None if family == "qwen3_moe" else 4)
+    kept = loss_gradients(built(tmp_path, one_rank).train(), tmp_path)
+    again = loss_gradients(built(tmp_path, one_rank, recompute=recompute).train(), tmp_path)
+    torch.testing.assert_close(again, kept)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
+def test_packed_sequences_know_nothing_of_each_other(family: str, one_rank: Groups, tmp_path: Path) -> None:
+    model = built(write_tiny_model(tmp_path, family), one_rank).eval()
+    tokens, positions, bounds = packed_tokens(VOCAB)
     with torch.no_grad():
         packed = model(tokens[None], positions[None], None, packed_seq_params=packed_params(bounds))[0]
         for start, length in zip(bounds.tolist(), LENGTHS, strict=False):
@@ -56,18 +164,63 @@ def test_the_longest_sequence_and_not_the_pack_bounds_positions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_have_the_dtype_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
-    config = load_model_config(write_tiny_qwen(tmp_path))
-    model = build_gpt(config, tp=1, dtype=dtype, platform=CPU)
-    load_hf_weights(model, config, tmp_path, 0, 1)
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
+def test_parameters_have_the_dtype_asked_for(family: str, dtype: torch.dtype, one_rank: Groups, tmp_path: Path) -> None:
+    model = built(write_tiny_model(tmp_path, family), one_rank, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
+def test_the_bias_of_the_choice_keeps_its_bits_and_is_not_trained(one_rank: Groups, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "deepseek_v3")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).model.layers[1].mlp.gate
+    model = built(tmp_path, one_rank, dtype=torch.bfloat16).bfloat16()
+    router = model.decoder.layers[1].mlp.router
+    assert torch.equal(router.expert_bias, written.e_score_correction_bias)
+    assert router.config.moe_router_bias_update_rate == 0
+    assert router.config.moe_router_dtype == "fp32"
+
+
 def test_the_loss_is_not_rescaled_and_nothing_is_dropped(tmp_path: Path) -> None:
-    settings = transformer_config(
-        load_model_config(write_tiny_qwen(tmp_path)), tp=1, dtype=torch.bfloat16, platform=CPU
-    )
+    config = load_model_config(write_tiny_model(tmp_path))
+    settings = transformer_config(config, ONE, dtype=torch.bfloat16, platform=CPU)
     assert settings.calculate_per_token_loss
     assert settings.attention_softmax_in_fp32
     assert settings.attention_dropout == settings.hidden_dropout == 0.0
     assert settings.bf16
+
+
+@pytest.mark.parametrize(("coefficient", "kind"), [(0.0, "none"), (0.01, "aux_loss")])
+def test_experts_are_balanced_where_asked_for(coefficient: float, kind: str, tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, "qwen3_moe"))
+    settings = transformer_config(config, ONE, dtype=torch.float32, platform=CPU, aux_loss_coef=coefficient)
+    assert (settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff) == (kind, coefficient)
+
+
+def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path))
+    settings = transformer_config(config, ONE, dtype=torch.float32, platform=CPU)
+    weight = torch.full((3,), torch.pi)
+    for initialise in (settings.init_method, settings.output_layer_init_method, settings.embedding_init_method):
+        initialise(weight)
+    assert weight.eq(torch.pi).all()
+    assert not settings.use_cpu_initialization
+    [model] = build_gpt(config, ONE, one_rank.collection, dtype=torch.float32, platform=CPU)
+    marks = {name: getattr(tensor, "tensor_model_parallel", False) for name, tensor in model.named_parameters()}
+    assert {name.rsplit(".", 2)[-2] for name, cut in marks.items() if cut} == {
+        *("word_embeddings", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "uses"), [("qwen3", True), ("mistral", True), ("deepseek_v3", True), ("gemma3", False)]
+)
+def test_transformer_engine_is_used_where_it_can(family: str, uses: bool, tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, family))
+    assert uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE) == uses
+    assert not uses_transformer_engine(config, CPU)
+
+
+def test_what_transformer_engine_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    config = replace(load_model_config(write_tiny_model(tmp_path, "deepseek_v3")), norm_eps=1e-5)
+    with pytest.raises(UserError, match="rms_norm_eps 1e-05 cannot be built with Transformer Engine"):
+        stage_spec(config, range(3), WITH_TRANSFORMER_ENGINE)
