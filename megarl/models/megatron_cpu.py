@@ -3,7 +3,9 @@
 `install` gives the modules of megatron.core, and nobody else, a `torch` of their own, in which
   - `torch.cuda` answers for the CPU: device, streams, events, random state, synchronisation;
   - factory functions take device="cuda" as the CPU;
-  - `torch.distributed.all_to_all_single` takes split sizes given as tensors (the MoE dispatcher leaves them on the CPU).
+  - `torch.distributed.all_to_all_single` takes split sizes given as tensors (the MoE dispatcher leaves them on the CPU);
+  - `torch.distributed.all_gather` and `reduce_scatter` take parts of different lengths, as NCCL does and gloo does not
+    (the MoE dispatcher under expert-tensor parallel).
 The real torch gets two changes only: Tensor.cuda returns the tensor (it could only raise here), and Tensor.type answers
 `torch.cuda.FloatTensor` to Megatron's optimizers, which accept nothing else, and the truth to everybody else.
 """
@@ -201,7 +203,32 @@ def _distributed_namespace() -> ModuleType:
         )
 
     namespace.all_to_all_single = all_to_all_single
+    namespace.all_gather, namespace.reduce_scatter = _all_gather, _reduce_scatter
     return namespace  # type: ignore[no-any-return]
+
+
+def _all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    """`parts`, which may differ in their first dimension, from all ranks: sent in the length of the longest."""
+    longest = max(parts, key=len)
+    if all(len(part) == len(longest) for part in parts):
+        return dist.all_gather(parts, mine, group=group, **options)
+    padded = longest.new_zeros(longest.shape)
+    padded[: len(mine)] = mine
+    received = [torch.empty_like(longest) for _ in parts]
+    dist.all_gather(received, padded, group=group)
+    for part, whole in zip(parts, received, strict=True):
+        part.copy_(whole[: len(part)])
+    return None
+
+
+def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **options: Any) -> Any:
+    """The sum over all ranks of this rank's part; parts may differ in their first dimension."""
+    if all(len(part) == len(output) for part in parts):
+        return dist.reduce_scatter(output, parts, group=group, **options)
+    total = torch.cat(parts)
+    dist.all_reduce(total, group=group)
+    output.copy_(total.split([len(part) for part in parts])[dist.get_rank(group)])
+    return None
 
 
 def _as_list(sizes: Any) -> Any:

@@ -34,6 +34,19 @@ def is_distributed(section: Optimizer) -> bool:
     return section.name == "adam"
 
 
+def mark_experts(chunk: torch.nn.Module) -> None:
+    """Let the gradients of experts be summed over the ranks that hold the same experts.
+
+    Megatron marks experts only where expert parallel is above 1. Unmarked, they are summed over the ranks that hold the
+    same dense weights, which are others wherever expert-tensor parallel is not tensor parallel: at tp 2 with whole
+    experts, each rank would keep the gradients of its half of the tokens. It also makes the optimizers' chain, and so
+    their checkpoints, the same at every expert-parallel size.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            setattr(parameter, "allreduce", False)  # noqa: B010
+
+
 class Stepper:
     """The optimizer of one model with its schedule; counts its steps from 1."""
 
