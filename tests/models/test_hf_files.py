@@ -17,12 +17,12 @@ from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights, read_index, weight_files
 from megarl.models.rules import expected_tensors
-from tests.support.tiny import write_tiny_qwen
+from tests.support.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen(tmp_path_factory.mktemp("files") / "model", num_hidden_layers=2, tie_word_embeddings=True)
+    return write_tiny_model(tmp_path_factory.mktemp("files") / "model", num_hidden_layers=2, tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -66,13 +66,30 @@ def test_the_index_is_what_the_library_wrote(tmp_path: Path) -> None:
     assert {info.file for info in index.values()} == {tmp_path / "model.safetensors"}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_transformers_writes_is_what_the_rules_expect(family: str, tied: bool, tmp_path: Path) -> None:
-    write_tiny_qwen(tmp_path, family, tie_word_embeddings=tied, head_dim=32)
-    found = {name: info.shape for name, info in read_index(tmp_path).items()}
-    assert found == expected_tensors(load_model_config(tmp_path))
-    check(tmp_path)
+def test_offsets_are_those_of_the_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    for name, info in read_index(tmp_path).items():
+        found = content[info.offset : info.offset + tensors[name].nbytes]
+        assert found == tensors[name].numpy().tobytes()
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(folder: Path) -> None:
+    predicting = {f"model.layers.2.{name}.weight": torch.zeros(2) for name in ("eh_proj", "enorm", "mlp.gate_proj")}
+    change(folder, lambda tensors: tensors.update(predicting))
+    check(folder)
+
+
+def test_a_layer_too_many_is_no_prediction_layer(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.layers.2.mlp.gate_proj.weight": torch.zeros(2)}))
+    with pytest.raises(UserError, match=r"not in the config: model\.layers\.2\.mlp\.gate_proj\.weight"):
+        check(folder)
+
+
+def test_rotary_frequencies_are_passed_over(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}))
+    check(folder)
 
 
 def test_shards_are_read_through_their_index(folder: Path) -> None:
