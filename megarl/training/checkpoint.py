@@ -1,43 +1,209 @@
-"""Distributed checkpoints of one model with its optimizer and schedule, readable at another layout.
+"""Distributed checkpoints of one model with its optimizer and schedule, readable at any other layout.
 
-Megatron's dist_checkpointing (torch_dist) writes one part per rank into a folder. The caller gives it a temporary name
-and commits it: nothing here makes a half-written folder look whole.
+Megatron's dist_checkpointing (torch_dist) writes one file per rank into a folder; `megarl.json` (see `manifest`) says
+what it holds and is written last. The caller gives the folder a temporary name and commits it: nothing here makes a
+half-written folder look whole. Call within `Groups.active()`; import only after `models.bootstrap.prepare_megatron`.
 """
 
 from __future__ import annotations
 
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.nn import Module
 
-from megarl.core.errors import UserError
+from megarl.core.checksums import FileSum, sum_file, sum_files
+from megarl.core.errors import MegarlError, UserError
+from megarl.core.layout import Layout
+from megarl.core.versions import installed
+from megarl.models.hf_save import CONFIG, COPIED, COPIED_PATTERNS, FULL
+from megarl.models.hf_weights import BUFFERS
+from megarl.recipe.schema import Lora
+from megarl.training.checkpoint_files import RankStrategy
+from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest, read_model_config
+from megarl.training.optimizer_state import OptimizerState
 
 
-def save_checkpoint(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """Write this rank's part; returns when the parts of all ranks are written. `folder` must exist and be empty."""
-    dist_checkpointing.save(_state(model, optimizer, scheduler, is_loading=False), str(folder))
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself.
+
+    source: HF folder that the model came from; its config and tokenizer are copied. layout: of the role. dtype: of the
+    weights. step: optimizer steps done. lora: settings of its adapters, where it has some.
+    """
+
+    source: Path
+    layout: Layout
+    dtype: str
+    step: int
+    lora: Lora | None = None
 
 
-def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """Read this rank's part into model, optimizer and schedule. Raises UserError where there is no checkpoint."""
+class PendingSave:
+    """A checkpoint whose files are being written. Training may go on; every rank has to call `finish`."""
+
+    def __init__(self, folder: Path, strategy: RankStrategy, request: AsyncRequest, state: OptimizerState, meta: Saved):
+        self._folder, self._strategy, self._request, self._state, self._meta = folder, strategy, request, state, meta
+        self._error: str | None = None
+        self._sums: dict[str, FileSum] = {}
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+
+    def start(self) -> None:
+        """Write in a thread."""
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """Whether this rank's file is on the disk, so that `finish` need not wait for it; the others may take longer."""
+        return not self._thread.is_alive()
+
+    def run(self) -> None:
+        """Write here and now."""
+        self._write()
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks, then write what makes them a checkpoint; collective.
+
+        Raises UserError on every rank when a disk was full, and MegarlError when a file could not be written otherwise.
+        """
+        if self._thread.ident is not None:
+            self._thread.join()
+        results = _everyones((self._error, self._sums))
+        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(results) if error]
+        if failed:
+            raise UserError(
+                f"The checkpoint could not be written to {self._folder}. {'; '.join(failed)}. "
+                "Free some space there or choose another folder."
+            )
+        for finalize in self._request.finalize_fns:
+            finalize()
+        if dist.get_rank() == 0:
+            self._describe({name: each for _, sums in results for name, each in sums.items()})
+        dist.barrier()
+
+    def _write(self) -> None:
+        try:
+            assert self._request.async_fn is not None
+            self._request.async_fn()
+            if (path := self._strategy.writer and self._strategy.writer.file) is not None:
+                self._sums[path.name] = sum_file(path)
+        except OSError as error:
+            what = "the disk is full" if error.errno in FULL else "the file could not be written"
+            self._error = f"{what} ({error})"
+
+    def _describe(self, sums: dict[str, FileSum]) -> None:
+        """Rank 0: copy what belongs to the model, sum the small files, write the manifest."""
+        target = self._folder / HF_FOLDER
+        target.mkdir()
+        for path in sorted(self._meta.source.iterdir()):
+            if path.name == CONFIG or path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
+                shutil.copyfile(path, target / path.name)
+        config = read_model_config(target)
+        others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
+        names = [str(path.relative_to(self._folder)) for path in others]
+        sums = {**sums, **sum_files(self._folder, [name for name in names if name not in sums])}
+        Manifest(
+            family=config.family,
+            architecture=config.architecture,
+            dtype=self._meta.dtype,
+            step=self._meta.step,
+            layout=self._meta.layout,
+            optimizer=self._state.name,
+            optimizer_parts=self._state.num_parts,
+            lora=self._meta.lora.model_dump(mode="json") if self._meta.lora else None,
+            versions={name: installed(name) or "unknown" for name in ("megarl", "megatron-core", "torch")},
+            tensors=self._strategy.tensors(),
+            files={name: sums[name] for name in names},
+        ).write(self._folder)
+
+
+def save_checkpoint(
+    folder: Path,
+    chunks: Sequence[Module],
+    optimizer: Any | None,
+    scheduler: Any | None,
+    meta: Saved,
+    *,
+    async_save: bool = False,
+) -> PendingSave | None:
+    """Write this rank's part into `folder`, which exists and is empty; collective.
+
+    chunks: one GPTModel for each virtual stage. optimizer, scheduler: None for a frozen model, which saves its weights.
+    async_save: return as soon as the state is copied to the host; the files are written meanwhile, and the checkpoint is
+    one only after `PendingSave.finish` on every rank. Otherwise returns None when everything is written.
+    Raises UserError when the disk is full.
+    """
+    strategy, state = RankStrategy(copy=async_save), OptimizerState(optimizer)
+    weights = _weights(chunks)
+    content = {**weights, **state.to_save(weights)}
+    if scheduler is not None:
+        content["scheduler"] = scheduler.state_dict()
+    request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
+    assert request is not None
+    pending = PendingSave(folder, strategy, request, state, meta)
+    if async_save:
+        pending.start()
+        return pending
+    pending.run()
+    pending.finish()
+    return None
+
+
+def load_checkpoint(
+    folder: Path, chunks: Sequence[Module], optimizer: Any | None, scheduler: Any | None, layout: Layout
+) -> None:
+    """Read this rank's part of a checkpoint, at `layout`; collective.
+
+    With an optimizer, the checkpoint has to hold one's state; without, that is left where it is. Raises UserError where
+    there is no checkpoint, it holds weights only, or its optimizer cannot be read at this layout.
+    """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise UserError(
             f"{folder} holds no distributed checkpoint: name the folder that a run's checkpoint was saved to."
         )
-    state = dist_checkpointing.load(_state(model, optimizer, scheduler, is_loading=True), str(folder))
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
+    manifest, state = read_manifest(folder), OptimizerState(optimizer)
+    state.check_readable(manifest, folder, layout)
+    for chunk in chunks:
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(BUFFERS):
+                buffer.data = buffer.data.float()  # exact, whatever the dtype that the model was cast to
+    weights = _weights(chunks)
+    wanted = {**weights, **state.to_load(weights)}
+    found = dist_checkpointing.load(wanted, str(folder))
+    for name, chunk in zip(_names(chunks), chunks, strict=True):
+        missing, unexpected = chunk.load_state_dict(found[name], strict=False)
+        if wrong := [each for each in [*missing, *unexpected] if not each.endswith("_extra_state")]:
+            raise MegarlError(f"{folder} does not fill the model's {wrong}.")
+    state.load(found)
+    if scheduler is not None:
+        scheduler.load_state_dict(found["scheduler"])
 
 
-def _state(model: Any, optimizer: Any, scheduler: Any, *, is_loading: bool) -> dict[str, Any]:
-    # Optimizer state that can be read back at another layout. Made anew for each call: Megatron writes into it.
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-    weights = model.sharded_state_dict(metadata=metadata)
-    return {
-        "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata),
-        "scheduler": scheduler.state_dict(),
-    }
+def _names(chunks: Sequence[Module]) -> list[str]:
+    """Megatron's convention for virtual stages."""
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
+def _weights(chunks: Sequence[Module]) -> dict[str, Any]:
+    """This rank's weights as Megatron describes them; made anew for each call, since Megatron writes into it.
+
+    Transformer Engine's extra state is left out: it is about FP8, and a model without Transformer Engine has none.
+    """
+    weights: dict[str, Any] = {}
+    for name, chunk in zip(_names(chunks), chunks, strict=True):
+        model: Any = chunk
+        state = model.sharded_state_dict(metadata={})
+        weights[name] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    return weights
+
+
+def _everyones(mine: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered

@@ -31,12 +31,12 @@ from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
 from megarl.recipe.schema import Lora, Optimizer
 from megarl.training.batch import DeviceBatch, cut_sequences, to_device
-from megarl.training.checkpoint import load_checkpoint, save_checkpoint
+from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
 from megarl.training.losses import Loss
 from megarl.training.metrics import MetricSums
 from megarl.training.offload import PARTS, Offload, Part
-from megarl.training.optimizer import Stepper, is_distributed
+from megarl.training.optimizer import Stepper, is_distributed, mark_experts
 from megarl.training.parallel import Groups
 from megarl.training.schedule import AuxiliaryScale, Evaluate, finalize_without_scaling, run_schedule
 
@@ -74,6 +74,7 @@ class Engine:
         lora: Lora | None = None,
         resting: Sequence[Part] = (),
         seed: int = 0,
+        load_weights: bool = True,
     ) -> None:
         """Build this rank's part of the model and load its weights from the HF folder.
 
@@ -83,8 +84,9 @@ class Engine:
         recompute: which activations are computed again in the backward pass. aux_loss_coef: of the experts' balance.
         routing_replay: experts are those that the rollout chose, where a micro-batch says which.
         lora: train low-rank adapters alone; seed: of their first values. resting: parts that leave the device between
-        the engine's operations, and come back when one needs them.
+        the engine's operations, and come back when one needs them. load_weights: off where a checkpoint brings them.
         """
+        self._source, self._dtype_name = folder, dtype
         self._config, self._groups, self._device = config, groups, platform.device
         self._dtype, self._temperature = DTYPES[dtype], temperature
         self._stepper: Stepper | None = None
@@ -100,7 +102,8 @@ class Engine:
                 recompute=recompute,
                 aux_loss_coef=aux_loss_coef,
             )
-            load_hf_weights(self._chunks, config, folder, groups.layout, groups.rank)
+            if load_weights:
+                load_hf_weights(self._chunks, config, folder, groups.layout, groups.rank)
             if lora is not None:
                 settings = LoraSettings(lora.rank, lora.alpha, lora.targets)
                 add_adapters(self._chunks, settings, groups.collection, seed)
@@ -127,6 +130,8 @@ class Engine:
         config.calculate_per_token_loss = True
         config.finalize_model_grads_func = finalize_without_scaling
         config.grad_scale_func = self._auxiliary
+        for chunk in self._chunks:
+            mark_experts(chunk)
         return [
             DistributedDataParallel(
                 config, settings, chunk, disable_bucketing=index > 0, pg_collection=self._groups.collection
@@ -318,17 +323,23 @@ class Engine:
         pool = dist.group.WORLD if layout.world_size > 1 else None
         return export_buckets(self._chunks, self._config, layout, self._groups.rank, pool, bucket_bytes, value=value)
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule; every rank calls it with the same existing folder."""
-        stepper = self._require_stepper("save")
+    def save(self, folder: Path, *, async_save: bool = False) -> PendingSave | None:
+        """Write weights and, of a role in training, optimizer and schedule; every rank calls it with the same empty folder.
+
+        async_save: the files are written while training goes on; they are a checkpoint after `PendingSave.finish`.
+        """
+        meta = Saved(self._source, self._groups.layout, self._dtype_name, self.num_steps, self._lora)
         with self._awake("params", "optimizer"):
-            save_checkpoint(folder, self._chunks, stepper.optimizer, stepper.scheduler)
+            return save_checkpoint(folder, self._chunks, *self._trained(), meta, async_save=async_save)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at the same or another layout; every rank calls it."""
-        stepper = self._require_stepper("load")
         with self._awake("params", "optimizer"):
-            load_checkpoint(folder, self._chunks, stepper.optimizer, stepper.scheduler)
+            load_checkpoint(folder, self._chunks, *self._trained(), self._groups.layout)
+
+    def _trained(self) -> tuple[Any, Any]:
+        """Optimizer and schedule; None for a frozen role."""
+        return (self._stepper.optimizer, self._stepper.scheduler) if self._stepper else (None, None)
 
     def _require_stepper(self, operation: str) -> Stepper:
         if self._stepper is None:

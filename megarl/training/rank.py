@@ -19,11 +19,13 @@ from megarl.core.platform import Platform, PlatformName, get_platform, peak_byte
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Algorithm, Lora, Optimizer, Part
+from megarl.training.manifest import read_model_config
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megarl.models.hf_weights import Bucket
+    from megarl.training.checkpoint import PendingSave
     from megarl.training.engine import Engine
     from megarl.training.losses import Loss
     from megarl.training.parallel import Groups
@@ -41,7 +43,8 @@ class RoleSpec:
     recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
     routing_replay: experts are those that the rollout chose. lora: train adapters alone.
     base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
-    resting: parts that leave the device while nothing needs them.
+    resting: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
+    folder need only have the config.
     total_steps: optimizer steps of the whole run, for the learning-rate schedule.
     algorithm: what `update` learns by; None where only `sft_update` is called.
     """
@@ -59,6 +62,7 @@ class RoleSpec:
     lora: Lora | None = None
     base_of: str | None = None
     resting: tuple[Part, ...] = ()
+    load_weights: bool = True
 
 
 class Rank:
@@ -76,6 +80,7 @@ class Rank:
         self._groups: dict[Layout, Groups] = {}
         self._engines: dict[str, Engine] = {}
         self._losses: dict[str, Loss] = {}
+        self._pending: PendingSave | None = None
         self._bases: dict[str, str] = {}
 
     def free_port(self) -> int:
@@ -121,7 +126,7 @@ class Rank:
             self._bases[role] = spec.base_of
             return
         self._engines[role] = Engine(
-            load_model_config(spec.folder),
+            load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder),
             spec.folder,
             self.groups_of(spec.layout),
             self.platform,
@@ -135,6 +140,7 @@ class Rank:
             lora=spec.lora,
             resting=spec.resting,
             seed=self.seed,
+            load_weights=spec.load_weights,
         )
         if spec.algorithm is not None:
             self._losses[role] = policy_loss(spec.algorithm)
@@ -166,9 +172,19 @@ class Rank:
 
         return self.engine(role).update(shard, {}, sft_loss())
 
-    def save(self, role: str, folder: Path) -> None:
-        """Write this rank's part of a distributed checkpoint into an existing, empty folder."""
-        self.engine(role).save(folder)
+    def save(self, role: str, folder: Path, *, wait: bool = True) -> None:
+        """Write this rank's part of a distributed checkpoint into an existing, empty folder.
+
+        wait: off to go on while it is written; the checkpoint is there after `finish_save`, which is due before the next.
+        """
+        self.finish_save()
+        self._pending = self.engine(role).save(folder, async_save=not wait)
+
+    def finish_save(self) -> None:
+        """Wait until a checkpoint that is being written is whole; nothing where none is."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
 
     def load(self, role: str, folder: Path) -> None:
         """Read this rank's part of a distributed checkpoint; the layout may differ from the one that saved it."""

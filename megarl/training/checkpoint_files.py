@@ -1,0 +1,129 @@
+"""Writes a rank's share of a Megatron checkpoint (torch_dist) from the process itself, at once or from a thread.
+
+Megatron's own writer hands the data to forked processes, and their results to a server process of multiprocessing. A
+fork of a process with running threads may deadlock, and on a host without device memory its copy is made page by page
+while training writes. Here a rank writes one file: at once, tensor by tensor, or from a copy on the host, in a thread
+that takes part in no collective. Planning, metadata and the format are Megatron's and torch's.
+Import only after `models.bootstrap.prepare_megatron`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    SerializationFormat,
+    _write_item,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megarl.training.manifest import TensorEntry
+
+
+class RankWriter(FileSystemWriterAsync):  # type: ignore[misc]
+    """One file of this rank. Megatron plans through it; `write` may run in another thread."""
+
+    def __init__(self, folder: Path, *, copy: bool) -> None:
+        """copy: take a copy of the data on the host while planning, so that training may go on during `write`."""
+        super().__init__(str(folder), thread_count=1)
+        self._copy = copy
+        self._name = ""
+        self._data: list[tuple[Any, Any]] = []
+        self._results: list[WriteResult] = []
+
+    @property
+    def file(self) -> Path | None:
+        """The file of this rank; None where the others hold everything."""
+        return Path(self.checkpoint_dir) / self._name if self._data or self._results else None
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Called by Megatron: collect what this rank writes."""
+        self._name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        for item in plan.items:
+            data: Any = planner.resolve_data(item)
+            if self._copy and item.type != WriteItemType.BYTE_IO:
+                data = data.detach().to("cpu", copy=True)
+            self._data.append((item, data))
+
+    def write(self) -> None:
+        """Write the file and wait until it is on the disk. Raises OSError when the disk is full."""
+        if not self._data:
+            return
+        with open(Path(self.checkpoint_dir) / self._name, "wb") as stream:
+            for index, (item, data) in enumerate(self._data):
+                content = _own_storage(data) if isinstance(data, torch.Tensor) else data
+                self._results.append(
+                    _write_item(
+                        self.transforms,
+                        stream,
+                        content,
+                        item,
+                        self._name,
+                        serialization_format=SerializationFormat.TORCH_SAVE,
+                    )
+                )
+                self._data[index] = (item, None)  # let go of the copy
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._data.clear()
+
+    def retrieve_write_results(self) -> list[WriteResult]:
+        """Called by Megatron when all ranks have written."""
+        return self._results
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, and not a view: that would be written with all that it is a view of."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+class RankStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's save strategy with `RankWriter` in its place; remembers what the checkpoint holds."""
+
+    def __init__(self, *, copy: bool) -> None:
+        super().__init__("torch_dist", 1)
+        self._copies = copy
+        self.writer: RankWriter | None = None
+        self.metadata: Metadata | None = None  # on rank 0
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        """Plan the save together with the other ranks; nothing is written yet but small common data."""
+        from megatron.core.dist_checkpointing.strategies import torch as upstream
+
+        state, _, _ = upstream._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        self.writer = RankWriter(Path(checkpoint_dir), copy=self._copies)
+        planned, *_ = upstream.save_state_dict_async_plan(
+            upstream.mcore_to_pyt_state_dict(state, False),
+            self.writer,
+            None,
+            0,
+            planner=upstream.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+        self.metadata = planned[1]
+
+        def finalize() -> None:
+            upstream.save_state_dict_async_finalize(*planned)
+
+        return AsyncRequest(self.writer.write, (), [finalize])
+
+    def tensors(self) -> dict[str, TensorEntry]:
+        """Every tensor of the checkpoint, by name; only rank 0 knows."""
+        assert self.metadata is not None
+        entries = {}
+        for name, stored in sorted(self.metadata.state_dict_metadata.items()):
+            if isinstance(stored, TensorStorageMetadata):
+                dtype = stored.properties.dtype
+                entries[name] = TensorEntry(
+                    tuple(stored.size), str(dtype).removeprefix("torch."), stored.size.numel() * dtype.itemsize
+                )
+        return entries

@@ -1,0 +1,116 @@
+"""`megarl.json`: what a Megatron checkpoint folder of megarl holds, and how to tell that it is whole. Without torch.
+
+It lies beside Megatron's own files and is written last. `hf/` beside it has the HF config and tokenizer that the model
+came with, so that an export to HF needs no other folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core.checksums import FileSum, file_damage
+from megarl.core.errors import UserError
+from megarl.core.layout import Layout
+from megarl.models.config import ModelConfig
+from megarl.models.hf_config import parse_model_config
+
+MANIFEST, HF_FOLDER = "megarl.json", "hf"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of the checkpoint, whole: what all ranks hold of it together. dtype: as torch names it, without `torch.`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Content of megarl.json.
+
+    family, architecture: of the model. dtype: of its weights. step: optimizer steps done. layout: what wrote the files;
+    any other may read them. optimizer: adam or sgd, None where there are only weights. optimizer_parts: optimizers that
+    Megatron chained on a rank (experts have their own where they are split). lora: settings of its adapters.
+    versions: of megarl, megatron-core and torch. tensors: by Megatron's global name. files: relative path to size and
+    checksum, of everything but this file.
+    """
+
+    family: str
+    architecture: str
+    dtype: str
+    step: int
+    layout: Layout
+    optimizer: str | None
+    optimizer_parts: int
+    lora: dict[str, Any] | None
+    versions: dict[str, str]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileSum]
+    format: int = FORMAT
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether training can go on from it."""
+        return self.optimizer is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(each.bytes for each in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint's folder."""
+        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises UserError where it is missing, broken, or of a later version of megarl."""
+    path = folder / MANIFEST
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        version = raw["format"]
+        if version != FORMAT:
+            raise UserError(
+                f"{path} has format {version}, and this megarl reads {FORMAT}: use the megarl that wrote it."
+            )
+        parsed = {
+            "layout": Layout(**raw["layout"]),
+            "tensors": {name: _entry(entry) for name, entry in raw["tensors"].items()},
+            "files": {name: FileSum.parse(entry) for name, entry in raw["files"].items()},
+        }
+        return Manifest(**{**raw, **parsed})
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: the checkpoint was not finished, or is not one of megarl's.") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is broken ({type(error).__name__}: {error}): the checkpoint is damaged.") from error
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The config of a folder that need not hold weights or a tokenizer. Raises UserError where it is broken."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): the checkpoint is damaged.") from error
+    return parse_model_config(raw, path)
+
+
+def checkpoint_damage(folder: Path, *, read: bool) -> list[str]:
+    """What is wrong with a checkpoint folder, for people; empty where nothing is. read: also compare the content."""
+    try:
+        manifest = read_manifest(folder)
+    except UserError as error:
+        return [str(error)]
+    return file_damage(folder, manifest.files, read=read)
+
+
+def _entry(raw: dict[str, Any]) -> TensorEntry:
+    return TensorEntry(tuple(raw["shape"]), raw["dtype"], raw["bytes"])

@@ -1,0 +1,148 @@
+"""An optimizer's state in a form that every layout reads, around what Megatron does for one optimizer at a time.
+
+Megatron chains optimizers: experts that are split over ranks have one of their own, and where they are whole, they are in
+the same one as everything else. Its checkpoints follow that, so that state saved at one expert-parallel size cannot be
+read at another. The tensors have the same names either way: here only they are saved by optimizer, and what the parameter
+groups say (step, rate) is saved once, under what tells the groups apart.
+Import only after `models.bootstrap.prepare_megatron`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+from megarl.core.errors import MegarlError, UserError
+from megarl.core.layout import Layout
+from megarl.training.manifest import Manifest
+
+SHARDING = "fully_reshardable"
+METADATA = {"distrib_optim_sharding_type": SHARDING, "chained_optim_avoid_prefix": True}
+# Where a parameter's group depends on the layout and not on the parameter.
+OF_LAYOUT = "is_expert_parallel"
+Group = dict[str, Any]
+
+
+class OptimizerState:
+    """The state of one role's optimizer; of none, where that is None."""
+
+    def __init__(self, optimizer: Any | None) -> None:
+        self._optimizer = optimizer
+        self._members: list[Any] = [] if optimizer is None else list(optimizer.chained_optimizers)
+        self._is_distributed = bool(self._members) and all(
+            isinstance(member, DistributedOptimizer) for member in self._members
+        )
+
+    @property
+    def name(self) -> str | None:
+        """adam, sgd; None without an optimizer."""
+        return None if self._optimizer is None else str(self._optimizer.config.optimizer)
+
+    @property
+    def num_parts(self) -> int:
+        """Optimizers that Megatron has chained on this rank."""
+        return len(self._members)
+
+    def to_save(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries of a state to save; collective. weights: the model's own."""
+        if self._optimizer is None:
+            return {}
+        if not self._is_distributed:
+            return {"optimizer": self._whole(weights, is_loading=False)}
+        states = self._states(weights, is_loading=False)
+        return {
+            "optimizer": {"groups": _united([group for state in states for group in _groups(state)])},
+            "optimizer_state": _tensors(states),
+        }
+
+    def to_load(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Entries of a state to fill; collective."""
+        if self._optimizer is None:
+            return {}
+        if not self._is_distributed:
+            return {"optimizer": self._whole(weights, is_loading=True)}
+        return {"optimizer_state": _tensors(self._states(weights, is_loading=True))}
+
+    def load(self, found: Mapping[str, Any]) -> None:
+        """Take over what `to_load` was filled with."""
+        if self._optimizer is None:
+            return
+        if not self._is_distributed:
+            self._optimizer.load_state_dict(found["optimizer"])
+            return
+        saved = found["optimizer"]["groups"]
+        for index, member in enumerate(self._members):
+            groups = [_matching(own, saved) for own in _groups(member.state_dict())]
+            member.load_state_dict(
+                {
+                    "optimizer": {"param_groups": groups},
+                    "param_state": found["optimizer_state"][str(index)],
+                    "param_state_sharding_type": SHARDING,
+                }
+            )
+
+    def check_readable(self, manifest: Manifest, folder: Path, layout: Layout) -> None:
+        """Raise UserError where a checkpoint does not have what this optimizer needs."""
+        if self._optimizer is None:
+            return
+        if manifest.optimizer is None:
+            raise UserError(
+                f"{folder} holds weights only, and training goes on from an optimizer's state. "
+                "Export it (`megarl convert mcore-to-hf`) and start a new run from the HF folder (model.path)."
+            )
+        if manifest.optimizer != self.name:
+            raise UserError(
+                f"{folder} holds the state of {manifest.optimizer}; the recipe's actor.optimizer.name is {self.name}. "
+                f"Go on with {manifest.optimizer}, or start a new run from the exported weights."
+            )
+        if not self._is_distributed and manifest.optimizer_parts != self.num_parts:
+            raise UserError(
+                f"{folder} was saved at the layout [{manifest.layout}] with {manifest.optimizer}, whose state cannot be "
+                f"read at [{layout}]: experts are split in one and whole in the other. Keep the expert-parallel size, use "
+                "adam, or start a new run from the exported weights (`megarl convert mcore-to-hf`)."
+            )
+
+    def _states(self, weights: Mapping[str, Any], *, is_loading: bool) -> list[dict[str, Any]]:
+        return [
+            member.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for member in self._members
+        ]
+
+    def _whole(self, weights: Mapping[str, Any], *, is_loading: bool) -> Any:
+        assert self._optimizer is not None
+        return self._optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA)
+
+
+def _groups(state: Mapping[str, Any]) -> list[Group]:
+    groups: list[Group] = state["optimizer"]["param_groups"]
+    return groups
+
+
+def _tensors(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {str(index): state["param_state"] for index, state in enumerate(states)}
+
+
+def _kind(group: Group, *, with_layout: bool) -> tuple[Any, ...]:
+    """What tells parameter groups apart."""
+    return tuple(group[key] for key in param_group_identifier_keys if with_layout or key != OF_LAYOUT)
+
+
+def _united(mine: list[Group]) -> list[Group]:
+    """Each kind of group once, over all ranks: a pipeline rank may lack some."""
+    gathered: list[list[Group]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    kinds = {_kind(group, with_layout=True): group for groups in gathered for group in groups}
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _matching(own: Group, saved: Sequence[Group]) -> Group:
+    """The saved group of this kind; where experts are split differently now, the one that the experts were in."""
+    for with_layout in (True, False):
+        for group in saved:
+            if _kind(group, with_layout=with_layout) == _kind(own, with_layout=with_layout):
+                return {**group, **{key: own[key] for key in param_group_identifier_keys}}
+    raise MegarlError(f"The checkpoint has no parameter group like {own}; it has {list(saved)}.")
