@@ -226,11 +226,10 @@ def _checked_routing(fields: Fields, moe: Moe) -> Moe:
         moe = replace(moe, num_groups=0, top_groups=0)
     elif moe.num_experts % moe.num_groups:
         problems.append(f"n_group={moe.num_groups}, which does not divide {moe.num_experts} experts")
-    elif moe.top_k // moe.top_groups != 2 or moe.num_experts < 2 * moe.num_groups:
-        # A group counts for its two best experts; Megatron takes top_k // top_groups of them.
+    elif moe.top_groups > moe.num_groups or moe.top_k // moe.top_groups != 2 or moe.num_experts < 2 * moe.num_groups:
         problems.append(
             f"n_group={moe.num_groups} and topk_group={moe.top_groups} with num_experts_per_tok={moe.top_k} "
-            "(groups are supported where num_experts_per_tok is twice topk_group)"
+            "(a group counts its 2 best experts, and Megatron num_experts_per_tok // topk_group of them)"
         )
     if problems:
         raise UserError(f"{fields.path}: {', '.join(problems)} is not supported. Use a model without it.")

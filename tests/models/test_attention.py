@@ -1,4 +1,4 @@
-"""Core attention against the formula written out, and the norm against its own."""
+"""Core attention against the formula written out."""
 
 from __future__ import annotations
 
@@ -8,35 +8,44 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.models.attention import CoreAttention, RMSNorm, _chunk_order
+from megarl.models.attention import CoreAttention, _chunk_order
 from megarl.models.gpt import packed_params
 
 D = 8
 ONE = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
 
 
-def core(**settings: Any) -> CoreAttention:
-    config = SimpleNamespace(kv_channels=D)
-    return CoreAttention(config, 1, None, "self", pg_collection=ONE, **settings)  # type: ignore[arg-type]
+def core(window: int | None = None, **settings: Any) -> CoreAttention:
+    """Layer 2 of two, the one that may have a window."""
+    config = SimpleNamespace(
+        kv_channels=D, window_size=None if window is None else (window - 1, 0), window_attn_skip_freq=[0, 1]
+    )
+    return CoreAttention(config, 2, None, "self", pg_collection=ONE, **settings)  # type: ignore[arg-type]
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(Q K^T / sqrt(d)) V below the diagonal, one query head at a time. [s, heads, d], [s, kv heads, d]."""
+def by_hand(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    """softmax(Q K^T / sqrt(d)) V below the diagonal, one query head at a time. [s, heads, d], [s, kv heads, d | v].
+
+    window: how many tokens each sees, itself among them.
+    """
     length, heads, _ = query.shape
     outputs = []
     for head in range(heads):
         group = head * key.shape[1] // heads
         scores = query[:, head] @ key[:, group].T / math.sqrt(D)
-        hidden = torch.arange(length)[None] > torch.arange(length)[:, None]
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+        hidden = (distance < 0) | (distance >= (window or length))
         outputs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, group])
     return torch.cat(outputs, dim=-1)
 
 
-def random_qkv(length: int, kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(length: int, kv_heads: int, seed: int = 0, v_dim: int = D) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
-    sizes = [(length, heads, D) for heads in (4, kv_heads, kv_heads)]
+    sizes = [(length, 4, D), (length, kv_heads, D), (length, kv_heads, v_dim)]
     q, k, v = (torch.randn(size, generator=random, dtype=torch.float64, requires_grad=True) for size in sizes)
     return q, k, v
 
@@ -49,11 +58,16 @@ def test_a_sequence_is_the_formula(kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[11], [4, 1, 6], [3, 0, 5]])
-def test_packed_sequences_and_their_gradients_are_those_of_each_alone(lengths: list[int]) -> None:
-    q, k, v = random_qkv(sum(lengths), 2)
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 30])
+@pytest.mark.parametrize("v_dim", [D, 5])
+def test_packed_sequences_and_their_gradients_are_those_of_each_alone(
+    lengths: list[int], window: int | None, v_dim: int
+) -> None:
+    q, k, v = random_qkv(sum(lengths), 2, v_dim=v_dim)
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    output = core()(q, k, v, packed_seq_params=packed_params(bounds))[:, 0]
-    expected = torch.cat([by_hand(*part) for part in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)])
+    output = core(window)(q, k, v, packed_seq_params=packed_params(bounds))[:, 0]
+    parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    expected = torch.cat([by_hand(*part, window=window) for part in parts])
     torch.testing.assert_close(output, expected)
     weights = torch.randn_like(output)
     for ours, theirs in zip(
@@ -78,19 +92,22 @@ def test_a_scale_may_be_given() -> None:
     torch.testing.assert_close(doubled[:, 0], by_hand(2 * q, k, v))
 
 
+def test_a_window_is_of_the_layers_that_have_it() -> None:
+    config = SimpleNamespace(kv_channels=D, window_size=(2, 0), window_attn_skip_freq=[0, 1])
+    q, k, v = random_qkv(9, 2)
+    for layer, window in ((1, None), (2, 3)):
+        attention = CoreAttention(config, layer, None, "self", pg_collection=ONE)  # type: ignore[arg-type]
+        torch.testing.assert_close(attention(q[:, None], k[:, None], v[:, None])[:, 0], by_hand(q, k, v, window))
+
+
+@given(st.integers(0, 12), st.integers(1, 12), st.integers(1, 30))
+def test_the_last_queries_of_a_sequence_are_those_of_the_whole(first: int, count: int, window: int) -> None:
+    q, k, v = random_qkv(first + count, 2)
+    tail = core(window)._attend(q[first:, None], k[:, None], v[:, None], first)[:, 0].flatten(1)
+    torch.testing.assert_close(tail, by_hand(q, k, v, window)[first:])
+
+
 def test_chunks_of_context_parallel_ranks_are_put_in_order() -> None:
     # Two ranks hold 0 3 | 1 2, three hold 0 5 | 1 4 | 2 3.
     assert _chunk_order(2) == [0, 2, 3, 1]
     assert _chunk_order(3) == [0, 2, 4, 5, 3, 1]
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_norm_is_its_formula_and_marks_its_weight(sequence_parallel: bool) -> None:
-    config = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=sequence_parallel)
-    norm = RMSNorm(config, 6, eps=0.1)  # type: ignore[arg-type]
-    with torch.no_grad():
-        norm.weight.copy_(torch.arange(6.0))
-    x = torch.randn(3, 6, dtype=torch.float64)
-    expected = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * torch.arange(6.0)
-    torch.testing.assert_close(norm(x), expected)
-    assert norm.weight.sequence_parallel is sequence_parallel

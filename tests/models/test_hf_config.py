@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.models.config import ModelConfig
-from megarl.models.hf_config import check_tensor_parallel, load_model_config, parse_model_config
+from megarl.models.config import ModelConfig, Rope
+from megarl.models.hf_config import load_model_config, parse_model_config
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -51,7 +51,7 @@ def test_every_field_of_a_published_config() -> None:
         ffn_hidden_size=3072,
         vocab_size=151936,
         max_positions=40960,
-        rope_theta=1e6,
+        rope=Rope(1e6),
         norm_eps=1e-6,
         tied_embeddings=True,
         qkv_bias=False,
@@ -70,15 +70,9 @@ def test_what_may_be_left_out() -> None:
         eos_token_id=7,
     )
     assert (config.num_kv_heads, config.head_dim, config.tied_embeddings) == (16, 64, False)
-    assert (config.rope_theta, config.eos_token_ids) == (10000.0, (7,))
+    assert (config.rope, config.eos_token_ids) == (Rope(10000.0), (7,))
     assert (config.qkv_bias, config.qk_norm) == (True, False)
     assert parse(eos_token_id=None).eos_token_ids == ()
-
-
-def test_rope_theta_is_read_where_either_generation_of_transformers_writes_it() -> None:
-    assert parse(rope_theta=5e5).rope_theta == 5e5
-    new = {"rope_type": "default", "rope_theta": 2e6}
-    assert parse(rope_theta="absent", rope_parameters=new).rope_theta == 2e6
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
@@ -94,21 +88,20 @@ def test_the_vocabulary_is_padded_to_a_multiple(tp: int) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen2ForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": "absent"}, ["missing", "Qwen3ForCausalLM"]),
         ({"intermediate_size": "absent", "vocab_size": "absent"}, ["lacks intermediate_size, vocab_size"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, ["'yarn'"]),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["'llama3'"]),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor=0.5"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
         ({"attention_bias": True}, ["attention_bias=True"]),
         ({"mlp_bias": True, "hidden_act": "gelu"}, ["mlp_bias=True", "hidden_act='gelu'"]),
-        ({"use_sliding_window": True, "sliding_window": 4096}, ["sliding-window attention"]),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ({"use_sliding_window": "yes", "sliding_window": 8}, ["use_sliding_window is 'yes'"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types=['full_attention']"]),
+        ({"layer_types": ["chunked_attention"] * 28}, ["layer_types", "chunked_attention"]),
+        ({"layer_types": ["sliding_attention"] * 28}, ["layer_types", "sliding_window=None"]),
+        ({"architectures": ["LlamaForCausalLM"], "use_sliding_window": True}, ["use_sliding_window=True"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantised weights"]),
         ({"num_hidden_layers": "many"}, ["num_hidden_layers is 'many'"]),
         ({"num_attention_heads": 0}, ["num_attention_heads is 0"]),
         ({"vocab_size": True}, ["vocab_size is True"]),
         ({"num_key_value_heads": 5}, ["num_key_value_heads 5", "num_attention_heads 16"]),
         ({"rms_norm_eps": "small"}, ["rms_norm_eps is 'small'"]),
-        ({"rope_theta": 0}, ["rope_theta is 0"]),
     ],
 )
 def test_a_config_that_is_not_supported(changes: dict[str, Any], says: list[str]) -> None:
@@ -155,22 +148,3 @@ def test_a_config_that_is_no_object(text: str, says: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=says):
         load_model_config(tmp_path)
-
-
-def test_tensor_parallel_sizes_that_work() -> None:
-    for tp in (1, 2, 4, 8):
-        check_tensor_parallel(parse(), tp)
-
-
-@pytest.mark.parametrize(
-    ("tp", "says"),
-    [
-        (3, ["tp=3", "16 attention heads", "8 key-value heads", "1, 2, 4, 8"]),
-        (16, ["tp=16", "8 key-value heads", "1, 2, 4, 8"]),
-    ],
-)
-def test_tensor_parallel_sizes_that_do_not(tp: int, says: list[str]) -> None:
-    with pytest.raises(UserError) as error:
-        check_tensor_parallel(parse(), tp)
-    assert all(part in str(error.value) for part in says)
-    assert ("attention heads," in str(error.value)) == (tp == 3), "only what is uneven is named"

@@ -1,0 +1,250 @@
+"""Published configs of each family, and what of a family is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.models.config import Mla, ModelConfig, Moe, Rope
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import load_model_config, parse_model_config
+from tests.support.tiny import CONFIGS, write_tiny_model
+
+PATH = Path("model/config.json")
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# DeepSeek-V3's own, but for the number of layers and the quantisation.
+DEEPSEEK: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "num_nextn_predict_layers": 1,
+}
+# Gemma 3 1B's own, but for the number of layers.
+GEMMA: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 7,
+    "hidden_size": 1152,
+    "head_dim": 256,
+    "num_key_value_heads": 1,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "attention_bias": False,
+}
+
+
+def parse(raw: dict[str, Any], **changes: Any) -> ModelConfig:
+    return parse_model_config({key: value for key, value in {**raw, **changes}.items() if value != "absent"}, PATH)
+
+
+def of(architecture: str, **changes: Any) -> ModelConfig:
+    return parse(SIZES, architectures=[architecture], **changes)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, family))
+    assert config.family == family
+    assert config.num_layers == 3
+
+
+def test_every_family_has_a_model_that_tests_it() -> None:
+    assert {family.name for family in FAMILIES.values()} == set(CONFIGS)
+
+
+def test_llama_3_1_stretches_its_rope() -> None:
+    scaling = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+    scaling["original_max_position_embeddings"] = 8192
+    config = of("LlamaForCausalLM", rope_theta=500000.0, rope_scaling=scaling)
+    assert config.rope == Rope(5e5, "llama3", factor=8.0, original_positions=8192)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "window", "layers"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 4096}, 4096, range(6)),
+        ("MistralForCausalLM", {"sliding_window": None}, None, range(0)),
+        ("MistralForCausalLM", {}, 4096, range(6)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": False}, None, range(0)),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 4}, 8, range(4, 6)),
+        ("Qwen3ForCausalLM", {"sliding_window": 8, "use_sliding_window": True}, None, range(0)),
+        ("Qwen3ForCausalLM", {"sliding_window": None, "use_sliding_window": True}, None, range(0)),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4,
+            },
+            8,
+            range(2),
+        ),
+    ],
+)
+def test_windows(architecture: str, changes: dict[str, Any], window: int | None, layers: range) -> None:
+    config = of(architecture, **changes)
+    assert (config.window, config.local_layers) == (window, frozenset(layers))
+    assert config.local_rope is None
+
+
+def test_qwen3_moe() -> None:
+    config = of("Qwen3MoeForCausalLM", **EXPERTS, norm_topk_prob=True)
+    assert config.moe == Moe(8, 2, 32)
+    assert config.moe_layers == frozenset(range(6))
+    assert config.qk_norm
+    new_names = {**EXPERTS, "num_experts": "absent", "num_local_experts": 8}
+    sparse = of("Qwen3MoeForCausalLM", **new_names, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert sparse.moe == Moe(8, 2, 32, normalize=False)
+    assert sparse.moe_layers == {1, 5}
+    dense = of("Qwen3MoeForCausalLM", **EXPERTS, mlp_only_layers=list(range(6)))
+    assert (dense.moe, dense.moe_layers) == (None, frozenset())
+
+
+def test_mixtral() -> None:
+    config = of("MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=2)
+    assert config.moe == Moe(8, 2, 96)
+    assert config.rope == Rope(1e6)
+    assert config.window is None
+
+
+def test_deepseek_v3() -> None:
+    config = parse(DEEPSEEK)
+    assert config.mla == Mla(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert (config.num_kv_heads, config.head_dim) == (128, 192)
+    assert config.moe == Moe(
+        256,
+        8,
+        2048,
+        shared_ffn_hidden_size=2048,
+        score="sigmoid",
+        scaling_factor=2.5,
+        num_groups=8,
+        top_groups=4,
+        score_bias=True,
+    )
+    assert config.moe_layers == {3, 4, 5}
+    assert config.rope == Rope(1e4, "yarn", factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
+
+
+def test_deepseek_v3_without_what_may_be_left_out() -> None:
+    config = parse(DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, rope_scaling=None)
+    assert config.mla is not None
+    assert config.mla.q_rank is None
+    assert config.moe is not None
+    assert (config.moe.num_groups, config.moe.top_groups, config.moe.shared_ffn_hidden_size) == (0, 0, 4096)
+    assert config.rope == Rope(1e4)
+
+
+def test_gemma_3() -> None:
+    config = parse(GEMMA)
+    assert (config.window, config.local_layers) == (512, {0, 1, 2, 3, 4, 6})
+    assert (config.rope, config.local_rope) == (Rope(1e6), Rope(1e4))
+    assert (config.embedding_scale, config.query_scale) == (1152**0.5, 1 / 16)
+    assert config.tied_embeddings
+    assert config.norm_offset
+    assert config.sandwich_norms
+    assert config.activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "says"),
+    [
+        (DEEPSEEK, {"kv_lora_rank": "absent", "n_group": "absent"}, ["lacks kv_lora_rank, n_group"]),
+        (DEEPSEEK, {"num_key_value_heads": 8}, ["num_key_value_heads 8", "num_attention_heads 128"]),
+        (DEEPSEEK, {"rope_interleave": False}, ["rope_interleave=False"]),
+        (DEEPSEEK, {"topk_method": "greedy", "scoring_func": "softmax"}, ["topk_method='greedy'", "'softmax'"]),
+        (DEEPSEEK, {"moe_layer_freq": 2}, ["moe_layer_freq=2"]),
+        (DEEPSEEK, {"attention_bias": True}, ["attention_bias=True"]),
+        (DEEPSEEK, {"topk_group": 2}, ["n_group=8", "topk_group=2", "num_experts_per_tok=8", "counts its 2 best"]),
+        (DEEPSEEK, {"topk_group": 9}, ["n_group=8", "topk_group=9"]),
+        (DEEPSEEK, {"n_routed_experts": 100}, ["n_group=8", "100 experts"]),
+        (DEEPSEEK, {"norm_topk_prob": False}, ["norm_topk_prob=False with sigmoid"]),
+        (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, ["quantised weights"]),
+        (DEEPSEEK, {"qk_rope_head_dim": 0}, ["qk_rope_head_dim is 0"]),
+        (GEMMA, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0 (soft-capped logits)"]),
+        (GEMMA, {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
+        (GEMMA, {"use_bidirectional_attention": True}, ["use_bidirectional_attention=True"]),
+        (GEMMA, {"hidden_activation": "relu"}, ["hidden_activation='relu'"]),
+        (GEMMA, {"sliding_window_pattern": 0}, ["sliding_window_pattern is 0"]),
+        (GEMMA, {"sliding_window": 0}, ["sliding_window is 0"]),
+        (
+            SIZES,
+            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "num_experts_per_tok": 9},
+            ["num_experts_per_tok=9 of 8 experts"],
+        ),
+        (
+            SIZES,
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                **EXPERTS,
+                "num_experts_per_tok": 1,
+                "norm_topk_prob": True,
+            },
+            ["num_experts_per_tok=1 with norm_topk_prob=True"],
+        ),
+        (
+            SIZES,
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2},
+            ["lacks num_local_experts", "MixtralForCausalLM"],
+        ),
+        (
+            SIZES,
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 6},
+            ["layer_types", "sliding_window=4096"],
+        ),
+    ],
+)
+def test_what_a_family_is_refused_for(raw: dict[str, Any], changes: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        parse(raw, **changes)
+    for part in [str(PATH), *says]:
+        assert part in str(error.value)
