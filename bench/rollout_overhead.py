@@ -34,6 +34,7 @@ from megarl.core.platform import get_platform
 from megarl.core.types import Prompt
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
+from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
 from megarl.rewards.graders import GraderPool
 from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
@@ -125,6 +126,7 @@ async def measure(
     equal = await greedy_equal(server, router, chosen, recipe.rollout.max_response_tokens)
     collector = Collector(
         recipe,
+        model=load_model_config(recipe.model.path),
         prompts=prompts,
         eval_prompts=(),
         client=ServerClient(router),

@@ -19,11 +19,12 @@ from rich.syntax import Syntax
 from megarl.checkpoints import Checkpoints, Committed
 from megarl.core.log import setup_logging
 from megarl.core.timing import PhaseTimer
+from megarl.models.flops import mfu
 from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_sft
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.load import Loaded, detect_kind, load_recipe
 from megarl.recipe.save import save_recipe
-from megarl.recipe.schema import Recipe, SftRecipe
+from megarl.recipe.schema import Cluster, Recipe, SftRecipe
 from megarl.recipe.source import dump_yaml
 from megarl.report.console import RunConsole
 from megarl.report.curve import draw_curve
@@ -46,11 +47,13 @@ class Keeper:
     checkpoints: Checkpoints
     model: Any  # the role under training: save(folder), peak_bytes()
     data: Any  # where samples come from: state()
+    cluster: Cluster
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's metrics everywhere."""
         metrics = {
             **metrics,
+            **_flop_rates(metrics, self.cluster),
             "perf/rank_peak_bytes": float(self.model.peak_bytes()),
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
         }
@@ -69,6 +72,17 @@ class Keeper:
         self.model.load(committed.actor.resolve())
         self.data.load_state(committed.state["data"])
         return State(committed.step, committed.state["weight_version"])
+
+
+def _flop_rates(metrics: dict[str, float], cluster: Cluster) -> dict[str, float]:
+    """How fast the updates were, where there were some."""
+    flops, seconds = metrics.get("perf/train_flops"), metrics.get("perf/update_s")
+    if not flops or not seconds:
+        return {}
+    rates = {"perf/tflops_per_device": flops / seconds / cluster.devices / 1e12}
+    if cluster.peak_tflops is not None:
+        rates["perf/mfu"] = mfu(flops, seconds, cluster.devices, cluster.peak_tflops * 1e12)
+    return rates
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,7 @@ def run_train(path: Path, overrides: list[str], resume: bool) -> None:
         timer = run.timer
         with timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, timer))
-            keeper = Keeper(run.writers, run.console, run.checkpoints, session.actor, session.rollout)
+            keeper = Keeper(run.writers, run.console, run.checkpoints, session.actor, session.rollout, recipe.cluster)
             state = keeper.restore(run.committed)
         first = State(state.step, state.weight_version + 1)
         with timer.phase("sync"):
@@ -137,7 +151,7 @@ def run_sft(path: Path, overrides: list[str], resume: bool) -> None:
     with _opened(loaded, checked, resume) as run:
         with run.timer.phase("start"):
             session = run.stack.enter_context(sft_session(recipe, checked, run.timer))
-            keeper = Keeper(run.writers, run.console, run.checkpoints, session.model, session.feeder)
+            keeper = Keeper(run.writers, run.console, run.checkpoints, session.model, session.feeder, recipe.cluster)
             state = keeper.restore(run.committed)
         sft(SftCast(session.feeder, session.model, keeper, run.timer), recipe, state)
         _finish(run, session.model, recipe)

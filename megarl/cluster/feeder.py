@@ -14,6 +14,8 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Shard
 from megarl.data.pack import pack_sft
 from megarl.data.sft import SftSource, load_demonstrations
+from megarl.models.flops import train_flops
+from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import SftRecipe
 
 
@@ -23,6 +25,7 @@ class FeederActor:
     def __init__(self, spec: ProcessSpec, recipe: SftRecipe, num_shards: int) -> None:
         self._facts = configure_process(spec)
         self._recipe = recipe
+        self._model = load_model_config(recipe.model.path)
         self._num_shards = num_shards
         self._source = SftSource(
             load_demonstrations(recipe.model.path, recipe.data), recipe.run.seed, shuffle=recipe.data.shuffle
@@ -48,7 +51,14 @@ class FeederActor:
             num_mini_batches=1,
             prompt_tokens=tokens - trained,
             response_tokens=trained,
-            metrics={"data/epoch": float(self._source.epoch)},
+            metrics={
+                "data/epoch": float(self._source.epoch),
+                "perf/train_flops": train_flops(
+                    self._model,
+                    [len(item.token_ids) for item in demonstrations],
+                    weight_gradients=self._recipe.actor.lora is None,
+                ),
+            },
         )
         return (info, *shards)
 

@@ -105,6 +105,11 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/train_tokens_per_s": MetricSpec(
         "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
     ),
+    "perf/train_flops": MetricSpec(
+        "FLOP", "model FLOPs of the step's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
+    ),
+    "perf/tflops_per_device": MetricSpec("TFLOP/s", "perf/train_flops / perf/update_s / devices", ".3f"),
+    "perf/mfu": MetricSpec("fraction", "perf/tflops_per_device / cluster.peak_tflops, where that is given", ".3f"),
     "perf/tokens_per_s": MetricSpec("tokens/s", "prompt and response tokens / perf/step_s", ".0f"),
     "perf/driver_s": MetricSpec("s", "perf/step_s less the time that the driver spent waiting for others", ".4f"),
     "perf/driver_fraction": MetricSpec("fraction", "perf/driver_s / perf/step_s", ".4f"),

@@ -50,6 +50,9 @@ class Cluster(Section):
     devices: PositiveInt = Field(
         1, description="devices in the colocated pool; on cpu, one process counts as one device"
     )
+    peak_tflops: PositiveFloat | None = Field(
+        None, description="what one device could do in model.dtype, TFLOP/s; gives perf/mfu"
+    )
 
 
 class Model(Section):

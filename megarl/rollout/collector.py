@@ -25,6 +25,9 @@ from megarl.core.types import BatchInfo, Column, EvalResult, Prompt, Sample, Sha
 from megarl.data.chat import load_tokenizer
 from megarl.data.pack import column_like, pack
 from megarl.data.prompts import PromptSet, PromptSource, load_prompts
+from megarl.models.config import ModelConfig
+from megarl.models.flops import train_flops
+from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
 from megarl.rewards.graders import GraderPool
 from megarl.rollout import filters
@@ -63,6 +66,7 @@ class Collector:
         self,
         recipe: Recipe,
         *,
+        model: ModelConfig,
         prompts: PromptSet,
         eval_prompts: Sequence[Prompt],
         client: ServerClient,
@@ -70,6 +74,7 @@ class Collector:
         num_shards: int,
     ) -> None:
         self._recipe = recipe
+        self._model = model
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
         self._source = PromptSource(prompts, recipe.run.seed, shuffle=recipe.data.shuffle)
@@ -90,6 +95,7 @@ class Collector:
             held_out = load_prompts(recipe.data.eval, tokenizer, recipe.data).prompts[: recipe.eval.max_prompts]
         return cls(
             recipe,
+            model=load_model_config(recipe.model.path),
             prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
             eval_prompts=held_out,
             client=ServerClient(router),
@@ -278,8 +284,15 @@ class Collector:
             num_mini_batches=len(shards[0].mini_batches),
             prompt_tokens=sum(len(sample.prompt.token_ids) for sample in kept),
             response_tokens=sum(len(sample.response_ids) for sample in kept),
-            metrics={**metrics, "rollout/num_samples": float(len(kept))},
+            metrics={
+                **metrics,
+                "rollout/num_samples": float(len(kept)),
+                "perf/train_flops": self._recipe.actor.epochs * self._flops([sample.num_tokens for sample in kept]),
+            },
         )
+
+    def _flops(self, lengths: list[int]) -> float:
+        return train_flops(self._model, lengths, weight_gradients=self._recipe.actor.lora is None)
 
     def _write(self, name: str, samples: Sequence[Sample]) -> None:
         """The first samples, for reading: one JSON object a line, whole or not at all."""

@@ -14,10 +14,12 @@ import pytest
 from megarl.core.errors import MegarlError
 from megarl.core.metrics import METRICS
 from megarl.data.prompts import PromptSet
+from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rewards.graders import GraderPool
 from megarl.rollout.client import ServerClient
 from megarl.rollout.collector import Collector
+from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.support.fake_sglang import END, FakeSglang, generation
 
@@ -51,6 +53,7 @@ def collect(
         async with fake_with() as fake:
             collector = Collector(
                 recipe,
+                model=PLAIN,
                 prompts=prompts,
                 eval_prompts=[make_prompt("p8"), make_prompt("p9")],
                 client=ServerClient(fake.endpoint, backoff_s=0.001),
@@ -95,6 +98,8 @@ def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> Non
     assert info.metrics["rollout/response_len_max"] == 8
     assert info.metrics["data/epoch"] == 1.0
     assert info.metrics["data/dropped_prompts"] == 3
+    # Prompts of 3 tokens; three of them have answers of 2, the last of 8, and each has two samples.
+    assert info.metrics["perf/train_flops"] == train_flops(PLAIN, [5] * 6 + [11] * 2)
     assert set(info.metrics) <= set(METRICS)
     # Group 0 was right once: its samples are 0.5 above and below their mean; nothing else has an advantage.
     found: dict[int, set[float]] = {}
@@ -181,6 +186,7 @@ def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> 
         async with fake() as server:
             collector = Collector(
                 recipe,
+                model=PLAIN,
                 prompts=prompts,
                 eval_prompts=(),
                 client=ServerClient(server.endpoint),
