@@ -29,13 +29,21 @@ CPU = get_platform("cpu")
 SEED = 11
 VOCAB = 97  # padded under tensor parallel
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LATENT = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", *DENSE[1:])
 SETTINGS = LoraSettings(rank=4, alpha=6, targets=DENSE)
 OPTIMIZER = Optimizer(name="sgd", lr=0.5, weight_decay=0.1, clip_grad=0.05)
-# Layer 3 is written over both of two pipeline ranks; one key-value head is fewer than the tensor-parallel ranks.
+# One key-value head is fewer than the tensor-parallel ranks.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"vocab_size": VOCAB, "num_key_value_heads": 1, "num_hidden_layers": 4}),
     "qwen2": ("qwen2", {"vocab_size": VOCAB, "tie_word_embeddings": True, "num_hidden_layers": 2}),
+    "deepseek": ("deepseek_v3", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
+    "gemma": ("gemma3", {"vocab_size": VOCAB}),
 }
+
+
+def settings_of(model: str) -> LoraSettings:
+    """The adapters of a model: on everything that can have some."""
+    return LoraSettings(rank=4, alpha=6, targets=LATENT) if model == "deepseek" else SETTINGS
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,10 @@ CASES = {
     "cp": Case("qwen3", Layout(cp=2, world_size=2)),
     "tp bias tied": Case("qwen2", Layout(tp=2, world_size=2)),
     "pp tied": Case("qwen2", Layout(pp=2, world_size=2)),
+    "latent sp": Case("deepseek", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "latent pp": Case("deepseek", Layout(pp=2, world_size=2)),
+    "latent ep": Case("deepseek", Layout(ep=2, world_size=2)),
+    "sandwich sp": Case("gemma", Layout(tp=2, sequence_parallel=True, world_size=2)),
 }
 
 
@@ -66,8 +78,8 @@ def micro_batches(dp: int = 1) -> list[tuple[MicroBatch, ...]]:
     return [part.mini_batches[0].micro_batches for part in parts]
 
 
-def adapted(case: Case, folder: Path, groups: Any, settings: LoraSettings = SETTINGS) -> list[Any]:
-    """This rank's chunks, adapted, B still zero. Within `groups.active()`."""
+def adapted(case: Case, folder: Path, groups: Any, settings: LoraSettings | None = None) -> list[Any]:
+    """This rank's chunks, adapted, B still zero. Within `groups.active()`. settings: those of the model by default."""
     from megarl.models.gpt import build_gpt
     from megarl.models.hf_weights import load_hf_weights
     from megarl.models.lora import add_adapters
@@ -77,11 +89,11 @@ def adapted(case: Case, folder: Path, groups: Any, settings: LoraSettings = SETT
         config, case.layout, groups.collection, dtype=torch.float32, platform=CPU, recompute=case.recompute
     )
     load_hf_weights(chunks, config, folder, case.layout, groups.rank)
-    add_adapters(chunks, settings, groups.collection, SEED)
+    add_adapters(chunks, settings or settings_of(case.model), groups.collection, SEED)
     return chunks
 
 
-def fill_b(chunks: Sequence[Any], folder: Path, groups: Any, settings: LoraSettings = SETTINGS) -> None:
+def fill_b(chunks: Sequence[Any], folder: Path, groups: Any, settings: LoraSettings) -> None:
     """Give B random numbers that every layout agrees on: drawn for each HF tensor, then cut as the rules say."""
     from megarl.models.hf_weights import global_tensors, layer_spec
     from megarl.models.mapping import merge
@@ -181,11 +193,12 @@ def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]
 
     folder, layout, rank = root / case.model, groups.layout, groups.rank
     config, pool = load_model_config(folder), dist.group.WORLD if layout.world_size > 1 else None
-    place = (config, SETTINGS, layout, rank, pool)
+    settings = settings_of(case.model)
+    place = (config, settings, layout, rank, pool)
     with groups.active():
         chunks = adapted(case, folder, groups)
         result: dict[str, Any] = {"initial": peft_tensors(chunks, *place), "untouched": score(chunks, groups)}
-        fill_b(chunks, folder, groups)
+        fill_b(chunks, folder, groups, settings)
         result["logprobs"] = score(chunks, groups)
         with adapters_off(chunks):
             result["off"] = score(chunks, groups)

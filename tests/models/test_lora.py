@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
-from megarl.models.lora import adapters_off, initial_a, is_adapter
+from megarl.models.lora import adapters_off, add_adapters, initial_a, is_adapter
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.peft import peft_config, peft_tensors
 from megarl.rollout.process import free_port
@@ -40,11 +42,13 @@ from tests.models.lora_ranks import (
     micro_batches,
     observe,
     score,
+    settings_of,
 )
-from tests.support.tiny import write_tiny_qwen
+from tests.support.tiny import write_tiny_model
 
 Result = dict[str, Any]
 PREFIX = "base_model.model."
+LINEAR = re.compile(r"_proj(_with_mqa)?\.weight$")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An HF folder for each model."""
     root = tmp_path_factory.mktemp("lora")
     for name, (family, overrides) in MODELS.items():
-        write_tiny_qwen(root / name, family, **overrides)
+        write_tiny_model(root / name, family, **overrides)
     return root
 
 
@@ -171,7 +175,11 @@ def test_the_merged_export_is_the_adapted_model(model: str, alone: dict[str, Res
         assert difference(alone[model]["logprobs"], logprobs_by_hand(merged)) < 1e-5
     before, after = (load_file(root / folder / "model.safetensors") for folder in (model, f"alone/{model}/merged"))
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if "_proj.weight" in name}
+    adapters = load_file(root / "alone" / model / "peft" / "adapter_model.safetensors")
+    assert changed == {
+        name.removeprefix(PREFIX).replace(".lora_A", "") for name in adapters if name.endswith(".lora_A.weight")
+    }
+    assert changed == {name for name in before if LINEAR.search(name) and ".experts." not in name}
 
 
 def test_peft_settings_name_the_linears(alone: dict[str, Result], root: Path) -> None:
@@ -201,7 +209,7 @@ def test_data_parallel_has_no_gradients_of_frozen_weights(root: Path, groups: Gr
 def test_adapters_off_nests_and_survives_errors(root: Path, groups: Groups) -> None:
     with groups.active():
         chunks = adapted(Case("qwen2", Layout()), root / "qwen2", groups)
-        fill_b(chunks, root / "qwen2", groups)
+        fill_b(chunks, root / "qwen2", groups, SETTINGS)
         on = score(chunks, groups)
         with pytest.raises(RuntimeError, match="inside"), adapters_off(chunks):
             off = score(chunks, groups)
@@ -247,6 +255,66 @@ def test_targets_that_the_model_lacks_are_refused(root: Path, groups: Groups) ->
         pytest.raises(UserError, match=r"no linear_q_down_proj: .* linear_qkv, linear_proj, linear_fc1"),
     ):
         adapted(Case("qwen2", Layout()), root / "qwen2", groups, settings)
+
+
+def test_routed_experts_are_refused(root: Path, groups: Groups) -> None:
+    folder = write_tiny_model(root / "routed", "qwen3_moe", mlp_only_layers=[], num_hidden_layers=1)
+    with (
+        groups.active(),
+        pytest.raises(
+            UserError, match=r"linear_fc1, linear_fc2 only in its routed experts, .* linear_qkv, linear_proj\."
+        ),
+    ):
+        adapted(Case("routed", Layout()), folder, groups)
+
+
+def test_peft_settings_leave_routed_experts_out(root: Path) -> None:
+    targets = peft_config(load_model_config(root / "deepseek"), settings_of("deepseek"), "tiny")["target_modules"]
+    assert targets == [
+        *("kv_a_proj_with_mqa", "kv_b_proj"),
+        *("mlp.down_proj", "mlp.gate_proj"),
+        *("mlp.shared_experts.down_proj", "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        *("mlp.up_proj", "o_proj", "q_a_proj", "q_b_proj"),
+    ]
+
+
+class FusedLinear(torch.nn.Module):
+    """Behaves as Transformer Engine's linear with a norm inside does, under Megatron's wrapper."""
+
+    parallel_mode, return_layernorm_output = "column", False
+
+    def __init__(self, *, returns_bias: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=False, gated_linear_unit=True)
+        self.weight, self.layer_norm_weight = (torch.nn.Parameter(torch.randn(*s)) for s in ((6, 4), (4,)))
+        self.returns_bias = returns_bias
+
+    def forward(self, inputs: Tensor) -> Any:
+        normed = torch.nn.functional.rms_norm(inputs, (4,), self.layer_norm_weight)
+        output, bias = normed @ self.weight.T, torch.ones(6)
+        if self.returns_bias:
+            return (output, bias, normed) if self.return_layernorm_output else (output, bias)
+        return ((output, normed) if self.return_layernorm_output else output), None
+
+
+FusedLinear.__module__ = "megatron.core.extensions.transformer_engine"
+
+
+@pytest.mark.parametrize("returns_bias", [False, True])
+def test_a_norm_inside_of_a_linear_comes_before_the_adapter(returns_bias: bool, groups: Groups) -> None:
+    torch.manual_seed(3)
+    chunk = torch.nn.Module()
+    linear: Any = FusedLinear(returns_bias=returns_bias)
+    chunk.linear_qkv, inputs = linear, torch.randn(5, 1, 4)
+    base, bias = linear(inputs)
+    add_adapters([chunk], LoraSettings(2, 6, ("linear_qkv",)), groups.collection, SEED)
+    linear.lora_b.data.normal_()
+    normed = torch.nn.functional.rms_norm(inputs, (4,), linear.layer_norm_weight)
+    torch.testing.assert_close(linear(inputs)[0], base + 3 * normed @ linear.lora_a.T @ linear.lora_b.T)
+    with adapters_off([chunk]):
+        off = linear(inputs)
+    assert torch.equal(off[0], base)
+    assert (off[1] is None) == (bias is None)
 
 
 def test_only_targets_are_adapted(root: Path, groups: Groups) -> None:
@@ -307,7 +375,7 @@ class TestLayouts:
             chunks = adapted(Case(model, Layout()), folder, groups)
             state = dist_checkpointing.load({"chunk0": adapter_state(chunks[0])}, str(root / name / "checkpoint"))
             chunks[0].load_state_dict(state["chunk0"], strict=False)
-            found = peft_tensors(chunks, config, SETTINGS, Layout(), 0, None)
+            found = peft_tensors(chunks, config, settings_of(model), Layout(), 0, None)
         assert difference(found, pair[0][name]["stepped"]) == 0
 
 
