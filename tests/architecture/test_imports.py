@@ -16,10 +16,10 @@ ROOMS = (
     "core",
     "recipe",
     "algorithms",
-    "placement",
     "data",
     "rewards",
     "models",
+    "placement",
     "training",
     "rollout",
     "sync",
@@ -48,7 +48,7 @@ SGLANG_MODULES = {
 }
 # The platform itself, and the adapter that answers Megatron's own questions about CUDA.
 PLATFORM_MODULES = {"megarl.core.platform", "megarl.models.megatron_cpu"}
-WITHOUT_TORCH = ("core", "recipe", "data", "rewards", "preflight", "doctor", "checkpoints", "train", "sft", "cli")
+WITHOUT_TORCH = ("core", "recipe", "placement", "data", "rewards", "preflight", "doctor", "checkpoints", "train", "sft", "cli")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

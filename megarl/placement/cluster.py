@@ -1,0 +1,161 @@
+"""The inventory that a placement is searched for: nodes, devices, memory and links, read from a cluster file.
+
+    nodes: 4
+    device: H100             # a row of the table in devices.py
+    between_gbit_s: 400      # network of one device, one direction; default: the table's
+    measured: {matmul: 0.55} # what `megarl profile` measured replaces the table's figures
+
+Every node is alike. Raises UserError for what is wrong with a file, all at once, with lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, create_model
+
+from megarl.core.errors import UserError
+from megarl.placement.devices import DEVICES, GIB, RATES, Device, Rates
+from megarl.recipe.explain import explain
+from megarl.recipe.schema import PositiveFloat, PositiveInt, Section
+from megarl.recipe.source import read_tree
+
+# Up to this many nodes every number of them may become a pool; above it, those that many layouts divide.
+EVERY_NODE_COUNT = 16
+_SMOOTH = (2, 3, 5)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of like devices.
+
+    device, rates: what one device is and what is reached of it. between_bytes_s: network of one device, one direction.
+    """
+
+    nodes: int
+    devices_per_node: int
+    device: Device
+    rates: Rates
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of one device that roles can share: without context, communicators and what fragments."""
+        return self.device.memory_bytes * (1 - self.rates.fragmentation) - self.rates.reserved_bytes
+
+    def of_nodes(self, nodes: int) -> Cluster:
+        """The same kind of cluster with so many nodes."""
+        return replace(self, nodes=nodes)
+
+    def pool_sizes(self) -> tuple[int, ...]:
+        """Numbers of devices that a pool may have: they match node boundaries, and any set of them that fits packs.
+
+        Powers of two that divide a node; then whole nodes: every number of them up to EVERY_NODE_COUNT, beyond that
+        numbers without a prime factor above 5, and always the whole cluster.
+        """
+        node = self.devices_per_node
+        small = [size for size in (2**power for power in range(node.bit_length())) if size < node and node % size == 0]
+        counts = [count for count in range(1, self.nodes + 1) if count <= EVERY_NODE_COUNT or _is_smooth(count)]
+        return tuple(sorted({*small, *(count * node for count in counts), self.num_devices}))
+
+    def describe(self) -> str:
+        """`4 nodes of 8 H100 = 32 devices`."""
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.devices_per_node}"
+        return f"{nodes} {self.device.name} = {self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+
+
+def make_cluster(device: str, nodes: int, devices_per_node: int | None = None) -> Cluster:
+    """A cluster of devices of the table, by its figures. Raises UserError for a device that is not in it."""
+    if device not in DEVICES:
+        near = difflib.get_close_matches(device, DEVICES, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"device {device!r} is not in the table of devices: {', '.join(DEVICES)}.{hint} For another one, name the "
+            "row that is most like it and put its own figures under `measured`."
+        )
+    found = DEVICES[device]
+    return Cluster(nodes, devices_per_node or found.per_node, found, RATES[device])
+
+
+def _measured_section() -> type[Section]:
+    """A section with every figure of Device and Rates that a measurement may replace, all optional."""
+    fields: dict[str, Any] = {}
+    for kind in (Device, Rates):
+        for field in dataclasses.fields(kind):
+            if field.type == "float":
+                fields[field.name] = (PositiveFloat | None, Field(None, description="replaces the table's figure"))
+    return create_model("Measured", __base__=Section, __doc__="Figures that were measured.", **fields)
+
+
+_Measured: Any = _measured_section()
+
+
+class ClusterFile(Section):
+    """What a cluster file may say."""
+
+    nodes: PositiveInt = Field(1, description="number of nodes, all alike")
+    device: str = Field(description="a row of the table of devices")
+    devices_per_node: PositiveInt | None = Field(None, description="devices of one node; default: the table's")
+    memory_gib: PositiveFloat | None = Field(None, description="memory of one device; default: the table's")
+    inside_gbyte_s: PositiveFloat | None = Field(None, description="between devices of a node, one direction")
+    between_gbit_s: PositiveFloat | None = Field(None, description="network of one device, one direction")
+    measured: Annotated[_Measured, Field(description="figures of this machine, under the names of the table")] = (
+        _Measured()
+    )
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a cluster file. Raises UserError: missing, not YAML, unknown keys, impossible figures."""
+    if not path.is_file():
+        raise UserError(
+            f"There is no cluster file at {path}. Write one of two lines, `nodes: 2` and `device: H100` (devices: "
+            f"{', '.join(DEVICES)}), or name a device with --device and --nodes."
+        )
+    tree = read_tree(path)
+    try:
+        file = ClusterFile.model_validate(tree.values)
+    except ValidationError as error:
+        problems = explain(error.errors(), tree, ClusterFile)
+        raise UserError(f"The cluster file {path} cannot be used." + "".join(f"\n  - {p}" for p in problems)) from None
+    try:
+        cluster = make_cluster(file.device, file.nodes, file.devices_per_node)
+    except UserError as error:
+        raise UserError(f"{tree.origin(('device',))}: {error}") from None
+    given = {name: value for name, value in file.measured.model_dump().items() if value is not None}
+    given |= {
+        name: value * unit
+        for name, value, unit in (
+            ("memory_bytes", file.memory_gib, GIB),
+            ("inside_bytes_s", file.inside_gbyte_s, 1e9),
+            ("between_bytes_s", file.between_gbit_s, 1e9 / 8),
+        )
+        if value is not None
+    }
+    cluster = replace(cluster, device=_replaced(cluster.device, given), rates=_replaced(cluster.rates, given))
+    if cluster.usable_bytes <= 0:
+        raise UserError(
+            f"{path}: a device of {cluster.device.memory_bytes / GIB:.1f} GiB holds nothing beside the "
+            f"{cluster.rates.reserved_bytes / GIB:.1f} GiB of context and communicators. Raise memory_gib, or lower "
+            "measured.reserved_bytes if that was measured."
+        )
+    return cluster
+
+
+def _replaced(thing: Any, given: dict[str, float]) -> Any:
+    names = {field.name for field in dataclasses.fields(thing)}
+    return replace(thing, **{name: value for name, value in given.items() if name in names})
+
+
+def _is_smooth(number: int) -> bool:
+    for factor in _SMOOTH:
+        while number % factor == 0:
+            number //= factor
+    return number == 1

@@ -1,0 +1,83 @@
+"""Numbers of parameters, whole and on one device, from a model's configuration. Norms and biases are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.models.config import ModelConfig
+from megarl.models.flops import forward_flops
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of one model, by what cuts them.
+
+    attention: of one layer. dense_mlp: of one layer without experts. routed: of all experts of one layer. shared: of
+    one layer's shared experts and router. embedding: of one vocabulary matrix. head: whether a matrix of that size
+    stands at the end (a critic has a single row there).
+    """
+
+    layers: int
+    moe_layers: int
+    attention: float
+    dense_mlp: float
+    routed: float
+    shared: float
+    embedding: float
+    tied: bool
+    head: bool
+
+    @property
+    def total(self) -> float:
+        """All parameters."""
+        dense = self.layers * self.attention + (self.layers - self.moe_layers) * self.dense_mlp
+        ends = self.embedding * (2 if self.head and not self.tied else 1)
+        return dense + self.moe_layers * (self.routed + self.shared) + ends
+
+    def on_stage(self, pp: Any) -> tuple[Any, Any]:
+        """Dense and routed parameters of the heaviest pipeline stage, before tensor and expert parallel cut them."""
+        here = np.ceil(self.layers / pp)
+        moe = np.minimum(here, self.moe_layers)
+        ends = self.embedding * np.where(pp > 1, 1, 2 if self.head and not self.tied else 1)
+        dense = here * self.attention + (here - moe) * self.dense_mlp + moe * self.shared + ends
+        return dense, moe * self.routed
+
+
+def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
+    """Sizes of a model; head: False for a critic or a reward model."""
+    hidden, moe = config.hidden_size, config.moe
+    # One token's multiplications are twice the weights that it meets.
+    projections = forward_flops(config, [1]).projections / 2 / config.num_layers
+    return Sizes(
+        layers=config.num_layers,
+        moe_layers=len(config.moe_layers),
+        attention=projections,
+        dense_mlp=3.0 * hidden * config.ffn_hidden_size,
+        routed=0.0 if moe is None else 3.0 * hidden * moe.ffn_hidden_size * moe.num_experts,
+        shared=0.0 if moe is None else hidden * (3.0 * moe.shared_ffn_hidden_size + moe.num_experts),
+        embedding=float(hidden * config.vocab_size),
+        tied=config.tied_embeddings,
+        head=head,
+    )
+
+
+def kv_bytes(config: ModelConfig, tp: Any, bytes_each: int) -> Any:
+    """Bytes of one token's keys and values on one rank of a server: heads are cut, and repeated where they are fewer.
+
+    Latent attention keeps one compressed vector, which every rank holds whole (arXiv 2405.04434).
+    """
+    if config.mla is not None:
+        return np.full(np.shape(tp), float(config.num_layers * (config.mla.kv_rank + config.mla.rope_dim) * bytes_each))
+    heads = np.maximum(config.num_kv_heads / np.asarray(tp), 1)
+    return 2.0 * config.num_layers * heads * config.head_dim * bytes_each
+
+
+def kv_span(config: ModelConfig, context: Any) -> Any:
+    """Tokens of context whose keys and values one step reads, on average over the layers: windows read fewer."""
+    if config.window is None:
+        return context
+    local = len(config.local_layers) / config.num_layers
+    return (1 - local) * context + local * np.minimum(context, config.window)

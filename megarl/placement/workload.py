@@ -1,0 +1,109 @@
+"""What one step has to do: roles and their models, samples and their lengths, updates. All that a plan needs of a recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
+from megarl.models.hf_config import parse_model_config
+from megarl.placement.lengths import Lengths, lognormal
+from megarl.recipe.schema import Recipe
+
+ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD = "actor", "rollout", "reference", "critic", "reward"
+ROLES = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD)
+TRAINED = (ACTOR, CRITIC)
+# Where nothing is known of the responses: this share of the limit on average, and this spread (standard deviation/mean).
+ASSUMED_MEAN, ASSUMED_SPREAD = 0.4, 0.7
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of a run.
+
+    models: of every role; the rollout's is the actor's. prompt_tokens: mean of a prompt. mini_batches: optimizer steps
+    of one step. epochs: times that the samples are gone through. longest_sample: tokens of prompt and response at most.
+    micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
+    once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
+    log-probs are computed again before the update.
+    """
+
+    models: Mapping[str, ModelConfig]
+    prompts: int
+    samples_per_prompt: int
+    mini_batches: int
+    prompt_tokens: float
+    responses: Lengths
+    longest_sample: int
+    micro_tokens: tuple[int, ...]
+    epochs: int = 1
+    max_running: int = 1024
+    dtype: str = "bfloat16"
+    staleness: int = 0
+    scores: bool = True
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the run, in the order of ROLES."""
+        return tuple(role for role in ROLES if role in self.models)
+
+    @property
+    def samples(self) -> int:
+        """Samples of one step."""
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one step's samples, prompts and responses."""
+        return self.samples * (self.prompt_tokens + self.responses.mean)
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of one weight."""
+        return 4 if self.dtype == "float32" else 2
+
+
+def recipe_workload(recipe: Recipe, model: ModelConfig, responses: Lengths | None = None) -> Workload:
+    """The workload of a recipe. responses: their lengths where they are known; else log-normal, and said so."""
+    rollout, actor = recipe.rollout, recipe.actor
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
+    limit = rollout.max_response_tokens
+    models = {ACTOR: model, ROLLOUT: model}
+    if recipe.algorithm.kl_coef > 0:
+        models[REFERENCE] = model
+    mini_batch = actor.mini_batch_samples or samples
+    given = max(actor.micro_batch_tokens, longest)
+    return Workload(
+        models=models,
+        prompts=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        mini_batches=max(1, samples // mini_batch) * actor.epochs,
+        prompt_tokens=recipe.data.max_prompt_tokens / 2,
+        responses=responses or lognormal(ASSUMED_MEAN * limit, ASSUMED_SPREAD, limit),
+        longest_sample=longest,
+        micro_tokens=tuple(sorted({longest, max(longest, given // 2), given, given * 2})),
+        epochs=actor.epochs,
+        max_running=rollout.max_running_requests,
+        dtype=recipe.model.dtype,
+    )
+
+
+def read_model(folder: Path) -> ModelConfig:
+    """The model's sizes from its config.json alone: a plan needs neither tokenizer nor weights. Raises UserError."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"There is no {path}: a plan needs the model's config.json, and nothing else of it. Set model.path to an HF "
+            "folder."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}. Export the model again.") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds {type(raw).__name__}, not a JSON object. Export the model again.")
+    return parse_model_config(raw, path)
