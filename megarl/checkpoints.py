@@ -1,8 +1,9 @@
-"""Checkpoints of a run: committed whole or ignored; the newest committed one is what a resume starts from.
+"""Checkpoints of a run: committed whole or ignored; the newest whole one is what a resume starts from.
 
 A checkpoint is a folder `step_000020` with the actor's distributed checkpoint and `state.json`. It is written under a
 temporary name, synced to disk, and renamed: a folder with the final name is whole. `COMMITTED` marks that on file systems
-where a rename of a folder is not atomic.
+where a rename of a folder is not atomic, and holds the checksums of all that the actor's own manifest does not speak for:
+bytes that were lost or changed later are found before a run goes on from them.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.core.checksums import FileSum, file_damage, sum_files
 from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import UserError
+from megarl.core.log import get_logger
+from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
 
-MARKER = "COMMITTED"
+MARKER, STATE, ACTOR = "COMMITTED", "state.json", "actor"
 PATTERN = re.compile(r"step_(\d+)")
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Committed:
-    """One checkpoint that is whole."""
+    """One checkpoint that was committed."""
 
     folder: Path
     step: int
@@ -33,15 +39,19 @@ class Committed:
     @property
     def actor(self) -> Path:
         """The actor's distributed checkpoint."""
-        return self.folder / "actor"
+        return self.folder / ACTOR
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """All checkpoints of a run, in `folder`; the newest `keep_last` are kept."""
+    """All checkpoints of a run, in `folder`.
+
+    The newest `keep_last` are kept, and of the older ones those whose step is a multiple of `keep_every`.
+    """
 
     folder: Path
     keep_last: int
+    keep_every: int | None = None
 
     def save(self, step: int, write_actor: Callable[[Path], None], state: dict[str, Any]) -> Path:
         """Commit one: `write_actor(folder)` writes the weights, `state` is the driver's own. Returns the folder."""
@@ -49,33 +59,77 @@ class Checkpoints:
         target = self.folder / f"step_{step:06d}"
         temporary = self.folder / f".tmp-{target.name}"
         shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / "actor").mkdir(parents=True)
-        write_actor((temporary / "actor").resolve())
-        (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-        (temporary / MARKER).touch()
+        (temporary / ACTOR).mkdir(parents=True)
+        write_actor((temporary / ACTOR).resolve())
+        (temporary / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+        sums = {name: asdict(each) for name, each in sum_files(temporary, _to_sum(temporary)).items()}
+        (temporary / MARKER).write_text(json.dumps({"files": sums}, indent=1))
         sync_tree(temporary)
         shutil.rmtree(target, ignore_errors=True)  # left by a run that was resumed from before this step
         temporary.rename(target)
         sync(self.folder)
         for old in self.committed()[: -self.keep_last]:
-            shutil.rmtree(old.folder)
+            if self.keep_every is None or old.step % self.keep_every:
+                shutil.rmtree(old.folder)
         return target
 
     def committed(self) -> list[Committed]:
-        """Whole checkpoints, oldest first; what is half-written is not listed."""
-        found = []
-        for folder in sorted(self.folder.glob("step_*")):
-            match = PATTERN.fullmatch(folder.name)
-            if match and (folder / MARKER).exists():
-                found.append(Committed(folder, int(match[1]), json.loads((folder / "state.json").read_text())))
-        return found
+        """Checkpoints that were committed and can be told so, oldest first; what is half-written is not listed.
+
+        Only names, sizes and the driver's state are looked at: `latest` reads everything.
+        """
+        return [
+            Committed(folder, step, json.loads((folder / STATE).read_text()))
+            for step, folder in self._folders()
+            if not step_damage(folder, read=False)
+        ]
 
     def latest(self) -> Committed:
-        """The newest whole checkpoint. Raises UserError when there is none."""
-        found = self.committed()
-        if not found:
-            raise UserError(
-                f"There is nothing to resume: {self.folder} holds no committed checkpoint. Start the run without --resume, "
-                "or name the run to go on with by run.name=... and run.dir=...; train.save_every decides how often one is kept."
-            )
-        return found[-1]
+        """The newest whole checkpoint, all of its files read; damaged ones are passed over with a warning each.
+
+        Raises UserError when there is none.
+        """
+        damaged = []
+        for step, folder in reversed(self._folders()):
+            if problems := step_damage(folder, read=True):
+                damaged.append(f"{folder.name}: {'; '.join(problems)}")
+                log.warning("The checkpoint %s is damaged and is passed over: %s", folder, "; ".join(problems))
+            else:
+                return Committed(folder, step, json.loads((folder / STATE).read_text()))
+        found = f" Damaged: {'. '.join(damaged)}." if damaged else ""
+        raise UserError(
+            f"There is nothing to resume: {self.folder} holds no committed checkpoint.{found} Start the run without "
+            "--resume, or name the run to go on with by run.name=... and run.dir=...; train.save_every decides how often "
+            "one is kept."
+        )
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Step and folder of each checkpoint under its final name and with its marker, oldest first."""
+        found = [(PATTERN.fullmatch(folder.name), folder) for folder in self.folder.glob("step_*")]
+        return sorted((int(match[1]), folder) for match, folder in found if match and (folder / MARKER).exists())
+
+
+def step_damage(folder: Path, *, read: bool) -> list[str]:
+    """What is wrong with the folder of a step, for people; empty where nothing is. read: also compare the content."""
+    try:
+        raw = json.loads((folder / MARKER).read_text())
+        sums = {name: FileSum.parse(entry) for name, entry in raw["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return [f"{MARKER} is missing or broken"]
+    if problems := file_damage(folder, sums, read=read):
+        return problems
+    try:
+        json.loads((folder / STATE).read_text())
+    except (OSError, ValueError):
+        return [f"{STATE} is missing or broken"]
+    if f"{ACTOR}/{MANIFEST}" not in sums:
+        return []
+    return [f"{ACTOR}: {problem}" for problem in checkpoint_damage(folder / ACTOR, read=read)]
+
+
+def _to_sum(folder: Path) -> list[str]:
+    """Files of a step's folder that the actor's manifest does not speak for."""
+    actor = folder / ACTOR
+    known = {f"{ACTOR}/{name}" for name in read_manifest(actor).files} if (actor / MANIFEST).exists() else set()
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return [name for name in names if name not in known]
