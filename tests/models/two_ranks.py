@@ -1,4 +1,4 @@
-"""What each of two processes does for test_two_ranks: `-m tests.models.two_ranks <rank> <port> <root>`."""
+"""What each of two processes does for test_two_ranks: `-m tests.models.two_ranks <rank> <world_size> <port> <root>`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.hf_config import load_model_config
-from megarl.core.layout import Layout
 
 CPU = get_platform("cpu")
-# Two key-value heads for two ranks; a vocabulary that two does not divide; every form of the families.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("qwen3", {"vocab_size": 97}),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4, "vocab_size": 97}),
-    "llama": ("llama", {}),
+TP, EP, ETP = Layout(tp=2, world_size=2), Layout(ep=2, world_size=2), Layout(etp=2, world_size=2)
+# One key-value head for two ranks, and two; a vocabulary that two does not divide; each feature of the families cut.
+CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
+    "qwen3": ("qwen3", {"vocab_size": 97}, TP),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}, TP),
+    "qwen2": ("qwen2", {}, TP),
+    "qwen2-one-head": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 97}, TP),
+    "llama": ("llama", {}, TP),
+    "gemma3": ("gemma3", {}, TP),
+    "deepseek_v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3, "num_hidden_layers": 2}, TP),
+    "deepseek_v3": ("deepseek_v3", {"q_lora_rank": None}, EP),
+    "qwen3_moe": ("qwen3_moe", {}, EP),
+    "qwen3_moe-etp": ("qwen3_moe", {}, ETP),
+    "mixtral": ("mixtral", {}, ETP),
 }
 CHUNK = 3
 SEQUENCES = (1, 2)  # of a pack, in units of 4 chunks: each sequence is cut in 2 x CP
@@ -53,7 +60,7 @@ def context_parallel(rank: int) -> dict[str, torch.Tensor]:
     from megarl.models.gpt import packed_params
 
     attention = CoreAttention(
-        SimpleNamespace(kv_channels=8),  # type: ignore[arg-type]
+        SimpleNamespace(kv_channels=8, window_size=None, window_attn_skip_freq=None),  # type: ignore[arg-type]
         1,
         None,
         "self",
@@ -73,36 +80,30 @@ def context_parallel(rank: int) -> dict[str, torch.Tensor]:
     return {"output": output.detach(), "dense": dense, **grads}
 
 
-def tensor_parallel(rank: int, root: Path, tp: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """For each case this rank's columns of the logits; the models are exported to `<case>-exported`."""
+def logits_of(rank: int, name: str, folder: Path, groups: Any) -> torch.Tensor:
+    """This rank's columns of the logits of a case."""
     from megarl.models.gpt import build_gpt
-    from megarl.models.hf_weights import export_buckets, load_hf_weights, save_hf
+    from megarl.models.hf_weights import load_hf_weights
     from tests.models.parity import megatron_logits
 
-    logits = {}
-    for name in CASES:
-        config = load_model_config(root / name)
-        model = build_gpt(config, tp=2, dtype=torch.float32, platform=CPU).eval()
-        load_hf_weights(model, config, root / name, rank, 2)
-        logits[name] = megatron_logits(model, config.vocab_size)
-        buckets = export_buckets(model, config, tp, 1 << 14)
-        if rank == 0:
-            save_hf(buckets, config, root / name, root / f"{name}-exported")
-        else:
-            assert sum(len(bucket) for bucket in buckets) > 0
-    return logits
+    config = load_model_config(folder)
+    with groups.active():
+        [model] = build_gpt(config, groups.layout, groups.collection, dtype=torch.float32, platform=CPU)
+        load_hf_weights([model], config, folder, groups.layout, rank)
+        return megatron_logits(model.eval(), config.vocab_size)
 
 
 def main() -> None:
-    """Run both, and leave the results in `rank<rank>.pt`."""
-    rank, port, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    """Run all cases and the attention, and leave the results in `rank<rank>.pt`."""
+    rank, world_size, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     prepare_megatron(CPU)
-    from megarl.training.parallel import close_parallel, init_parallel
+    from megarl.training.parallel import close_ranks, join_ranks, make_groups
 
-    groups = init_parallel(rank, Layout(tp=2, world_size=2), CPU, "127.0.0.1", port, timeout_s=60, seed=1)
-    results = {"tp": tensor_parallel(rank, root, groups.tp), "cp": context_parallel(rank)}
-    torch.save(results, root / f"rank{rank}.pt")
-    close_parallel()
+    join_ranks(rank, world_size, CPU, "127.0.0.1", port, timeout_s=60)
+    groups = {layout: make_groups(layout, timeout_s=60, seed=1) for layout in (TP, EP, ETP)}
+    logits = {name: logits_of(rank, name, root / name, groups[layout]) for name, (_, _, layout) in CASES.items()}
+    torch.save({"logits": logits, "cp": context_parallel(rank)}, root / f"rank{rank}.pt")
+    close_ranks()
 
 
 if __name__ == "__main__":
