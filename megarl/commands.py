@@ -102,7 +102,7 @@ def _opened(loaded: Loaded[R], checked: Preflight, resume: bool) -> Iterator[Ope
     """The run's folder, log, writers and console; closed in the end, whatever happens."""
     recipe = loaded.recipe
     folder = recipe.run.folder
-    checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
     committed = checkpoints.latest() if resume else None
     save_recipe(loaded, folder)
     out = Console()

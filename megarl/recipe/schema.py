@@ -250,7 +250,8 @@ class Train(Section):
 
     steps: PositiveInt = Field(description="rollout-and-update steps")
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
-    keep_last: PositiveInt = Field(2, description="checkpoints kept")
+    keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
 
 
 class Deadlines(Section):
@@ -298,7 +299,8 @@ class SftTrain(Section):
     steps: PositiveInt = Field(description="optimizer steps")
     batch_samples: PositiveInt = Field(description="demonstrations in one optimizer step")
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
-    keep_last: PositiveInt = Field(2, description="checkpoints kept")
+    keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
 
 
 class SftActor(Section):
