@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.core.layout import Layout
 from megarl.rollout.process import free_port
-from tests.support.tiny import write_tiny_qwen
+from tests.support.tiny import write_tiny_model
 from tests.training.harness import VOCAB
 
 BOUND = 1e-5
@@ -41,6 +41,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {"num_hidden_layers": 4}),
     "tied": ("qwen2", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "deep": ("llama", {"num_hidden_layers": 6}),
+    "local": ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+    "moe": (
+        "qwen3_moe",
+        {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []},
+    ),
+    "mla": ("deepseek_v3", {"num_hidden_layers": 4}),
 }
 # A copy of another model of which one tensor is a little larger.
 PERTURBED, PERTURBED_FROM = "perturbed", "dense"
@@ -165,7 +171,7 @@ def write_models(root: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     for name, (family, overrides) in (MODELS | {PERTURBED: MODELS[PERTURBED_FROM]}).items():
-        write_tiny_qwen(root / name, family, vocab_size=VOCAB, **overrides)
+        write_tiny_model(root / name, family, vocab_size=VOCAB, **overrides)
     [file] = (root / PERTURBED).glob("*.safetensors")
     tensors = load_file(file)
     tensors[PERTURBED_TENSOR] *= 1 + PERTURBATION

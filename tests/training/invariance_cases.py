@@ -8,7 +8,7 @@ from typing import Any
 from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch, MiniBatch, Shard
 from tests.training.harness import VOCAB
-from tests.training.invariance import Case
+from tests.training.invariance import MODELS, Case
 from tests.training.samples import examples, shards
 
 NUM_STEPS = 3
@@ -23,94 +23,79 @@ Sizes = dict[str, Any]
 
 ONE = Layout()
 SP = {"sequence_parallel": True}
-TWO_DENSE: list[Sizes] = [
-    {"tp": 2},
-    {"tp": 2, **SP},
-    {"pp": 2},
-    {"pp": 2, "vpp": 2},
-    {"pp": 2, "first_stage_layers": 1},
-    {"pp": 2, "last_stage_layers": 1},
-    {"cp": 2},
-    {},
-]
-FOUR_DENSE: list[Sizes] = [
-    {"tp": 4},
-    {"tp": 4, **SP},
-    {"pp": 4},
-    {"cp": 4},
-    {},
-    {"tp": 2, "pp": 2},
-    {"tp": 2, "pp": 2, **SP},
-    {"tp": 2, "cp": 2},
-    {"tp": 2, "cp": 2, **SP},
-    {"tp": 2},
-    {"tp": 2, **SP},
-    {"pp": 2, "cp": 2},
-    {"pp": 2},
-    {"cp": 2},
-    {"pp": 2, "vpp": 2, "tp": 2, **SP},
-    {"pp": 2, "vpp": 2, "cp": 2},
-    {"pp": 2, "vpp": 2},
-]
-TWO_MOE: list[Sizes] = [
-    {"tp": 2, **SP},
-    {"tp": 2, **SP, "ep": 2},
-    {"tp": 2, **SP, "etp": 2},
-    {"pp": 2},
-    {"cp": 2},
-    {"cp": 2, "ep": 2},
-    {},
-    {"ep": 2},
-    {"etp": 2},
-]
-FOUR_MOE: list[Sizes] = [
-    {"ep": 4},
-    {"ep": 2},
-    {"ep": 2, "etp": 2},
-    {"tp": 2, **SP, "ep": 2},
-    {"tp": 2, **SP, "ep": 4},
-    {"tp": 2, **SP, "ep": 2, "etp": 2},
-    {"tp": 4, **SP, "ep": 2, "etp": 2},
-    {"tp": 2, **SP, "cp": 2, "ep": 2},
-    {"cp": 2, "ep": 4},
-    {"pp": 2, "ep": 2},
-    {"pp": 2, "vpp": 2, "ep": 2},
-    {"pp": 2, "cp": 2, "ep": 2},
-    {"pp": 2, "tp": 2, **SP, "etp": 2},
-]
-TWO_TIED: list[Sizes] = [{"tp": 2, **SP}, {"pp": 2}, {"pp": 2, "vpp": 2}, {}]
-FOUR_TIED: list[Sizes] = [{"tp": 2, **SP, "pp": 2}, {"pp": 2}, {"pp": 2, "cp": 2}]
-TWO_DEEP: list[Sizes] = [
-    {"pp": 2, "vpp": 3},
-    {"pp": 2, "vpp": 2, "first_stage_layers": 2},
-    {"pp": 2, "vpp": 2, "last_stage_layers": 2},
-]
-FOUR_DEEP: list[Sizes] = [
-    {"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1},
-    {"pp": 4, "last_stage_layers": 3},
-    {"pp": 2, "vpp": 2, "first_stage_layers": 4, "tp": 2, **SP},
-]
-
-
-def _cases(model: str, world_size: int, all_sizes: list[Sizes]) -> list[Case]:
-    return [Case(model, Layout(world_size=world_size, **sizes)) for sizes in all_sizes]
-
-
-# The first of each model is the reference.
-CASES: list[Case] = [
-    *(Case(model, ONE) for model in ("dense", "tied", "deep")),
+# By model and number of ranks.
+LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
+    ("dense", 2): [
+        {"tp": 2},
+        {"tp": 2, **SP},
+        {"pp": 2},
+        {"pp": 2, "vpp": 2},
+        {"pp": 2, "first_stage_layers": 1},
+        {"pp": 2, "last_stage_layers": 1},
+        {"cp": 2},
+        {},
+    ],
+    ("dense", 4): [
+        {"tp": 4},
+        {"tp": 4, **SP},
+        {"pp": 4},
+        {"cp": 4},
+        {},
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "cp": 2, **SP},
+        {"tp": 2, **SP},
+        {"pp": 2, "cp": 2},
+        {"pp": 2},
+        {"cp": 2},
+        {"pp": 2, "vpp": 2, "tp": 2, **SP},
+        {"pp": 2, "vpp": 2, "cp": 2},
+    ],
+    ("tied", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}],
+    ("tied", 4): [{"tp": 2, **SP, "pp": 2}, {"pp": 2}],
+    ("deep", 2): [{"pp": 2, "vpp": 3}, {"pp": 2, "vpp": 2, "first_stage_layers": 2}],
+    ("deep", 4): [{"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1}],
+    ("local", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}],
+    ("local", 4): [{"tp": 2, **SP, "cp": 2}],
+    ("moe", 2): [
+        {"tp": 2, **SP},
+        {"tp": 2, **SP, "ep": 2},
+        {"tp": 2, **SP, "etp": 2},
+        {"pp": 2},
+        {"cp": 2},
+        {"cp": 2, "ep": 2},
+        {},
+        {"ep": 2},
+        {"etp": 2},
+    ],
+    ("moe", 4): [
+        {"ep": 4},
+        {"ep": 2},
+        {"ep": 2, "etp": 2},
+        {"tp": 2, **SP, "ep": 4},
+        {"tp": 2, **SP, "ep": 2, "etp": 2},
+        {"tp": 4, **SP, "ep": 2, "etp": 2},
+        {"tp": 2, **SP, "cp": 2, "ep": 2},
+        {"cp": 2, "ep": 4},
+        {"pp": 2, "ep": 2},
+        {"pp": 2, "cp": 2, "ep": 2},
+        {"pp": 2, "tp": 2, **SP, "etp": 2},
+    ],
+    ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
+    ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
+}
+RECOMPUTED = [
     Case("dense", ONE, "selective"),
     Case("dense", ONE, "full"),
-    *_cases("dense", 2, TWO_DENSE),
-    *_cases("tied", 2, TWO_TIED),
-    *_cases("deep", 2, TWO_DEEP),
     Case("dense", Layout(tp=2, sequence_parallel=True, world_size=2), "selective"),
-    Case("dense", Layout(pp=2, world_size=2), "full"),
     Case("dense", Layout(cp=2, world_size=2), "full"),
-    *_cases("dense", 4, FOUR_DENSE),
-    *_cases("tied", 4, FOUR_TIED),
-    *_cases("deep", 4, FOUR_DEEP),
+    Case("moe", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2), "full"),
     Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full"),
+]
+# A model's first case is its reference: one rank.
+CASES = [
+    *(Case(model, ONE) for model in MODELS),
+    *(Case(model, Layout(world_size=ranks, **sizes)) for (model, ranks), each in LAYOUTS.items() for sizes in each),
+    *RECOMPUTED,
 ]
 
 # Roles of different layouts in the same processes, called in turn. The last is frozen.
