@@ -21,7 +21,7 @@ from megarl.recipe.check import longest_sample
 from megarl.recipe.layouts import num_shards, role_layouts
 from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megarl.rollout.server import ServerSpec
-from megarl.training.rank import RoleSpec
+from megarl.training.spec import RoleSpec
 
 ACTOR, REFERENCE = "actor", "reference"
 ROUTING_FLAGS = ("--enable-return-routed-experts",)

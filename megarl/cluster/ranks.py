@@ -19,7 +19,8 @@ from megarl.core.platform import PlatformName
 from megarl.core.types import Column, Shard
 from megarl.data.pack import merge_columns, merge_shards, split_column
 from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
-from megarl.training.rank import Rank, RoleSpec
+from megarl.training.rank import Rank
+from megarl.training.spec import RoleSpec
 
 
 class RankActor:

@@ -11,7 +11,7 @@ from megarl.cluster.ranks import RankGroup
 from megarl.core.layout import Layout, dp_rank
 from megarl.core.types import BatchInfo
 from megarl.recipe.schema import Deadlines
-from megarl.training.rank import RoleSpec
+from megarl.training.spec import RoleSpec
 
 # One reference a shard to a Column in the object store.
 ColumnRefs = tuple[Any, ...]

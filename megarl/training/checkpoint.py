@@ -25,7 +25,7 @@ from megarl.core.layout import Layout
 from megarl.core.versions import installed
 from megarl.models.hf_save import CONFIG, COPIED, COPIED_PATTERNS, FULL
 from megarl.models.hf_weights import BUFFERS
-from megarl.recipe.schema import Lora
+from megarl.recipe.schema import Lora, Optimizer, Section
 from megarl.training.checkpoint_files import RankStrategy
 from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest, read_model_config
 from megarl.training.optimizer_state import OptimizerState
@@ -36,21 +36,26 @@ class Saved:
     """What a checkpoint says of itself.
 
     source: HF folder that the model came from; its config and tokenizer are copied. layout: of the role. dtype: of the
-    weights. step: optimizer steps done. lora: settings of its adapters, where it has some.
+    weights. optimizer, total_steps: of the training; None where the role is frozen. lora: settings of its adapters.
     """
 
     source: Path
     layout: Layout
     dtype: str
-    step: int
+    optimizer: Optimizer | None = None
+    total_steps: int = 1
     lora: Lora | None = None
 
 
 class PendingSave:
     """A checkpoint whose files are being written. Training may go on; every rank has to call `finish`."""
 
-    def __init__(self, folder: Path, strategy: RankStrategy, request: AsyncRequest, state: OptimizerState, meta: Saved):
-        self._folder, self._strategy, self._request, self._state, self._meta = folder, strategy, request, state, meta
+    def __init__(
+        self, folder: Path, strategy: RankStrategy, request: AsyncRequest, meta: Saved, *, step: int, num_parts: int
+    ) -> None:
+        """Use save_checkpoint. step: optimizer steps done. num_parts: optimizers that are chained on this rank."""
+        self._folder, self._strategy, self._request, self._meta = folder, strategy, request, meta
+        self._step, self._num_parts = step, num_parts
         self._error: str | None = None
         self._sums: dict[str, FileSum] = {}
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -112,11 +117,12 @@ class PendingSave:
             family=config.family,
             architecture=config.architecture,
             dtype=self._meta.dtype,
-            step=self._meta.step,
+            step=self._step,
             layout=self._meta.layout,
-            optimizer=self._state.name,
-            optimizer_parts=self._state.num_parts,
-            lora=self._meta.lora.model_dump(mode="json") if self._meta.lora else None,
+            optimizer=_plain(self._meta.optimizer),
+            optimizer_parts=self._num_parts,
+            total_steps=self._meta.total_steps,
+            lora=_plain(self._meta.lora),
             versions={name: installed(name) or "unknown" for name in ("megarl", "megatron-core", "torch")},
             tensors=self._strategy.tensors(),
             files={name: sums[name] for name in names},
@@ -146,7 +152,8 @@ def save_checkpoint(
         content["scheduler"] = scheduler.state_dict()
     request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
     assert request is not None
-    pending = PendingSave(folder, strategy, request, state, meta)
+    step = int(scheduler.num_steps) if scheduler is not None else 0
+    pending = PendingSave(folder, strategy, request, meta, step=step, num_parts=state.num_parts)
     if async_save:
         pending.start()
         return pending
@@ -201,6 +208,10 @@ def _weights(chunks: Sequence[Module]) -> dict[str, Any]:
         state = model.sharded_state_dict(metadata={})
         weights[name] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
     return weights
+
+
+def _plain(section: Section | None) -> dict[str, Any] | None:
+    return None if section is None else section.model_dump(mode="json")
 
 
 def _everyones(mine: Any) -> list[Any]:

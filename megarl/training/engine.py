@@ -6,7 +6,7 @@ Import only after `models.bootstrap.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -24,23 +22,19 @@ from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
 from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
-from megarl.models.gpt import Recompute, build_gpt
-from megarl.models.hf_weights import Bucket, Value, export_buckets, load_hf_weights
-from megarl.models.lora import adapters_off, add_adapters, merged
-from megarl.models.lora_settings import LoraSettings
-from megarl.models.replay import Replays
-from megarl.recipe.schema import Lora, Optimizer
+from megarl.models.hf_weights import Bucket, Value, export_buckets
+from megarl.models.lora import adapters_off, merged
 from megarl.training.batch import DeviceBatch, cut_sequences, to_device
+from megarl.training.build import build_role
 from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
 from megarl.training.losses import Loss
 from megarl.training.metrics import MetricSums
 from megarl.training.offload import PARTS, Offload, Part
-from megarl.training.optimizer import Stepper, is_distributed, mark_experts
+from megarl.training.optimizer import Stepper
 from megarl.training.parallel import Groups
-from megarl.training.schedule import AuxiliaryScale, Evaluate, finalize_without_scaling, run_schedule
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from megarl.training.schedule import Evaluate, finalize_without_scaling, run_schedule
+from megarl.training.spec import RoleSpec
 
 
 @dataclass(frozen=True)
@@ -57,87 +51,15 @@ class Engine:
     Every rank of the pool builds the same engines in the same order and makes the same calls.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        folder: Path,
-        groups: Groups,
-        platform: Platform,
-        *,
-        dtype: str,
-        temperature: float = 1.0,
-        optimizer: Optimizer | None = None,
-        total_steps: int = 1,
-        recompute: Recompute = "none",
-        aux_loss_coef: float = 0.0,
-        routing_replay: bool = False,
-        lora: Lora | None = None,
-        resting: Sequence[Part] = (),
-        seed: int = 0,
-        load_weights: bool = True,
-    ) -> None:
-        """Build this rank's part of the model and load its weights from the HF folder.
-
-        dtype: float32 or bfloat16, of the weights in forward and backward; Adam's main weights are always float32.
-        temperature: divides the logits in every log-prob.
-        total_steps: optimizer steps that the learning-rate schedule is laid out for.
-        recompute: which activations are computed again in the backward pass. aux_loss_coef: of the experts' balance.
-        routing_replay: experts are those that the rollout chose, where a micro-batch says which.
-        lora: train low-rank adapters alone; seed: of their first values. resting: parts that leave the device between
-        the engine's operations, and come back when one needs them. load_weights: off where a checkpoint brings them.
-        """
-        self._source, self._dtype_name = folder, dtype
-        self._config, self._groups, self._device = config, groups, platform.device
-        self._dtype, self._temperature = DTYPES[dtype], temperature
-        self._stepper: Stepper | None = None
-        self._auxiliary = AuxiliaryScale() if config.moe is not None and aux_loss_coef > 0 else None
-        self._replays: Replays | None = None
+    def __init__(self, config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Platform, seed: int) -> None:
+        """Build this rank's part of the model and load its weights from the HF folder. seed: of new weights (LoRA)."""
+        self._config, self._spec, self._groups, self._device = config, spec, groups, platform.device
         with groups.active():
-            self._chunks = build_gpt(
-                config,
-                groups.layout,
-                groups.collection,
-                dtype=self._dtype,
-                platform=platform,
-                recompute=recompute,
-                aux_loss_coef=aux_loss_coef,
-            )
-            if load_weights:
-                load_hf_weights(self._chunks, config, folder, groups.layout, groups.rank)
-            if lora is not None:
-                settings = LoraSettings(lora.rank, lora.alpha, lora.targets)
-                add_adapters(self._chunks, settings, groups.collection, seed)
-            if routing_replay:
-                self._replays = Replays(self._chunks, recomputed=recompute == "full")
-            is_bf16 = self._dtype == torch.bfloat16
-            self._wrapped: list[Any] = [Float16Module(c.config, c) if is_bf16 else c for c in self._chunks]
-            if optimizer is None:
-                for chunk in self._wrapped:
-                    chunk.requires_grad_(False)
-            else:
-                self._wrapped = self._data_parallel(self._wrapped, is_distributed(optimizer))
-                self._stepper = Stepper(optimizer, self._wrapped, self._dtype, total_steps)
-        self._lora, self._resting = lora, tuple(resting)
+            built = build_role(config, spec, groups, platform, seed)
+        self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
+        self._auxiliary, self._replays = built.auxiliary, built.replays
         self._offload = Offload(self._wrapped, self._stepper.optimizer if self._stepper else None, platform)
-        self._offload.sleep(self._resting)
-
-    def _data_parallel(self, chunks: list[Any], distributed_optimizer: bool) -> list[Any]:
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, average_in_collective=False
-        )
-        config = self._chunks[0].config
-        # The loss carries its denominator, so gradients are summed over data parallel and never rescaled.
-        config.calculate_per_token_loss = True
-        config.finalize_model_grads_func = finalize_without_scaling
-        config.grad_scale_func = self._auxiliary
-        for chunk in self._chunks:
-            mark_experts(chunk)
-        return [
-            DistributedDataParallel(
-                config, settings, chunk, disable_bucketing=index > 0, pg_collection=self._groups.collection
-            )
-            for index, chunk in enumerate(chunks)
-        ]
+        self._offload.sleep(spec.resting)
 
     def sleep(self, parts: Iterable[Part] = PARTS) -> int:
         """Free the device memory of these parts, now; the next operation that needs them wakes them. Bytes freed."""
@@ -153,7 +75,7 @@ class Engine:
         self._offload.wake(parts)
         with self._groups.active():
             yield
-        self._offload.sleep(self._resting)
+        self._offload.sleep(self._spec.resting)
 
     @property
     def groups(self) -> Groups:
@@ -293,7 +215,7 @@ class Engine:
             logits,
             batch.labels,
             vocab_size=self._config.vocab_size,
-            temperature=self._temperature if temperature is None else temperature,
+            temperature=self._spec.temperature if temperature is None else temperature,
             group=self._groups.tp,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
@@ -305,7 +227,7 @@ class Engine:
         Every rank of the pool has to take every bucket: gathering is collective.
         """
         with self._awake("params"):
-            yield from self._export(bucket_bytes, merged(self._chunks) if self._lora is not None else None)
+            yield from self._export(bucket_bytes, merged(self._chunks) if self._spec.lora is not None else None)
 
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `buckets` gives the weights.
@@ -328,7 +250,8 @@ class Engine:
 
         async_save: the files are written while training goes on; they are a checkpoint after `PendingSave.finish`.
         """
-        meta = Saved(self._source, self._groups.layout, self._dtype_name, self.num_steps, self._lora)
+        spec, layout = self._spec, self._groups.layout
+        meta = Saved(spec.folder, layout, spec.dtype, spec.optimizer, spec.total_steps, spec.lora)
         with self._awake("params", "optimizer"):
             return save_checkpoint(folder, self._chunks, *self._trained(), meta, async_save=async_save)
 

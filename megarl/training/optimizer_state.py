@@ -39,11 +39,6 @@ class OptimizerState:
         )
 
     @property
-    def name(self) -> str | None:
-        """adam, sgd; None without an optimizer."""
-        return None if self._optimizer is None else str(self._optimizer.config.optimizer)
-
-    @property
     def num_parts(self) -> int:
         """Optimizers that Megatron has chained on this rank."""
         return len(self._members)
@@ -95,14 +90,15 @@ class OptimizerState:
                 f"{folder} holds weights only, and training goes on from an optimizer's state. "
                 "Export it (`megarl convert mcore-to-hf`) and start a new run from the HF folder (model.path)."
             )
-        if manifest.optimizer != self.name:
+        saved, wanted = manifest.optimizer["name"], self._optimizer.config.optimizer
+        if saved != wanted:
             raise UserError(
-                f"{folder} holds the state of {manifest.optimizer}; the recipe's actor.optimizer.name is {self.name}. "
-                f"Go on with {manifest.optimizer}, or start a new run from the exported weights."
+                f"{folder} holds the state of {saved}; the recipe's actor.optimizer.name is {wanted}. "
+                f"Go on with {saved}, or start a new run from the exported weights."
             )
         if not self._is_distributed and manifest.optimizer_parts != self.num_parts:
             raise UserError(
-                f"{folder} was saved at the layout [{manifest.layout}] with {manifest.optimizer}, whose state cannot be "
+                f"{folder} was saved at the layout [{manifest.layout}] with {saved}, whose state cannot be "
                 f"read at [{layout}]: experts are split in one and whole in the other. Keep the expert-parallel size, use "
                 "adam, or start a new run from the exported weights (`megarl convert mcore-to-hf`)."
             )

@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout, is_lead
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.schema import Algorithm, Lora, Optimizer, Part
+from megarl.recipe.schema import Part
 from megarl.training.manifest import read_model_config
+from megarl.training.spec import RoleSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,36 +33,6 @@ if TYPE_CHECKING:
 EXPORT_BUCKET_BYTES = 512 * 2**20
 # What a role holds on a device (training/offload.py).
 PARTS: tuple[Part, ...] = ("grads", "params", "optimizer")
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """What a rank needs to build a role.
-
-    layout: how the pool's ranks share the model; None where there is one rank. optimizer: None is a frozen role.
-    recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
-    routing_replay: experts are those that the rollout chose. lora: train adapters alone.
-    base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
-    resting: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
-    folder need only have the config.
-    total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-    algorithm: what `update` learns by; None where only `sft_update` is called.
-    """
-
-    folder: Path
-    dtype: Literal["float32", "bfloat16"]
-    temperature: float = 1.0
-    optimizer: Optimizer | None = None
-    total_steps: int = 1
-    algorithm: Algorithm | None = None
-    layout: Layout = field(default_factory=Layout)
-    recompute: Literal["none", "selective", "full"] = "none"
-    aux_loss_coef: float = 0.0
-    routing_replay: bool = False
-    lora: Lora | None = None
-    base_of: str | None = None
-    resting: tuple[Part, ...] = ()
-    load_weights: bool = True
 
 
 class Rank:
@@ -125,23 +95,8 @@ class Rank:
             self.engine(spec.base_of)
             self._bases[role] = spec.base_of
             return
-        self._engines[role] = Engine(
-            load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder),
-            spec.folder,
-            self.groups_of(spec.layout),
-            self.platform,
-            dtype=spec.dtype,
-            temperature=spec.temperature,
-            optimizer=spec.optimizer,
-            total_steps=spec.total_steps,
-            recompute=spec.recompute,
-            aux_loss_coef=spec.aux_loss_coef,
-            routing_replay=spec.routing_replay,
-            lora=spec.lora,
-            resting=spec.resting,
-            seed=self.seed,
-            load_weights=spec.load_weights,
-        )
+        config = load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder)
+        self._engines[role] = Engine(config, spec, self.groups_of(spec.layout), self.platform, self.seed)
         if spec.algorithm is not None:
             self._losses[role] = policy_loss(spec.algorithm)
 

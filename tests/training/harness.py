@@ -8,7 +8,8 @@ import torch
 
 from megarl.core.layout import Layout
 from megarl.recipe.schema import Algorithm, Optimizer
-from megarl.training.rank import Rank, RoleSpec
+from megarl.training.rank import Rank
+from megarl.training.spec import RoleSpec
 from tests.training import torch_loop
 
 VOCAB = 97  # padded under tensor parallel

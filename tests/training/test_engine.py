@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.types import MicroBatch, MiniBatch, Shard
 from megarl.recipe.schema import Algorithm, Optimizer
-from megarl.training.rank import RoleSpec
+from megarl.training.spec import RoleSpec
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards
@@ -142,7 +142,7 @@ def test_bfloat16_trains_on_float32_main_weights(rank, folder):
     assert np.isfinite(list(metrics.values())).all()
 
 
-def test_a_frozen_role_scores_and_refuses_the_rest(rank, folder, tmp_path):
+def test_a_frozen_role_scores_and_refuses_the_rest(rank, folder):
     rank.build("reference", RoleSpec(folder, "float32"))
     [shard], [columns] = shards([examples([9, 12], VOCAB)])
     assert rank.logprobs("reference", shard)[0][0].shape == (21,)
@@ -150,8 +150,8 @@ def test_a_frozen_role_scores_and_refuses_the_rest(rank, folder, tmp_path):
         rank.sft_update("reference", shard)
     with pytest.raises(MegarlError, match="without an algorithm"):
         rank.update("reference", shard, columns)
-    with pytest.raises(MegarlError, match="frozen role has no save"):
-        rank.save("reference", tmp_path)
+    with pytest.raises(MegarlError, match="frozen role has no gradients"):
+        list(rank.engine("reference").gradients(1 << 20))
 
 
 def test_missing_columns_are_named(rank, spec):

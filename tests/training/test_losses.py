@@ -25,7 +25,9 @@ def batch(**columns):
         rollout_logprobs=np.array([-1.1, -2.0, -0.5, 0.0], np.float32),
         sample_index=np.array([0]),
     )
-    return to_device(micro, {name: np.array(column, np.float32) for name, column in columns.items()}, "cpu", Layout(), 0)
+    return to_device(
+        micro, {name: np.array(column, np.float32) for name, column in columns.items()}, "cpu", Layout(), 0
+    )
 
 
 def scores(logprobs, entropy=(0.3, 0.6, 0.9, 7.0)):

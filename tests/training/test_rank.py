@@ -6,7 +6,8 @@ import torch
 
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
-from megarl.training.rank import Rank, RoleSpec
+from megarl.training.rank import Rank
+from megarl.training.spec import RoleSpec
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards

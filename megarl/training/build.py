@@ -1,0 +1,95 @@
+"""Builds one role's part on one rank: model, adapters, data parallel, optimizer. What is done with it is engine.py's.
+
+Import only after `models.bootstrap.prepare_megatron`; call with the layout's groups active.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from megarl.core.platform import Platform
+from megarl.models.config import ModelConfig
+from megarl.models.gpt import build_gpt
+from megarl.models.hf_weights import load_hf_weights
+from megarl.models.lora import add_adapters
+from megarl.models.lora_settings import LoraSettings
+from megarl.models.replay import Replays
+from megarl.training.optimizer import Stepper, is_distributed, mark_experts
+from megarl.training.parallel import Groups
+from megarl.training.schedule import AuxiliaryScale, finalize_without_scaling
+from megarl.training.spec import RoleSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A role's part on this rank.
+
+    chunks: one model a virtual stage. wrapped: the same as Megatron's schedules want them: cast, and in training in
+    DistributedDataParallel. stepper: None where the role is frozen. auxiliary: the share of the experts' own loss.
+    replays: the routers, where the rollout's routing is replayed.
+    """
+
+    chunks: list[GPTModel]
+    wrapped: list[Any]
+    stepper: Stepper | None
+    auxiliary: AuxiliaryScale | None
+    replays: Replays | None
+
+
+def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Platform, seed: int) -> Built:
+    """Build, and load the weights of the HF folder. seed: of new weights. Collective over the pool."""
+    dtype = DTYPES[spec.dtype]
+    chunks = build_gpt(
+        config,
+        groups.layout,
+        groups.collection,
+        dtype=dtype,
+        platform=platform,
+        recompute=spec.recompute,
+        aux_loss_coef=spec.aux_loss_coef,
+    )
+    if spec.load_weights:
+        load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank)
+    if spec.lora is not None:
+        settings = LoraSettings(spec.lora.rank, spec.lora.alpha, spec.lora.targets)
+        add_adapters(chunks, settings, groups.collection, seed)
+    replays = Replays(chunks, recomputed=spec.recompute == "full") if spec.routing_replay else None
+    wrapped: list[Any] = [Float16Module(c.config, c) if dtype == torch.bfloat16 else c for c in chunks]
+    if spec.optimizer is None:
+        for chunk in wrapped:
+            chunk.requires_grad_(False)
+        return Built(chunks, wrapped, None, None, replays)
+    auxiliary = AuxiliaryScale() if config.moe is not None and spec.aux_loss_coef > 0 else None
+    wrapped = _data_parallel(chunks, wrapped, groups, auxiliary, is_distributed(spec.optimizer))
+    return Built(chunks, wrapped, Stepper(spec.optimizer, wrapped, dtype, spec.total_steps), auxiliary, replays)
+
+
+def _data_parallel(
+    chunks: list[GPTModel],
+    wrapped: list[Any],
+    groups: Groups,
+    auxiliary: AuxiliaryScale | None,
+    distributed_optimizer: bool,
+) -> list[Any]:
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, average_in_collective=False
+    )
+    config = chunks[0].config
+    # The loss carries its denominator, so gradients are summed over data parallel and never rescaled.
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = finalize_without_scaling
+    config.grad_scale_func = auxiliary
+    for chunk in chunks:
+        mark_experts(chunk)
+    return [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=index > 0, pg_collection=groups.collection)
+        for index, chunk in enumerate(wrapped)
+    ]

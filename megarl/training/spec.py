@@ -1,0 +1,40 @@
+"""What a rank is told to build. Without torch: the driver writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megarl.core.layout import Layout
+from megarl.recipe.schema import Algorithm, Lora, Optimizer, Part, Recompute
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What a rank needs to build a role.
+
+    layout: how the pool's ranks share the model; None where there is one rank. optimizer: None is a frozen role.
+    recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
+    routing_replay: experts are those that the rollout chose. lora: train adapters alone.
+    base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
+    resting: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
+    folder need only have the config.
+    total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+    algorithm: what `update` learns by; None where only `sft_update` is called.
+    """
+
+    folder: Path
+    dtype: Literal["float32", "bfloat16"]
+    temperature: float = 1.0
+    optimizer: Optimizer | None = None
+    total_steps: int = 1
+    algorithm: Algorithm | None = None
+    layout: Layout = field(default_factory=Layout)
+    recompute: Recompute = "none"
+    aux_loss_coef: float = 0.0
+    routing_replay: bool = False
+    lora: Lora | None = None
+    base_of: str | None = None
+    resting: tuple[Part, ...] = ()
+    load_weights: bool = True

@@ -1,0 +1,159 @@
+"""What a role may be beside a plain model: adapted, its own reference, at rest, with the rollout's routing."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.core.errors import MegarlError
+from megarl.recipe.schema import Lora
+from megarl.training.spec import RoleSpec
+from tests.support.tiny import write_tiny_model
+from tests.training.harness import VOCAB, weights
+from tests.training.samples import examples, shards
+
+LENGTHS = [9, 17, 30, 12]
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A random mixture of experts."""
+    return write_tiny_model(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe", vocab_size=VOCAB)
+
+
+def one_update(rank, role="actor", seed=0, routing=None):
+    [shard], [columns] = shards([examples(LENGTHS, VOCAB, seed)], micro_batches=2)
+    if routing is not None:
+        shard = routed(shard, routing)
+    return rank.update(role, shard, columns)
+
+
+def routed(shard, choose):
+    """The shard with a routing for each micro-batch, made by `choose(number of tokens)`."""
+    [mini] = shard.mini_batches
+    micros = [dataclasses.replace(micro, routing=choose(micro.num_tokens)) for micro in mini.micro_batches]
+    return dataclasses.replace(shard, mini_batches=(dataclasses.replace(mini, micro_batches=tuple(micros)),))
+
+
+def test_adapters_learn_and_the_model_without_them_is_the_reference(rank, spec, folder):
+    rank.build("plain", RoleSpec(folder, "float32", spec.temperature))
+    rank.build("actor", dataclasses.replace(spec, lora=Lora(rank=4, alpha=8, targets=("linear_qkv", "linear_fc1"))))
+    rank.build("reference", RoleSpec(folder, "float32", base_of="actor"))
+    [shard], _ = shards([examples(LENGTHS, VOCAB)])
+    before = rank.logprobs("plain", shard)
+    assert np.array_equal(rank.logprobs("actor", shard)[0][0], before[0][0])
+    for seed in range(2):
+        assert one_update(rank, seed=seed)["actor/grad_norm"] > 0
+    assert np.abs(rank.logprobs("actor", shard)[0][0] - before[0][0]).max() > 1e-4
+    assert np.array_equal(rank.logprobs("reference", shard)[0][0], before[0][0])
+    changed = {
+        name for name, tensor in weights(rank, "actor").items() if not torch.equal(tensor, weights(rank, "plain")[name])
+    }
+    assert {name.rsplit(".", 2)[1] for name in changed} <= {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert len(changed) == 5 * 3
+
+
+def test_a_reference_needs_the_role_that_it_is_the_base_of(rank, folder):
+    with pytest.raises(MegarlError, match="hosts no role 'nobody'"):
+        rank.build("reference", RoleSpec(folder, "float32", base_of="nobody"))
+
+
+def test_a_role_that_rests_between_operations_computes_the_same(rank, spec):
+    expected, found = [], []
+    for resting, into in (((), expected), (("grads", "params", "optimizer"), found)):
+        rank.build("actor", dataclasses.replace(spec, resting=resting))
+        for seed in range(3):
+            [shard], _ = shards([examples(LENGTHS, VOCAB, seed)])
+            into.append((rank.logprobs("actor", shard)[0][0].tolist(), one_update(rank, seed=seed)))
+        into.append({name: tensor.tolist() for name, tensor in weights(rank, "actor").items()})
+        assert rank.engine("actor").sleep() == (0 if resting else rank.wake("actor"))
+    assert found == expected
+
+
+def test_a_sleeping_role_wakes_for_what_is_asked_of_it(rank, spec, tmp_path):
+    rank.build("actor", spec)
+    one_update(rank)
+    freed = rank.sleep("actor")
+    [shard], _ = shards([examples(LENGTHS, VOCAB)])
+    scored = rank.logprobs("actor", shard)[0][0]
+    assert 0 < rank.wake("actor") < freed, "the parameters were awake already"
+    assert np.array_equal(rank.logprobs("actor", shard)[0][0], scored)
+    rank.sleep("actor")
+    rank.save("actor", tmp_path)
+    assert any(tmp_path.iterdir())
+
+
+def test_routing_that_the_router_would_choose_changes_nothing_and_another_does(rank, spec, experts):
+    rank.build("actor", dataclasses.replace(spec, folder=experts, routing_replay=True))
+    [shard], _ = shards([examples(LENGTHS, VOCAB)])
+    free = rank.logprobs("actor", shard)[0][0]
+    chosen = chosen_by(rank.engine("actor"), shard)
+    replayed = rank.logprobs("actor", routed(shard, lambda _: chosen))[0][0]
+    np.testing.assert_allclose(replayed, free, atol=2e-6)  # the experts' outputs are summed in another order
+    other = (chosen + 1) % 8
+    assert np.abs(rank.logprobs("actor", routed(shard, lambda _: other))[0][0] - free).max() > 1e-3
+    unknown = np.full_like(chosen, -1)
+    assert np.isfinite(rank.logprobs("actor", routed(shard, lambda _: unknown))[0][0]).all()
+    # Nothing is left behind for batches that say nothing of their routing.
+    assert np.array_equal(rank.logprobs("actor", shard)[0][0], free)
+
+
+def chosen_by(engine, shard):
+    """[T, layers x k] int16: what the routers choose by themselves, asked layer by layer; 0 in dense layers."""
+    layers = engine._chunks[0].decoder.layers
+    chosen, hooks = {}, []
+    for index, layer in enumerate(layers):
+        if hasattr(layer.mlp, "router"):
+
+            def keep(_, __, output, index=index):
+                chosen[index] = output[1]  # [T, experts] bool: the routing map
+
+            hooks.append(layer.mlp.router.register_forward_hook(keep))
+    engine.logprobs(shard)
+    for hook in hooks:
+        hook.remove()
+    tokens, top = next(iter(chosen.values())).shape[0], 3
+    table = np.zeros((tokens, len(layers), top), np.int16)
+    for index, routing_map in chosen.items():
+        table[:, index] = routing_map.nonzero()[:, 1].reshape(tokens, top).numpy()
+    return table.reshape(tokens, -1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_replayed_routing_is_that_of_backward_too(rank, spec, experts, recompute):
+    """Recomputed layers route again: to the experts of their own micro-batch, not of the last."""
+    random = np.random.default_rng(3)
+    tables = {}
+
+    def choose(num_tokens):
+        if num_tokens not in tables:
+            rows = [[random.permutation(8)[:3] for _ in range(3)] for _ in range(num_tokens)]
+            tables[num_tokens] = np.array(rows, np.int16).reshape(num_tokens, -1)
+        return tables[num_tokens]
+
+    random = np.random.default_rng(3)
+    tables.clear()
+    rank.build("actor", dataclasses.replace(spec, folder=experts, routing_replay=True, recompute=recompute))
+    metrics = [one_update(rank, seed=seed, routing=choose) for seed in range(2)]
+    trained = weights(rank, "actor")
+    random = np.random.default_rng(3)
+    tables.clear()
+    rank.build("actor", dataclasses.replace(spec, folder=experts, routing_replay=True))
+    assert metrics == [
+        pytest.approx(one_update(rank, seed=seed, routing=choose), rel=1e-6, abs=1e-9) for seed in range(2)
+    ]
+    assert max((trained[name] - tensor).abs().max() for name, tensor in weights(rank, "actor").items()) < 1e-7
+
+
+def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, spec, experts):
+    """However the samples are cut into micro-batches, Megatron's auxiliary loss keeps its order of magnitude."""
+    norms = {}
+    for coef in (0.0, 1.0):
+        for micro_batches in (1, 4):
+            rank.build("actor", dataclasses.replace(spec, folder=experts, aux_loss_coef=coef))
+            [shard], [columns] = shards([examples(LENGTHS, VOCAB)], micro_batches=micro_batches)
+            norms[coef, micro_batches] = rank.update("actor", shard, columns)["actor/grad_norm"]
+    assert norms[0.0, 4] == pytest.approx(norms[0.0, 1], rel=1e-5)
+    assert norms[1.0, 1] != pytest.approx(norms[0.0, 1], rel=1e-3)
+    assert norms[1.0, 4] == pytest.approx(norms[1.0, 1], rel=0.5)
