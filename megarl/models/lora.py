@@ -64,7 +64,7 @@ class LowRank(Module):
         """What the linear gives, plus scale * (input @ A.T) @ B.T. input_: [s, b, in]; returns [s, b, out] and its bias."""
         found = super().forward(input_, *values, **options)
         # A linear of Transformer Engine with a norm inside gives the norm's output as well: last, or beside its own.
-        output, bias, *seen = (found[0], *found[1:]) if len(found) == 3 else (found[0], found[1])
+        output, bias, *seen = found
         if isinstance(output, tuple):
             output, *seen = output
         if not self.adapter.is_on:

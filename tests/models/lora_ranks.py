@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.core.types import MicroBatch
@@ -39,6 +40,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
     "gemma": ("gemma3", {"vocab_size": VOCAB}),
 }
+# Whose checkpoint a case loads, after the other has written it.
+RELOADED = {"pp full": "sp", "tp again": "pp full"}
 
 
 def settings_of(model: str) -> LoraSettings:
@@ -61,6 +64,7 @@ CASES = {
     "sp full": Case("qwen3", Layout(tp=2, sequence_parallel=True, world_size=2), "full"),
     "pp full": Case("qwen3", Layout(pp=2, world_size=2), "full"),
     "vpp": Case("qwen3", Layout(pp=2, vpp=2, world_size=2)),
+    "tp again": Case("qwen3", Layout(tp=2, world_size=2)),
     "dp": Case("qwen3", Layout(world_size=2)),
     "cp": Case("qwen3", Layout(cp=2, world_size=2)),
     "tp bias tied": Case("qwen2", Layout(tp=2, world_size=2)),
@@ -229,6 +233,38 @@ def adapter_state(chunk: Any) -> dict[str, Any]:
     return {name: entry for name, entry in chunk.sharded_state_dict(metadata={}).items() if is_adapter(name)}
 
 
+def reload(case: Case, root: Path, groups: Any, source: Path) -> dict[str, Tensor]:
+    """The adapters of another layout's checkpoint, as this layout exports them."""
+    from megatron.core import dist_checkpointing
+
+    from megarl.models.peft import peft_tensors
+
+    folder, settings = root / case.model, settings_of(case.model)
+    pool = dist.group.WORLD if groups.layout.world_size > 1 else None
+    with groups.active():
+        chunks = adapted(case, folder, groups)
+        state = {f"chunk{i}": adapter_state(chunk) for i, chunk in enumerate(chunks)}
+        loaded = dist_checkpointing.load(state, str(source / "checkpoint"))
+        for index, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)
+        return peft_tensors(chunks, load_model_config(folder), settings, groups.layout, groups.rank, pool)
+
+
+def refused(rank: int) -> str:
+    """What a pipeline says of which the second stage has no target."""
+    from megarl.models.lora import add_adapters
+    from megarl.training.parallel import make_groups
+
+    chunk = torch.nn.Module()
+    chunk.add_module("linear_fc1" if rank == 0 else "linear_proj", torch.nn.Linear(2, 2))
+    groups = make_groups(Layout(pp=2, world_size=2), timeout_s=60, seed=1)
+    try:
+        add_adapters([chunk], LoraSettings(2, 2, ("linear_fc1",)), groups.collection, SEED)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     """Go through all cases with one process, and leave the results in `rank<rank>.pt`."""
     rank, port, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
@@ -240,6 +276,9 @@ def main() -> None:
     for name, case in CASES.items():
         groups = make_groups(case.layout, timeout_s=60, seed=1)
         results[name] = observe(case, root, groups, root / name)
+        if name in RELOADED:
+            results[name]["from"] = reload(case, root, groups, root / RELOADED[name])
+    results["refused"] = refused(rank)
     torch.save(results, root / f"rank{rank}.pt")
     close_ranks()
 
