@@ -114,14 +114,24 @@ def num_local_devices(platform: Platform) -> int | None:
 
 
 def peak_bytes(platform: Platform) -> int:
-    """Most memory that this process has held: of its CUDA device, or resident where the device is the host itself."""
+    """Most memory that this process has held, since its start or `reset_peak_bytes`: see `held_bytes` for what counts."""
     if platform.name == "cuda":
         import torch
 
         return int(torch.cuda.max_memory_allocated())
-    import resource
+    # Not getrusage's: that counts the memory of the process which this one was forked from, too.
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB
+
+def reset_peak_bytes(platform: Platform) -> None:
+    """Let `peak_bytes` start again from what this process holds now."""
+    if platform.name == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # what the kernel calls resetting the peak of the resident set
 
 
 def held_bytes(platform: Platform) -> int:
