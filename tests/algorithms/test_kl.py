@@ -59,5 +59,5 @@ def test_extremes_stay_finite(kind: KlKind, difference: float) -> None:
 
 
 def test_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="k1, k2 or k3; got 'k4'"):
+    with pytest.raises(ValueError, match="k1, k2, k3 or abs; got 'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]

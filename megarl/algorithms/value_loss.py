@@ -1,0 +1,37 @@
+"""The critic's loss, per token. Weighting is not done here; how good a critic is: returns.explained_variance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ValueLoss(NamedTuple):
+    """Per-token values, each [T]. loss: differentiable. clipped: bool, where the clip decided, so that no gradient flows."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = None
+) -> ValueLoss:
+    """max((V - R)^2, (V_old + clip(V - V_old, +-clip_range) - R)^2) / 2.
+
+    PPO's clipped value loss, as in the reference implementation of arXiv 1707.06347 and in 2005.12729, section 3.
+    Without clip_range: (V - R)^2 / 2.
+
+    values: [T] float, of the critic under training. old_values: [T], of the critic before the step. returns: [T].
+    Only values receives a gradient. Raises ValueError where clip_range is not above 0.
+    """
+    returns = returns.detach()
+    plain = (values - returns).square() / 2
+    if clip_range is None:
+        return ValueLoss(plain, clipped=(plain < 0).detach())
+    if clip_range <= 0:
+        raise ValueError(f"clip_range must be above 0, or None for no clip; got {clip_range}")
+    old_values = old_values.detach()
+    near = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    bounded = (near - returns).square() / 2
+    return ValueLoss(plain.maximum(bounded), clipped=bounded > plain)
