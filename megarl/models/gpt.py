@@ -46,7 +46,8 @@ def transformer_config(
         ffn_hidden_size=config.ffn_hidden_size,
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
-        qk_layernorm=config.qk_norm or config.mla is not None,
+        # Of norms of heads alone: Megatron sums their gradients over tensor parallel, and those of latents are whole.
+        qk_layernorm=config.qk_norm,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[config.activation],
         normalization="RMSNorm",

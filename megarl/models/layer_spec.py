@@ -97,6 +97,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.sharded_state_dict_keys_map = _checkpoint_names(config, index)
     if moe is not None:
         layer.mlp.submodules.router = Router
     if config.mla is not None:
@@ -112,3 +113,16 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     if config.sandwich_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
     return spec
+
+
+def _checkpoint_names(config: ModelConfig, index: int) -> dict[str, str]:
+    """Names of norms in Megatron's checkpoints: Transformer Engine's, which fuses them, so that either loads the other's."""
+    names = {}
+    if config.mla is None:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    else:
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    if index not in config.moe_layers:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names

@@ -189,6 +189,43 @@ def test_the_loss_is_not_rescaled_and_nothing_is_dropped(tmp_path: Path) -> None
     assert settings.bf16
 
 
+@pytest.mark.parametrize(("family", "norms_heads"), [("qwen3", True), ("llama", False), ("deepseek_v3", False)])
+def test_gradients_of_norms_are_summed_over_tensor_parallel_where_each_rank_has_some_heads(
+    family: str, norms_heads: bool, tmp_path: Path
+) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, family))
+    settings = transformer_config(config, ONE, dtype=torch.float32, platform=CPU)
+    assert settings.qk_layernorm == norms_heads
+
+
+@pytest.mark.parametrize(
+    ("family", "norms"),
+    [
+        ("qwen3", {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"}),
+        ("mixtral", {"self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"}),
+        (
+            "deepseek_v3",
+            {
+                "input_layernorm.weight",
+                "self_attention.linear_q_up_proj.layer_norm_weight",
+                "self_attention.linear_kv_up_proj.layer_norm_weight",
+                "pre_mlp_layernorm.weight",
+            },
+        ),
+    ],
+)
+def test_checkpoints_name_norms_as_transformer_engine_does(
+    family: str, norms: set[str], one_rank: Groups, tmp_path: Path
+) -> None:
+    model = built(write_tiny_model(tmp_path, family), one_rank)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": one_rank.dp_cp})
+    names = {tensor.key.split("layers.", 1)[1] for tensor in state.values() if "layers." in tensor.key}
+    last = {name.removeprefix("2.") for name in names if not name[0].isdigit() or name.startswith("2.")}
+    assert {name for name in last if "norm" in name} - {
+        *("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+    } == norms
+
+
 @pytest.mark.parametrize(("coefficient", "kind"), [(0.0, "none"), (0.01, "aux_loss")])
 def test_experts_are_balanced_where_asked_for(coefficient: float, kind: str, tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(tmp_path, "qwen3_moe"))
