@@ -1,4 +1,4 @@
-"""The command line: megarl train | sft | eval | recipe show | doctor. Heavy imports wait until a command needs them."""
+"""The command line: megarl train | sft | eval | recipe show | convert | doctor. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from megarl.core.errors import MegarlError
+
+if TYPE_CHECKING:
+    from megarl.convert.job import Operation
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of large language models on Megatron-core, SGLang and Ray.",
@@ -21,6 +24,16 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
+convert_app = typer.Typer(
+    help="Weights between HF folders and Megatron checkpoints of any layout; what a checkpoint holds.\n\n"
+    "Runs on CPU, without Ray: one process, or as many as the layout has ranks (--tp 2 --pp 2: four), each with its share "
+    "of the model. A target appears whole or not at all. Every layout reads every checkpoint, so resharding is needed only "
+    "to move one.\n\n"
+    "[bold]hf-to-mcore[/bold] models/qwen ckpt/qwen --verify, [bold]mcore-to-hf[/bold] runs/x exported, "
+    "[bold]reshard[/bold] runs/x ckpt/x --tp 4, [bold]inspect[/bold] runs/x",
+    no_args_is_help=True,
+)
+app.add_typer(convert_app, name="convert")
 
 RecipePath = Annotated[Path, typer.Argument(help="YAML recipe; recipes/ holds examples.", show_default=False)]
 Overrides = Annotated[
@@ -32,6 +45,23 @@ Overrides = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last committed checkpoint of this run's folder.")
 ]
+
+Axis = Annotated[int, typer.Option(min=1, help="Parallel size of this axis.", rich_help_panel="Layout")]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Layers of that pipeline rank; default: even.", rich_help_panel="Layout")
+]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sequence-parallel", help="Experts under tp need it.", rich_help_panel="Layout")
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32 or bfloat16, of the weights; default: as they are.", show_default=False)
+]
+Verify = Annotated[bool, typer.Option("--verify", help="Read back what was written; hash and compare every tensor.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a model at DST, once the new one is written.")]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds for all of it.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="HF folder, checkpoint or run.", show_default=False)]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.", show_default=False)]
 
 
 @app.command()
@@ -98,6 +128,121 @@ def show(
     from megarl.commands import show_recipe
 
     show_recipe(recipe, overrides or [], kind)
+
+
+def _axes(*values: int | bool | None) -> dict[str, Any]:
+    names = ("tp", "pp", "cp", "ep", "etp", "vpp", "sequence_parallel", "first_stage_layers", "last_stage_layers")
+    return dict(zip(names, values, strict=True))
+
+
+def _convert(
+    operation: Operation,
+    src: Path,
+    dst: Path,
+    layout: dict[str, Any],
+    dtype: str | None,
+    settings: tuple[bool, bool, float],
+    as_json: bool,
+) -> NoReturn:
+    from megarl.convert.commands import run_convert
+    from megarl.convert.convert import Settings
+
+    raise typer.Exit(run_convert(operation, src, dst, layout, dtype, Settings(*settings), as_json=as_json))
+
+
+@convert_app.command(name="hf-to-mcore")
+def hf_to_mcore(
+    src: Source,
+    dst: Target,
+    tp: Axis = 1,
+    pp: Axis = 1,
+    cp: Axis = 1,
+    ep: Axis = 1,
+    etp: Axis = 1,
+    vpp: Axis = 1,
+    sequence_parallel: SequenceParallel = False,
+    first_stage_layers: Layers = None,
+    last_stage_layers: Layers = None,
+    dtype: Dtype = None,
+    verify: Verify = False,
+    force: Force = False,
+    timeout: Timeout = 21600,
+    as_json: Json = False,
+) -> None:
+    """Write a Megatron checkpoint (weights only) of an HF folder.
+
+    Example: megarl convert hf-to-mcore models/qwen ckpt/qwen --tp 2 --verify
+    """
+    layout = _axes(tp, pp, cp, ep, etp, vpp, sequence_parallel, first_stage_layers, last_stage_layers)
+    _convert("hf-to-mcore", src, dst, layout, dtype, (verify, force, timeout), as_json)
+
+
+@convert_app.command(name="mcore-to-hf")
+def mcore_to_hf(
+    src: Source,
+    dst: Target,
+    tp: Axis = 1,
+    pp: Axis = 1,
+    cp: Axis = 1,
+    ep: Axis = 1,
+    etp: Axis = 1,
+    vpp: Axis = 1,
+    sequence_parallel: SequenceParallel = False,
+    first_stage_layers: Layers = None,
+    last_stage_layers: Layers = None,
+    dtype: Dtype = None,
+    verify: Verify = False,
+    force: Force = False,
+    timeout: Timeout = 21600,
+    as_json: Json = False,
+) -> None:
+    """Write an HF folder, which transformers loads, of a checkpoint's weights; adapters are merged.
+
+    Example: megarl convert mcore-to-hf runs/quickstart exported --verify
+    """
+    layout = _axes(tp, pp, cp, ep, etp, vpp, sequence_parallel, first_stage_layers, last_stage_layers)
+    _convert("mcore-to-hf", src, dst, layout, dtype, (verify, force, timeout), as_json)
+
+
+@convert_app.command(name="reshard")
+def reshard(
+    src: Source,
+    dst: Target,
+    tp: Axis = 1,
+    pp: Axis = 1,
+    cp: Axis = 1,
+    ep: Axis = 1,
+    etp: Axis = 1,
+    vpp: Axis = 1,
+    sequence_parallel: SequenceParallel = False,
+    first_stage_layers: Layers = None,
+    last_stage_layers: Layers = None,
+    verify: Verify = False,
+    force: Force = False,
+    timeout: Timeout = 21600,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint again at another layout, with optimizer and schedule where it has them.
+
+    Example: megarl convert reshard runs/quickstart/checkpoints/step_000020 ckpt/tp2 --tp 2
+    """
+    layout = _axes(tp, pp, cp, ep, etp, vpp, sequence_parallel, first_stage_layers, last_stage_layers)
+    _convert("reshard", src, dst, layout, None, (verify, force, timeout), as_json)
+
+
+@convert_app.command(name="inspect")
+def inspect_checkpoint(
+    path: Annotated[Path, typer.Argument(help="HF folder, checkpoint or run.", show_default=False)],
+    as_json: Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Look at sizes only; do not read all content.")] = False,
+) -> None:
+    """Say what a model on disk holds and whether it is whole. Exits with 1 where it is damaged.
+
+    Example: megarl convert inspect runs/quickstart --json
+    """
+    from megarl.convert.commands import run_inspect
+
+    raise typer.Exit(run_inspect(path, as_json=as_json, quick=quick))
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

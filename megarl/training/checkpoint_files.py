@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import (
     DEFAULT_SUFFIX,
+    FileSystemReader,
     SerializationFormat,
     _write_item,
 )
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.training.manifest import TensorEntry
@@ -127,3 +130,16 @@ class RankStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
                     tuple(stored.size), str(dtype).removeprefix("torch."), stored.size.numel() * dtype.itemsize
                 )
         return entries
+
+
+def stored_tensor(folder: Path, name: str, entry: TensorEntry) -> torch.Tensor:
+    """One whole tensor of a checkpoint, on the host; in this process alone, and no other tensor is read."""
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    load({name: tensor}, storage_reader=FileSystemReader(str(folder)), no_dist=True)
+    return tensor
+
+
+def common_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors: the schedule, and what the optimizer's parameter groups say."""
+    state: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))
+    return state

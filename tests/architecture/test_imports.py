@@ -24,6 +24,7 @@ ROOMS = (
     "rollout",
     "sync",
     "checkpoints",
+    "convert",
     "cluster",
     "launch",
     "report",

@@ -1,0 +1,66 @@
+"""What `megarl convert` does: calls the conversion, prints what came of it. The command line itself is cli.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.convert.convert import Outcome, Settings, hf_to_mcore, make_layout, mcore_to_hf, outcome_json, reshard
+from megarl.convert.inspection import inspect, render
+from megarl.convert.job import Dtype, Operation
+from megarl.convert.sizes import ITEM_BYTES
+from megarl.core.errors import UserError
+
+SHOWN = 50
+
+
+def run_convert(
+    operation: Operation,
+    source: Path,
+    target: Path,
+    axes: dict[str, Any],
+    dtype: str | None,
+    settings: Settings,
+    *,
+    as_json: bool,
+) -> int:
+    """Convert; returns the exit code: 1 where what was written is not what was read."""
+    if dtype is not None and dtype not in ITEM_BYTES:
+        raise UserError(f"--dtype is {dtype}; it can be {' or '.join(ITEM_BYTES)}.")
+    layout, console = make_layout(**axes), Console(stderr=True)
+    if operation == "reshard":
+        outcome = reshard(source, target, layout, settings, console)
+    else:
+        convert = hf_to_mcore if operation == "hf-to-mcore" else mcore_to_hf
+        outcome = convert(source, target, layout, cast("Dtype | None", dtype), settings, console)
+    if as_json:
+        print(outcome_json(outcome))
+    else:
+        _print(outcome, settings, Console())
+    return 1 if outcome.differences else 0
+
+
+def _print(outcome: Outcome, settings: Settings, out: Console) -> None:
+    if outcome.differences:
+        table = Table("tensor", "field", "before", "after", title="Differences", title_justify="left")
+        for row in outcome.differences[:SHOWN]:
+            table.add_row(*row)
+        out.print(table)
+        more = len(outcome.differences) - SHOWN
+        out.print(f"{f'and {more} more. ' if more > 0 else ''}{outcome.target} was not written.", highlight=False)
+        return
+    verified = f"; {outcome.num_verified} tensors read back and found equal" if settings.verify else ""
+    out.print(f"{outcome.target}: {outcome.num_bytes:,} bytes{verified}", highlight=False, soft_wrap=True)
+
+
+def run_inspect(path: Path, *, as_json: bool, quick: bool) -> int:
+    """Show what is at a path; returns the exit code: 1 where it is damaged."""
+    found = inspect(path, read=not quick)
+    if as_json:
+        print(found.to_json())
+    else:
+        Console().print(render(found))
+    return 1 if found.damage else 0

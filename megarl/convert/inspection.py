@@ -1,0 +1,169 @@
+"""What a model on disk holds, told from its manifest, or from the headers of its files. Without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megarl.convert.source import Source, find_source
+from megarl.models.config import ModelConfig
+from megarl.models.hf_files import read_index
+from megarl.training.manifest import TensorEntry, read_manifest, read_model_config
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+OPTIMIZER_PREFIX = "optimizer."
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One model on disk.
+
+    damage: what is wrong with its files; empty where they are whole. parameters: of the model. step: optimizer steps
+    done. layout: what wrote it. optimizer: its name. recipe: of the run that it belongs to. tensors: whole ones, by name.
+    files: relative path to size. What is None is not known or not there.
+    """
+
+    path: Path
+    kind: Literal["hf", "mcore"]
+    damage: list[str]
+    family: str
+    architecture: str
+    sizes: dict[str, int]
+    parameters: int
+    dtype: str
+    step: int | None
+    run_step: int | None
+    layout: str | None
+    optimizer: str | None
+    lora: dict[str, Any] | None
+    recipe: str | None
+    versions: dict[str, str]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, int]
+
+    def to_json(self) -> str:
+        """For programs."""
+        return json.dumps(asdict(self) | {"whole": not self.damage, "bytes": sum(self.files.values())}, default=str)
+
+
+def inspect(path: Path, *, read: bool = True) -> Inspection:
+    """Look at an HF folder, a checkpoint or a run. read: compare all content with the checksums, not sizes alone.
+
+    Raises UserError where there is no model, or its manifest or headers are broken.
+    """
+    source = find_source(path)
+    config = read_model_config(source.hf)
+    return _inspect_hf(source, config) if source.kind == "hf" else _inspect_mcore(source, config, read=read)
+
+
+def _inspect_mcore(source: Source, config: ModelConfig, *, read: bool) -> Inspection:
+    manifest = read_manifest(source.folder)
+    model = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
+    recipe = yaml.safe_load(source.recipe.read_text()) if source.recipe else {}
+    return Inspection(
+        path=source.folder,
+        kind="mcore",
+        damage=source.damage(read=read),
+        family=manifest.family,
+        architecture=manifest.architecture,
+        sizes=_sizes(config),
+        parameters=sum(math.prod(entry.shape) for entry in model.values()),
+        dtype=manifest.dtype,
+        step=manifest.step,
+        run_step=_run_step(source),
+        layout=str(manifest.layout),
+        optimizer=manifest.optimizer["name"] if manifest.optimizer else None,
+        lora=manifest.lora,
+        recipe=recipe.get("run", {}).get("name") if recipe else None,
+        versions=manifest.versions,
+        tensors=manifest.tensors,
+        files={name: each.bytes for name, each in manifest.files.items()},
+    )
+
+
+def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
+    index = read_index(source.folder)
+    tensors = {}
+    for name, info in sorted(index.items()):
+        count = math.prod(info.shape)
+        tensors[name] = TensorEntry(info.shape, info.dtype, count * ITEM_BYTES.get(info.dtype, 0))
+    dtypes = Counter(entry.dtype for entry in tensors.values())
+    return Inspection(
+        path=source.folder,
+        kind="hf",
+        damage=[],
+        family=config.family,
+        architecture=config.architecture,
+        sizes=_sizes(config),
+        parameters=sum(math.prod(entry.shape) for entry in tensors.values()),
+        dtype=", ".join(dtypes),
+        step=None,
+        run_step=None,
+        layout=None,
+        optimizer=None,
+        lora=None,
+        recipe=None,
+        versions={},
+        tensors=tensors,
+        files={path.name: path.stat().st_size for path in sorted(source.folder.iterdir()) if path.is_file()},
+    )
+
+
+def _run_step(source: Source) -> int | None:
+    if source.step is None:
+        return None
+    state: dict[str, Any] = json.loads((source.step / "state.json").read_text())
+    return int(state["step"])
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    sizes = {
+        "layers": config.num_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "ffn": config.ffn_hidden_size,
+        "vocabulary": config.vocab_size,
+    }
+    return sizes | ({"experts": config.moe.num_experts} if config.moe else {})
+
+
+def render(found: Inspection) -> RenderableType:
+    """The same for people."""
+    facts = Table.grid(padding=(0, 2))
+    state = Text("damaged: " + "; ".join(found.damage), style="bold red") if found.damage else Text("whole")
+    unknown = "not checked (HF folders have no checksums); the headers are whole"
+    rows: list[tuple[str, RenderableType | None]] = [
+        ("path", str(found.path)),
+        ("kind", {"hf": "HF folder", "mcore": "Megatron checkpoint"}[found.kind]),
+        ("files", unknown if found.kind == "hf" else state),
+        ("model", f"{found.family} ({found.architecture}), {found.parameters / 1e6:,.1f} M parameters, {found.dtype}"),
+        ("sizes", ", ".join(f"{name} {size}" for name, size in found.sizes.items())),
+        ("step", None if found.step is None else f"{found.step} optimizer steps"),
+        ("run", None if found.run_step is None else f"{found.recipe or 'unknown recipe'}, step {found.run_step}"),
+        ("written at", found.layout and f"{found.layout}; any layout can read it"),
+        ("optimizer", found.optimizer or ("none: weights only" if found.kind == "mcore" else None)),
+        ("adapters", str(found.lora) if found.lora else None),
+        ("versions", ", ".join(f"{name} {version}" for name, version in found.versions.items()) or None),
+    ]
+    for name, value in rows:
+        if value is not None:
+            facts.add_row(name, value)
+    tensors = Table("tensor", "shape", "dtype", "bytes", title=f"{len(found.tensors)} tensors", title_justify="left")
+    for name, entry in found.tensors.items():
+        tensors.add_row(name, " x ".join(map(str, entry.shape)), entry.dtype, f"{entry.bytes:,}")
+    total = f"{len(found.files)} files, {sum(found.files.values()):,} bytes"
+    files = Table("file", "bytes", title=total, title_justify="left")
+    for name, size in found.files.items():
+        files.add_row(name, f"{size:,}")
+    return Group(facts, tensors, files)

@@ -1,0 +1,82 @@
+"""What a path is: an HF folder, or a Megatron checkpoint of megarl, by itself or within a run. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megarl.checkpoints import ACTOR, MARKER, Checkpoints, step_damage
+from megarl.core.errors import UserError
+from megarl.training.manifest import HF_FOLDER, MANIFEST, checkpoint_damage
+
+CHECKPOINTS, RECIPE = "checkpoints", "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk.
+
+    folder: with config.json and safetensors (hf), or with megarl.json (mcore). step: the step's folder that a checkpoint
+    lies in. recipe: of its run. Both are None where there is none.
+    """
+
+    kind: Literal["hf", "mcore"]
+    folder: Path
+    step: Path | None = None
+    recipe: Path | None = None
+
+    @property
+    def hf(self) -> Path:
+        """The folder with the HF config and tokenizer."""
+        return self.folder if self.kind == "hf" else self.folder / HF_FOLDER
+
+    def damage(self, *, read: bool) -> list[str]:
+        """What is wrong with a checkpoint's files. read: also compare the content; HF folders have no checksums."""
+        if self.kind == "hf":
+            return []
+        return checkpoint_damage(self.folder, read=read) if self.step is None else step_damage(self.step, read=read)
+
+
+def find_source(path: Path) -> Source:
+    """What lies at a path: a run's folder stands for its newest checkpoint. Raises UserError where nothing does."""
+    if not path.is_dir():
+        what = "is a file, not a folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}. Name an HF folder, a Megatron checkpoint of megarl, or a run's folder.")
+    if (path / CHECKPOINTS).is_dir():
+        return _in_step(Checkpoints(path / CHECKPOINTS, keep_last=1).latest().folder)
+    if (path / ACTOR).is_dir():
+        return _in_step(path)
+    if (path / MANIFEST).exists():
+        return (
+            _in_step(path.parent) if path.name == ACTOR and (path.parent / MARKER).exists() else Source("mcore", path)
+        )
+    if (path / "config.json").exists():
+        return Source("hf", path)
+    if (path / "metadata.json").exists():
+        raise UserError(
+            f"{path} holds Megatron's files but no {MANIFEST}: it was not finished, or not written by megarl. Take another "
+            "checkpoint of the run, or export it to HF with the program that wrote it."
+        )
+    raise UserError(
+        f"{path} holds no model: an HF folder has a config.json, a Megatron checkpoint of megarl a {MANIFEST}, a run "
+        f"{CHECKPOINTS}/."
+    )
+
+
+def _in_step(step: Path) -> Source:
+    recipe = step.parent.parent / RECIPE
+    return Source("mcore", step / ACTOR, step, recipe if recipe.exists() else None)
+
+
+def require(path: Path, kind: Literal["hf", "mcore"], instead: str) -> Source:
+    """A whole source of this kind. Raises UserError for the other kind, and for damaged files. instead: what to call."""
+    source = find_source(path)
+    if source.kind != kind:
+        names = {"hf": "an HF folder", "mcore": "a Megatron checkpoint"}
+        raise UserError(f"{path} is {names[source.kind]}, and {names[kind]} is needed here. {instead}")
+    if problems := source.damage(read=True):
+        raise UserError(
+            f"{source.folder} is damaged: {'; '.join(problems)}. Take another checkpoint; nothing was written."
+        )
+    return source

@@ -1,0 +1,92 @@
+"""Where a conversion writes: under a temporary name, whole and on the disk before it gets its own. Without torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.disk import sync, sync_tree
+from megarl.core.errors import UserError
+from megarl.training.manifest import MANIFEST
+
+SPARE_BYTES = 16 * 2**20  # for configs, tokenizers and headers
+CONTENT, PREVIOUS = "content", "previous"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A folder in the making. `content` is to be filled, and `commit` called."""
+
+    path: Path
+    temporary: Path
+
+    @property
+    def content(self) -> Path:
+        """Does not exist yet."""
+        return self.temporary / CONTENT
+
+    def commit(self) -> None:
+        """Wait until everything is on the disk, then give it its name; what was there before goes."""
+        sync_tree(self.content)
+        if self.path.exists():
+            self.path.rename(self.temporary / PREVIOUS)
+        self.content.rename(self.path)
+        sync(self.path.parent)
+
+
+def check_target(path: Path, needed_bytes: int, *, force: bool) -> None:
+    """Raise UserError, before anything is done, where a target exists, or has no room or no folder to lie in."""
+    if path.exists() and not force:
+        raise UserError(
+            f"{path} exists already. Name another folder, or say --force to replace it when all is written."
+        )
+    if path.exists() and (not path.is_dir() or not _is_replaceable(path)):
+        raise UserError(f"{path} is not a model's folder, so --force does not replace it. Name another folder.")
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{path} cannot be made: {existing} cannot be written to. Name another folder.")
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes + SPARE_BYTES:
+        raise UserError(
+            f"No room for {path}: it needs {(needed_bytes + SPARE_BYTES) / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free. "
+            "Free some space or name a folder on another disk; nothing was written."
+        )
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """An empty folder, or one with a model in it."""
+    return any((folder / name).exists() for name in ("config.json", MANIFEST)) or not any(folder.iterdir())
+
+
+@contextmanager
+def open_target(path: Path) -> Iterator[Target]:
+    """A target to fill and commit; whatever was not committed is removed in the end.
+
+    What a conversion that was killed left behind is removed by the next one to the same place; raises UserError where
+    that one is still at work.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.mkdir(exist_ok=True)
+    handle = os.open(temporary, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"Another conversion is writing to {path}. Wait for it, or name another folder.") from error
+        if (temporary / PREVIOUS).exists() and not path.exists():
+            (temporary / PREVIOUS).rename(path)  # killed between taking the old one away and naming the new one
+        for left in temporary.iterdir():
+            shutil.rmtree(left)
+        try:
+            yield Target(path, temporary)
+        finally:
+            shutil.rmtree(temporary)
+    finally:
+        os.close(handle)
