@@ -28,6 +28,7 @@ from tests.training.invariance import (
     difference,
 )
 from tests.training.invariance_cases import (
+    ADAM_EPS,
     CASES,
     CONTROLS,
     MINIS,
@@ -43,8 +44,7 @@ from tests.training.samples import shards
 STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
 # A bias that decides which experts are chosen, and that no gradient reaches.
 BIAS_OF_CHOICE = "e_score_correction_bias"
-# Adam turns gradients as small as rounding into whole steps, of any sign: eps is above what rounding leaves of these.
-ADAM = OPTIMIZER.model_copy(update={"eps": 1e-5})
+ADAM = OPTIMIZER.model_copy(update={"eps": ADAM_EPS})
 Reference = dict[str, Result]
 
 

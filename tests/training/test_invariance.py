@@ -31,7 +31,7 @@ def of(measured: Measured, kind: str, name: str) -> list[Difference]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layout_is_one_rank(measured: Measured, case: Case) -> None:
     found = of(measured, "alone", str(case))
@@ -41,7 +41,7 @@ def test_a_layout_is_one_rank(measured: Measured, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("cases", TOGETHER, ids=together_name)
 def test_roles_of_several_layouts_in_one_process_do_not_touch_each_other(
     measured: Measured, cases: tuple[Case, ...]
@@ -52,7 +52,7 @@ def test_roles_of_several_layouts_in_one_process_do_not_touch_each_other(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("mistake", [control.mistake for control in CONTROLS])
 def test_a_mistake_is_seen(measured: Measured, mistake: str) -> None:
     for item in of(measured, "control", mistake):
