@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -56,6 +57,15 @@ def global_tensors(chunks: Sequence[Module], layout: Layout, rank: int) -> dict[
 def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
     name = LAYER_NUMBER.sub(lambda match: str(layers[int(match[0])]), name)
     return EXPERT_NUMBER.sub(lambda match: str(first_expert + int(match[0])), name)
+
+
+@contextmanager
+def exact_buffers(chunks: Sequence[Module]) -> Iterator[None]:
+    """Casts of the model within the block leave the mapped buffers (float32) as they were, bit for bit."""
+    kept = [(c, name, buffer) for c in chunks for name, buffer in c.named_buffers() if name.endswith(BUFFERS)]
+    yield
+    for chunk, name, buffer in kept:
+        chunk.get_buffer(name).data = buffer.data
 
 
 def load_hf_weights(

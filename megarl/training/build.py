@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import build_gpt
-from megarl.models.hf_weights import load_hf_weights
+from megarl.models.hf_weights import exact_buffers, load_hf_weights
 from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
@@ -62,7 +62,8 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         settings = LoraSettings(spec.lora.rank, spec.lora.alpha, spec.lora.targets)
         add_adapters(chunks, settings, groups.collection, seed)
     replays = Replays(chunks, recomputed=spec.recompute == "full") if spec.routing_replay else None
-    wrapped: list[Any] = [Float16Module(c.config, c) if dtype == torch.bfloat16 else c for c in chunks]
+    with exact_buffers(chunks):
+        wrapped: list[Any] = [Float16Module(c.config, c) if dtype == torch.bfloat16 else c for c in chunks]
     if spec.optimizer is None:
         for chunk in wrapped:
             chunk.requires_grad_(False)

@@ -20,7 +20,7 @@ from megarl.core.platform import get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_weights import Bucket, Value, export_buckets, global_tensors, load_hf_weights
+from megarl.models.hf_weights import Bucket, Value, exact_buffers, export_buckets, global_tensors, load_hf_weights
 from megarl.models.rules import expected_tensors, rules
 from megarl.training.parallel import Groups
 from tests.support.tiny import write_tiny_model
@@ -115,6 +115,16 @@ def test_the_score_bias_stays_exact_whatever_the_model_is(experts: Path, one_ran
     assert bias.dtype == torch.float32
     assert torch.equal(bias, stored(experts)[name])
     assert not torch.equal(bias, bias.bfloat16().float()), "rounding would show"
+
+
+def test_casting_a_model_may_leave_its_score_bias_exact(experts: Path, one_rank: Groups) -> None:
+    chunks, config = loaded(experts, one_rank)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    with exact_buffers(chunks):
+        chunks[0].bfloat16()
+    found = dict(chain.from_iterable(buckets(chunks, config)))
+    assert torch.equal(found[name], stored(experts)[name])
+    assert found["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_names_count_layers_and_experts_over_the_whole_model(experts: Path, one_rank: Groups) -> None:
