@@ -37,6 +37,9 @@ def layout_problems(config: ModelConfig, layout: Layout) -> list[str]:
 
 def _tensor_problems(config: ModelConfig, tp: int) -> list[str]:
     sizes = {"attention heads": config.num_heads, "MLP columns": config.ffn_hidden_size}
+    if config.mla is None:
+        # Ranks that cut through a group of heads cut the rows of all queries, keys and values evenly.
+        sizes["rows of queries, keys and values"] = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     if config.moe is not None and config.moe.shared_ffn_hidden_size:
         sizes["columns of the shared experts"] = config.moe.shared_ffn_hidden_size
     if config.mla is not None:
