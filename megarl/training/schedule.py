@@ -92,16 +92,18 @@ def finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None,
 class AuxiliaryScale:
     """Gives auxiliary losses of experts the share of a mean over the mini-batch's tokens.
 
-    Megatron multiplies the auxiliary loss of a micro-batch by its tokens, and expects gradients to be divided by all
-    tokens later. Ours are not: the policy loss carries its denominator in its weights. So the division is done here.
+    Megatron multiplies the auxiliary loss of a micro-batch by the tokens that are on the rank, and expects gradients to be
+    divided by all tokens later. Ours are not: the policy loss carries its denominator in its weights. So the division is
+    done here. The ranks that share a sequence each hold a part of the auxiliary loss as well as of the tokens, so that
+    their parts add up to it only when each is multiplied by the tokens of all of them.
     """
 
     def __init__(self) -> None:
-        self.num_tokens = 1
+        self.scale = 1.0
 
     def __call__(self, value: Tensor) -> Tensor:
         """Megatron's `grad_scale_func`: it is asked for the scale of auxiliary losses, by ones, and of the loss itself."""
-        return value if value.requires_grad else value / self.num_tokens
+        return value if value.requires_grad else value * self.scale
 
     def count(self, batches: Sequence[DeviceBatch], groups: Groups) -> None:
         """Count the tokens of a mini-batch over all ranks; collective."""
@@ -109,4 +111,6 @@ class AuxiliaryScale:
         if batches:
             total = total.to(batches[0].tokens.device)
         torch.distributed.all_reduce(total, group=groups.dp_cp)
-        self.num_tokens = max(1, int(total.item()))
+        layout = groups.layout
+        num_sharing = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        self.scale = num_sharing / max(1, int(total.item()))
