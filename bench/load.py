@@ -1,0 +1,187 @@
+"""Ranks that load their shares of an HF checkpoint: peak memory against the share, and speed against `cat`.
+
+    python -m bench.load
+
+A random bfloat16 checkpoint of about 2 GB is written to a temporary folder, and removed at the end. For each layout every
+rank is a fresh process that builds its part of the model and loads it; its peak is beyond what it held after the imports and
+the rendezvous, mapped files included, and is held against its share: the bytes of its parameters. Speed is the bytes of all
+ranks over the slowest rank's seconds of loading, next to `cat` of the same files into /dev/null in the same state: in the
+page cache (warm), or dropped from it by posix_fadvise (cold).
+Exit code 0 only where every peak is under the share plus 10%, and every speed at least half of cat's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from bench.support.measure import in_fresh_ranks, peak, write
+from megarl.core.layout import Layout
+from megarl.core.platform import get_platform
+from megarl.models.hf_config import load_model_config
+from megarl.models.rules import expected_tensors
+from megarl.rollout.process import free_port
+from tests.support.tiny import write_tokenizer
+
+SHARE_BOUND, SPEED_BOUND = 1.1, 0.5
+LAYOUTS = (Layout(), Layout(tp=2, world_size=2), Layout(pp=2, world_size=2))
+QUICK_LAYOUTS = LAYOUTS[:1]
+FILE_BYTES = 512 * 2**20
+
+
+def write_checkpoint(folder: Path, *, layers: int, hidden: int, vocab: int) -> None:
+    """A random Llama in bfloat16, in files of about FILE_BYTES."""
+    settings = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
+    settings.save_pretrained(folder)
+    write_tokenizer(folder)
+    save_file({}, folder / "model.safetensors")  # the config is only read beside weights
+    shapes = expected_tensors(load_model_config(folder))
+    (folder / "model.safetensors").unlink()
+    pending: dict[str, torch.Tensor] = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        pending[name] = torch.randn(shape, dtype=torch.bfloat16)
+        if index == len(shapes) - 1 or sum(each.nbytes for each in pending.values()) > FILE_BYTES:
+            path = folder / f"part-{index:05d}.safetensors"
+            save_file(pending, path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # only clean pages can be dropped from the cache
+            pending.clear()
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def prepare(paths: Iterable[Path], state: str) -> None:
+    """Bring the files into the page cache, or out of it."""
+    for path in paths:
+        with path.open("rb") as file:
+            if state == "cold":
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while state == "warm" and file.read(2**24):
+                continue
+
+
+def cat(paths: list[Path]) -> float:
+    """Seconds of `cat` into /dev/null."""
+    began = time.perf_counter()
+    with Path(os.devnull).open("wb") as sink:
+        subprocess.run(["cat", *map(str, paths)], stdout=sink, check=True)
+    return time.perf_counter() - began
+
+
+def load(rank: int, layout: Layout, port: int, folder: Path) -> dict[str, float]:
+    """One rank's part, built and loaded in this process."""
+    from megarl.models.bootstrap import prepare_megatron
+
+    platform = get_platform()
+    prepare_megatron(platform)
+    from megarl.models.gpt import build_gpt
+    from megarl.models.hf_weights import load_hf_weights
+    from megarl.training.parallel import close_ranks, join_ranks, make_groups
+
+    join_ranks(rank, layout.world_size, platform, "127.0.0.1", port, timeout_s=300)
+    groups, config = make_groups(layout, timeout_s=300, seed=1), load_model_config(folder)
+    torch.distributed.barrier()
+    with peak() as held, groups.active():
+        chunks = build_gpt(config, layout, groups.collection, dtype=torch.bfloat16, platform=platform)
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        load_hf_weights(chunks, config, folder, layout, rank)
+        seconds = time.perf_counter() - began
+    share = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    close_ranks()
+    return {"share_bytes": share, "peak_bytes": held.bytes, "seconds": seconds}
+
+
+def measure(layout: Layout, folder: Path, state: str, repeats: int) -> dict[str, Any]:
+    """All ranks of a layout, and cat, in turns; the fastest of each."""
+    paths, size = files(folder), sum(path.stat().st_size for path in files(folder))
+    cats, loads = [], []
+    for _ in range(repeats):
+        prepare(paths, state)
+        cats.append(cat(paths))
+        prepare(paths, state)
+        loads.append(in_fresh_ranks(layout.world_size, load, layout, free_port(), folder))
+    ranks = [rank for each in loads for rank in each]
+    fastest = min(loads, key=lambda each: max(rank["seconds"] for rank in each))
+    speed = sum(rank["share_bytes"] for rank in fastest) / max(rank["seconds"] for rank in fastest)
+    return {
+        "layout": str(layout),
+        "state": state,
+        "checkpoint_bytes": size,
+        "peak_over_share": max(rank["peak_bytes"] / rank["share_bytes"] for rank in ranks),
+        "share_bytes": max(rank["share_bytes"] for rank in ranks),
+        "bytes_per_s": {"load": speed, "cat": size / min(cats)},
+        "speed_over_cat": speed / (size / min(cats)),
+        "runs": {"load": loads, "cat_s": cats},
+    }
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """Whether memory and speed are within bounds."""
+    return row["peak_over_share"] < SHARE_BOUND and row["speed_over_cat"] >= SPEED_BOUND
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    table = Table(title=f"Loading a checkpoint of {rows[0]['checkpoint_bytes'] / 1e9:.2f} GB")
+    for column in ("layout", "files", "largest share", "peak / share", "load", "cat", "load / cat"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        speeds = row["bytes_per_s"]
+        table.add_row(
+            *(row["layout"], row["state"], f"{row['share_bytes'] / 1e9:.2f} GB", f"{row['peak_over_share']:.3f}"),
+            *(f"{speeds[side] / 1e9:.2f} GB/s" for side in ("load", "cat")),
+            f"{row['speed_over_cat']:.2f}",
+        )
+    Console().print(table)
+
+
+def main(
+    *,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts, and the highest peak.")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="Where the checkpoint goes; the file system counts.")] = None,
+    quick: Annotated[bool, typer.Option(help="A small checkpoint on one rank: does it run at all?")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the result; bench/results where not given.")] = None,
+) -> None:
+    """Measure memory and speed of loading."""
+    with tempfile.TemporaryDirectory(prefix="megarl-load-", dir=folder) as name:
+        size = {"layers": 2, "hidden": 256, "vocab": 8192} if quick else {"layers": 16, "hidden": 2048, "vocab": 65536}
+        write_checkpoint(Path(name), **size)
+        rows = [
+            measure(layout, Path(name), state, 1 if quick else repeats)
+            for layout in (QUICK_LAYOUTS if quick else LAYOUTS)
+            for state in ("warm", "cold")
+        ]
+    show(rows)
+    write("load", {"rows": rows}, out)
+    if not (quick or all(is_good(row) for row in rows)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
