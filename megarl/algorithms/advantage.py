@@ -21,7 +21,8 @@ def group_advantages(rewards: FloatArray, group_index: IntArray, normalize_std: 
     advantages = _centered(rewards64, groups)
     if normalize_std:
         sizes = np.maximum(np.bincount(groups), 1)
-        advantages /= np.sqrt(np.bincount(groups, weights=advantages**2) / sizes)[groups] + eps
+        scale = np.sqrt(np.bincount(groups, weights=advantages**2) / sizes)[groups] + eps
+        np.divide(advantages, scale, out=advantages, where=scale > 0)
     result: FloatArray = advantages.astype(np.float32)
     return result
 

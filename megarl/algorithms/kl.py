@@ -16,8 +16,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KlKind) -> Tensor:
 
     With d = ref_logprobs - logprobs: k1 = -d; k2 = d^2 / 2; k3 = exp(d) - 1 - d; abs = |d|.
     John Schulman, "Approximating KL divergence" (2020). k1 and k3 are unbiased, k2 and k3 are never negative; k3 is
-    GRPO's (arXiv 2402.03300, equation 4). abs bounds a total variation rather than estimating the KL. For all but k1, d is clamped
-    to +-20, so that extreme tokens stay finite.
+    GRPO's (arXiv 2402.03300, equation 4). abs is a distance, and no estimate of the KL. For all but k1, d
+    is clamped to +-20, so that extreme tokens stay finite.
 
     logprobs: [T] float, natural log, of the policy under training. ref_logprobs: [T], of the reference; no gradient.
     Raises ValueError for another kind.

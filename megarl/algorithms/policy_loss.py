@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.limits import MAX_LOG_RATIO
@@ -102,7 +103,7 @@ def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -
     Arguments as for clipped_policy_loss; old_logprobs are for the ratio alone, which is reported and not used.
     """
     ratio = _ratio(logprobs.detach(), old_logprobs)
-    return PolicyLoss(loss=-advantages.detach() * logprobs, clipped=ratio < 0, ratio=ratio)
+    return PolicyLoss(loss=-advantages.detach() * logprobs, clipped=_nowhere(ratio), ratio=ratio)
 
 
 def distill_loss(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor) -> PolicyLoss:
@@ -115,11 +116,15 @@ def distill_loss(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tenso
     """
     ratio = _ratio(logprobs, old_logprobs)
     gain = (teacher_logprobs - logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return PolicyLoss(loss=-ratio * gain, clipped=ratio.detach() < 0, ratio=ratio.detach())
+    return PolicyLoss(loss=-ratio * gain, clipped=_nowhere(ratio), ratio=ratio.detach())
 
 
 def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _nowhere(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.bool)
 
 
 # By the name that a recipe gives; a loss of somebody's own comes by import path instead.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -28,7 +29,7 @@ def clipped_value_loss(
     returns = returns.detach()
     plain = (values - returns).square() / 2
     if clip_range is None:
-        return ValueLoss(plain, clipped=(plain < 0).detach())
+        return ValueLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
     if clip_range <= 0:
         raise ValueError(f"clip_range must be above 0, or None for no clip; got {clip_range}")
     old_values = old_values.detach()

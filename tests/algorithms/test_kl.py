@@ -13,7 +13,8 @@ from megarl.algorithms.kl import KlKind, kl_estimate
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
+    ("kind", "expected"),
+    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2)), ("abs", math.log(2))],
 )
 def test_hand_computed(kind: KlKind, expected: float) -> None:
     # The policy gives the token twice the reference's probability: d = -log 2.
@@ -32,23 +33,23 @@ def test_expectation_is_the_exact_divergence(kind: KlKind) -> None:
     assert (policy.exp() * estimates).sum().item() == pytest.approx(exact.item(), rel=1e-9)
 
 
-@given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1), st.sampled_from(["k2", "k3"]))
+@given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1), st.sampled_from(["k2", "k3", "abs"]))
 def test_never_negative(rows: list[tuple[float, float]], kind: KlKind) -> None:
     logprobs, reference = torch.tensor(rows, dtype=torch.float64).unbind(1)
     assert (kl_estimate(logprobs, reference, kind) >= 0).all()
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
 def test_gradient_flows_to_the_policy_alone(kind: KlKind) -> None:
     logprobs, reference = torch.tensor([-1.0], requires_grad=True), torch.tensor([-2.0], requires_grad=True)
     kl_estimate(logprobs, reference, kind).sum().backward()
-    # d = -1: k1' = 1, k2' = -d, k3' = 1 - exp(d).
-    expected = {"k1": 1.0, "k2": 1.0, "k3": 1 - math.exp(-1)}[kind]
+    # d = -1: k1' = 1, k2' = -d, k3' = 1 - exp(d), abs' = -sign(d).
+    expected = {"k1": 1.0, "k2": 1.0, "k3": 1 - math.exp(-1), "abs": 1.0}[kind]
     assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(expected, rel=1e-6)
     assert reference.grad is None
 
 
-@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("kind", ["k2", "k3", "abs"])
 @pytest.mark.parametrize("difference", [1e4, -1e4, float("inf"), float("-inf")])
 def test_extremes_stay_finite(kind: KlKind, difference: float) -> None:
     logprobs = torch.zeros(1, requires_grad=True)
@@ -61,3 +62,18 @@ def test_extremes_stay_finite(kind: KlKind, difference: float) -> None:
 def test_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="k1, k2, k3 or abs; got 'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+def by_loop(logprob: float, reference: float, kind: KlKind) -> float:
+    d = reference - logprob
+    return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d, "abs": abs(d)}[kind]
+
+
+@given(
+    st.lists(st.tuples(st.floats(-9, 0), st.floats(-9, 0)), min_size=1, max_size=20),
+    st.sampled_from(["k1", "k2", "k3", "abs"]),
+)
+def test_equals_the_loop(rows: list[tuple[float, float]], kind: KlKind) -> None:
+    logprobs, reference = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    expected = [by_loop(*row, kind) for row in rows]
+    assert kl_estimate(logprobs, reference, kind).tolist() == pytest.approx(expected, abs=1e-9)

@@ -30,11 +30,13 @@ def by_loop(losses: list[np.ndarray], mode: Reduction, max_tokens: int) -> float
     [
         ("token-mean", [1 / 10, 1 / 10, 0, 1 / 10]),
         ("sequence-mean", [1 / 6, 1 / 15, 0, 1 / 9]),
+        # The first two are one prompt's: 7 tokens; the third has none, so there are 2 groups with tokens.
+        ("group-mean", [1 / 14, 1 / 14, 0, 1 / 6]),
         ("constant", [1 / 32, 1 / 32, 0, 1 / 32]),
     ],
 )
 def test_hand_computed(mode: Reduction, expected: list[float]) -> None:
-    weights = sample_weights(np.array([2, 5, 0, 3]), mode, max_tokens=8)
+    weights = sample_weights(np.array([2, 5, 0, 3]), mode, max_tokens=8, group_index=[0, 0, 1, 2])
     assert weights.dtype == np.float32
     assert weights == pytest.approx(expected, rel=1e-6)
 
@@ -74,3 +76,27 @@ def test_refuses() -> None:
         sample_weights([2], "constant", 0)
     with pytest.raises(ValueError, match="got 'mean'"):
         sample_weights([2], "mean", 4)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 999))
+def test_group_mean_equals_the_loop(groups: list[list[int]], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    losses = [[random.normal(size=length) for length in group] for group in groups]
+    means = [np.concatenate(group).mean() for group in losses if sum(map(len, group))]
+    lengths = np.array([length for group in groups for length in group])
+    index = np.array([number for number, group in enumerate(groups) for _ in group])
+    flat = [loss for group in losses for loss in group]
+    order = random.permutation(len(lengths))
+    weights = sample_weights(lengths[order], "group-mean", 20, index[order])
+    total = sum(float(weight) * flat[sample].sum() for weight, sample in zip(weights, order, strict=True))
+    assert total == pytest.approx(np.mean(means) if means else 0, rel=1e-4, abs=1e-6)
+
+
+def test_group_mean_of_groups_of_one_is_sequence_mean() -> None:
+    lengths = [3, 0, 7, 1]
+    expected = sample_weights(lengths, "sequence-mean", 9)
+    assert sample_weights(lengths, "group-mean", 9, [3, 0, 1, 2]).tolist() == expected.tolist()
+    assert sample_weights([], "group-mean", 9, []).shape == (0,)
+    for groups in (None, [0]):
+        with pytest.raises(ValueError, match="needs a group_index for each of 4 samples"):
+            sample_weights(lengths, "group-mean", 9, groups)
