@@ -1,0 +1,87 @@
+import pytest
+
+from megarl.convert.target import check_target, open_target
+from megarl.core.errors import UserError
+
+
+def fill(target, text="new"):
+    target.content.mkdir()
+    (target.content / "config.json").write_text(text)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_committed_appears_under_its_name(tmp_path):
+    with open_target(tmp_path / "a" / "x") as target:
+        fill(target)
+        assert not target.path.exists()
+        target.commit()
+    assert (tmp_path / "a" / "x" / "config.json").read_text() == "new"
+    assert names(tmp_path / "a") == ["x"]
+
+
+def test_what_is_not_committed_leaves_nothing_and_the_old_one_in_place(tmp_path):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(OSError, match="full"), open_target(tmp_path / "x") as target:
+        fill(target)
+        raise OSError("full")
+    assert names(tmp_path) == ["x"] and names(tmp_path / "x") == []
+
+
+def test_the_old_one_is_replaced(tmp_path):
+    for text in ("old", "new"):
+        with open_target(tmp_path / "x") as target:
+            fill(target, text)
+            target.commit()
+    assert (tmp_path / "x" / "config.json").read_text() == "new" and names(tmp_path) == ["x"]
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path):
+    (tmp_path / ".tmp-x" / "content" / "deep").mkdir(parents=True)
+    with open_target(tmp_path / "x") as target:
+        fill(target)
+        target.commit()
+    assert names(tmp_path) == ["x"]
+
+
+def test_the_old_one_comes_back_where_a_conversion_was_killed_between_the_renames(tmp_path):
+    (tmp_path / ".tmp-x" / "previous").mkdir(parents=True)
+    (tmp_path / ".tmp-x" / "previous" / "config.json").write_text("old")
+    with open_target(tmp_path / "x") as target:
+        assert (target.path / "config.json").read_text() == "old"
+
+
+def test_two_conversions_to_one_place(tmp_path):
+    with open_target(tmp_path / "x") as target:
+        fill(target)
+        with pytest.raises(UserError, match="Another conversion is writing to"), open_target(tmp_path / "x"):
+            pass
+        target.commit()
+    assert (tmp_path / "x").is_dir()
+
+
+def test_an_existing_target_needs_force(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.json").touch()
+    with pytest.raises(UserError, match=r"exists already.*--force"):
+        check_target(tmp_path / "x", 10, force=False)
+    check_target(tmp_path / "x", 10, force=True)
+
+
+def test_force_replaces_models_only(tmp_path):
+    (tmp_path / "precious").touch()
+    with pytest.raises(UserError, match="is not a model's folder"):
+        check_target(tmp_path, 10, force=True)
+
+
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match=r"No room for .*it needs 1152921504\.62\d GB, and .* are free"):
+        check_target(tmp_path / "x", 2**60, force=False)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        check_target(tmp_path / "file" / "x", 10, force=False)
