@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megarl.core.versions import installed
 from tests.training.invariance import BOUND, MODELS, Difference, measure
-from tests.training.invariance_cases import ADAM_EPS, BUDGET, CASES, CONTROLS, LENGTHS, NUM_STEPS, TOGETHER
+from tests.training.invariance_cases import ADAM_EPS, BALANCED, BUDGET, CASES, CONTROLS, LENGTHS, NUM_STEPS, TOGETHER
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "parallel_invariance.json"
@@ -45,6 +45,10 @@ tp, pp, cp, dp: tensor, pipeline, context and data parallel; sp: sequence parall
 first, last: layers of that pipeline rank, where they are not even; ep: expert, etp: expert-tensor parallel.
 
 Largest difference of {cases} cases over {layouts} layouts: **{largest:.1e}**; the bound is {bound:.0e}.
+"""
+BALANCE = """## moe, with the loss that balances experts
+
+It is a mean of one loss for each micro-batch: the reference is one rank with the same micro-batches.
 """
 COLUMNS = ("layout", "log-probs", "losses", "norms", "gradients", "furthest gradient", "weights", "furthest weight")
 DETAILS = {
@@ -74,7 +78,7 @@ def _larger(one: Difference, other: Difference) -> Difference:
 
     return replace(
         one,
-        logprobs=max(one.logprobs, other.logprobs),
+        logprobs=larger("logprobs"),
         losses=larger("losses"),
         grad_norms=larger("grad_norms"),
         gradients=larger("gradients"),
@@ -95,7 +99,7 @@ def page(differences: list[Difference]) -> str:
         steps=NUM_STEPS,
         eps=ADAM_EPS,
         cases=len({item.case for item in alone}),
-        layouts=len({(item.layout, item.ranks) for item in alone}),
+        layouts=len({(item.layout.partition(",")[0], item.ranks) for item in alone}),
         largest=max(item.largest for item in differences if item.kind != "control"),
         bound=BOUND,
     )
@@ -105,6 +109,7 @@ def page(differences: list[Difference]) -> str:
     text += "\n## Roles of several layouts in the same processes, called in turn; the last is frozen\n"
     for name in dict.fromkeys(item.case for item in together):
         text += "\n" + _table([item for item in together if item.case == name])
+    text += f"\n{BALANCE}\n" + _table([item for item in differences if item.kind == "balance"])
     text += "\n## Mistakes made on purpose, which have to show\n\n"
     return text + _table(
         [replace(item, layout=f"{item.layout}: {item.case}") for item in worst(differences) if item.kind == "control"]
@@ -152,7 +157,7 @@ def problems(differences: list[Difference], errors: str) -> list[str]:
     ]
     found += [f"not seen: {item.case}" for item in differences if item.kind == "control" and item.largest <= BOUND]
     names = {(item.kind, item.case) for item in differences}
-    expected = len(CASES) + len(TOGETHER) + len(CONTROLS)
+    expected = len(CASES) + len(TOGETHER) + len(BALANCED) + len(CONTROLS)
     found += [f"{expected - len(names)} cases are missing"] if len(names) < expected else []
     return found + ([errors] if errors else [])
 

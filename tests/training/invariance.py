@@ -33,7 +33,7 @@ WORLD_SIZES = (1, 2, 4)
 DEADLINE_S = 900.0  # of one world; a quiet machine needs a tenth
 
 Recompute = Literal["none", "selective", "full"]
-Kind = Literal["alone", "together", "control"]
+Kind = Literal["alone", "together", "balance", "control"]
 Tensors = dict[str, Tensor]
 
 # Layers enough for four pipeline ranks, or for two with two virtual stages each; `deep`: for stages of different sizes.
@@ -78,7 +78,7 @@ class Result:
     steps: the metrics of each step. weights: after the last.
     """
 
-    logprobs: list[list[np.ndarray]]
+    logprobs: list[list[np.ndarray]] = field(default_factory=list)
     gradients: Tensors = field(default_factory=dict)
     steps: list[dict[str, float]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Difference:
     layout: str
     ranks: int
     micro_batches: int
-    logprobs: float
+    logprobs: float | None
     losses: float | None  # the loss, its parts, and the entropy, of every step
     grad_norms: float | None  # of every step
     gradients: float | None
@@ -113,11 +113,10 @@ class Difference:
 
 
 def difference(kind: Kind, name: str, case: Case, micro_batches: int, found: Result, expected: Result) -> Difference:
-    """Compare a case with the reference: one rank, one micro-batch."""
+    """Compare a case with its reference."""
     gradients, worst_gradient = furthest(found.gradients, expected.gradients)
     weights, worst_weight = furthest(found.weights, expected.weights)
-    [reference] = expected.logprobs
-    pairs = [pair for shard in found.logprobs for pair in zip(shard, reference, strict=True)]
+    pairs = [pair for shard in found.logprobs for pair in zip(shard, expected.logprobs[0], strict=True)]
     return Difference(
         kind=kind,
         case=name,
@@ -125,7 +124,7 @@ def difference(kind: Kind, name: str, case: Case, micro_batches: int, found: Res
         layout=case.label,
         ranks=case.layout.world_size,
         micro_batches=micro_batches,
-        logprobs=max(relative(*pair) for pair in pairs),
+        logprobs=max((relative(*pair) for pair in pairs), default=None),
         losses=_furthest_metric(found, expected, ("loss", "entropy", "kl")),
         grad_norms=_furthest_metric(found, expected, ("grad_norm",)),
         gradients=gradients,

@@ -24,7 +24,7 @@ SCORED = [[BUDGET], [1], [BUDGET // 2, BUDGET // 2], [1, 1, 1], [0, BUDGET, 0], 
 Sizes = dict[str, Any]
 
 ONE = Layout()
-SP = {"sequence_parallel": True}
+SP: Sizes = {"sequence_parallel": True}
 # By model and number of ranks.
 LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("dense", 2): [
@@ -98,6 +98,24 @@ CASES = [
     *(Case(model, ONE) for model in MODELS),
     *(Case(model, Layout(world_size=ranks, **sizes)) for (model, ranks), each in LAYOUTS.items() for sizes in each),
     *RECOMPUTED,
+]
+
+# Experts with the loss that balances them. It is one for each micro-batch, and counts padding: here no sequence needs any,
+# and the reference is one rank with the same micro-batches.
+BALANCE_COEF, BALANCE_MICRO_BATCHES = 0.1, 2
+BALANCE_MINI = examples([-(-length // 8) * 8 for length in LENGTHS], VOCAB)
+BALANCED = [
+    Case("moe", Layout(world_size=ranks, **sizes))
+    for ranks, sizes in (
+        (2, {"tp": 2, **SP}),
+        (2, {"tp": 2, **SP, "etp": 2}),
+        (2, {"pp": 2}),
+        (2, {"cp": 2, "ep": 2}),
+        (2, {"ep": 2}),
+        (4, {"tp": 2, **SP, "cp": 2}),
+        (4, {"tp": 2, **SP, "ep": 4}),
+        (4, {"tp": 2, **SP, "pp": 2, "ep": 2}),
+    )
 ]
 
 # Roles of different layouts in the same processes, called in turn. The last is frozen.

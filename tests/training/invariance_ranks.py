@@ -29,6 +29,10 @@ from tests.training.invariance import (
 )
 from tests.training.invariance_cases import (
     ADAM_EPS,
+    BALANCE_COEF,
+    BALANCE_MICRO_BATCHES,
+    BALANCE_MINI,
+    BALANCED,
     CASES,
     CONTROLS,
     MINIS,
@@ -38,7 +42,7 @@ from tests.training.invariance_cases import (
     scored_shard,
     together_name,
 )
-from tests.training.samples import shards
+from tests.training.samples import Example, shards
 
 # Gradients stay whole on each rank, and the weights as they are: the step is far below rounding.
 STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
@@ -48,24 +52,32 @@ ADAM = OPTIMIZER.model_copy(update={"eps": ADAM_EPS})
 Reference = dict[str, Result]
 
 
+def balance_of(micro_batches: int) -> str:
+    """Name of the reference with the loss that balances experts: one rank with so many micro-batches."""
+    return f"balance over {micro_batches} micro-batches"
+
+
 class World:
     """One rank's view of the world that goes through the cases."""
 
     def __init__(self, rank: Rank, root: Path) -> None:
         self.rank, self.root = rank, root
 
-    def build(self, role: str, case: Case, *, optimizer: Optimizer = ADAM, frozen: bool = False) -> None:
+    def build(
+        self, role: str, case: Case, *, optimizer: Optimizer = ADAM, frozen: bool = False, balance: float = 0.0
+    ) -> None:
         """The role with the weights of the case's model."""
-        spec = replace(actor_spec(self.root / case.model, case.layout), recompute=case.recompute)
+        spec = actor_spec(self.root / case.model, case.layout)
+        spec = replace(spec, recompute=case.recompute, aux_loss_coef=balance)
         self.rank.build(role, replace(spec, optimizer=None if frozen else optimizer))
 
     def layout(self, role: str) -> Layout:
         """Of a role that was built."""
         return self.rank.engine(role).groups.layout
 
-    def step(self, role: str, index: int, micro_batches: int, *, same_shard: bool = False) -> dict[str, float]:
+    def step(self, role: str, mini: list[Example], micro_batches: int, *, same_shard: bool = False) -> dict[str, float]:
         """One update; checks that all ranks report the same. same_shard: every rank wrongly takes the first."""
-        parts, columns = shards([MINIS[index]], dp=self.layout(role).dp, micro_batches=micro_batches)
+        parts, columns = shards([mini], dp=self.layout(role).dp, micro_batches=micro_batches)
         mine = 0 if same_shard else self.rank.engine(role).groups.place.dp
         metrics = self.rank.update(role, parts[mine], columns[mine])
         assert self.gather(metrics) == [metrics] * self.rank.world_size
@@ -110,12 +122,12 @@ class World:
         logprobs = self.logprobs("actor")
         gradients = {}
         for micro_batches in MICRO_BATCHES:
-            self.step("actor", 0, micro_batches, same_shard=same_shard)
+            self.step("actor", MINIS[0], micro_batches, same_shard=same_shard)
             gradients[micro_batches] = self.gradients("actor")
         results = {}
         for micro_batches in MICRO_BATCHES:
             self.build("actor", case)
-            steps = [self.step("actor", i, micro_batches, same_shard=same_shard) for i in range(len(MINIS))]
+            steps = [self.step("actor", mini, micro_batches, same_shard=same_shard) for mini in MINIS]
             results[micro_batches] = Result(logprobs, gradients[micro_batches], steps, weights(self.rank, "actor"))
         return results
 
@@ -130,12 +142,18 @@ class World:
         *trained, frozen = roles
         logprobs = {role: self.logprobs(role) for role in roles}
         steps: dict[str, list[dict[str, float]]] = {role: [] for role in roles}
-        for index in range(len(MINIS)):
+        for mini in MINIS:
             for role in trained:
-                steps[role].append(self.step(role, index, TOGETHER_MICRO_BATCHES))
+                steps[role].append(self.step(role, mini, TOGETHER_MICRO_BATCHES))
                 logprobs[frozen] += self.logprobs(frozen)
         ends = {role: weights(self.rank, role) for role in trained}
         return [Result(logprobs[role], steps=steps[role], weights=ends.get(role, {})) for role in roles]
+
+    def balance(self, case: Case, micro_batches: int) -> Result:
+        """One step with the loss that balances experts."""
+        self.build("actor", case, optimizer=STANDSTILL, balance=BALANCE_COEF)
+        metrics = self.step("actor", BALANCE_MINI, micro_batches)
+        return Result(gradients=self.gradients("actor"), steps=[metrics])
 
 
 def run_cases(world: World, reference: Reference) -> None:
@@ -144,7 +162,8 @@ def run_cases(world: World, reference: Reference) -> None:
 
     def report(kind: Kind, name: str, case: Case, micro_batches: int, found: Result) -> None:
         if world.rank.rank == 0:
-            expected = reference[PERTURBED_FROM if case.model == PERTURBED else case.model]
+            model = PERTURBED_FROM if case.model == PERTURBED else case.model
+            expected = reference[balance_of(micro_batches * case.layout.dp) if kind == "balance" else model]
             append(path, difference(kind, name, case, micro_batches, found, expected))
 
     for case in CASES:
@@ -154,6 +173,12 @@ def run_cases(world: World, reference: Reference) -> None:
     for cases in TOGETHER:
         for case, found in zip(cases, world.together(cases), strict=True) if cases[0].layout.world_size == size else ():
             report("together", together_name(cases), case, TOGETHER_MICRO_BATCHES, found)
+    for case in BALANCED:
+        if size == 1:
+            num = BALANCE_MICRO_BATCHES * case.layout.dp
+            reference[balance_of(num)] = world.balance(replace(case, layout=Layout()), num)
+        elif size == case.layout.world_size:
+            report("balance", str(case), case, BALANCE_MICRO_BATCHES, world.balance(case, BALANCE_MICRO_BATCHES))
     for control in CONTROLS:
         if control.case.layout.world_size == size:
             for micro_batches, found in world.alone(control.case, same_shard=control.same_shard).items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.training.invariance import BOUND, MICRO_BATCHES, Case, Difference, furthest, measure, relative
-from tests.training.invariance_cases import CASES, CONTROLS, TOGETHER, together_name
+from tests.training.invariance_cases import BALANCED, CASES, CONTROLS, TOGETHER, together_name
 
 Measured = tuple[list[Difference], str]
 
@@ -49,6 +49,14 @@ def test_roles_of_several_layouts_in_one_process_do_not_touch_each_other(
     found = of(measured, "together", together_name(cases))
     assert [item.model for item in found] == [case.model for case in cases]
     assert [item for item in found if item.largest > BOUND] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("case", BALANCED, ids=str)
+def test_the_loss_that_balances_experts_does_not_depend_on_the_layout(measured: Measured, case: Case) -> None:
+    [item] = of(measured, "balance", str(case))
+    assert item.largest <= BOUND, item
 
 
 @pytest.mark.slow
