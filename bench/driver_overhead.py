@@ -30,12 +30,12 @@ from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Batch, ColumnRefs, Policy, Reference
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, Column, EvalResult, MicroBatch, MiniBatch, Shard
 from megarl.recipe.schema import Data, Deadlines, Model, Recipe, Rollout, Train
 from megarl.train import Cast, State, train
-from megarl.core.layout import Layout
 
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
 

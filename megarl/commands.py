@@ -33,7 +33,7 @@ from megarl.report.writers import Writers, open_writers
 from megarl.sft import SftCast, sft
 from megarl.train import Cast, State, train
 
-EXPORT, CURVE, DRIVER_LOG = "hf", "curve.png", "logs/driver.log"
+EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "adapter", "curve.png", "logs/driver.log"
 
 R = TypeVar("R", Recipe, SftRecipe)
 
@@ -162,6 +162,8 @@ def _finish(run: Open, model: Any, recipe: Recipe | SftRecipe) -> None:
     folder = recipe.run.folder
     with run.timer.phase("export"):
         model.export(recipe.model.path.resolve(), (folder / EXPORT).resolve())
+        if recipe.actor.lora is not None:
+            model.export_adapters((folder / ADAPTER).resolve())
     draw_curve(folder / METRICS_FILE, folder / CURVE)
     run.console.finish(run.timer, folder / METRICS_FILE, export=folder / EXPORT, curve=folder / CURVE)
 

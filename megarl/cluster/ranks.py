@@ -82,6 +82,10 @@ class RankActor:
         """Write the role's weights as an HF folder."""
         self._rank.export_hf(role, source, target)
 
+    def export_adapters(self, role: str, target: Path) -> None:
+        """Write the role's LoRA adapters in PEFT's format."""
+        self._rank.export_adapters(role, target)
+
     def send_weights(
         self, role: str, version: int, servers: Sequence[ServerEndpoint], bucket_bytes: int, timeout_s: float
     ) -> SyncReport | None:

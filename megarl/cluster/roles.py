@@ -111,6 +111,15 @@ class Policy(_Role):
             self.deadlines.save_s,
         )
 
+    def export_adapters(self, target: Path) -> None:
+        """Write the LoRA adapters in PEFT's format."""
+        self.ranks.call(
+            lambda worker, _: worker.handle.export_adapters.remote(self.name, target),
+            "export",
+            self.name,
+            self.deadlines.save_s,
+        )
+
     def peak_bytes(self) -> int:
         """Largest memory that any rank has held."""
         peaks: list[int] = self.ranks.call(

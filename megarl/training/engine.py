@@ -24,6 +24,8 @@ from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
 from megarl.models.hf_weights import Bucket, Value, export_buckets
 from megarl.models.lora import adapters_off, merged
+from megarl.models.lora_settings import LoraSettings
+from megarl.models.peft import save_peft
 from megarl.training.batch import DeviceBatch, cut_sequences, to_device
 from megarl.training.build import build_role
 from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
@@ -244,6 +246,17 @@ class Engine:
         layout = self._groups.layout
         pool = dist.group.WORLD if layout.world_size > 1 else None
         return export_buckets(self._chunks, self._config, layout, self._groups.rank, pool, bucket_bytes, value=value)
+
+    def export_adapters(self, folder: Path) -> None:
+        """Write the LoRA adapters in PEFT's format. Collective; raises MegarlError where the role has none."""
+        lora, layout = self._spec.lora, self._groups.layout
+        if lora is None:
+            raise MegarlError("The role has no adapters: build it with lora.")
+        settings = LoraSettings(lora.rank, lora.alpha, lora.targets)
+        pool = dist.group.WORLD if layout.world_size > 1 else None
+        base = str(self._spec.folder)
+        with self._awake("params"):
+            save_peft(self._chunks, self._config, settings, layout, self._groups.rank, pool, folder, base_model=base)
 
     def save(self, folder: Path, *, async_save: bool = False) -> PendingSave | None:
         """Write weights and, of a role in training, optimizer and schedule; every rank calls it with the same empty folder.

@@ -151,10 +151,14 @@ class Rank:
 
         buckets = self.buckets(role, EXPORT_BUCKET_BYTES)
         if self.rank == 0:
-            save_hf(buckets, load_model_config(source), source, target)
+            save_hf(buckets, read_model_config(source), source, target)
         else:
             for _ in buckets:
                 continue  # takes part in the gathering
+
+    def export_adapters(self, role: str, target: Path) -> None:
+        """Write the role's LoRA adapters in PEFT's format."""
+        self.engine(role).export_adapters(target)
 
     def buckets(self, role: str, bucket_bytes: int) -> Iterator[Bucket]:
         """The role's weights under HF names, bucket by bucket, on rank 0; every rank has to take every bucket."""
