@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -26,6 +26,7 @@ METADATA = {"distrib_optim_sharding_type": SHARDING, "chained_optim_avoid_prefix
 # Where a parameter's group depends on the layout and not on the parameter.
 OF_LAYOUT = "is_expert_parallel"
 Group = dict[str, Any]
+T = TypeVar("T")
 
 
 class OptimizerState:
@@ -48,6 +49,11 @@ class OptimizerState:
         if self._optimizer is None:
             return {}
         if not self._is_distributed:
+            if len(self._everyones_parts()) > 1:
+                raise UserError(
+                    f"The state of {self._optimizer.config.optimizer} cannot be saved at a layout where some pipeline stages "
+                    "have experts and others none. Use adam, or give every stage a layer with experts."
+                )
             return {"optimizer": self._whole(weights, is_loading=False)}
         states = self._states(weights, is_loading=False)
         return {
@@ -96,12 +102,17 @@ class OptimizerState:
                 f"{folder} holds the state of {saved}; the recipe's actor.optimizer.name is {wanted}. "
                 f"Go on with {saved}, or start a new run from the exported weights."
             )
-        if not self._is_distributed and manifest.optimizer_parts != self.num_parts:
+        if not self._is_distributed and (parts := self._everyones_parts()) != {manifest.optimizer_parts}:
             raise UserError(
-                f"{folder} was saved at the layout [{manifest.layout}] with {saved}, whose state cannot be "
-                f"read at [{layout}]: experts are split in one and whole in the other. Keep the expert-parallel size, use "
-                "adam, or start a new run from the exported weights (`megarl convert mcore-to-hf`)."
+                f"{folder} was saved at the layout [{manifest.layout}] with {saved}, whose state cannot be read at "
+                f"[{layout}]: every rank chained {manifest.optimizer_parts} optimizers then (experts have one of their own), and "
+                f"here {sorted(parts)}. Give every pipeline stage a layer with experts, use adam, or "
+                "start a new run from the exported weights (`megarl convert mcore-to-hf`)."
             )
+
+    def _everyones_parts(self) -> set[int]:
+        """How many optimizers the ranks have chained; collective."""
+        return set(_gathered(self.num_parts))
 
     def _states(self, weights: Mapping[str, Any], *, is_loading: bool) -> list[dict[str, Any]]:
         return [
@@ -129,10 +140,15 @@ def _kind(group: Group, *, with_layout: bool) -> tuple[Any, ...]:
 
 def _united(mine: list[Group]) -> list[Group]:
     """Each kind of group once, over all ranks: a pipeline rank may lack some."""
-    gathered: list[list[Group]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    kinds = {_kind(group, with_layout=True): group for groups in gathered for group in groups}
+    kinds = {_kind(group, with_layout=True): group for groups in _gathered(mine) for group in groups}
     return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _gathered(mine: T) -> list[T]:
+    """Everybody's, by rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _matching(own: Group, saved: Sequence[Group]) -> Group:

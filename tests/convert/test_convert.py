@@ -1,0 +1,214 @@
+"""Conversions as a user runs them: round trips over layouts, and what is left when one is stopped."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.convert.convert import make_layout
+from megarl.core.errors import UserError
+from megarl.core.layout import Layout
+from megarl.recipe.schema import Algorithm, Optimizer
+from megarl.training.manifest import read_manifest
+from megarl.training.spec import RoleSpec
+from tests.convert.conftest import flip, parsed
+from tests.support.processes import ended
+from tests.support.tiny import write_tiny_model
+from tests.training.harness import weights
+from tests.training.samples import examples, shards
+
+VOCAB = 97
+CONVERT = [sys.executable, "-m", "megarl", "convert"]
+slow = pytest.mark.slow
+
+
+def convert(*words, code=0, **options):
+    """Call the command; its two outputs."""
+    done = subprocess.run(
+        [*CONVERT, *map(str, words)], capture_output=True, text=True, timeout=300, check=False, **options
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout, " ".join(done.stderr.split())
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def stored(folder):
+    """Every tensor of a checkpoint, read by torch alone."""
+    from megarl.training.checkpoint_files import stored_tensor
+
+    return {name: stored_tensor(folder, name, entry) for name, entry in read_manifest(folder).tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """A mixture of experts, with a dense layer first."""
+    folder = tmp_path_factory.mktemp("moe") / "model"
+    return write_tiny_model(folder, "qwen3_moe", vocab_size=VOCAB, num_hidden_layers=4, mlp_only_layers=[0])
+
+
+@slow
+def test_hf_goes_through_a_layout_and_comes_back_bit_for_bit(hf, tmp_path):
+    layout = ["--tp", "2", "--pp", "2"]
+    out, _ = convert("hf-to-mcore", hf, tmp_path / "mcore", *layout, "--verify", "--json")
+    assert parsed(out)["tensors_verified"] == len(tensors(hf)) and parsed(out)["differences"] == []
+    manifest = read_manifest(tmp_path / "mcore")
+    assert manifest.layout == Layout(tp=2, pp=2, world_size=4) and not manifest.has_optimizer
+    convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "hf", "--verify")
+    assert_equal(tensors(tmp_path / "hf"), tensors(hf))
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+
+
+@slow
+def test_another_dtype_is_the_rounded_source(hf, tmp_path):
+    convert("hf-to-mcore", hf, tmp_path / "mcore", "--dtype", "bfloat16", "--verify")
+    convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "hf", "--tp", "2")
+    assert_equal(tensors(tmp_path / "hf"), {name: tensor.bfloat16() for name, tensor in tensors(hf).items()})
+
+
+def step(rank, seed):
+    [shard], [columns] = shards([examples([9, 17, 30], VOCAB, seed)])
+    return rank.update("actor", shard, columns)
+
+
+@slow
+def test_training_state_goes_over_expert_parallel_sizes_and_back_bit_for_bit(rank, moe, tmp_path):
+    """1 rank -> 2 (experts split) -> 4 (all axes, the first stage without experts) -> 1, and the next step is the same."""
+    spec = RoleSpec(
+        moe, "float32", optimizer=Optimizer(lr=1e-3, schedule="cosine"), total_steps=6, algorithm=Algorithm()
+    )
+    rank.build("actor", spec)
+    step(rank, 0), step(rank, 1)
+    (tmp_path / "one").mkdir()
+    rank.save("actor", tmp_path / "one")
+    went_on, expected = step(rank, 2), weights(rank, "actor")
+    layouts = {
+        "split": ["--ep", "2"],
+        "all": ["--tp", "2", "--sequence-parallel", "--pp", "2", "--ep", "2", "--first-stage-layers", "1"],
+        "back": [],
+    }
+    source = tmp_path / "one"
+    for name, layout in layouts.items():
+        out, _ = convert("reshard", source, tmp_path / name, *layout, "--verify", "--json")
+        assert parsed(out)["tensors_verified"] == len(read_manifest(source).tensors)
+        source = tmp_path / name
+    assert [read_manifest(tmp_path / name).optimizer_parts for name in ("one", "split", "all", "back")] == [2, 2, 1, 2]
+    assert read_manifest(source).step == 2 and read_manifest(source).has_optimizer
+    assert_equal(stored(source), stored(tmp_path / "one"))
+    rank.build("actor", spec)
+    rank.load("actor", source)
+    assert step(rank, 2) == went_on
+    assert_equal(weights(rank, "actor"), expected)
+
+
+@slow
+def test_sgd_cannot_go_where_a_stage_has_no_experts_and_says_so(rank, moe, tmp_path):
+    sgd = Optimizer(name="sgd", lr=1e-3, momentum=0.9)
+    rank.build("actor", RoleSpec(moe, "float32", optimizer=sgd, total_steps=6, algorithm=Algorithm()))
+    (tmp_path / "one").mkdir()
+    rank.save("actor", tmp_path / "one")
+    _, error = convert("reshard", tmp_path / "one", tmp_path / "two", "--pp", "2", "--first-stage-layers", "1", code=2)
+    assert "was saved at the layout [one rank] with sgd, whose state cannot be read at [pp2 first1]" in error
+    assert not (tmp_path / "two").exists()
+
+
+@slow
+def test_a_conversion_that_is_killed_leaves_nothing_under_the_final_name(hf, tmp_path):
+    command = [*CONVERT, "hf-to-mcore", str(hf), str(tmp_path / "x"), "--tp", "2", "--verify"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    content = tmp_path / ".tmp-x" / "content"
+    try:
+        end = time.monotonic() + 120
+        while not list(content.glob("*.distcp")):
+            assert process.poll() is None and time.monotonic() < end
+        ranks = [child.pid for child in psutil.Process(process.pid).children()]
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(ranks) == 2 and ended(ranks)
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-x"]
+    convert("hf-to-mcore", hf, tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@slow
+@pytest.mark.parametrize("operation", ["hf-to-mcore", "mcore-to-hf"])
+def test_a_disk_that_fills_leaves_nothing(hf, tmp_path, operation):
+    """A limit on the size of files stands for the disk: the write fails in the middle, after the space was checked."""
+    source = hf
+    if operation == "mcore-to-hf":
+        convert("hf-to-mcore", hf, tmp_path / "mcore")
+        source = tmp_path / "mcore"
+    before = sorted(path.name for path in tmp_path.iterdir())
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # noqa: E731
+    _, error = convert(operation, source, tmp_path / "x", code=2, preexec_fn=limit)
+    assert "Free some space" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@slow
+def test_a_conversion_that_takes_too_long_is_ended(hf, tmp_path):
+    _, error = convert("hf-to-mcore", hf, tmp_path / "x", "--timeout", "1", code=1)
+    assert "was not done after 1 s and was ended; nothing was kept. Still at work were the ranks [0]" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@slow
+def test_mistakes_are_one_paragraph_and_exit_code_2(hf, tmp_path):
+    _, error = convert("hf-to-mcore", hf, tmp_path / "x", "--tp", "3", code=2)
+    assert "cannot be for this model: tp 3 does not divide 4 attention heads" in error
+    assert "Traceback" not in error and list(tmp_path.iterdir()) == []
+
+
+@slow
+def test_a_rank_that_dies_is_shown_and_the_others_are_ended(hf, tmp_path):
+    command = [*CONVERT, "hf-to-mcore", str(hf), str(tmp_path / "x"), "--tp", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        children: list[psutil.Process] = []
+        end = time.monotonic() + 60
+        while len(children) < 2:
+            assert process.poll() is None and time.monotonic() < end
+            children = psutil.Process(process.pid).children()
+        os.kill(children[1].pid, signal.SIGKILL)
+        error = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1 and "was ended by signal 9; nothing was kept" in " ".join(error.split())
+    assert ended([child.pid for child in children]) and list(tmp_path.iterdir()) == []
+
+
+@slow
+def test_a_damaged_source_is_refused(hf, tmp_path):
+    convert("hf-to-mcore", hf, tmp_path / "mcore")
+    flip(tmp_path / "mcore" / "__0_0.distcp", at=5000)
+    _, error = convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "x", code=2)
+    assert "is damaged: __0_0.distcp has other content than was written" in error
+    convert("inspect", tmp_path / "mcore", code=1)
+
+
+def test_a_layout_has_as_few_ranks_as_it_needs():
+    assert make_layout().world_size == 1
+    assert make_layout(tp=2, pp=3).world_size == 6
+    assert make_layout(ep=4).world_size == 4
+    assert make_layout(tp=2, ep=4, etp=1, pp=2).world_size == 8
+    assert make_layout(cp=2, ep=3).world_size == 6
+    with pytest.raises(UserError, match="sizes of at least 1"):
+        make_layout(tp=0)
