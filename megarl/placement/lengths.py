@@ -39,18 +39,21 @@ class Lengths:
     @cached_property
     def grid(self) -> Floats:
         """[64] lengths of equal probability."""
-        return np.interp((np.arange(64) + 0.5) / 64, self.levels, self.values)
+        lengths: Floats = np.interp((np.arange(64) + 0.5) / 64, self.levels, self.values)
+        return lengths
 
     @cached_property
     def knots(self) -> Floats:
         """[Q + 1] lengths at which the share that is still running is known, from 0."""
-        return np.array([0.0, *self.values])
+        knots: Floats = np.array([0.0, *self.values])
+        return knots
 
     @cached_property
     def running(self) -> Floats:
         """[Q] share of responses that are longer, between each knot and the next."""
         levels = np.array([0.0, *self.levels])
-        return 1 - (levels[:-1] + levels[1:]) / 2
+        shares: Floats = 1 - (levels[:-1] + levels[1:]) / 2
+        return shares
 
     def longest_of(self, count: Any) -> Any:
         """Length that the longest of so many responses has on average; an array where `count` is one."""

@@ -1,0 +1,121 @@
+"""Seconds of a step's rollout under every number and size of servers: prefill, and decode step by step.
+
+A decode step reads the weights once and every running sequence's keys and values (a roofline: Pope et al., arXiv
+2211.05102). While more samples wait than a server's cache holds it runs full; then the batch thins out along the tail of
+the length distribution, and the step ends with the longest response of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.models.config import ModelConfig
+from megarl.models.flops import forward_flops
+from megarl.placement.cluster import Cluster
+from megarl.placement.links import all_reduce_s
+from megarl.placement.memory import ServerBytes
+from megarl.placement.sizes import kv_bytes, kv_span, model_sizes
+from megarl.placement.space import Servers
+from megarl.placement.workload import Workload
+
+
+@dataclass(frozen=True)
+class RolloutSeconds:
+    """[N] seconds of one step's rollout. full: while samples wait. tail: from then on, to the last response.
+
+    flow: seconds that a step's tokens take where samples of other steps fill the tail (asynchronous rollout).
+    running: sequences that one server decodes at once, at most.
+    """
+
+    prefill: Any
+    full: Any
+    tail: Any
+    requests: float
+    flow: Any
+    running: Any
+
+    @property
+    def total(self) -> Any:
+        """All of a synchronous step."""
+        return self.prefill + self.full + self.tail + self.requests
+
+
+def rollout_seconds(
+    config: ModelConfig, choice: Servers, held: ServerBytes, workload: Workload, cluster: Cluster
+) -> RolloutSeconds:
+    """Seconds of generating a step's samples. Choices whose cache does not hold one whole sample take infinitely long."""
+    lengths = workload.responses
+    knots, alive = lengths.knots, lengths.running
+    width = np.diff(knots)
+    middle = (knots[1:] + knots[:-1]) / 2
+    mean = float(width @ alive)
+    # Where samples follow one another, a running response is met at an age of E[L^2] / 2 E[L], and so is what is left.
+    tail_mass = np.append(np.cumsum((width * alive)[::-1])[::-1], 0.0)
+    left = (tail_mass[1:] + tail_mass[:-1]) / 2 / mean
+    residual = float(width @ left)
+    context = workload.prompt_tokens + residual
+    each = workload.samples / choice.count
+    room = np.floor(held.cache_tokens / np.maximum(context, 1))
+    cap = np.minimum(np.minimum(room, workload.max_running), np.maximum(each, 1))
+    waits = each > cap
+    step = _Step(config, choice, workload, cluster)
+    full_steps = np.where(waits, np.maximum(each * mean - cap * residual, 0) / np.maximum(cap, 1), 0.0)
+    full = full_steps * step.seconds(np.maximum(cap, 1), context)
+    start = np.minimum(each, cap)[:, None]
+    share = np.where(waits[:, None], left[None, :], alive[None, :])
+    # While any server still runs, the step is not over.
+    any_alive = -np.expm1(np.maximum(start * choice.count[:, None], 1) * np.log1p(-np.minimum(share, 1 - 1e-12)))
+    age = np.where(waits[:, None], residual + middle / 2, middle[None, :])
+    tail = np.sum(
+        width * any_alive * step.seconds(np.maximum(start * share, 1.0), workload.prompt_tokens + age), axis=1
+    )
+    prefill = _prefill_seconds(config, choice, workload, cluster)
+    flow = prefill + each * mean / np.maximum(cap, 1) * step.seconds(np.maximum(cap, 1), context)
+    holds = held.cache_tokens >= workload.longest_sample
+    never = np.where(holds, 0.0, np.inf)
+    requests = workload.samples * cluster.rates.request_s
+    return RolloutSeconds(prefill + never, full, tail, requests, flow + requests + never, cap)
+
+
+class _Step:
+    """Seconds of one decode step, by sequences in the batch and tokens of context."""
+
+    def __init__(self, config: ModelConfig, choice: Servers, workload: Workload, cluster: Cluster) -> None:
+        self._config, self._choice, self._cluster = config, choice, cluster
+        self._bytes = workload.bytes_each
+        self._peak = cluster.device.peak_flops(workload.dtype) * cluster.rates.prefill
+        self._memory = cluster.device.memory_bytes_s * cluster.rates.memory
+        self._sizes = model_sizes(config)
+        self._kv = kv_bytes(config, choice.tp, self._bytes)
+        self._flops = forward_flops(config, [1]).linear
+
+    def seconds(self, batch: Any, context: Any) -> Any:
+        """batch: [N] or [N, Q]; context: alike, or one number."""
+        wide = (...,) + (None,) * (np.ndim(batch) - 1)
+        tp, kv = self._choice.tp[wide], self._kv[wide]
+        rates, config = self._cluster.rates, self._config
+        weights = self._weights_read(batch) * self._bytes / tp / self._memory
+        compute = batch * self._flops / tp / self._peak
+        cache = batch * kv * kv_span(config, context) / self._memory
+        message = batch * config.hidden_size * self._bytes
+        tensor = 2 * config.num_layers * all_reduce_s(self._cluster, message, tp, 1)
+        return np.maximum(weights, compute) + cache + tensor + config.num_layers * rates.decode_layer_s + rates.decode_s
+
+    def _weights_read(self, batch: Any) -> Any:
+        """Parameters that a step of this batch meets: of the experts those that some token chose."""
+        sizes, moe = self._sizes, self._config.moe
+        embedding = 0.0 if sizes.tied else sizes.embedding
+        if moe is None:
+            return sizes.total - embedding
+        met = 1 - (1 - moe.top_k / moe.num_experts) ** batch
+        return sizes.total - embedding - sizes.moe_layers * sizes.routed * (1 - met)
+
+
+def _prefill_seconds(config: ModelConfig, choice: Servers, workload: Workload, cluster: Cluster) -> Any:
+    """Prompts are read once for all samples of a group: the servers share prefixes."""
+    rate = cluster.device.peak_flops(workload.dtype) * cluster.rates.prefill
+    flops = forward_flops(config, [max(1, round(workload.prompt_tokens))]).total
+    return workload.prompts * flops / (choice.devices * rate)

@@ -1,0 +1,245 @@
+"""The search: the fastest placement among all partitions of the roles, sizes of pools and choices of each role.
+
+Within a pool roles take turns and their seconds add up; pools work side by side, and every stage waits for the slowest.
+So of each pool only the undominated choices of (devices, seconds by stage) can be part of a best placement, and of several
+pools together likewise: partitions are put together pool by pool, and what cannot come under the best found so far is cut.
+Exact over the tables that it is given; `docs/placement.md` says what these leave out.
+
+After the mapping search of HybridFlow (arXiv 2409.19256, algorithm 1), which enumerates instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from megarl.placement.frontier import Choices, Pools, as_pool, beside, join
+from megarl.placement.lengths import Floats
+from megarl.placement.partitions import Partition, Pool, partitions
+from megarl.placement.space import Ints
+from megarl.placement.workload import ACTOR, ROLLOUT
+
+# Pairs that are put together at once; more are done block by block.
+_BLOCK = 2_000_000
+Allowed = Callable[[Partition], bool]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The choices of every role.
+
+    roles: by role, the rollout's with the weight sync to another pool. shared: the rollout's where it shares the
+    actor's pool. flowing: the rollout's where it runs beside training instead of before it.
+    """
+
+    roles: Mapping[str, Choices]
+    shared: Choices
+    flowing: Choices | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best of one partition. devices, rows: of each pool, and which choice of each of its roles."""
+
+    partition: Partition
+    asynchronous: bool
+    seconds: float
+    devices: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A partition that was left: no placement of it is faster than `seconds`; infinite where none fits."""
+
+    partition: Partition
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """found: the best of the `top` best partitions, fastest first. others: what is known of the rest."""
+
+    found: tuple[Found, ...]
+    others: tuple[Bound, ...]
+
+
+def search(
+    tables: Tables,
+    *,
+    devices: int,
+    usable: float,
+    top: int = 5,
+    allowed: Allowed | None = None,
+    least_s: float = np.inf,
+) -> Result:
+    """The best placements of the `top` best partitions.
+
+    devices: in all. usable: bytes of each. allowed: partitions that are asked for.
+    """
+    return _search(tables, devices, usable, top, allowed, np.inf)
+
+
+def _search(tables: Tables, devices: int, usable: float, top: int, allowed: Allowed | None, limit: float) -> Result:
+    """The best placements below `limit`."""
+    pools = _all_pools(tables, devices, usable, limit)
+    found: list[Found] = []
+    others: list[Bound] = []
+    wanted = [partition for partition in partitions(tuple(tables.roles)) if allowed is None or allowed(partition)]
+    # Few pools first: they are quick to look through, and what they find cuts the others short.
+    for partition in sorted(wanted, key=len):
+        below = min(limit, found[top - 1].seconds) if len(found) >= top else limit
+        best, floor = _best_of(partition, pools, devices, below)
+        if best is None:
+            others.append(Bound(partition, floor))
+            continue
+        found = sorted([*found, best], key=lambda each: each.seconds)
+        others += [Bound(each.partition, each.seconds) for each in found[top:]]
+        found = found[:top]
+    return Result(tuple(found), tuple(sorted(others, key=lambda bound: bound.seconds)))
+
+
+def step_seconds(cost: Floats) -> Floats:
+    """[N] seconds of a step from [N, 4] costs."""
+    seconds: Floats = cost[:, 0] + np.maximum(cost[:, 3], cost[:, 1] + cost[:, 2])
+    return seconds
+
+
+@dataclass(frozen=True)
+class _PoolTable:
+    """A pool's undominated choices by number of devices, the choices of roles behind them, and running least costs."""
+
+    pools: Pools
+    choices: Choices
+    least: Floats  # [N, 4] the smallest of each column up to this row
+
+
+def _all_pools(tables: Tables, devices: int, usable: float, limit: float) -> dict[Pool, list[_PoolTable]]:
+    """What every set of roles can be as one pool; the rollout alone in two ways, where it may be asynchronous."""
+    least = _Least(tables, devices)
+    joined: dict[Pool, Choices] = {}
+    for role, alone in tables.roles.items():
+        shared = tables.shared if role == ROLLOUT else alone
+        for pool in list(joined):
+            both = join(joined[pool], shared if ACTOR in pool else alone, usable)
+            joined[(*pool, role)] = both.take(least.bounds(both, (*pool, role)) < limit)
+        joined[(role,)] = alone.take(least.bounds(alone, (role,)) < limit)
+    result = {pool: [_pool_table(choices, usable, devices)] for pool, choices in joined.items()}
+    if tables.flowing is not None:
+        result[(ROLLOUT,)].append(_pool_table(tables.flowing, usable, devices))
+    return result
+
+
+class _Least:
+    """The least that each role costs on so many devices at most, and what that says of pools that lack it."""
+
+    def __init__(self, tables: Tables, devices: int) -> None:
+        self._devices = devices
+        self._sizes: dict[str, Ints] = {}
+        self._least: dict[str, Floats] = {}
+        for role, alone in tables.roles.items():
+            kinds = [alone, *([tables.shared, *filter(None, [tables.flowing])] if role == ROLLOUT else [])]
+            sizes = np.concatenate([kind.devices for kind in kinds])
+            order = np.argsort(sizes, kind="stable")
+            costs = np.concatenate([kind.cost for kind in kinds])[order]
+            self._sizes[role] = sizes[order]
+            # A first row of its own stands for too few devices.
+            self._least[role] = np.concatenate([np.full((1, 4), np.inf), np.minimum.accumulate(costs, axis=0)])
+
+    def _of(self, role: str, devices: Ints) -> Floats:
+        return self._least[role][np.searchsorted(self._sizes[role], devices, "right")]
+
+    def bounds(self, choices: Choices, pool: Pool) -> Floats:
+        """[N] seconds that no placement with such a pool is below: each role that is not in it joins it or is beside it."""
+        left = self._devices - choices.devices
+        cost = choices.cost.copy()
+        for role in self._least:
+            if role in pool:
+                continue
+            joins, apart = self._of(role, choices.devices), self._of(role, left)
+            cost[:, 0] += np.minimum(joins[:, 0], apart[:, 0])
+            both = np.minimum(choices.cost[:, 1:] + joins[:, 1:], np.maximum(choices.cost[:, 1:], apart[:, 1:]))
+            cost[:, 1:] = np.maximum(cost[:, 1:], both)
+        return step_seconds(cost)
+
+
+def _pool_table(choices: Choices, usable: float, devices: int) -> _PoolTable:
+    pools = as_pool(choices, usable, devices)
+    least: Floats = np.minimum.accumulate(pools.cost, axis=0) if len(pools) else pools.cost
+    return _PoolTable(pools, choices, least)
+
+
+def _best_of(
+    partition: Partition, pools: Mapping[Pool, list[_PoolTable]], devices: int, limit: float
+) -> tuple[Found | None, float]:
+    """The best of one partition if it is below `limit`, and seconds that none of its placements is below."""
+    best: Found | None = None
+    floor = np.inf
+    # The pools with the fewest choices first: what is put together stays small for longer.
+    order = tuple(sorted(partition, key=lambda pool: (ROLLOUT in pool, len(pools[pool][0].pools))))
+    for combination in product(*(list(enumerate(pools[pool])) for pool in order)):
+        tables = [table for _, table in combination]
+        value, picks, least = _least_seconds(tables, devices, limit)
+        floor = min(floor, least)
+        if picks is None:
+            continue
+        limit = value
+        at = [int(pick) for pick in picks]
+        best = Found(
+            partition=order,
+            asynchronous=any(index > 0 for index, _ in combination),
+            seconds=value,
+            devices=tuple(int(table.choices.devices[pick]) for table, pick in zip(tables, at, strict=True)),
+            rows=tuple(tuple(map(int, table.choices.rows[pick])) for table, pick in zip(tables, at, strict=True)),
+        )
+    return best, floor
+
+
+def _least_seconds(tables: list[_PoolTable], devices: int, limit: float) -> tuple[float, Ints | None, float]:
+    """Least seconds of pools side by side, which choice of each where that is below `limit`, and a floor under all."""
+    if any(not len(table.pools) for table in tables):
+        return np.inf, None, np.inf
+    have = tables[0].pools
+    floor = np.inf
+    for index, table in enumerate(tables[1:-1], start=1):
+        bounds = _bounds(have, tables[index:], devices)
+        floor = min(floor, float(bounds[bounds >= limit].min(initial=np.inf)))
+        have = beside(have.take(bounds < limit), table.pools, devices).best()
+    if len(tables) > 1:
+        bounds = _bounds(have, tables[-1:], devices)
+        floor = min(floor, float(bounds[bounds >= limit].min(initial=np.inf)))
+        have = have.take(bounds < limit)
+    value, picks = np.inf, None
+    for some in _last(have, tables, devices):
+        seconds = step_seconds(some.cost)
+        if len(seconds) and seconds.min() < value:
+            value, picks = float(seconds.min()), some.picks[int(seconds.argmin())]
+    return value, picks if value < limit else None, min(floor, value)
+
+
+def _last(have: Pools, tables: list[_PoolTable], devices: int) -> Iterator[Pools]:
+    """The whole placements, in blocks."""
+    if len(tables) == 1:
+        yield have
+        return
+    last = tables[-1].pools
+    block = max(1, _BLOCK // len(last))
+    for start in range(0, len(have), block):
+        yield beside(have.take(np.arange(start, min(start + block, len(have)))), last, devices)
+
+
+def _bounds(have: Pools, coming: list[_PoolTable], devices: int) -> Floats:
+    """[N] seconds that no placement is below which goes on from these pools; infinite where none of them fits."""
+    left = devices - have.devices
+    cost = have.cost.copy()
+    fits = np.ones(len(have), np.bool_)
+    for table in coming:
+        at = np.searchsorted(table.pools.devices, left, "right") - 1
+        fits &= at >= 0
+        least = table.least[np.maximum(at, 0)]
+        cost[:, 0] += least[:, 0]
+        cost[:, 1:] = np.maximum(cost[:, 1:], least[:, 1:])
+    return np.where(fits, step_seconds(cost), np.inf)

@@ -1,0 +1,181 @@
+"""The choices of every role with their bytes and seconds: what the search looks through.
+
+One row of a role is a layout (or servers), with or without leaving the device while it is not its turn. Rows that do not
+fit into a device's memory alone are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.models.config import ModelConfig
+from megarl.placement.cluster import Cluster
+from megarl.placement.compute import score_seconds, update_seconds
+from megarl.placement.frontier import Choices
+from megarl.placement.generation import rollout_seconds
+from megarl.placement.links import group_bytes_s
+from megarl.placement.memory import RESTING_SHARE, role_bytes, server_bytes
+from megarl.placement.search import Tables
+from megarl.placement.sizes import model_sizes
+from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
+from megarl.placement.workload import ACTOR, CRITIC, REWARD, ROLLOUT, TRAINED, Workload
+
+# Shares of a device's memory within which the fastest layout of a role is looked for, by whether it rests.
+_BUDGETS = {False: (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), True: (1 / 4, 1 / 2, 1.0)}
+
+
+@dataclass(frozen=True)
+class RoleTable:
+    """A Megatron role's choices. rests: [N] whether it leaves the device. choices.rows are indices into `layouts`."""
+
+    layouts: Layouts
+    rests: Mask
+    choices: Choices
+
+
+@dataclass(frozen=True)
+class RolloutTable:
+    """The rollout's choices, by how it stands to the actor."""
+
+    servers: Servers
+    rests: Mask
+    apart: Choices
+    shared: Choices
+    flowing: Choices
+
+
+@dataclass(frozen=True)
+class AllTables:
+    """Every role's choices."""
+
+    roles: dict[str, RoleTable]
+    rollout: RolloutTable
+
+    def searched(self, *, asynchronous: bool) -> Tables:
+        """As the search wants them, in the order of the roles."""
+        roles = {role: table.choices for role, table in self.roles.items()}
+        first = {ACTOR: roles.pop(ACTOR)} if ACTOR in roles else {}
+        return Tables(
+            roles={**first, ROLLOUT: self.rollout.apart, **roles},
+            shared=self.rollout.shared,
+            flowing=self.rollout.flowing if asynchronous else None,
+        )
+
+
+def build_tables(
+    workload: Workload, cluster: Cluster, space: Space | None = None, pool_sizes: Sequence[int] | None = None
+) -> AllTables:
+    """All choices of a workload's roles on pools of a cluster. space, pool_sizes: default: all."""
+    space, sizes = space or Space(), pool_sizes or cluster.pool_sizes()
+    return AllTables(
+        roles={role: role_table(role, workload, cluster, space, sizes) for role in workload.roles if role != ROLLOUT},
+        rollout=rollout_table(workload, cluster, space, sizes),
+    )
+
+
+def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RoleTable:
+    """The choices of one Megatron role."""
+    config, trained, head = workload.models[role], role in TRAINED, has_head(role)
+    most_dp = workload.samples * workload.epochs // workload.mini_batches if trained else workload.samples
+    choice = layouts(
+        space,
+        config,
+        pool_sizes,
+        cluster.devices_per_node,
+        workload.micro_tokens,
+        most_dp=most_dp,
+        trained=trained,
+    )
+    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    choice = choice.take(held.state + held.working <= cluster.usable_bytes)
+    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    cost = np.zeros((len(choice), 4))
+    if role != ACTOR or workload.scores:
+        cost[:, 1] = score_seconds(config, choice, workload, cluster, head=head).total
+    if trained:
+        cost[:, 2] = update_seconds(config, choice, workload, cluster, head=head).total
+    if role == ACTOR:
+        cost[:, 0] = gather_seconds(config, choice, workload, cluster)
+    total = cost.sum(axis=1)
+    kept = [
+        np.column_stack([rows, np.full(len(rows), rests)])
+        for rests in (space.rest if cluster.device.rests_on_host else (False,))
+        for rows in [within(held.state + held.working, total, choice.devices, cluster, _BUDGETS[rests])]
+    ]
+    rows, rests = np.concatenate(kept).T
+    choice, cost = choice.take(rows), cost[rows]
+    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    # A frozen role's weights are on the host anyway: they only come back.
+    ways = (2 if trained else 1) * rests
+    cost[:, 0] += held.moved * ways / (cluster.device.host_bytes_s * cluster.rates.host)
+    rest = held.state * np.where(rests > 0, RESTING_SHARE, 1.0)
+    return RoleTable(
+        layouts=choice,
+        rests=rests > 0,
+        choices=Choices(choice.devices, rest, held.state + held.working - rest, cost, np.arange(len(choice))[:, None]),
+    )
+
+
+def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RolloutTable:
+    """The choices of the rollout."""
+    config, rates = workload.models[ROLLOUT], cluster.rates
+    choice = servers(space, config, pool_sizes, cluster.devices_per_node)
+    held = server_bytes(config, choice, cluster, workload.bytes_each)
+    seconds = rollout_seconds(config, choice, held, workload, cluster)
+    works = np.flatnonzero(np.isfinite(seconds.total))
+    rows = works[within(held.total[works], seconds.total[works], choice.devices[works], cluster, space.memory_shares)]
+    rests = np.repeat([rest for rest in (False, True) if cluster.device.rests_on_host or not rest], len(rows))
+    rows = np.tile(rows, len(rests) // max(len(rows), 1))
+    choice, whole = choice.take(rows), held.total[rows]
+    total, flow = seconds.total[rows], seconds.flow[rows]
+    apart, shared = sync_seconds(config, workload, cluster)
+    wake = rates.wake_s * rests
+    rest = np.where(rests, np.minimum(rates.resting_bytes, whole), whole)
+
+    def choices(add: Any, beside: Any) -> Choices:
+        cost = np.zeros((len(rest), 4))
+        cost[:, 0], cost[:, 3] = add, beside
+        return Choices(choice.devices, rest, whole - rest, cost, np.arange(len(rest))[:, None])
+
+    return RolloutTable(
+        servers=choice,
+        rests=rests,
+        apart=choices(total + wake + apart, 0.0),
+        shared=choices(total + wake + shared, 0.0),
+        flowing=choices(apart, flow),
+    )
+
+
+def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Sequence[float]) -> Ints:
+    """The fastest choice of each number of devices within each budget, a share of what a device can hold; each once."""
+    kept = []
+    for budget in budgets:
+        rows = np.flatnonzero(held <= budget * cluster.usable_bytes)
+        rows = rows[np.lexsort((held[rows], seconds[rows], devices[rows]))]
+        kept.append(rows[np.flatnonzero(np.diff(devices[rows], prepend=-1))])
+    return np.unique(np.concatenate(kept))
+
+
+def has_head(role: str) -> bool:
+    """Whether a role's model ends in a vocabulary matrix: critics and reward models end in one row."""
+    return role not in (CRITIC, REWARD)
+
+
+def sync_seconds(config: ModelConfig, workload: Workload, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of moving the actor's weights into servers on other devices, and into servers on its own."""
+    total = model_sizes(config).total * workload.bytes_each
+    device, rates = cluster.device, cluster.rates
+    # A broadcast is as fast as its slowest link, however many servers listen.
+    link = device.between_bytes_s * rates.network if cluster.nodes > 1 else device.inside_bytes_s * rates.links
+    return total / min(link, rates.copy_bytes_s * 2), total / rates.copy_bytes_s
+
+
+def gather_seconds(config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster) -> Any:
+    """[N] seconds of gathering the actor's cut weights where they are sent from."""
+    cut = choice.tp * choice.pp * choice.ep
+    total = model_sizes(config).total * workload.bytes_each
+    return total * (1 - 1 / cut) / group_bytes_s(cluster, cut, 1)
