@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megarl.checkpoints import MARKER, Checkpoints
+from megarl.checkpoints import MARKER, Checkpoints, step_damage
 from megarl.core.errors import UserError
 
 
@@ -67,3 +68,75 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_nothing_to_resume_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no committed checkpoint.*Start the run without --resume"):
         Checkpoints(tmp_path / "none", keep_last=1).latest()
+
+
+def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_every=20)
+    for step in range(10, 71, 10):
+        checkpoints.save(step, write_weights, {})
+    assert [each.step for each in checkpoints.committed()] == [20, 40, 60, 70]
+
+
+def truncate(step: Path) -> None:
+    (step / "actor" / "weights").write_text("x")
+
+
+def lose(step: Path) -> None:
+    (step / "actor" / "weights").unlink()
+
+
+def flip(step: Path) -> None:
+    content = bytearray((step / "actor" / "weights").read_bytes())
+    content[3] ^= 1
+    (step / "actor" / "weights").write_bytes(content)
+
+
+def break_state(step: Path) -> None:
+    (step / "state.json").write_text('{"step": ')
+
+
+def break_marker(step: Path) -> None:
+    (step / MARKER).write_text("")
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (truncate, "actor/weights has 1 bytes of 16"),
+        (lose, "actor/weights is missing"),
+        (flip, "actor/weights has other content than was written"),
+        (break_state, "state.json has 9 bytes of 14"),
+        (break_marker, "COMMITTED is missing or broken"),
+    ],
+)
+def test_a_damaged_one_is_named_and_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None], problem: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (1, 2):
+        checkpoints.save(step, write_weights, {})
+    newest = tmp_path / "step_000002"
+    assert step_damage(newest, read=True) == []
+    harm(newest)
+    assert step_damage(newest, read=True) == [problem]
+    assert checkpoints.latest().step == 1
+    assert f"{newest} is damaged and is passed over: {problem}" in caplog.text
+
+
+def test_where_all_are_damaged_each_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (1, 2):
+        lose(checkpoints.save(step, write_weights, {}))
+    with pytest.raises(
+        UserError, match=r"step_000002: actor/weights is missing. step_000001: actor/weights is missing"
+    ):
+        checkpoints.latest()
+
+
+def test_a_damaged_one_does_not_push_whole_ones_out(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (1, 2):
+        checkpoints.save(step, write_weights, {})
+    lose(tmp_path / "step_000002")
+    checkpoints.save(3, write_weights, {})
+    assert [each.step for each in checkpoints.committed()] == [1, 3]

@@ -75,7 +75,7 @@ class PendingSave:
     def finish(self) -> None:
         """Wait for the files of all ranks, then write what makes them a checkpoint; collective.
 
-        Raises UserError on every rank when a disk was full, and MegarlError when a file could not be written otherwise.
+        Raises UserError on every rank when one could not write its file, a full disk above all.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -98,9 +98,9 @@ class PendingSave:
             self._request.async_fn()
             if (path := self._strategy.writer and self._strategy.writer.file) is not None:
                 self._sums[path.name] = sum_file(path)
-        except OSError as error:
-            what = "the disk is full" if error.errno in FULL else "the file could not be written"
-            self._error = f"{what} ({error})"
+        except Exception as error:
+            # Told in `finish`, to every rank: the others wait for this one there.
+            self._error = _failure(error)
 
     def _describe(self, sums: dict[str, FileSum]) -> None:
         """Rank 0: copy what belongs to the model, sum the small files, write the manifest."""
@@ -208,6 +208,16 @@ def _weights(chunks: Sequence[Module]) -> dict[str, Any]:
         state = model.sharded_state_dict(metadata={})
         weights[name] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
     return weights
+
+
+def _failure(error: BaseException) -> str:
+    """For people. torch answers a full disk with an error of its own, raised while handling the system's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return f"the disk is full ({cause})"
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"
 
 
 def _plain(section: Section | None) -> dict[str, Any] | None:

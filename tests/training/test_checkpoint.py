@@ -1,9 +1,13 @@
+import resource
+
 import pytest
 import torch
 
 from megarl.core.errors import UserError
+from megarl.core.layout import Layout
 from megarl.recipe.schema import Algorithm, Optimizer
-from megarl.training.rank import RoleSpec
+from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
+from megarl.training.spec import RoleSpec
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards
 
@@ -64,3 +68,90 @@ def test_a_folder_without_a_checkpoint_is_refused(rank, folder, tmp_path):
     rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(), algorithm=Algorithm(), total_steps=2))
     with pytest.raises(UserError, match="holds no distributed checkpoint"):
         rank.load("actor", tmp_path)
+
+
+def test_the_manifest_says_what_is_in_it(rank, folder, tmp_path):
+    optimizer = Optimizer(lr=1e-3, beta2=0.9)
+    rank.build("actor", RoleSpec(folder, "bfloat16", optimizer=optimizer, total_steps=6, algorithm=Algorithm()))
+    steps(rank, [0, 1])
+    rank.save("actor", tmp_path)
+    found = read_manifest(tmp_path)
+    assert (found.family, found.dtype, found.step, found.total_steps) == ("qwen3", "bfloat16", 2, 6)
+    assert found.layout == Layout() and Optimizer.model_validate(found.optimizer) == optimizer
+    kinds = {
+        name.removesuffix("output_layer.weight"): entry for name, entry in found.tensors.items() if "output" in name
+    }
+    assert {name: (entry.dtype, entry.bytes) for name, entry in kinds.items()} == {
+        "": ("bfloat16", VOCAB * 64 * 2),
+        "optimizer.state.param.": ("float32", VOCAB * 64 * 4),
+        "optimizer.state.exp_avg.": ("float32", VOCAB * 64 * 4),
+        "optimizer.state.exp_avg_sq.": ("float32", VOCAB * 64 * 4),
+    }
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert set(found.files) == written - {MANIFEST}
+    assert (tmp_path / "hf" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert checkpoint_damage(tmp_path, read=True) == []
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(rank, folder, tmp_path):
+    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, algorithm=Algorithm())
+    rank.build("actor", spec)
+    steps(rank, [0])
+    saved = weights(rank, "actor")
+    rank.save("actor", tmp_path, wait=False)
+    went_on = steps(rank, [1])
+    assert not (tmp_path / MANIFEST).exists() and not (tmp_path / "metadata.json").exists()
+    rank.finish_save()
+    assert checkpoint_damage(tmp_path, read=True) == []
+    rank.build("actor", spec)
+    rank.load("actor", tmp_path)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(rank, "actor").items())
+    assert steps(rank, [1]) == went_on
+
+
+def test_a_frozen_role_saves_its_weights_and_nothing_to_train_on(rank, folder, tmp_path):
+    rank.build("reference", RoleSpec(folder, "float32"))
+    expected = weights(rank, "reference")
+    rank.save("reference", tmp_path)
+    assert not read_manifest(tmp_path).has_optimizer
+    rank.build("reference", RoleSpec(tmp_path / "hf", "float32", load_weights=False))
+    rank.load("reference", tmp_path)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rank, "reference").items())
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(), algorithm=Algorithm(), total_steps=2))
+    with pytest.raises(UserError, match=r"holds weights only.*convert mcore-to-hf"):
+        rank.load("actor", tmp_path)
+
+
+def test_a_frozen_role_reads_the_weights_of_one_in_training(rank, folder, tmp_path):
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, algorithm=Algorithm()))
+    steps(rank, [0])
+    rank.save("actor", tmp_path)
+    expected = weights(rank, "actor")
+    rank.build("reference", RoleSpec(folder, "float32"))
+    rank.load("reference", tmp_path)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rank, "reference").items())
+
+
+def test_the_state_of_another_optimizer_is_refused(rank, folder, tmp_path):
+    sgd = Optimizer(name="sgd", lr=1e-2)
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=sgd, algorithm=Algorithm(), total_steps=2))
+    rank.save("actor", tmp_path)
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(), algorithm=Algorithm(), total_steps=2))
+    with pytest.raises(UserError, match=r"holds the state of sgd; the recipe's actor.optimizer.name is adam"):
+        rank.load("actor", tmp_path)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "meanwhile"])
+def test_a_disk_that_fills_is_told_and_leaves_no_checkpoint(rank, folder, tmp_path, wait):
+    """A limit on the size of files stands for the disk."""
+    rank.build("actor", RoleSpec(folder, "float32"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"could not be written to .*rank 0: the disk is full .*Free some space"):
+            rank.save("actor", tmp_path, wait=wait)
+            rank.finish_save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / MANIFEST).exists() and not (tmp_path / "metadata.json").exists()
+    assert "megarl.json is missing: the checkpoint was not finished" in checkpoint_damage(tmp_path, read=False)[0]
