@@ -30,7 +30,7 @@ def group_advantages(rewards: FloatArray, group_index: IntArray, normalize_std: 
 def rloo_advantages(rewards: FloatArray, group_index: IntArray) -> FloatArray:
     """A_i = r_i - mean(r of the others of i's group), which is n / (n - 1) (r_i - mean(r of i's group)).
 
-    RLOO, REINFORCE leave-one-out (arXiv 2402.14740, equation 8). Groups of one, which have no others, give 0.
+    RLOO, REINFORCE leave-one-out (arXiv 2402.14740). Groups of one, which have no others, give 0.
 
     rewards, group_index, errors: as for group_advantages. Returns [N] float32.
     """
@@ -45,7 +45,7 @@ def reinforce_pp_baseline_advantages(
 ) -> FloatArray:
     """a_i = r_i - mean(r of i's group), then A_i = (a_i - mean(a)) / (std(a) + eps) over the whole batch.
 
-    REINFORCE++ with a baseline (arXiv 2501.03262, section 3). Mean and standard deviation are those of all trained tokens
+    REINFORCE++ with a baseline (arXiv 2501.03262). Mean and standard deviation are those of all trained tokens
     of the batch, each with its sample's a: samples count by their lengths. All-equal a, and no tokens at all, give 0.
 
     lengths: [N] trained tokens. rewards, group_index, errors: as for group_advantages. Returns [N] float32.
@@ -62,7 +62,7 @@ def reinforce_pp_baseline_advantages(
 
 
 def remax_advantages(rewards: FloatArray, group_index: IntArray, greedy_rewards: FloatArray) -> FloatArray:
-    """A_i = r_i - r of the greedy answer to i's prompt. ReMax (arXiv 2310.10505, equation 6).
+    """A_i = r_i - r of the greedy answer to i's prompt. ReMax (arXiv 2310.10505).
 
     greedy_rewards: [G], of one answer a prompt at temperature 0, by group index; of the same weights as the samples.
     rewards, group_index: as for group_advantages. Returns [N] float32.
@@ -82,7 +82,7 @@ def remax_advantages(rewards: FloatArray, group_index: IntArray, greedy_rewards:
 def opo_advantages(rewards: FloatArray, group_index: IntArray, lengths: IntArray) -> FloatArray:
     """A_i = r_i - b, with b = sum(L_j r_j) / sum(L_j) over i's group: the mean weighted by lengths.
 
-    OPO (arXiv 2505.23585, section 3): the baseline of least variance, where a sample's squared gradient grows with its
+    OPO (arXiv 2505.23585): the baseline of least variance, where a sample's squared gradient grows with its
     length. A group without any trained token gives 0.
 
     lengths: [N] trained tokens. rewards, group_index, errors: as for group_advantages. Returns [N] float32.
@@ -95,7 +95,7 @@ def opo_advantages(rewards: FloatArray, group_index: IntArray, lengths: IntArray
 def gpg_advantages(rewards: FloatArray, group_index: IntArray, normalize_std: bool = False) -> FloatArray:
     """A_i = alpha (r_i - mean(r of i's group)) / F, with alpha = N / number of samples in groups whose rewards differ.
 
-    GPG (arXiv 2504.02546, equations 6 and 7): alpha makes up for the groups that give no gradient, so that a batch with
+    GPG (arXiv 2504.02546): alpha makes up for the groups that give no gradient, so that a batch with
     many of them does not take a smaller step. F is 1, or the group's standard deviation where normalize_std.
 
     rewards, group_index, errors: as for group_advantages. Returns [N] float32; all 0 where no group's rewards differ.

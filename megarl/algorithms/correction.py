@@ -77,7 +77,7 @@ def truncate(ratios: Floats, mask: Mask, max_ratio: float) -> Correction:
 def mask_outside(ratios: Floats, mask: Mask, min_ratio: float, max_ratio: float) -> Correction:
     """w = ratio inside of [min_ratio, max_ratio], 0 outside: masked importance sampling, MIS.
 
-    IcePop (Ring-1T, arXiv 2510.18855, section 3). With ratios of a sequence, whole sequences are left out.
+    IcePop (Ring-1T, arXiv 2510.18855). With ratios of a sequence, whole sequences are left out.
 
     ratios: [T]. Raises ValueError unless 0 <= min_ratio < max_ratio.
     """

@@ -38,8 +38,8 @@ def clipped_policy_loss(
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), with ratio = exp(logprobs - old_logprobs).
 
     PPO (arXiv 1707.06347, equation 7), with a clip range of two sides (DAPO, arXiv 2503.14476, section 3.1).
-    With dual_clip = c, the loss of a negative advantage is at most -c A, however large the ratio (arXiv 1912.09729,
-    equation 5). The log ratio is clamped to +-20, so that a token which became extremely likely or unlikely stays finite.
+    With dual_clip = c, the loss of a negative advantage is at most -c A, however large the ratio (arXiv 1912.09729).
+    The log ratio is clamped to +-20, so that a token which became extremely likely or unlikely stays finite.
 
     logprobs: [T] float, natural log, of the policy under training. old_logprobs: [T], of the policy that the ratio is
     taken against. advantages: [T]. Only logprobs receives a gradient. Raises ValueError where dual_clip is not above 1.
@@ -64,7 +64,7 @@ def gspo_loss(
 ) -> PolicyLoss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean of logprobs - old_logprobs over the sequence).
 
-    GSPO (arXiv 2507.18071, equations 5 and 7), in the token form of equation 14: the value of s is the sequence's, and its
+    GSPO (arXiv 2507.18071), in the paper's token form: the value of s is the sequence's, and its
     gradient reaches each token as s times that of the token's own log-prob. Weighted as sequence-mean, the gradient is that
     of the sequence form. A sequence may be cut over ranks: its mean comes in from outside, see
     megarl.algorithms.sequences.
@@ -85,7 +85,7 @@ def cispo_loss(
 ) -> PolicyLoss:
     """-clip(ratio, 1 - clip_low, 1 + clip_high) A logprobs, without a gradient through the ratio: no token is dropped.
 
-    CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5); the paper leaves out the lower bound: clip_low = 1.
+    CISPO (MiniMax-M1, arXiv 2506.13585); the paper leaves out the lower bound: clip_low = 1.
 
     Arguments as for clipped_policy_loss. `clipped` says where the weight was bounded; the gradient flows all the same.
     """
@@ -97,7 +97,7 @@ def cispo_loss(
 def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
     """-A logprobs: the policy gradient as it stands, without a ratio.
 
-    REINFORCE (Williams, 1992, theorem 1); GPG's loss too (arXiv 2504.02546, equation 5), which is told apart by its
+    REINFORCE (Williams, 1992); GPG's loss too (arXiv 2504.02546), which is told apart by its
     advantages. True to the samples for the first mini-batch of a step; later ones were sampled by an older policy.
 
     Arguments as for clipped_policy_loss; old_logprobs are for the ratio alone, which is reported and not used.

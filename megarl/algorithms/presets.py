@@ -52,7 +52,7 @@ _PRESETS: dict[str, Preset] = {
     "gpg": {"advantage": "gpg", "normalize_std": False, "policy_loss": "gpg", "reduction": "token-mean"},
     # arXiv 2602.22751
     "egpo": {"advantage": "egpo", "normalize_std": True, "policy_loss": "ppo", "reduction": "sequence-mean"},
-    # arXiv 2507.18071, section 5.1
+    # arXiv 2507.18071
     "gspo": {
         "advantage": "grpo",
         "normalize_std": True,

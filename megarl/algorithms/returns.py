@@ -149,7 +149,7 @@ def kl_penalty(logprobs: Floats, ref_logprobs: Floats, kind: Literal["k1", "k2",
 
 
 def reinforce_pp_advantages(token_rewards: Floats, mask: Mask, cu_seqlens: Bounds, *, gamma: float = 1.0) -> FloatArray:
-    """The returns, whitened over all trained tokens of the batch: [T] float32. REINFORCE++, arXiv 2501.03262, section 3.
+    """The returns, whitened over all trained tokens of the batch: [T] float32. REINFORCE++, arXiv 2501.03262.
 
     token_rewards: [T], with the KL in them where there is one. Raises ValueError as discounted_returns does.
     """
@@ -159,8 +159,8 @@ def reinforce_pp_advantages(token_rewards: Floats, mask: Mask, cu_seqlens: Bound
 def distill_advantages(logprobs: Floats, teacher_logprobs: Floats, mask: Mask) -> FloatArray:
     """A_t = log teacher - log policy of the sampled token, clamped to +-20: [T] float32.
 
-    On-policy distillation: the expectation of -A is the reverse KL(policy || teacher) of each position (arXiv 2306.08543,
-    equation 1; 2306.13649). Each token answers for itself: nothing later is added.
+    On-policy distillation: the expectation of -A is the reverse KL(policy || teacher) of each position (arXiv
+    2306.08543; 2306.13649). Each token answers for itself: nothing later is added.
 
     logprobs: [T], natural log, of the policy that sampled. teacher_logprobs: [T], of the same tokens.
     Raises ValueError where the shapes differ.

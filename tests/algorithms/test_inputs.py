@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any, get_args
+
 import numpy as np
 import pytest
+import torch
 
+import megarl
 from megarl.algorithms.inputs import (
     LOSS_INPUTS,
     SAMPLE_ADVANTAGES,
@@ -17,6 +23,8 @@ from megarl.algorithms.inputs import (
     wanted,
 )
 from megarl.algorithms.policy_loss import POLICY_LOSSES
+from megarl.algorithms.presets import PRESETS
+from megarl.algorithms.reduce import Reduction
 from megarl.core.errors import UserError
 
 NUM_SAMPLES = 6
@@ -85,3 +93,23 @@ def test_token_advantages_can_be_called_by_name(name: str) -> None:
 def test_policy_losses_ask_for_known_inputs(name: str) -> None:
     check_function(POLICY_LOSSES[name], LOSS_INPUTS, SETTINGS, name)
     assert "logprobs" in wanted(POLICY_LOSSES[name], LOSS_INPUTS)
+
+
+def test_the_documentation_s_own_algorithm_works() -> None:
+    page = (Path(megarl.__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    module: dict[str, Any] = {}
+    exec(code, module)
+    check_function(module["median_advantages"], SAMPLE_INPUTS, [], "advantage")
+    check_function(module["gains_only_loss"], LOSS_INPUTS, ["clip_low", "clip_high"], "policy_loss")
+    given = {"rewards": np.array([0, 1, 9, 4], np.float32), "group_index": np.array([0, 0, 0, 1])}
+    assert call(module["median_advantages"], given).tolist() == [-1, 0, 8, 0]
+    columns = {"logprobs": torch.zeros(2), "old_logprobs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0])}
+    result = call(module["gains_only_loss"], {**columns, "clip_low": 0.2, "clip_high": 0.2})
+    assert result.loss.tolist() == [-1, 0]
+
+
+def test_the_documentation_names_every_algorithm() -> None:
+    page = (Path(megarl.__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    for name in (*SAMPLE_ADVANTAGES, *TOKEN_ADVANTAGES, *POLICY_LOSSES, *PRESETS, *get_args(Reduction)):
+        assert f"`{name}`" in page, name
