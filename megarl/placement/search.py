@@ -80,15 +80,29 @@ def search(
 
     devices: in all. usable: bytes of each. allowed: partitions that are asked for.
     """
-    return _search(tables, devices, usable, top, allowed, np.inf)
+    joined = _joined(tables, usable)
+    wanted = [partition for partition in partitions(tuple(tables.roles)) if allowed is None or allowed(partition)]
+    # The fastest choice alone of each pool makes placements that are good, though not the best: they limit the search.
+    guess = {
+        pool: [_pool_table(_fastest(each, usable), usable, devices) for each in ways] for pool, ways in joined.items()
+    }
+    limit = _look(wanted, guess, devices, top, np.inf)[0][top - 1 :]
+    below = limit[0].seconds * (1 + 1e-9) if limit else np.inf
+    least = _Least(tables, devices)
+    pools = {
+        pool: [_pool_table(each.take(least.bounds(each, pool) < below), usable, devices) for each in ways]
+        for pool, ways in joined.items()
+    }
+    found, others = _look(wanted, pools, devices, top, below)
+    return Result(tuple(found), tuple(sorted(others, key=lambda bound: bound.seconds)))
 
 
-def _search(tables: Tables, devices: int, usable: float, top: int, allowed: Allowed | None, limit: float) -> Result:
-    """The best placements below `limit`."""
-    pools = _all_pools(tables, devices, usable, limit)
+def _look(
+    wanted: list[Partition], pools: Mapping[Pool, list[_PoolTable]], devices: int, top: int, limit: float
+) -> tuple[list[Found], list[Bound]]:
+    """The best of the `top` best partitions below `limit`, and what is known of the others."""
     found: list[Found] = []
     others: list[Bound] = []
-    wanted = [partition for partition in partitions(tuple(tables.roles)) if allowed is None or allowed(partition)]
     # Few pools first: they are quick to look through, and what they find cuts the others short.
     for partition in sorted(wanted, key=len):
         below = min(limit, found[top - 1].seconds) if len(found) >= top else limit
@@ -99,7 +113,7 @@ def _search(tables: Tables, devices: int, usable: float, top: int, allowed: Allo
         found = sorted([*found, best], key=lambda each: each.seconds)
         others += [Bound(each.partition, each.seconds) for each in found[top:]]
         found = found[:top]
-    return Result(tuple(found), tuple(sorted(others, key=lambda bound: bound.seconds)))
+    return found, others
 
 
 def step_seconds(cost: Floats) -> Floats:
@@ -117,20 +131,25 @@ class _PoolTable:
     least: Floats  # [N, 4] the smallest of each column up to this row
 
 
-def _all_pools(tables: Tables, devices: int, usable: float, limit: float) -> dict[Pool, list[_PoolTable]]:
+def _joined(tables: Tables, usable: float) -> dict[Pool, list[Choices]]:
     """What every set of roles can be as one pool; the rollout alone in two ways, where it may be asynchronous."""
-    least = _Least(tables, devices)
     joined: dict[Pool, Choices] = {}
     for role, alone in tables.roles.items():
         shared = tables.shared if role == ROLLOUT else alone
         for pool in list(joined):
-            both = join(joined[pool], shared if ACTOR in pool else alone, usable)
-            joined[(*pool, role)] = both.take(least.bounds(both, (*pool, role)) < limit)
-        joined[(role,)] = alone.take(least.bounds(alone, (role,)) < limit)
-    result = {pool: [_pool_table(choices, usable, devices)] for pool, choices in joined.items()}
+            joined[(*pool, role)] = join(joined[pool], shared if ACTOR in pool else alone, usable)
+        joined[(role,)] = alone
+    result = {pool: [choices] for pool, choices in joined.items()}
     if tables.flowing is not None:
-        result[(ROLLOUT,)].append(_pool_table(tables.flowing, usable, devices))
+        result[(ROLLOUT,)].append(tables.flowing)
     return result
+
+
+def _fastest(choices: Choices, usable: float) -> Choices:
+    """The fastest choice that fits, for each number of devices."""
+    rows = np.flatnonzero(choices.rest + choices.extra <= usable)
+    rows = rows[np.lexsort((step_seconds(choices.cost[rows]), choices.devices[rows]))]
+    return choices.take(rows[np.flatnonzero(np.diff(choices.devices[rows], prepend=-1))])
 
 
 class _Least:
