@@ -81,6 +81,14 @@ _METRICS: dict[str, MetricSpec] = {
         "1", "global gradient norm before clipping, mean over the step's optimizer steps", ".3g"
     ),
     "actor/lr": MetricSpec("1", "learning rate of the step's last optimizer step", ".2e"),
+    "critic/vf_loss": MetricSpec("reward^2", "clipped value loss, reduced as algorithm.reduction says", ".4f"),
+    "critic/vf_clipfrac": MetricSpec(
+        "fraction", "trained tokens whose value loss the clip decided / trained tokens", ".4f"
+    ),
+    "critic/values": MetricSpec("reward", "value under update, mean over trained tokens", ".3f"),
+    "critic/returns": MetricSpec("reward", "what the critic learns, mean over trained tokens", ".3f"),
+    "critic/grad_norm": MetricSpec("1", "as actor/grad_norm, of the critic", ".3g"),
+    "critic/lr": MetricSpec("1", "as actor/lr, of the critic", ".2e"),
     "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),
     "eval/accuracy": MetricSpec("fraction", "held-out samples with a reward of at least 0.5 / held-out samples", ".3f"),
     "eval/reward": MetricSpec("reward", "mean over held-out samples", ".3f"),
@@ -125,6 +133,7 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
         "reward": "What the graders said of the step's samples.",
         "rollout": "The step's samples, as they were generated.",
         "actor": "The update of the policy.",
+        "critic": "The update of the critic.",
         "sft": "Supervised training.",
         "eval": "Held-out prompts; only at steps with an evaluation.",
         "sync": "The weights on their way to the servers.",

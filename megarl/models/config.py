@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -78,6 +78,7 @@ class ModelConfig:
     over `window` tokens (the token itself among them), rotated by `local_rope` where given.
     norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
     embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
+    head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
     """
 
     family: str
@@ -107,6 +108,11 @@ class ModelConfig:
     window: int | None = None
     local_layers: frozenset[int] = frozenset()
     local_rope: Rope | None = None
+    head: Literal["vocabulary", "score"] = "vocabulary"
+
+    def with_score_head(self) -> ModelConfig:
+        """The same model with one number a token in the vocabulary's place."""
+        return replace(self, head="score", tied_embeddings=False)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary rounded up to a multiple of the tensor-parallel size."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.core.layout import Layout, stage_layers
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
+from megarl.models.heads import ScalarHead
 from megarl.models.layer_spec import stage_spec, uses_transformer_engine
 from megarl.models.rope import attention_factor, magnitude
 from megarl.models.rotary import make_rotary, scales_rotation
@@ -217,6 +218,8 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
     else:
         for layer in chunk.decoder.layers:
             layer.self_attention.rotary_pos_emb = rotary
+    if config.head == "score" and chunk.post_process:
+        chunk.output_layer = ScalarHead(chunk.config, groups).to(platform.device)
     if config.embedding_scale != 1.0 and chunk.pre_process:
         # The embedding alone is scaled, not the head that may share its weight.
         chunk.embedding.register_forward_hook(partial(_scale_output, config.embedding_scale))

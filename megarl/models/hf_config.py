@@ -29,6 +29,9 @@ _REQUIRED = (
 _MLA_REQUIRED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
+LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Read config.json and check that the folder is whole.
 
@@ -49,7 +52,9 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     """A config.json's content as a ModelConfig; `path` is named in errors."""
     fields = Fields(raw, path)
     architectures = raw.get("architectures") or []
-    architecture = next((name for name in architectures if name in FAMILIES), None)
+    # HF's models with one score a sequence are those of the family in everything but the head.
+    heads_of = {name.replace(SCORE_MODEL, LANGUAGE_MODEL): name for name in architectures}
+    architecture = next((name for name in heads_of if name in FAMILIES), None)
     if architecture is None:
         raise UserError(
             f"{path}: architecture {architectures or 'missing'} is not supported. Supported: {', '.join(FAMILIES)}."
@@ -66,7 +71,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     else:
         rope = read_rope(fields, family.theta)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
-    return ModelConfig(
+    config = ModelConfig(
         family=family.name,
         architecture=architecture,
         num_layers=layers,
@@ -95,6 +100,14 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         local_layers=local_layers,
         local_rope=local_rope if local_layers else None,
     )
+    if not heads_of[architecture].endswith(SCORE_MODEL):
+        return config
+    if len(raw.get("id2label") or {}) != 1:
+        raise UserError(
+            f"{path}: {heads_of[architecture]} must have one label, the score (num_labels=1); it has "
+            f"{len(raw.get('id2label') or {}) or 2}."
+        )
+    return config.with_score_head()
 
 
 def _check_present(fields: Fields, family: Family, architecture: str) -> None:

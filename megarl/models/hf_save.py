@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
 from megarl.models.config import ModelConfig
+from megarl.models.hf_config import LANGUAGE_MODEL, SCORE_MODEL
 from megarl.models.hf_files import INDEX, SINGLE, some
 from megarl.models.hf_read import DTYPES
 from megarl.models.hf_weights import Bucket
@@ -61,7 +62,7 @@ def save_hf(
             for name, tensor in chain.from_iterable(buckets):
                 shards.add(name, tensor)
             dtype = shards.finish()
-        _write_config(source_folder / CONFIG, temporary / CONFIG, dtype)
+        _write_config(source_folder / CONFIG, temporary / CONFIG, dtype, config)
         for path in sorted(source_folder.iterdir()):
             if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
                 shutil.copyfile(path, temporary / path.name)
@@ -83,11 +84,14 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+def _write_config(source: Path, target: Path, dtype: torch.dtype, config: ModelConfig) -> None:
     """The source's config under the dtype of the weights: a reader casts to what the config says, and would round."""
     raw = json.loads(source.read_text())
     name = str(dtype).removeprefix("torch.")
     raw.update({key: name for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": name})
+    if config.head == "score":
+        names = [name.replace(LANGUAGE_MODEL, SCORE_MODEL) for name in raw["architectures"]]
+        raw |= {"architectures": names, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
     target.write_text(json.dumps(raw, indent=2) + "\n")
 
 

@@ -27,6 +27,7 @@ from megarl.models.rules import LayerSpec, Rule, expected_tensors, rules
 Bucket = list[tuple[str, Tensor]]
 Value = Callable[[str, Tensor], Tensor]
 
+HEAD_NAME = "output_layer.weight"
 BUFFERS = ("mlp.router.expert_bias",)
 LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
@@ -76,19 +77,24 @@ def load_hf_weights(
     rank: int,
     *,
     check_finite: bool = True,
+    stored: ModelConfig | None = None,
 ) -> None:
     """Fill every parameter and mapped buffer of this rank, cast to the parameter's dtype; only its slices are read.
 
+    stored: what the folder holds, where its head is another than the model's: that head is then left as it was built.
     check_finite: look for NaN and infinite values (a tenth of the time, when the files are in the page cache).
     Raises UserError for tensors that are missing, too many, of another shape or not finite, and MegarlError for
     parameters and rules that do not meet.
     """
-    index = check_weights(expected_tensors(config), folder, config)
+    stored = stored or config
+    index = check_weights(expected_tensors(stored), folder, stored)
     where, dealing, held = place(rank, layout), Dealing(config, layout), global_tensors(chunks, layout, rank)
     needed = rules(config, layer_spec(chunks), has_head_copy=layout.pp > 1)
     with HfReader(index, check_finite=check_finite) as reader, torch.no_grad():
         for rule in needed:
-            if dealing.is_held(rule, where):
+            if stored.head != config.head and rule.megatron == HEAD_NAME:
+                held.pop(rule.megatron, None)
+            elif dealing.is_held(rule, where):
                 part = dealing.part(rule, where)
                 _fill(_matching(held.pop(rule.megatron, None), rule, part), rule, part, reader)
         if reader.not_finite:

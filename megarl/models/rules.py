@@ -181,6 +181,7 @@ LAYER = (
 EMBEDDING = Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "vocab hidden"),), "rows", "padded")
 FINAL_NORM = Row("decoder.final_layernorm.weight", (("model.norm.weight", "hidden"),))
 HEAD = Row("output_layer.weight", (("lm_head.weight", "vocab hidden"),), "rows", "padded")
+SCORE_HEAD = Row("output_layer.weight", (("score.weight", "one hidden"),))
 TIED_HEAD = Row("output_layer.weight", EMBEDDING.hf, "rows", "padded")
 
 
@@ -233,7 +234,9 @@ def rules(config: ModelConfig, spec: LayerSpec, *, has_head_copy: bool = False) 
                     _rule(row, sizes, spec, layer=layer, prefixes=prefixes, expert=expert) for row in each_expert
                 )
     yield _rule(FINAL_NORM, sizes, spec, layer=last)
-    if not config.tied_embeddings:
+    if config.head == "score":
+        yield _rule(SCORE_HEAD, sizes, spec, layer=last)
+    elif not config.tied_embeddings:
         yield _rule(HEAD, sizes, spec, layer=last)
     elif has_head_copy:
         yield _rule(TIED_HEAD, sizes, spec, layer=last, is_copy=True)
@@ -301,6 +304,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     """The sizes that the table names; `groups` is the number of key-value heads."""
     heads = config.num_heads
     sizes = {
+        "one": 1,
         "vocab": config.vocab_size,
         "hidden": config.hidden_size,
         "groups": config.num_kv_heads,

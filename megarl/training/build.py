@@ -16,6 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import build_gpt
+from megarl.models.hf_config import load_model_config
 from megarl.models.hf_weights import exact_buffers, load_hf_weights
 from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
@@ -57,7 +58,7 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         aux_loss_coef=spec.aux_loss_coef,
     )
     if spec.load_weights:
-        load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank)
+        load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank, stored=load_model_config(spec.folder))
     if spec.lora is not None:
         settings = LoraSettings(spec.lora.rank, spec.lora.alpha, spec.lora.targets)
         add_adapters(chunks, settings, groups.collection, seed)

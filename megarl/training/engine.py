@@ -6,10 +6,9 @@ Import only after `models.bootstrap.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +97,40 @@ class Engine:
             scores = self.scores(shard, with_entropy=False, temperature=temperature)
         return None if scores is None else scores.logprobs
 
+    def values(self, shard: Shard) -> Column | None:
+        """What the score head says: float32 [T] for each micro-batch; None on ranks without it.
+
+        Position t speaks of the state after `tokens[t]`, from which `labels[t]` is predicted.
+        Raises MegarlError where the role has a vocabulary.
+        """
+        if self._config.head != "score":
+            raise MegarlError("A role with a vocabulary has no values: build it with head='score'.")
+        return self._columns(shard, lambda _, output: [output[:, 0]])[0]
+
     def scores(self, shard: Shard, *, with_entropy: bool, temperature: float | None = None) -> ShardScores | None:
         """Log-probs, and entropies where asked for, of every label; no gradient. None on ranks without logits."""
-        evaluate = partial(self._score, with_entropy=with_entropy, temperature=temperature)
-        logprobs: Column = []
-        entropy: Column = []
+
+        def evaluate(batch: DeviceBatch, logits: Tensor) -> list[Tensor]:
+            scores = self._score(batch, logits, with_entropy=with_entropy, temperature=temperature)
+            return [scores.logprobs] if scores.entropy is None else [scores.logprobs, scores.entropy]
+
+        logprobs, *entropy = self._columns(shard, evaluate)
+        return None if logprobs is None else ShardScores(logprobs, entropy[0] if entropy else None)
+
+    def _columns(self, shard: Shard, evaluate: Callable[[DeviceBatch, Tensor], list[Tensor]]) -> list[Column | None]:
+        """The columns that `evaluate` makes of each micro-batch's output; [None] on ranks without output. No gradient."""
+        found: list[list[list[FloatArray]]] = []  # mini-batches, micro-batches, columns
         for chunk in self._wrapped:
             chunk.eval()
         with self._awake("params"), torch.no_grad():
             for mini in shard.mini_batches:
-                batches = self._to_device(mini, {})
-                scores = self._run(batches, evaluate, forward_only=True)
-                pairs = list(zip(mini.micro_batches, scores, strict=self._groups.is_last_stage))
-                logprobs.append([self._whole(score.logprobs, micro) for micro, score in pairs])
-                entropy.append([self._whole(s.entropy, micro) for micro, s in pairs if s.entropy is not None])
+                outputs = self._run(self._to_device(mini, {}), evaluate, forward_only=True)
+                pairs = zip(mini.micro_batches, outputs, strict=self._groups.is_last_stage)
+                found.append([[self._whole(part, micro) for part in parts] for micro, parts in pairs])
         if not self._groups.is_last_stage:
-            return None
-        return ShardScores(logprobs, entropy if with_entropy else None)
+            return [None]
+        num_columns = max((len(parts) for mini in found for parts in mini), default=1)
+        return [[[parts[index] for parts in mini] for mini in found] for index in range(num_columns)]
 
     def _whole(self, part: Tensor, micro: MicroBatch) -> FloatArray:
         """A column [T] of the micro-batch from the parts of all context-parallel ranks."""
@@ -146,6 +162,7 @@ class Engine:
             return {}  # every group was dropped, on every rank: there is nothing to learn from in this step
         sums = MetricSums()
         steps = []
+        role = "critic" if self._config.head == "score" else "actor"
         for chunk in self._wrapped:
             chunk.train()
         with self._awake(*PARTS):
@@ -157,15 +174,18 @@ class Engine:
                 steps.append(stepper.step(self._groups.rank))
             metrics = self._reduce(sums)
         return metrics | {
-            "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
-            "actor/lr": steps[-1].lr,
+            f"{role}/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+            f"{role}/lr": steps[-1].lr,
         }
 
     def _accumulate_gradients(self, batches: list[DeviceBatch], loss: Loss, sums: MetricSums) -> None:
         """Forward and backward over one mini-batch; then the gradients are summed over all ranks."""
 
         def evaluate(batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            scores = self._score(batch, logits, with_entropy=loss.with_entropy, entropy_grad=loss.entropy_grad)
+            if self._config.head == "score":
+                scores = TokenScores(logits[:, 0], None)
+            else:
+                scores = self._score(batch, logits, with_entropy=loss.with_entropy, entropy_grad=loss.entropy_grad)
             output = loss.fn(scores, batch)
             sums.add(output)
             return output.loss, output.num_tokens.int(), {}
@@ -238,9 +258,7 @@ class Engine:
         left where gradients rest between operations.
         """
         self._require_stepper("gradients")
-        yield from self._export(
-            bucket_bytes, lambda _, parameter: getattr(parameter, "main_grad", torch.zeros_like(parameter))
-        )
+        yield from self._export(bucket_bytes, _main_grad)
 
     def _export(self, bucket_bytes: int, value: Value | None) -> Iterator[Bucket]:
         layout = self._groups.layout
@@ -281,3 +299,9 @@ class Engine:
         if self._stepper is None:
             raise MegarlError(f"A frozen role has no {operation}: build it with an optimizer.")
         return self._stepper
+
+
+def _main_grad(_: str, parameter: Any) -> Tensor:
+    """The float32 gradient that Megatron's data parallel keeps beside a parameter under training."""
+    gradient: Tensor = parameter.main_grad
+    return gradient

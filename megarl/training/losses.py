@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import clipped_policy_loss
+from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.recipe.schema import Algorithm
 from megarl.training.batch import DeviceBatch
 from megarl.training.logprob import TokenScores
@@ -71,6 +72,33 @@ def policy_loss(algorithm: Algorithm) -> Loss:
 
     columns = {"old_logprobs", "advantages"} | ({"ref_logprobs"} if algorithm.kl_coef > 0 else set())
     return Loss(fn, frozenset(columns), entropy_grad=algorithm.entropy_coef > 0)
+
+
+def value_loss(clip_range: float | None) -> Loss:
+    """The clipped value loss of a critic, whose score head stands in the place of log-probs.
+
+    Columns: values, of the critic before the step, and returns.
+    """
+
+    def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
+        mask = batch.mask
+        values, old, returns = (
+            _masked(x, mask) for x in (scores.logprobs, batch.columns["values"], batch.columns["returns"])
+        )
+        per_token, clipped = clipped_value_loss(values, old, returns, clip_range)
+        loss = (batch.weights * per_token).sum()
+        return LossOutput(
+            loss=loss,
+            num_tokens=mask.sum(),
+            weighted={"critic/vf_loss": loss},
+            sums={
+                "critic/vf_clipfrac": (clipped * mask).sum(),
+                "critic/values": values.detach().sum(),
+                "critic/returns": returns.sum(),
+            },
+        )
+
+    return Loss(fn, frozenset({"values", "returns"}), with_entropy=False)
 
 
 def sft_loss() -> Loss:

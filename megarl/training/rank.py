@@ -87,7 +87,7 @@ class Rank:
     def build(self, role: str, spec: RoleSpec) -> None:
         """Build a role's model, at its own layout, with the weights of its HF folder."""
         from megarl.training.engine import Engine
-        from megarl.training.losses import policy_loss
+        from megarl.training.losses import policy_loss, value_loss
 
         self._engines.pop(role, None)  # its memory, before another's is taken
         self._bases.pop(role, None)
@@ -96,8 +96,12 @@ class Rank:
             self._bases[role] = spec.base_of
             return
         config = load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder)
+        if spec.head == "score":
+            config = config.with_score_head()
         self._engines[role] = Engine(config, spec, self.groups_of(spec.layout), self.platform, self.seed)
-        if spec.algorithm is not None:
+        if spec.head == "score":
+            self._losses[role] = value_loss(spec.value_clip)
+        elif spec.algorithm is not None:
             self._losses[role] = policy_loss(spec.algorithm)
 
     def engine(self, role: str) -> Engine:
@@ -113,6 +117,12 @@ class Rank:
         """
         engine = self.engine(self._bases.get(role, role))
         column = engine.logprobs(shard, temperature, adapters=role not in self._bases)
+        return column if is_lead(self.rank, engine.groups.layout) else None
+
+    def values(self, role: str, shard: Shard) -> Column | None:
+        """What a score head says at each position; None unless the rank answers for the shard."""
+        engine = self.engine(role)
+        column = engine.values(shard)
         return column if is_lead(self.rank, engine.groups.layout) else None
 
     def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:

@@ -20,6 +20,8 @@ class RoleSpec:
     base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
     resting: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
     folder need only have the config.
+    head: score makes a critic or a reward model; a head that the folder does not have begins at zero. value_clip: of its
+    loss.
     total_steps: optimizer steps of the whole run, for the learning-rate schedule.
     algorithm: what `update` learns by; None where only `sft_update` is called.
     """
@@ -38,3 +40,5 @@ class RoleSpec:
     base_of: str | None = None
     resting: tuple[Part, ...] = ()
     load_weights: bool = True
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    value_clip: float | None = None
