@@ -1,4 +1,4 @@
-"""The command line: megarl train | sft | eval | recipe show | convert | doctor. Heavy imports wait until a command needs them."""
+"""The command line. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -103,6 +103,44 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None) -> None:
     from megarl.commands import run_eval
 
     run_eval(recipe, overrides or [])
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    cluster: Annotated[Path | None, typer.Option(help="YAML file of the devices to plan for.")] = None,
+    device: Annotated[str | None, typer.Option(help="In place of a file: a device of the table, such as H100.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --device: nodes.")] = 1,
+    devices_per_node: Annotated[int | None, typer.Option(min=1, help="With --device: devices of a node.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the best placements to show.")] = 5,
+    placement: Annotated[str | None, typer.Option(help="Only colocate, hybrid, split or standalone.")] = None,
+    response_mean: Annotated[float | None, typer.Option(help="Mean response, tokens.")] = None,
+    response_spread: Annotated[float, typer.Option(min=0, help="Standard deviation over mean.")] = 0.7,
+    explain: Annotated[bool, typer.Option("--explain", help="Show where seconds and bytes go, and what lost.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page there.")] = None,
+) -> None:
+    """Search where the roles of a recipe run best on some devices, without any of them.
+
+    Predicts seconds and bytes of a step; needs of the model only its config.json.
+
+    Example: megarl plan recipes/quickstart.yaml --device H100 --nodes 2 --explain
+    """
+    from megarl.placement.command import choose_cluster, run_plan
+
+    run_plan(
+        recipe,
+        overrides or [],
+        choose_cluster(cluster, device, nodes, devices_per_node),
+        top=top,
+        name=placement,
+        response_mean=response_mean,
+        response_spread=response_spread,
+        explain=explain,
+        as_text=json,
+        html=html,
+    )
 
 
 @app.command()

@@ -50,12 +50,10 @@ class Saved:
 class PendingSave:
     """A checkpoint whose files are being written. Training may go on; every rank has to call `finish`."""
 
-    def __init__(
-        self, folder: Path, strategy: RankStrategy, request: AsyncRequest, meta: Saved, *, step: int, num_parts: int
-    ) -> None:
-        """Use save_checkpoint. step: optimizer steps done. num_parts: optimizers that are chained on this rank."""
+    def __init__(self, folder: Path, strategy: RankStrategy, request: AsyncRequest, meta: Saved, *, step: int) -> None:
+        """Use save_checkpoint. step: optimizer steps done."""
         self._folder, self._strategy, self._request, self._meta = folder, strategy, request, meta
-        self._step, self._num_parts = step, num_parts
+        self._step = step
         self._error: str | None = None
         self._sums: dict[str, FileSum] = {}
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -120,7 +118,6 @@ class PendingSave:
             step=self._step,
             layout=self._meta.layout,
             optimizer=_plain(self._meta.optimizer),
-            optimizer_parts=self._num_parts,
             total_steps=self._meta.total_steps,
             lora=_plain(self._meta.lora),
             versions={name: installed(name) or "unknown" for name in ("megarl", "megatron-core", "torch")},
@@ -153,7 +150,7 @@ def save_checkpoint(
     request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
     assert request is not None
     step = int(scheduler.num_steps) if scheduler is not None else 0
-    pending = PendingSave(folder, strategy, request, meta, step=step, num_parts=state.num_parts)
+    pending = PendingSave(folder, strategy, request, meta, step=step)
     if async_save:
         pending.start()
         return pending
@@ -162,20 +159,18 @@ def save_checkpoint(
     return None
 
 
-def load_checkpoint(
-    folder: Path, chunks: Sequence[Module], optimizer: Any | None, scheduler: Any | None, layout: Layout
-) -> None:
-    """Read this rank's part of a checkpoint, at `layout`; collective.
+def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | None, scheduler: Any | None) -> None:
+    """Read this rank's part of a checkpoint, whatever layout wrote it; collective.
 
     With an optimizer, the checkpoint has to hold one's state; without, that is left where it is. Raises UserError where
-    there is no checkpoint, it holds weights only, or its optimizer cannot be read at this layout.
+    there is no checkpoint, it holds weights only, or another optimizer's state.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise UserError(
             f"{folder} holds no distributed checkpoint: name the folder that a run's checkpoint was saved to."
         )
     manifest, state = read_manifest(folder), OptimizerState(optimizer)
-    state.check_readable(manifest, folder, layout)
+    state.check_readable(manifest, folder)
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
             if name.endswith(BUFFERS):

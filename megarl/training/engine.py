@@ -79,6 +79,11 @@ class Engine:
         self._offload.sleep(self._spec.resting)
 
     @property
+    def config(self) -> ModelConfig:
+        """The model, with the head that the role gave it."""
+        return self._config
+
+    @property
     def groups(self) -> Groups:
         """This rank's place in the role's layout."""
         return self._groups
@@ -289,7 +294,7 @@ class Engine:
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at the same or another layout; every rank calls it."""
         with self._awake("params", "optimizer"):
-            load_checkpoint(folder, self._chunks, *self._trained(), self._groups.layout)
+            load_checkpoint(folder, self._chunks, *self._trained())
 
     def _trained(self) -> tuple[Any, Any]:
         """Optimizer and schedule; None for a frozen role."""

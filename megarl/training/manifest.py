@@ -36,8 +36,7 @@ class Manifest:
 
     family, architecture: of the model. dtype: of its weights. step: optimizer steps done. layout: what wrote the files;
     any other may read them. optimizer: its section of the recipe, None where there are only weights. total_steps: that
-    its schedule was laid out for. optimizer_parts: optimizers that Megatron chained on a rank (experts have their own
-    where they are split). lora: the adapters' section of the recipe.
+    its schedule was laid out for. lora: the adapters' section of the recipe.
     versions: of megarl, megatron-core and torch. tensors: by Megatron's global name. files: relative path to size and
     checksum, of everything but this file.
     """
@@ -48,7 +47,6 @@ class Manifest:
     step: int
     layout: Layout
     optimizer: dict[str, Any] | None
-    optimizer_parts: int
     total_steps: int
     lora: dict[str, Any] | None
     versions: dict[str, str]

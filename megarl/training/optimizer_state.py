@@ -1,10 +1,8 @@
 """An optimizer's state in a form that every layout reads, around what Megatron does for one optimizer at a time.
 
-Megatron chains optimizers: experts that are split over ranks have one of their own, and where they are whole, they are in
-the same one as everything else. Its checkpoints follow that, so that state saved at one expert-parallel size cannot be
-read at another. The tensors have the same names either way: here only they are saved by optimizer, and what the parameter
-groups say (step, rate) is saved once, under what tells the groups apart.
-Import only after `models.bootstrap.prepare_megatron`.
+Megatron chains optimizers: experts have one of their own, which on a pipeline stage without experts has no parameters.
+The tensors of the state have the same names at every layout; what the parameter groups say (step, rate) is saved once, for
+all groups of all ranks, under what tells them apart. Import only after `models.bootstrap.prepare_megatron`.
 """
 
 from __future__ import annotations
@@ -18,13 +16,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.core.layout import Layout
 from megarl.training.manifest import Manifest
 
 SHARDING = "fully_reshardable"
 METADATA = {"distrib_optim_sharding_type": SHARDING, "chained_optim_avoid_prefix": True}
-# Where a parameter's group depends on the layout and not on the parameter.
-OF_LAYOUT = "is_expert_parallel"
 Group = dict[str, Any]
 T = TypeVar("T")
 
@@ -35,25 +30,20 @@ class OptimizerState:
     def __init__(self, optimizer: Any | None) -> None:
         self._optimizer = optimizer
         self._members: list[Any] = [] if optimizer is None else list(optimizer.chained_optimizers)
-        self._is_distributed = bool(self._members) and all(
-            isinstance(member, DistributedOptimizer) for member in self._members
-        )
-
-    @property
-    def num_parts(self) -> int:
-        """Optimizers that Megatron has chained on this rank."""
-        return len(self._members)
+        self._is_distributed = all(isinstance(member, DistributedOptimizer) for member in self._members)
+        if self._is_distributed:
+            # One without parameters has no state, and with torch's Adam Megatron fails to say so.
+            self._members = [member for member in self._members if member.buffers]
 
     def to_save(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Entries of a state to save; collective. weights: the model's own."""
         if self._optimizer is None:
             return {}
         if not self._is_distributed:
-            if len(self._everyones_parts()) > 1:
-                raise UserError(
-                    f"The state of {self._optimizer.config.optimizer} cannot be saved at a layout where some pipeline stages "
-                    "have experts and others none. Use adam, or give every stage a layer with experts."
-                )
+            for member in self._members:
+                member.init_state_fn(
+                    member.optimizer, member.config
+                )  # what the first step would make, before the first
             return {"optimizer": self._whole(weights, is_loading=False)}
         states = self._states(weights, is_loading=False)
         return {
@@ -87,7 +77,7 @@ class OptimizerState:
                 }
             )
 
-    def check_readable(self, manifest: Manifest, folder: Path, layout: Layout) -> None:
+    def check_readable(self, manifest: Manifest, folder: Path) -> None:
         """Raise UserError where a checkpoint does not have what this optimizer needs."""
         if self._optimizer is None:
             return
@@ -102,17 +92,6 @@ class OptimizerState:
                 f"{folder} holds the state of {saved}; the recipe's actor.optimizer.name is {wanted}. "
                 f"Go on with {saved}, or start a new run from the exported weights."
             )
-        if not self._is_distributed and (parts := self._everyones_parts()) != {manifest.optimizer_parts}:
-            raise UserError(
-                f"{folder} was saved at the layout [{manifest.layout}] with {saved}, whose state cannot be read at "
-                f"[{layout}]: every rank chained {manifest.optimizer_parts} optimizers then (experts have one of their own), and "
-                f"here {sorted(parts)}. Give every pipeline stage a layer with experts, use adam, or "
-                "start a new run from the exported weights (`megarl convert mcore-to-hf`)."
-            )
-
-    def _everyones_parts(self) -> set[int]:
-        """How many optimizers the ranks have chained; collective."""
-        return set(_gathered(self.num_parts))
 
     def _states(self, weights: Mapping[str, Any], *, is_loading: bool) -> list[dict[str, Any]]:
         return [
@@ -133,14 +112,14 @@ def _tensors(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {str(index): state["param_state"] for index, state in enumerate(states)}
 
 
-def _kind(group: Group, *, with_layout: bool) -> tuple[Any, ...]:
+def _kind(group: Group) -> tuple[Any, ...]:
     """What tells parameter groups apart."""
-    return tuple(group[key] for key in param_group_identifier_keys if with_layout or key != OF_LAYOUT)
+    return tuple(group[key] for key in param_group_identifier_keys)
 
 
 def _united(mine: list[Group]) -> list[Group]:
     """Each kind of group once, over all ranks: a pipeline rank may lack some."""
-    kinds = {_kind(group, with_layout=True): group for groups in _gathered(mine) for group in groups}
+    kinds = {_kind(group): group for groups in _gathered(mine) for group in groups}
     return [kinds[kind] for kind in sorted(kinds)]
 
 
@@ -152,9 +131,8 @@ def _gathered(mine: T) -> list[T]:
 
 
 def _matching(own: Group, saved: Sequence[Group]) -> Group:
-    """The saved group of this kind; where experts are split differently now, the one that the experts were in."""
-    for with_layout in (True, False):
-        for group in saved:
-            if _kind(group, with_layout=with_layout) == _kind(own, with_layout=with_layout):
-                return {**group, **{key: own[key] for key in param_group_identifier_keys}}
+    """The saved group of this kind."""
+    for group in saved:
+        if _kind(group) == _kind(own):
+            return group
     raise MegarlError(f"The checkpoint has no parameter group like {own}; it has {list(saved)}.")

@@ -161,7 +161,7 @@ class Rank:
 
         buckets = self.buckets(role, EXPORT_BUCKET_BYTES)
         if self.rank == 0:
-            save_hf(buckets, read_model_config(source), source, target)
+            save_hf(buckets, self.engine(role).config, source, target)
         else:
             for _ in buckets:
                 continue  # takes part in the gathering
