@@ -43,7 +43,6 @@ def write_checkpoint(folder, hf, **fields):
         "step": 12,
         "layout": Layout(tp=2, world_size=4),
         "optimizer": {"name": "adam"},
-        "optimizer_parts": 1,
         "total_steps": 40,
         "lora": None,
         "versions": {"megarl": "0.1.0"},

@@ -44,8 +44,10 @@ def test_a_resumed_run_takes_the_very_same_step(rank, folder, tmp_path, dtype, o
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rank, "actor").items())
 
 
-def test_a_checkpoint_of_a_fresh_model_can_be_resumed(rank, folder, tmp_path):
-    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, algorithm=Algorithm())
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_a_checkpoint_of_a_fresh_model_can_be_resumed(rank, folder, tmp_path, name):
+    optimizer = Optimizer(name=name, lr=1e-3, momentum=0.9)
+    spec = RoleSpec(folder, "float32", optimizer=optimizer, total_steps=6, algorithm=Algorithm())
     rank.build("actor", spec)
     rank.save("actor", tmp_path)
     went_on = steps(rank, [0])
