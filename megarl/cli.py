@@ -46,12 +46,27 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last committed checkpoint of this run's folder.")
 ]
 
-Axis = Annotated[int, typer.Option(min=1, help="Parallel size of this axis.", rich_help_panel="Layout")]
+
+def _size(axis: str) -> Any:
+    return typer.Option(min=1, help=f"{axis} parallel size.", rich_help_panel="Layout")
+
+
+Tp = Annotated[int, _size("Tensor")]
+Pp = Annotated[int, _size("Pipeline")]
+Cp = Annotated[int, _size("Context")]
+Ep = Annotated[int, _size("Expert")]
+Etp = Annotated[int, _size("Expert-tensor")]
+Vpp = Annotated[int, typer.Option(min=1, help="Virtual stages of a pipeline rank.", rich_help_panel="Layout")]
 Layers = Annotated[
     int | None, typer.Option(min=1, help="Layers of that pipeline rank; default: even.", rich_help_panel="Layout")
 ]
 SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="Experts under tp need it.", rich_help_panel="Layout")
+    bool,
+    typer.Option(
+        "--sequence-parallel",
+        help="Cut activations over tp as well; experts under tp need it.",
+        rich_help_panel="Layout",
+    ),
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="float32 or bfloat16, of the weights; default: as they are.", show_default=False)
@@ -192,12 +207,12 @@ def _convert(
 def hf_to_mcore(
     src: Source,
     dst: Target,
-    tp: Axis = 1,
-    pp: Axis = 1,
-    cp: Axis = 1,
-    ep: Axis = 1,
-    etp: Axis = 1,
-    vpp: Axis = 1,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    etp: Etp = 1,
+    vpp: Vpp = 1,
     sequence_parallel: SequenceParallel = False,
     first_stage_layers: Layers = None,
     last_stage_layers: Layers = None,
@@ -219,12 +234,12 @@ def hf_to_mcore(
 def mcore_to_hf(
     src: Source,
     dst: Target,
-    tp: Axis = 1,
-    pp: Axis = 1,
-    cp: Axis = 1,
-    ep: Axis = 1,
-    etp: Axis = 1,
-    vpp: Axis = 1,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    etp: Etp = 1,
+    vpp: Vpp = 1,
     sequence_parallel: SequenceParallel = False,
     first_stage_layers: Layers = None,
     last_stage_layers: Layers = None,
@@ -246,12 +261,12 @@ def mcore_to_hf(
 def reshard(
     src: Source,
     dst: Target,
-    tp: Axis = 1,
-    pp: Axis = 1,
-    cp: Axis = 1,
-    ep: Axis = 1,
-    etp: Axis = 1,
-    vpp: Axis = 1,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    cp: Cp = 1,
+    ep: Ep = 1,
+    etp: Etp = 1,
+    vpp: Vpp = 1,
     sequence_parallel: SequenceParallel = False,
     first_stage_layers: Layers = None,
     last_stage_layers: Layers = None,
