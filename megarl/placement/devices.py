@@ -49,7 +49,7 @@ class Rates:
     prefill, memory (reads in decode), links (inside a node), network (between nodes), host (copies to and from it).
     Where a share is reached by half: half_tokens (tokens of a micro-batch on one rank), half_expert_tokens (tokens of
     one expert). Seconds: layer_s (one layer's forward pass at any size), expert_layer_s (the same with experts),
-    decode_layer_s (one layer of one decode step at any size), decode_s (the rest of a decode step), hop_s (one hop of
+    decode_layer_s and decode_expert_layer_s (one layer of one decode step at any size), decode_s (the rest of a decode step), hop_s (one hop of
     a collective), update_s (one optimizer step), wake_s (a server going to sleep and coming back), barrier_s (one stage
     of a step: dispatch, packing, metrics), request_s (one sample's way through router, client and grader).
     copy_bytes_s: weights from the ranks into servers on the same devices. reserved_bytes: context, communicators.
@@ -70,6 +70,7 @@ class Rates:
     layer_s: float = 0.5e-3
     expert_layer_s: float = 1.5e-3
     decode_layer_s: float = 150e-6
+    decode_expert_layer_s: float = 400e-6
     decode_s: float = 2e-3
     hop_s: float = 12e-6
     update_s: float = 0.1
@@ -178,6 +179,7 @@ _CPU_RATES = Rates(
     layer_s=0.4e-3,
     expert_layer_s=1.5e-3,
     decode_layer_s=0.5e-3,
+    decode_expert_layer_s=2e-3,
     decode_s=3e-3,
     hop_s=300e-6,
     update_s=0.05,

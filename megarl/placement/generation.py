@@ -102,7 +102,9 @@ class _Step:
         cache = batch * kv * kv_span(config, context) / self._memory
         message = batch * config.hidden_size * self._bytes
         tensor = 2 * config.num_layers * all_reduce_s(self._cluster, message, tp, 1)
-        return np.maximum(weights, compute) + cache + tensor + config.num_layers * rates.decode_layer_s + rates.decode_s
+        moe = len(config.moe_layers)
+        launch = (config.num_layers - moe) * rates.decode_layer_s + moe * rates.decode_expert_layer_s + rates.decode_s
+        return np.maximum(weights, compute) + cache + tensor + launch
 
     def _weights_read(self, batch: Any) -> Any:
         """Parameters that a step of this batch meets: of the experts those that some token chose."""

@@ -1,0 +1,102 @@
+"""A plan as one HTML page that needs nothing else: which roles are on which devices, and one step over time."""
+
+from __future__ import annotations
+
+from html import escape
+from string import Template
+
+from megarl.placement.plan import PlacementPlan, Plan, PoolPlan
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
+
+_COLOURS = {ACTOR: "#4063d8", ROLLOUT: "#389826", REFERENCE: "#9558b2", CRITIC: "#cb3c33", REWARD: "#c07a00"}
+_WIDTH, _ROW, _LEFT = 960, 26, 150
+_PAGE = Template("""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Placement: $title</title>
+<style>body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:1000px;color:#222}svg text{font-size:12px}
+table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:left}</style>
+<h1>$title</h1><p>$summary</p>
+<h2>Devices</h2>$devices
+<h2>One step</h2>$gantt
+<h2>What lost</h2><table><tr><th>placement</th><th>seconds</th><th>why</th></tr>$others</table></html>
+""")
+
+
+def page(plan: Plan) -> str:
+    """The whole page."""
+    others = "".join(
+        f"<tr><td>{escape(other.describe())}</td><td>{other.step_s:.4g}</td><td>{escape(why)}</td></tr>"
+        for other, why in plan.others
+    )
+    return _PAGE.substitute(
+        title=escape(plan.best.describe()),
+        summary=escape(
+            f"{plan.cluster.describe()}: {plan.best.step_s:.4g} s a step, {plan.tokens_per_s:.4g} tokens/s a device. "
+            "Seconds and bytes are predictions."
+        ),
+        devices=_devices(plan),
+        gantt=gantt(plan.best),
+        others=others,
+    )
+
+
+def _devices(plan: Plan) -> str:
+    """Every pool as a bar as wide as its share of the devices; in it a band a role, and its layout."""
+    total = plan.cluster.num_devices
+    height = max(len(pool.roles) for pool in plan.best.pools) * _ROW + 24
+    bars = []
+    for pool in plan.best.pools:
+        left, width = pool.first / total * _WIDTH, pool.devices / total * _WIDTH
+        bars.append(f'<text x="{left + 2:.1f}" y="14">{pool.first}-{pool.first + pool.devices - 1}</text>')
+        for index, role in enumerate(pool.roles):
+            top = 20 + index * _ROW
+            bars.append(_bar(left, top, max(width - 2, 1), role.role, f"{role.role}: {role.shape}"))
+    return _svg(height, bars)
+
+
+def gantt(placement: PlacementPlan) -> str:
+    """One step over time, a row a role: the rollout, then the two stages that each wait for the slowest pool."""
+    phases = placement.phases
+    scale = (_WIDTH - _LEFT) / placement.step_s
+    before = phases["sync"] + phases["sleep and wake"]
+    rollout = 0.0 if placement.asynchronous else phases["rollout"]
+    starts = {"rollout": before, "prepare": before + rollout, "train": before + rollout + phases["prepare"]}
+    bars: list[str] = []
+    row = 0
+    for pool in placement.pools:
+        for role, spans in _spans(pool, starts):
+            top = row * _ROW + 4
+            bars.append(f'<text x="0" y="{top + 15}">{escape(role)}</text>')
+            for stage, start, seconds in spans:
+                text = f"{role}, {stage}: {seconds:.3g} s"
+                bars.append(_bar(_LEFT + start * scale, top, max(seconds * scale, 1), role, text, stage))
+            row += 1
+    bars.append(f'<text x="{_WIDTH - 60}" y="{row * _ROW + 18}">{placement.step_s:.4g} s</text>')
+    return _svg(row * _ROW + 26, bars)
+
+
+def _spans(pool: PoolPlan, starts: dict[str, float]) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """Stage, start and seconds of every role's work; roles of a pool take turns."""
+    clock = dict(starts)
+    result = []
+    for role in pool.roles:
+        spans = []
+        for stage in starts:
+            seconds = role.seconds.get(stage, 0.0)
+            if seconds > 0:
+                spans.append((stage, clock[stage], seconds))
+                clock[stage] += seconds
+        result.append((role.role, spans))
+    return result
+
+
+def _bar(left: float, top: float, width: float, role: str, hint: str, label: str = "") -> str:
+    text = label or hint
+    shown = text if len(text) * 7 < width else text[: max(0, int(width / 7))]
+    return (
+        f'<g><title>{escape(hint)}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 4}" rx="3" '
+        f'fill="{_COLOURS[role]}"/><text x="{left + 4:.1f}" y="{top + 15}" fill="#fff">{escape(shown)}</text></g>'
+    )
+
+
+def _svg(height: float, content: list[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" role="img">{"".join(content)}</svg>'

@@ -1,0 +1,269 @@
+"""The plan of a run: the placement that the search picked, its predicted seconds and bytes, and why others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.core.errors import UserError
+from megarl.placement.cluster import Cluster
+from megarl.placement.compute import score_seconds, update_seconds
+from megarl.placement.devices import GIB
+from megarl.placement.generation import rollout_seconds
+from megarl.placement.memory import role_bytes, server_bytes
+from megarl.placement.partitions import NAMES, Name, Partition, names_of
+from megarl.placement.search import Bound, Found, Result, search
+from megarl.placement.space import RECOMPUTE, Space
+from megarl.placement.tables import AllTables, build_tables, gather_seconds, has_head, sync_seconds
+from megarl.placement.workload import ACTOR, ROLLOUT, TRAINED, Workload
+
+# Stages of a step: generation, preparation, training; each is waited for.
+STAGES = 3
+MOST_NODES = 4096
+PHASES = ("rollout", "sync", "sleep and wake", "prepare", "train", "between stages")
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role's part. shape: its layout or its servers, in words. parts: seconds by stage and where they go."""
+
+    role: str
+    shape: str
+    seconds: Mapping[str, float]
+    parts: Mapping[str, Mapping[str, float]]
+    held_bytes: Mapping[str, float]
+    resting_bytes: float
+    choice: Mapping[str, int | float | str | bool]
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Devices first .. first + devices - 1, and the roles that share them. peak_bytes: of one device at its fullest."""
+
+    devices: int
+    first: int
+    roles: tuple[RolePlan, ...]
+    peak_bytes: float
+    peak_role: str
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """One placement with what is predicted of it."""
+
+    names: tuple[Name, ...]
+    asynchronous: bool
+    pools: tuple[PoolPlan, ...]
+    step_s: float
+    phases: Mapping[str, float]
+
+    def describe(self) -> str:
+        """`hybrid: actor+rollout on 24, critic on 8`."""
+        pools = ", ".join(f"{'+'.join(role.role for role in pool.roles)} on {pool.devices}" for pool in self.pools)
+        return f"{self.names[0]}{', asynchronous' if self.asynchronous else ''}: {pools}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """best: the pick. others: the best of other partitions, each with the reason why it lost. bounds: of the rest."""
+
+    cluster: Cluster
+    tokens: float
+    best: PlacementPlan
+    others: tuple[tuple[PlacementPlan, str], ...]
+    bounds: tuple[Bound, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of prompts and responses, a second and device."""
+        return self.tokens / self.best.step_s / self.cluster.num_devices
+
+
+def make_plan(
+    workload: Workload, cluster: Cluster, *, top: int = 5, name: str | None = None, space: Space | None = None
+) -> Plan:
+    """The best placement, and the best of `top` partitions in all.
+
+    name: only placements of that name. Raises UserError: an unknown name; nothing fits, with the smallest cluster that works.
+    """
+    if name is not None and name not in NAMES:
+        raise UserError(
+            f"There is no placement named {name!r}. Names: {', '.join(NAMES)}; without a name all are tried."
+        )
+    tables = build_tables(workload, cluster, space)
+    result = _search(tables, workload, cluster, top, name)
+    if not result.found:
+        raise UserError(_infeasible(tables, workload, cluster, name, space))
+    plans = [placement_plan(found, tables, workload, cluster) for found in result.found]
+    best = plans[0]
+    return Plan(cluster, workload.tokens, best, tuple((p, _lost(p, best)) for p in plans[1:]), result.others)
+
+
+def _search(tables: AllTables, workload: Workload, cluster: Cluster, top: int, name: str | None) -> Result:
+    def allowed(partition: Partition) -> bool:
+        return name is None or name in names_of(partition)
+
+    return search(
+        tables.searched(asynchronous=workload.staleness > 0),
+        devices=cluster.num_devices,
+        usable=cluster.usable_bytes,
+        top=top,
+        allowed=allowed,
+    )
+
+
+def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster: Cluster) -> PlacementPlan:
+    """Seconds and bytes of what the search found, in detail."""
+    pools, first = [], 0
+    order = sorted(range(len(found.partition)), key=lambda index: -found.devices[index])
+    for index in order:
+        pool = found.partition[index]
+        roles = tuple(
+            _rollout_plan(tables, row, workload, cluster, shared=ACTOR in pool, asynchronous=found.asynchronous)
+            if role == ROLLOUT
+            else _role_plan(role, tables, row, workload, cluster)
+            for role, row in zip(pool, found.rows[index], strict=True)
+        )
+        resting = sum(role.resting_bytes for role in roles)
+        peaks = {role.role: resting - role.resting_bytes + sum(role.held_bytes.values()) for role in roles}
+        fullest = max(peaks, key=lambda role: peaks[role])
+        reserved = cluster.rates.reserved_bytes
+        pools.append(PoolPlan(found.devices[index], first, roles, peaks[fullest] + reserved, fullest))
+        first += found.devices[index]
+    phases = {phase: _phase(phase, pools) for phase in PHASES}
+    phases["between stages"] = STAGES * cluster.rates.barrier_s
+    if found.asynchronous:
+        # The rollout runs beside both stages: only what it takes longer than they do is waited for.
+        phases["rollout"] = max(0.0, phases["rollout"] - phases["prepare"] - phases["train"])
+    return PlacementPlan(names_of(found.partition), found.asynchronous, tuple(pools), sum(phases.values()), phases)
+
+
+def _phase(phase: str, pools: list[PoolPlan]) -> float:
+    """Seconds of a phase: roles of a pool after one another; stages side by side over pools, everything else in turn."""
+    sums = [sum(role.seconds.get(phase, 0.0) for role in pool.roles) for pool in pools]
+    return max(sums) if phase in ("prepare", "train") else sum(sums)
+
+
+def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, cluster: Cluster) -> RolePlan:
+    table = tables.roles[role]
+    choice = table.layouts.take(np.array([row]))
+    config, head, trained = workload.models[role], has_head(role), role in TRAINED
+    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    cost = table.choices.cost[row]
+    parts: dict[str, dict[str, float]] = {}
+    if cost[1]:
+        score = score_seconds(config, choice, workload, cluster, head=head)
+        parts["prepare"] = {name: float(value[0]) for name, value in vars(score).items()}
+    if trained:
+        update = update_seconds(config, choice, workload, cluster, head=head)
+        parts["train"] = {name: float(value[0]) for name, value in vars(update).items()}
+    rests = bool(table.rests[row])
+    gather = float(gather_seconds(config, choice, workload, cluster)[0]) if role == ACTOR else 0.0
+    layout = choice.layout(0)
+    recompute = RECOMPUTE[int(choice.recompute[0])]
+    words = [str(layout), f"{int(choice.micro_tokens[0])} tokens"]
+    words += [f"recompute {recompute}"] if recompute != "none" else []
+    words += ["rests"] if rests else []
+    return RolePlan(
+        role=role,
+        shape=", ".join(words),
+        seconds={"sync": gather, "sleep and wake": float(cost[0]) - gather, "prepare": cost[1], "train": cost[2]},
+        parts=parts,
+        held_bytes={name: float(np.ravel(value)[0]) for name, value in vars(held).items()},
+        resting_bytes=float(table.choices.rest[row]),
+        choice={
+            **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
+            "micro_batch_tokens": int(choice.micro_tokens[0]),
+            "recompute": recompute,
+            "rests": rests,
+        },
+    )
+
+
+def _rollout_plan(
+    tables: AllTables, row: int, workload: Workload, cluster: Cluster, *, shared: bool, asynchronous: bool
+) -> RolePlan:
+    table = tables.rollout
+    choice = table.servers.take(np.array([row]))
+    config = workload.models[ROLLOUT]
+    held = server_bytes(config, choice, cluster, workload.bytes_each)
+    seconds = rollout_seconds(config, choice, held, workload, cluster)
+    rests = bool(table.rests[row])
+    apart, together = sync_seconds(config, workload, cluster)
+    generation = float((seconds.flow if asynchronous else seconds.total)[0])
+    count, tp, running = int(choice.count[0]), int(choice.tp[0]), int(seconds.running[0])
+    servers = f"{count} server{'s' if count > 1 else ''} of tp{tp}, {running} sequences each"
+    parts = {name: float(np.ravel(getattr(seconds, name))[0]) for name in ("prefill", "full", "tail", "requests")}
+    return RolePlan(
+        role=ROLLOUT,
+        shape=servers + (", rests" if rests else ""),
+        seconds={
+            "rollout": generation,
+            "sync": together if shared else apart,
+            "sleep and wake": cluster.rates.wake_s * rests,
+        },
+        parts={} if asynchronous else {"rollout": parts},
+        held_bytes={"weights": float(held.weights[0]), "cache": float(held.cache[0]), "other": held.other},
+        resting_bytes=float(table.apart.rest[row]),
+        choice={
+            "servers": count,
+            "tp": tp,
+            "memory_share": float(choice.share[0]),
+            "running": running,
+            "kv_tokens": int(held.cache_tokens[0]),
+            "rests": rests,
+        },
+    )
+
+
+def _lost(plan: PlacementPlan, best: PlacementPlan) -> str:
+    """Why it is not the pick: the phase that costs it most, beside the pick's."""
+    more = {phase: plan.phases[phase] - best.phases[phase] for phase in PHASES}
+    worst = max(more, key=lambda phase: more[phase])
+    gains = {phase: -seconds for phase, seconds in more.items() if seconds < -0.05 * max(more[worst], 1e-9)}
+    text = f"{worst} takes {plan.phases[worst]:.3g} s, {more[worst]:.3g} s more"
+    if gains:
+        best_gain = max(gains, key=lambda phase: gains[phase])
+        text += f"; {best_gain} saves only {gains[best_gain]:.3g} s"
+    return text
+
+
+def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, name: str | None, space: Space | None) -> str:
+    """What is missing, and the smallest number of nodes that works."""
+    what = f"No {name or ''} placement".replace("  ", " ")
+    lacking = [role for role, table in tables.roles.items() if not len(table.choices)]
+    lacking += [] if len(tables.rollout.apart) else [ROLLOUT]
+    why = (
+        f"{' and '.join(lacking)} alone {'does' if len(lacking) == 1 else 'do'} not fit under any layout"
+        if lacking
+        else "each role fits alone, but not all of them together"
+    )
+    text = (
+        f"{what} of {', '.join(workload.roles)} fits on {cluster.describe()}: {why} into the "
+        f"{cluster.usable_bytes / GIB:.1f} GiB that roles can use of each device. "
+    )
+    smallest = _smallest(workload, cluster, name, space)
+    if smallest is None:
+        return text + (
+            f"No cluster of up to {MOST_NODES} such nodes works either: take devices with more memory, shorter samples "
+            "(data.max_prompt_tokens, rollout.max_response_tokens) or a smaller model."
+        )
+    return text + f"The smallest cluster of this kind that works: {smallest.describe()}."
+
+
+def _smallest(workload: Workload, cluster: Cluster, name: str | None, space: Space | None) -> Cluster | None:
+    def works(nodes: int) -> bool:
+        bigger = cluster.of_nodes(nodes)
+        return bool(_search(build_tables(workload, bigger, space), workload, bigger, 1, name).found)
+
+    low, high = cluster.nodes, cluster.nodes * 2
+    while not works(high):
+        low, high = high, high * 2
+        if high > MOST_NODES:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return cluster.of_nodes(high)

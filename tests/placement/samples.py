@@ -1,0 +1,66 @@
+"""Models and workloads of known sizes for the tests of this room."""
+
+from __future__ import annotations
+
+from megarl.models.config import Mla, ModelConfig, Moe, Rope
+from megarl.placement.lengths import lognormal
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT, Workload
+
+GRPO = (ACTOR, ROLLOUT, REFERENCE)
+PPO = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD)
+
+
+def model(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, *, tied: bool = False, **more: object
+) -> ModelConfig:
+    values: dict[str, object] = {
+        "family": "test",
+        "architecture": "Test",
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden_size": ffn,
+        "vocab_size": vocab,
+        "max_positions": 32768,
+        "rope": Rope(1e4),
+        "norm_eps": 1e-6,
+        "tied_embeddings": tied,
+        "qkv_bias": False,
+        "qk_norm": False,
+        "eos_token_ids": (0,),
+        **more,
+    }
+    return ModelConfig(**values)  # type: ignore[arg-type]
+
+
+LLAMA_7B = model(32, 4096, 32, 32, 11008, 32000)
+QWEN_7B = model(28, 3584, 28, 4, 18944, 152064)
+QWEN_30B_A3B = model(
+    48,
+    2048,
+    32,
+    4,
+    6144,
+    151936,
+    head_dim=128,
+    moe=Moe(num_experts=128, top_k=8, ffn_hidden_size=768),
+    moe_layers=frozenset(range(48)),
+)
+LATENT = model(4, 512, 8, 8, 1024, 1000, head_dim=48, mla=Mla(None, 128, 32, 16, 32))
+
+
+def workload(config: ModelConfig = LLAMA_7B, roles: tuple[str, ...] = ROLES, **more: object) -> Workload:
+    values: dict[str, object] = {
+        "models": dict.fromkeys(roles, config),
+        "prompts": 1024,
+        "samples_per_prompt": 1,
+        "mini_batches": 8,
+        "prompt_tokens": 512.0,
+        "responses": lognormal(600, 0.5, 1024),
+        "longest_sample": 2048,
+        "micro_tokens": (2048, 4096, 8192),
+        **more,
+    }
+    return Workload(**values)  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""Sizes, bytes and seconds: hand-computed figures, and what must grow or shrink with what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.core.errors import UserError
+from megarl.placement.cluster import make_cluster
+from megarl.placement.compute import batches, score_seconds, update_seconds
+from megarl.placement.generation import rollout_seconds
+from megarl.placement.lengths import counted, lognormal
+from megarl.placement.links import all_gather_s, group_bytes_s
+from megarl.placement.memory import role_bytes, server_bytes
+from megarl.placement.sizes import kv_bytes, model_sizes
+from megarl.placement.space import Layouts, Servers
+from tests.placement.samples import LATENT, LLAMA_7B, QWEN_7B, QWEN_30B_A3B, workload
+
+CLUSTER = make_cluster("H100", 4)
+
+
+def choice(
+    devices: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, micro: int = 8192, again: int = 0
+) -> Layouts:
+    return Layouts(*(np.array([value]) for value in (devices, tp, pp, cp, ep, micro, again)))
+
+
+def servers(devices: int, tp: int, share: float) -> Servers:
+    return Servers(np.array([devices]), np.array([tp]), np.array([share]))
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    assert model_sizes(LLAMA_7B).total == pytest.approx(6.738e9, rel=1e-3)
+    assert model_sizes(QWEN_7B).total == pytest.approx(7.616e9, rel=1e-3)
+    assert model_sizes(QWEN_30B_A3B).total == pytest.approx(30.53e9, rel=1e-3)
+    assert model_sizes(LLAMA_7B, head=False).total == pytest.approx(6.738e9 - 32000 * 4096, rel=1e-3)
+
+
+def test_bytes_of_mixed_precision_by_hand() -> None:
+    # 6.738e9 parameters over tp 2: 2 bytes of weights, 4 of gradients, 12 of state over 4 data-parallel ranks.
+    held = role_bytes(LLAMA_7B, choice(8, tp=2), 2, trained=True, head=True)
+    own = model_sizes(LLAMA_7B).total / 2
+    assert held.weights[0] == pytest.approx(own * 2)
+    assert held.gradients[0] == pytest.approx(own * 4)
+    assert held.optimizer[0] == pytest.approx(own * 12 / 4)
+    in_float32 = role_bytes(LLAMA_7B, choice(8, tp=2), 4, trained=True, head=True)
+    assert in_float32.optimizer[0] == pytest.approx(own * 8 / 4)
+    frozen = role_bytes(LLAMA_7B, choice(8, tp=2), 2, trained=False, head=True)
+    assert frozen.gradients[0] == frozen.optimizer[0] == 0
+
+
+def test_logits_and_recomputed_activations_by_hand() -> None:
+    held = role_bytes(QWEN_7B, choice(8, tp=4, again=2), 2, trained=True, head=True)
+    assert held.logits[0] == 8192 * 152064 / 4 * 10
+    # Hidden states of 28 layers and both ends are kept, and one layer's 79,360 elements a token are computed anew.
+    layer = 4 * 3584 + 2 * 28 * 128 + 2 * 4 * 128 + 3 * 18944
+    assert held.activations[0] == 8192 * (30 * 3584 + layer) * 2 / 4
+    assert held.activations[0] < role_bytes(QWEN_7B, choice(8, tp=4), 2, trained=True, head=True).activations[0] / 5
+
+
+def test_key_value_cache_by_hand() -> None:
+    assert kv_bytes(QWEN_7B, np.array([1]), 2)[0] == 2 * 28 * 4 * 128 * 2
+    assert kv_bytes(QWEN_7B, np.array([8]), 2)[0] == 2 * 28 * 1 * 128 * 2
+    assert kv_bytes(LATENT, np.array([4]), 2)[0] == 4 * (128 + 16) * 2
+
+
+def test_rings_use_every_network_device_of_their_ranks() -> None:
+    device, rates = CLUSTER.device, CLUSTER.rates
+    inside = device.inside_bytes_s * rates.links
+    network = device.between_bytes_s * rates.network
+    assert group_bytes_s(CLUSTER, 8, 1) == inside
+    assert group_bytes_s(CLUSTER, 4, 8) == network
+    assert group_bytes_s(CLUSTER, 8, 4) == 2 * network
+    assert all_gather_s(CLUSTER, 1e9, 4, 8) == pytest.approx(0.75e9 / network + 2 * rates.hop_s)
+
+
+@given(devices=st.sampled_from([8, 16, 32]), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2]))
+def test_more_devices_never_slow_a_pass_down(devices: int, tp: int, pp: int) -> None:
+    work = workload(QWEN_7B)
+    few = score_seconds(QWEN_7B, choice(devices, tp, pp), work, CLUSTER).total[0]
+    many = score_seconds(QWEN_7B, choice(2 * devices, tp, pp), work, CLUSTER).total[0]
+    assert many <= few * 1.001
+
+
+def test_an_update_costs_three_passes_and_recompute_a_fourth() -> None:
+    work = workload(QWEN_7B, mini_batches=1)
+    one = score_seconds(QWEN_7B, choice(8, 2), work, CLUSTER).compute[0]
+    assert update_seconds(QWEN_7B, choice(8, 2), work, CLUSTER).compute[0] == pytest.approx(3 * one)
+    assert update_seconds(QWEN_7B, choice(8, 2, again=2), work, CLUSTER).compute[0] == pytest.approx(4 * one)
+
+
+def test_a_pipeline_waits_for_its_ends() -> None:
+    work = workload(QWEN_7B, mini_batches=1)
+    two = update_seconds(QWEN_7B, choice(8, pp=2), work, CLUSTER)
+    count = batches(work.samples, work, choice(8, pp=2)).count[0]
+    rest = two.total[0] - two.bubble[0] - two.gradients[0] - two.optimizer[0]
+    assert two.bubble[0] == pytest.approx(rest / count)
+
+
+def test_the_heaviest_rank_has_the_longest_sample() -> None:
+    work = workload(samples_per_prompt=1, prompts=16)
+    one_each = batches(16, work, choice(16))
+    assert one_each.tokens[0] == pytest.approx(512 + work.responses.longest_of(16))
+
+
+def test_rollout_is_bound_by_cache_then_by_the_longest_response() -> None:
+    work = workload(QWEN_7B)
+
+    def total(devices: int, tp: int, share: float) -> float:
+        one = servers(devices, tp, share)
+        held = server_bytes(QWEN_7B, one, CLUSTER, 2)
+        return float(rollout_seconds(QWEN_7B, one, held, work, CLUSTER).total[0])
+
+    assert total(8, 1, 0.9) <= total(8, 1, 0.4)
+    assert total(16, 1, 0.6) < total(8, 1, 0.6)
+    assert total(8, 1, 0.2) == np.inf
+    # However many servers: one sequence decodes its weights' bytes over and over.
+    floor = 1000 * model_sizes(QWEN_7B).total * 2 * 0.9 / CLUSTER.device.memory_bytes_s
+    assert total(32, 1, 0.9) > floor
+
+
+def test_decode_of_equal_lengths_by_hand() -> None:
+    work = workload(QWEN_7B, prompts=8, responses=lognormal(999, 0.0, 1000), prompt_tokens=1.0)
+    one = servers(8, 1, 0.9)
+    seconds = rollout_seconds(QWEN_7B, one, server_bytes(QWEN_7B, one, CLUSTER, 2), work, CLUSTER)
+    rates, memory = CLUSTER.rates, CLUSTER.device.memory_bytes_s * CLUSTER.rates.memory
+    weights = (model_sizes(QWEN_7B).total - 152064 * 3584) * 2 / memory
+    cache = 500 * kv_bytes(QWEN_7B, np.array([1]), 2)[0] / memory
+    step = weights + cache + 28 * rates.decode_layer_s + rates.decode_s
+    assert seconds.tail[0] == pytest.approx(999 * step, rel=0.01)
+    assert seconds.full[0] == 0
+
+
+def test_lengths_keep_their_mean_and_their_limit() -> None:
+    lengths = lognormal(1000, 1.0, 4096)
+    assert lengths.mean == pytest.approx(1000, rel=1e-3)
+    assert max(lengths.values) <= 4096
+    assert float(np.diff(lengths.knots) @ lengths.running) == pytest.approx(1000, rel=0.02)
+    assert counted([10, 20, 30, 40], 100).mean == pytest.approx(25, rel=0.02)
+    with pytest.raises(UserError, match="mean response"):
+        lognormal(5000, 1.0, 4096)
