@@ -48,10 +48,10 @@ class Rates:
     Shares of a peak: matmul (large dense ones), experts (large grouped ones), attention (its core in training),
     prefill, memory (reads in decode), links (inside a node), network (between nodes), host (copies to and from it).
     Where a share is reached by half: half_tokens (tokens of a micro-batch on one rank), half_expert_tokens (tokens of
-    one expert). Seconds: layer_s (one layer's forward pass at any size), expert_layer_s (the same with experts),
-    decode_layer_s and decode_expert_layer_s (one layer of one decode step at any size), decode_s (the rest of a decode step), hop_s (one hop of
-    a collective), update_s (one optimizer step), wake_s (a server going to sleep and coming back), barrier_s (one stage
-    of a step: dispatch, packing, metrics), request_s (one sample's way through router, client and grader).
+    one expert). Seconds at any size: layer_s (one layer's forward pass), expert_layer_s (the same with experts),
+    decode_layer_s and decode_expert_layer_s (one layer of one decode step), decode_s (the rest of a decode step), hop_s
+    (one hop of a collective), update_s (one optimizer step), wake_s (a server going to sleep and coming back), barrier_s
+    (one stage of a step: dispatch, packing, metrics), request_s (one sample's way through router, client and grader).
     copy_bytes_s: weights from the ranks into servers on the same devices. reserved_bytes: context, communicators.
     server_bytes: what a server holds beside weights and KV cache; resting_bytes: of it while it sleeps.
     fragmentation: share of the memory that the allocator cannot use.

@@ -87,7 +87,7 @@ def search(
         pool: [_pool_table(_fastest(each, usable), usable, devices) for each in ways] for pool, ways in joined.items()
     }
     limit = _look(wanted, guess, devices, top, np.inf)[0][top - 1 :]
-    below = limit[0].seconds * (1 + 1e-9) if limit else np.inf
+    below = float(np.nextafter(limit[0].seconds * (1 + 1e-9), np.inf)) if limit else np.inf
     least = _Least(tables, devices)
     pools = {
         pool: [_pool_table(each.take(least.bounds(each, pool) < below), usable, devices) for each in ways]
