@@ -55,25 +55,28 @@ class Rates:
     copy_bytes_s: weights from the ranks into servers on the same devices. reserved_bytes: context, communicators.
     server_bytes: what a server holds beside weights and KV cache; resting_bytes: of it while it sleeps.
     fragmentation: share of the memory that the allocator cannot use.
+
+    The defaults are of H100 with Megatron, fitted to published measurements (docs/placement.md says which and how well);
+    other GPUs are assumed to reach the same shares.
     """
 
-    matmul: float = 0.62
-    experts: float = 0.45
+    matmul: float = 0.42
+    experts: float = 0.145
     attention: float = 0.45
     prefill: float = 0.5
     memory: float = 0.7
     links: float = 0.7
     network: float = 0.7
     host: float = 0.6
-    half_tokens: float = 500.0
-    half_expert_tokens: float = 400.0
-    layer_s: float = 0.5e-3
+    half_tokens: float = 320.0
+    half_expert_tokens: float = 550.0
+    layer_s: float = 0.34e-3
     expert_layer_s: float = 1.5e-3
-    decode_layer_s: float = 150e-6
-    decode_expert_layer_s: float = 400e-6
-    decode_s: float = 2e-3
+    decode_layer_s: float = 77e-6
+    decode_expert_layer_s: float = 350e-6
+    decode_s: float = 0.9e-3
     hop_s: float = 12e-6
-    update_s: float = 0.1
+    update_s: float = 0.064
     wake_s: float = 3.0
     barrier_s: float = 1.0
     request_s: float = 0.0

@@ -86,7 +86,10 @@ def search(
     guess = {
         pool: [_pool_table(_fastest(each, usable), usable, devices) for each in ways] for pool, ways in joined.items()
     }
-    limit = _look(wanted, guess, devices, top, np.inf)[0][top - 1 :]
+    guessed, unlikely = _look(wanted, guess, devices, top, np.inf)
+    # What it does not fit for no choice fits for: the fastest is taken of those that fit.
+    impossible = {bound.partition for bound in unlikely if bound.seconds == np.inf}
+    limit = guessed[top - 1 :]
     below = float(np.nextafter(limit[0].seconds * (1 + 1e-9), np.inf)) if limit else np.inf
     least = _Least(tables, devices)
     pools = {
@@ -94,6 +97,9 @@ def search(
         for pool, ways in joined.items()
     }
     found, others = _look(wanted, pools, devices, top, below)
+    others = [
+        Bound(each.partition, np.inf if each.partition in impossible else min(each.seconds, below)) for each in others
+    ]
     return Result(tuple(found), tuple(sorted(others, key=lambda bound: bound.seconds)))
 
 
