@@ -108,7 +108,7 @@ def checkpoint_damage(folder: Path, *, read: bool) -> list[str]:
     try:
         manifest = read_manifest(folder)
     except UserError as error:
-        return [str(error)]
+        return [str(error).rstrip(".")]
     return file_damage(folder, manifest.files, read=read)
 
 
