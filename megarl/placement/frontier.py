@@ -17,6 +17,8 @@ from megarl.placement.space import Ints, Mask
 COSTS = ("add", "prepare", "train", "beside")
 # After so many rounds a filter keeps what is left unseen: the answer stays exact, and the time bounded.
 MOST_ROUNDS = 400
+# Up to so many rows all pairs are compared at once.
+SMALL = 300
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ def undominated(cost: Floats, groups: Ints | None = None) -> Ints:
     score = ((cost - cost.min(axis=0)) / np.where(spread > 0, spread, 1)).sum(axis=1)
     alive = alive[np.lexsort((score, groups))]
     cost, groups = cost[alive], groups[alive]
+    if len(cost) <= SMALL:
+        beats = np.all(cost[:, None] <= cost[None], axis=2) & (groups[:, None] == groups[None])
+        # Of equals the first stays; a row cannot be beaten by one with a larger sum.
+        return np.sort(alive[~np.any(np.triu(beats, 1), axis=0)])
     kept: list[Any] = []
     for _ in range(MOST_ROUNDS):
         # The best score of each group is beaten by nobody: it leads this round.

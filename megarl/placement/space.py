@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -133,8 +134,9 @@ def layouts(
     )
 
 
+@lru_cache(maxsize=16)
 def _shapes(space: Space, config: ModelConfig, node: int) -> Ints:
-    """[N, 4] sizes of tp, pp, cp, ep that the model can be cut by."""
+    """[N, 4] sizes of tp, pp, cp, ep that the model can be cut by; roles often share a model. Not to be written to."""
     found = []
     experts = space.ep if config.moe is not None else (1,)
     for tp, pp, cp, ep in product(space.tp, space.pp, space.cp, experts):
