@@ -55,12 +55,20 @@ class Checkpoints:
 
     def save(self, step: int, write_actor: Callable[[Path], None], state: dict[str, Any]) -> Path:
         """Commit one: `write_actor(folder)` writes the weights, `state` is the driver's own. Returns the folder."""
+        write_actor(self.begin(step))
+        return self.commit(step, state)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the actor's files, under a name that no resume looks at; `commit` makes it a checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        target = self.folder / f"step_{step:06d}"
-        temporary = self.folder / f".tmp-{target.name}"
+        temporary = self._temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / ACTOR).mkdir(parents=True)
-        write_actor((temporary / ACTOR).resolve())
+        return (temporary / ACTOR).resolve()
+
+    def commit(self, step: int, state: dict[str, Any]) -> Path:
+        """Make what was written since `begin` the newest checkpoint; forget those that are not kept. Returns the folder."""
+        temporary, target = self._temporary(step), self.folder / f"step_{step:06d}"
         (temporary / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
         sums = {name: asdict(each) for name, each in sum_files(temporary, _to_sum(temporary)).items()}
         (temporary / MARKER).write_text(json.dumps({"files": sums}, indent=1))
@@ -102,6 +110,9 @@ class Checkpoints:
             "--resume, or name the run to go on with by run.name=... and run.dir=...; train.save_every decides how often "
             "one is kept."
         )
+
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f".tmp-step_{step:06d}"
 
     def _folders(self) -> list[tuple[int, Path]]:
         """Step and folder of each checkpoint under its final name and with its marker, oldest first."""

@@ -38,19 +38,23 @@ EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "adapter", "curve.png", "logs/driver.
 R = TypeVar("R", Recipe, SftRecipe)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keeper:
     """Records metrics and commits checkpoints for the loop."""
 
     writers: Writers
     console: RunConsole
     checkpoints: Checkpoints
-    model: Any  # the role under training: save(folder), peak_bytes()
+    model: Any  # the role under training: save(folder, wait), finish_save(), peak_bytes()
     data: Any  # where samples come from: state()
     cluster: Cluster
+    async_save: bool
+    _pending: tuple[int, dict[str, Any]] | None = None  # a checkpoint that is being written: step and state
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's metrics everywhere."""
+        """Write one step's metrics everywhere. A checkpoint of an earlier step has had that long to be written."""
+        if self._pending is not None and self._pending[0] < step:
+            self.finish()
         metrics = {
             **metrics,
             **_flop_rates(metrics, self.cluster),
@@ -61,9 +65,20 @@ class Keeper:
         self.console.step(step, metrics)
 
     def save(self, state: State) -> None:
-        """Commit a checkpoint."""
+        """Commit a checkpoint, or begin one that the next step commits."""
+        self.finish()
         content = {"weight_version": state.weight_version, "data": self.data.state()}
-        self.checkpoints.save(state.step, self.model.save, content)
+        self.model.save(self.checkpoints.begin(state.step), wait=not self.async_save)
+        self._pending = (state.step, content)
+        if not self.async_save:
+            self.finish()
+
+    def finish(self) -> None:
+        """Commit the checkpoint that is being written; nothing where none is."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.model.finish_save()
+            self.checkpoints.commit(*pending)
 
     def restore(self, committed: Committed | None) -> State:
         """Bring model and data to a checkpoint; a new run starts from nothing."""
@@ -127,7 +142,15 @@ def run_train(path: Path, overrides: list[str], resume: bool) -> None:
         timer = run.timer
         with timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, timer))
-            keeper = Keeper(run.writers, run.console, run.checkpoints, session.actor, session.rollout, recipe.cluster)
+            keeper = Keeper(
+                run.writers,
+                run.console,
+                run.checkpoints,
+                session.actor,
+                session.rollout,
+                recipe.cluster,
+                recipe.train.async_save,
+            )
             state = keeper.restore(run.committed)
         first = State(state.step, state.weight_version + 1)
         with timer.phase("sync"):
@@ -138,6 +161,7 @@ def run_train(path: Path, overrides: list[str], resume: bool) -> None:
                     before |= session.rollout.evaluate(0, first.weight_version).metrics
             keeper.record(0, before)
         train(Cast(session.rollout, session.actor, session.reference, session.sync, keeper, timer), recipe, first)
+        keeper.finish()
         _finish(run, session.actor, recipe)
 
 
@@ -151,9 +175,18 @@ def run_sft(path: Path, overrides: list[str], resume: bool) -> None:
     with _opened(loaded, checked, resume) as run:
         with run.timer.phase("start"):
             session = run.stack.enter_context(sft_session(recipe, checked, run.timer))
-            keeper = Keeper(run.writers, run.console, run.checkpoints, session.model, session.feeder, recipe.cluster)
+            keeper = Keeper(
+                run.writers,
+                run.console,
+                run.checkpoints,
+                session.model,
+                session.feeder,
+                recipe.cluster,
+                recipe.train.async_save,
+            )
             state = keeper.restore(run.committed)
         sft(SftCast(session.feeder, session.model, keeper, run.timer), recipe, state)
+        keeper.finish()
         _finish(run, session.model, recipe)
 
 

@@ -140,3 +140,13 @@ def test_a_damaged_one_does_not_push_whole_ones_out(tmp_path: Path) -> None:
     lose(tmp_path / "step_000002")
     checkpoints.save(3, write_weights, {})
     assert [each.step for each in checkpoints.committed()] == [1, 3]
+
+
+def test_what_has_begun_is_a_checkpoint_once_it_is_committed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, write_weights, {})
+    write_weights(checkpoints.begin(2))
+    assert checkpoints.latest().step == 1
+    checkpoints.commit(2, {"weight_version": 3})
+    assert checkpoints.latest().state == {"step": 2, "weight_version": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]

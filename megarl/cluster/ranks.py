@@ -70,9 +70,13 @@ class RankActor:
         """One optimizer step on demonstrations; metrics are the same on every rank."""
         return self._rank.sft_update(role, merge_shards(shards))
 
-    def save(self, role: str, folder: Path) -> None:
-        """Write this rank's part of a distributed checkpoint."""
-        self._rank.save(role, folder)
+    def save(self, role: str, folder: Path, wait: bool) -> None:
+        """Write this rank's part of a distributed checkpoint. wait: off, it is written while other calls run."""
+        self._rank.save(role, folder, wait=wait)
+
+    def finish_save(self) -> None:
+        """Wait until a checkpoint that is being written is whole."""
+        self._rank.finish_save()
 
     def load(self, role: str, folder: Path) -> None:
         """Read this rank's part of a distributed checkpoint."""

@@ -90,11 +90,18 @@ class Policy(_Role):
         )
         return results[0]
 
-    def save(self, folder: Path) -> None:
-        """Write a distributed checkpoint: weights, optimizer, schedule."""
+    def save(self, folder: Path, *, wait: bool = True) -> None:
+        """Write a distributed checkpoint: weights, optimizer, schedule. wait: off, it is whole after `finish_save`."""
         self.ranks.call(
-            lambda worker, _: worker.handle.save.remote(self.name, folder), "save", self.name, self.deadlines.save_s
+            lambda worker, _: worker.handle.save.remote(self.name, folder, wait),
+            "save",
+            self.name,
+            self.deadlines.save_s,
         )
+
+    def finish_save(self) -> None:
+        """Wait until a checkpoint that is being written is whole."""
+        self.ranks.call(lambda worker, _: worker.handle.finish_save.remote(), "save", self.name, self.deadlines.save_s)
 
     def load(self, folder: Path) -> None:
         """Read a distributed checkpoint."""

@@ -251,6 +251,9 @@ class Train(Section):
     steps: PositiveInt = Field(description="rollout-and-update steps")
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
+    async_save: bool = Field(
+        False, description="write checkpoints while training goes on; each is committed one step later"
+    )
     keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
 
 
@@ -300,6 +303,9 @@ class SftTrain(Section):
     batch_samples: PositiveInt = Field(description="demonstrations in one optimizer step")
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
+    async_save: bool = Field(
+        False, description="write checkpoints while training goes on; each is committed one step later"
+    )
     keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
 
 

@@ -13,7 +13,7 @@ from tests.end_to_end.harness import Driver, start
 
 pytestmark = pytest.mark.slow
 
-SETTING = ("run.name=trained", "report.wandb={}", "cluster.devices=2", "actor.parallel.tp=2")
+SETTING = ("run.name=trained", "report.wandb={}", "cluster.devices=2", "actor.parallel.tp=2", "train.async_save=true")
 
 
 @pytest.fixture(scope="module")
