@@ -25,7 +25,7 @@ from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts,
 from megarl.placement.workload import ACTOR, CRITIC, REWARD, ROLLOUT, TRAINED, Workload
 
 # Shares of a device's memory within which the fastest layout of a role is looked for, by whether it rests.
-_BUDGETS = {False: (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), True: (1 / 4, 1 / 2, 1.0)}
+_BUDGETS = {False: (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0), True: (1 / 4, 1 / 2, 3 / 4, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,12 @@ def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes
 
 
 def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Sequence[float]) -> Ints:
-    """The fastest choice of each number of devices within each budget, a share of what a device can hold; each once."""
-    kept = []
+    """The fastest choice of each number of devices within each budget, a share of what a device can hold; each once.
+
+    And the one that holds least: where it does not fit beside the others, nothing does.
+    """
+    rows = np.lexsort((seconds, held, devices))
+    kept = [rows[np.flatnonzero(np.diff(devices[rows], prepend=-1))]] if len(rows) else [rows]
     for budget in budgets:
         rows = np.flatnonzero(held <= budget * cluster.usable_bytes)
         rows = rows[np.lexsort((held[rows], seconds[rows], devices[rows]))]

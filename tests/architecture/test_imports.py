@@ -49,7 +49,19 @@ SGLANG_MODULES = {
 }
 # The platform itself, and the adapter that answers Megatron's own questions about CUDA.
 PLATFORM_MODULES = {"megarl.core.platform", "megarl.models.megatron_cpu"}
-WITHOUT_TORCH = ("core", "recipe", "placement", "data", "rewards", "preflight", "doctor", "checkpoints", "train", "sft", "cli")
+WITHOUT_TORCH = (
+    "core",
+    "recipe",
+    "placement",
+    "data",
+    "rewards",
+    "preflight",
+    "doctor",
+    "checkpoints",
+    "train",
+    "sft",
+    "cli",
+)
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

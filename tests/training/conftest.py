@@ -1,6 +1,5 @@
 import pytest
 
-from megarl.core.layout import Layout
 from megarl.training.rank import Rank
 from tests.support.tiny import write_tiny_qwen
 from tests.training.harness import VOCAB, actor_spec
