@@ -2,7 +2,8 @@
 
     python bench/plan.py
 
-Speed: PPO with five 7B roles, tables and search together, in a process with one thread; seconds are the median of five.
+Speed: PPO with five 7B roles, tables and search together, in a process with one thread; medians of five. On a busy
+machine cpu_s, the processor time, is the fairer of the two.
 HybridFlow (arXiv 2409.19256v2, figures 9 to 13): Llama on A100-80 nodes of 8, prompts and responses of 1,024 tokens, 1,024
 prompts, 8 updates; there actor and rollout always share their devices, so only such placements are compared here.
 """
@@ -98,13 +99,15 @@ def look(work: Workload, devices: int, only: set[frozenset[str]] | None = None, 
 def speed() -> list[dict[str, float]]:
     lines = []
     for devices, limit in LIMITS_S.items():
-        seconds = []
+        seconds, busy = [], []
         for _ in range(5):
-            start = time.perf_counter()
+            start, start_busy = time.perf_counter(), time.process_time()
             look(workload(MODELS["7B"], MODELS["7B"]), devices)
             seconds.append(time.perf_counter() - start)
+            busy.append(time.process_time() - start_busy)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        lines.append({"devices": devices, "seconds": statistics.median(seconds), "limit_s": limit, "peak_mib": peak})
+        line = {"devices": devices, "seconds": statistics.median(seconds), "cpu_s": statistics.median(busy)}
+        lines.append({**line, "limit_s": limit, "peak_mib": peak})
         print({name: round(value, 3) for name, value in lines[-1].items()}, flush=True)
     return lines
 

@@ -25,7 +25,10 @@ from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts,
 from megarl.placement.workload import ACTOR, CRITIC, REWARD, ROLLOUT, TRAINED, Workload
 
 # Shares of a device's memory within which the fastest layout of a role is looked for, by whether it rests.
-_BUDGETS = {False: (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0), True: (1 / 4, 1 / 2, 3 / 4, 1.0)}
+_BUDGETS = {
+    False: (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0),
+    True: (1 / 4, 1 / 2, 3 / 4, 13 / 16, 7 / 8, 15 / 16, 1.0),
+}
 
 
 @dataclass(frozen=True)
