@@ -47,7 +47,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []},
     ),
     "mla": ("deepseek_v3", {"num_hidden_layers": 4}),
+    "critic": ("qwen3", {"num_hidden_layers": 4}),
 }
+# Has a score head in the vocabulary's place: its log-probs are values, and its loss is the clipped value loss.
+CRITIC = "critic"
 # A copy of another model of which one tensor is a little larger.
 PERTURBED, PERTURBED_FROM = "perturbed", "dense"
 PERTURBED_TENSOR, PERTURBATION = "model.layers.2.self_attn.o_proj.weight", 1e-4
@@ -171,10 +174,26 @@ def write_models(root: Path) -> None:
 
     for name, (family, overrides) in (MODELS | {PERTURBED: MODELS[PERTURBED_FROM]}).items():
         write_tiny_model(root / name, family, vocab_size=VOCAB, **overrides)
+    _give_score_head(root / CRITIC)
     [file] = (root / PERTURBED).glob("*.safetensors")
     tensors = load_file(file)
     tensors[PERTURBED_TENSOR] *= 1 + PERTURBATION
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _give_score_head(folder: Path) -> None:
+    """Make a language model's folder one of the same model for sequence classification, with one random score."""
+    from safetensors.torch import load_file, save_file
+
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    hidden = tensors.pop("lm_head.weight").shape[1]
+    tensors["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(8)) * 0.2
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+    config |= {"architectures": names, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def measure(root: Path) -> tuple[list[Difference], str]:

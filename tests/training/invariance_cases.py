@@ -83,6 +83,8 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
         {"pp": 2, "tp": 2, **SP, "etp": 2},
     ],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
+    ("critic", 2): [{"tp": 2}, {"tp": 2, **SP}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {}],
+    ("critic", 4): [{"tp": 2, **SP, "pp": 2}, {"cp": 2, "pp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
 }
 RECOMPUTED = [

@@ -17,6 +17,7 @@ from megarl.recipe.schema import Optimizer
 from megarl.training.rank import Rank
 from tests.training.harness import OPTIMIZER, actor_spec, weights
 from tests.training.invariance import (
+    CRITIC,
     MICRO_BATCHES,
     PERTURBED,
     PERTURBED_FROM,
@@ -69,7 +70,17 @@ class World:
         """The role with the weights of the case's model."""
         spec = actor_spec(self.root / case.model, case.layout)
         spec = replace(spec, recompute=case.recompute, aux_loss_coef=balance)
+        if case.model == CRITIC:
+            spec = replace(spec, head="score", value_clip=0.2)
         self.rank.build(role, replace(spec, optimizer=None if frozen else optimizer))
+
+    def is_critic(self, role: str) -> bool:
+        """Whether it has a score head."""
+        return self.rank.engine(role).config.head == "score"
+
+    def read(self, role: str, shard: Shard) -> Column | None:
+        """What the role says of each label."""
+        return self.rank.values(role, shard) if self.is_critic(role) else self.rank.logprobs(role, shard)
 
     def layout(self, role: str) -> Layout:
         """Of a role that was built."""
@@ -79,7 +90,11 @@ class World:
         """One update; checks that all ranks report the same. same_shard: every rank wrongly takes the first."""
         parts, columns = shards([mini], dp=self.layout(role).dp, micro_batches=micro_batches)
         mine = 0 if same_shard else self.rank.engine(role).groups.place.dp
-        metrics = self.rank.update(role, parts[mine], columns[mine])
+        given = columns[mine]
+        if self.is_critic(role):
+            # Old values near the critic's own, so that the clip does not decide everything.
+            given = {"values": given["advantages"], "returns": given["old_logprobs"]}
+        metrics = self.rank.update(role, parts[mine], given)
         assert self.gather(metrics) == [metrics] * self.rank.world_size
         return metrics
 
@@ -90,9 +105,9 @@ class World:
             Shard(()),
             Shard(tuple(replace(mini, micro_batches=()) for mini in scored_shard(0).mini_batches)),
         ):
-            column = self.rank.logprobs(role, empty)
+            column = self.read(role, empty)
             assert column in (None, [], [[]]), column
-        answers: list[tuple[int, Column | None]] = self.gather((dp, self.rank.logprobs(role, scored_shard(dp))))
+        answers: list[tuple[int, Column | None]] = self.gather((dp, self.read(role, scored_shard(dp))))
         leads = [(index, column) for index, column in answers if column is not None]
         assert sorted(index for index, _ in leads) == list(range(self.layout(role).dp)), "one lead a shard"
         found = []
