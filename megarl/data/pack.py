@@ -31,6 +31,7 @@ class _Sequence:
     """One sample, label-aligned: position t of mask and log-probs speaks of predicting token t + 1."""
 
     index: int
+    group: int
     tokens: IntArray  # [L]
     mask: FloatArray  # [L]
     rollout_logprobs: FloatArray  # [L]
@@ -56,7 +57,11 @@ def pack(
     No sample may be longer than `micro_batch_tokens` (the recipe check sees to it), none may have an empty prompt.
     """
     assert num_shards >= 1 and mini_batch_samples >= 1, (num_shards, mini_batch_samples)
-    sequences = [_from_sample(index, sample) for index, sample in enumerate(samples)]
+    groups: dict[str, int] = {}
+    sequences = [
+        _from_sample(index, groups.setdefault(sample.group_id, len(groups)), sample)
+        for index, sample in enumerate(samples)
+    ]
     minis = [
         _pack_mini_batch(
             sequences[start : start + mini_batch_samples],
@@ -73,7 +78,7 @@ def pack(
 def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_batch_tokens: int) -> list[Shard]:
     """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
     sequences = [
-        _Sequence(index, item.token_ids, _shift(item.loss_mask), np.zeros(len(item.token_ids), np.float32))
+        _Sequence(index, index, item.token_ids, _shift(item.loss_mask), np.zeros(len(item.token_ids), np.float32))
         for index, item in enumerate(demonstrations)
     ]
     mini = _pack_mini_batch(sequences, num_shards, micro_batch_tokens, "token-mean", 1)
@@ -125,7 +130,7 @@ def column_like(shard: Shard, values: ArrayLike) -> Column:
     ]
 
 
-def _from_sample(index: int, sample: Sample) -> _Sequence:
+def _from_sample(index: int, group: int, sample: Sample) -> _Sequence:
     prompt, response = sample.prompt.token_ids, sample.response_ids
     assert len(prompt), f"sample {sample.id} has an empty prompt"
     assert len(sample.loss_mask) == len(sample.rollout_logprobs) == len(response), (
@@ -137,6 +142,7 @@ def _from_sample(index: int, sample: Sample) -> _Sequence:
     logprobs = _shift(np.concatenate([before, sample.rollout_logprobs]))
     return _Sequence(
         index,
+        group,
         np.concatenate([prompt, response]),
         mask,
         np.where(mask > 0, logprobs, 0).astype(np.float32),
@@ -168,7 +174,8 @@ def _pack_mini_batch(
     """The part of each shard: equally many micro-batches in each."""
     lengths = [len(sequence.tokens) for sequence in sequences]
     assert max(lengths, default=0) <= budget, f"a sample of {max(lengths)} tokens, over micro_batch_tokens={budget}"
-    weights = sample_weights([sequence.mask.sum() for sequence in sequences], reduction, max_response_tokens)
+    counts, groups = [s.mask.sum() for s in sequences], np.array([s.group for s in sequences], np.int64)
+    weights = sample_weights(counts, reduction, max_response_tokens, np.unique(groups, return_inverse=True)[1])
     dealt = _deal(lengths, range(len(sequences)), num_shards)
     packed = [_first_fit(lengths, part, budget) for part in dealt]
     num_micro = max(1, *(len(bins) for bins in packed))

@@ -43,6 +43,24 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
+        ("algorithm.normalize_std",),
+        lambda r: r.algorithm.advantage in ("grpo", "gpg", "egpo"),
+        "only the advantages grpo, gpg and egpo divide by a group's deviation: set algorithm.advantage to one of them",
+        (Recipe,),
+    ),
+    Unread(
+        ("algorithm.clip_low", "algorithm.clip_high"),
+        lambda r: r.algorithm.policy_loss != "reinforce",
+        "plain REINFORCE has no ratio to clip: set algorithm.policy_loss to ppo, gspo or cispo",
+        (Recipe,),
+    ),
+    Unread(
+        ("algorithm.dual_clip",),
+        lambda r: r.algorithm.policy_loss == "ppo",
+        "only PPO's loss has a second clip: set algorithm.policy_loss to ppo",
+        (Recipe,),
+    ),
+    Unread(
         ("reference.resting",),
         lambda r: r.algorithm.kl_coef > 0 and r.actor.lora is None,
         "there is no reference model of its own: set algorithm.kl_coef above 0, and no actor.lora",
@@ -108,10 +126,10 @@ def _owned_flags(recipe: Recipe) -> list[str]:
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "rollout.samples_per_prompt",
-        lambda r: r.algorithm.advantage == "grpo" and r.rollout.samples_per_prompt < 2,
+        lambda r: r.rollout.samples_per_prompt < 2,
         lambda r: (
-            "with algorithm.advantage: grpo a sample is compared with the others of its group, and a group of 1 "
-            "has none, so that every advantage would be 0. Set it to 2 or more; 8 is common"
+            f"with algorithm.advantage: {r.algorithm.advantage} a sample is compared with the others of its group, "
+            "and a group of 1 has none, so that every advantage would be 0. Set it to 2 or more; 8 is common"
         ),
         (Recipe,),
     ),

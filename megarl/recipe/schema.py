@@ -117,18 +117,29 @@ class Reward(Section):
 class Algorithm(Section):
     """What is learned from the graded samples."""
 
-    advantage: Literal["grpo"] = Field("grpo", description="group-relative (arXiv 2402.03300)")
+    advantage: Literal["grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "egpo"] = Field(
+        "grpo", description="how a sample is compared with its group; formulas and papers in docs/algorithms.md"
+    )
     normalize_std: bool = Field(
         True, description="divide by the group's standard deviation; off: Dr.GRPO (arXiv 2503.20783)"
     )
+    overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="share of max_response_tokens over which the reward falls by 1 (DAPO); default: no penalty"
+    )
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] = Field(
+        "ppo", description="what is minimised; formulas and papers in docs/algorithms.md"
+    )
     clip_low: Fraction = Field(0.2, description="ratio is clipped below at 1 - clip_low")
     clip_high: PositiveFloat = Field(0.2, description="ratio is clipped above at 1 + clip_high")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="with ppo, a negative advantage costs at most so many times itself (arXiv 1912.09729)"
+    )
     kl_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of the KL to the reference in the loss; 0: no reference model"
     )
-    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL")
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="estimator of the KL")
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of the entropy bonus")
-    reduction: Literal["token-mean", "sequence-mean", "constant"] = Field(
+    reduction: Literal["token-mean", "sequence-mean", "group-mean", "constant"] = Field(
         "token-mean",
         description="denominator of the loss; constant: tokens over samples x max_response_tokens (Dr.GRPO)",
     )

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algorithms.advantage import group_advantages
+from megarl.algorithms.inputs import SAMPLE_ADVANTAGES, call
+from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import BatchInfo, Column, EvalResult, Prompt, Sample, Shard, Status
+from megarl.core.types import BatchInfo, Column, EvalResult, FloatArray, Prompt, Sample, Shard, Status
 from megarl.data.chat import load_tokenizer
 from megarl.data.pack import column_like, pack
 from megarl.data.prompts import PromptSet, PromptSource, load_prompts
@@ -38,7 +39,6 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
-ADVANTAGES = {"grpo": group_advantages}
 CORRECT = 0.5  # a reward of at least this counts as a right answer
 
 
@@ -149,16 +149,32 @@ class Collector:
         return shards, self._info(step, weight_version, kept, shards, metrics)
 
     def advantages(self, step: int) -> list[Column]:
-        """Group-relative advantages of a step's samples, one column for each shard of `generate`."""
+        """Advantages of a step's samples, one column for each shard of `generate`."""
         if self._last is None or self._last.step != step:
             have = "none" if self._last is None else str(self._last.step)
             raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {have}.")
         samples = self._last.samples
         algorithm = self._recipe.algorithm
-        values = ADVANTAGES[algorithm.advantage](
-            filters.rewards(samples), filters.group_index(samples), algorithm.normalize_std
+        values = call(
+            SAMPLE_ADVANTAGES[algorithm.advantage],
+            {
+                "rewards": self._shaped_rewards(samples),
+                "group_index": filters.group_index(samples),
+                "lengths": np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
+                "mean_nll": filters.mean_nll(samples),
+                "normalize_std": algorithm.normalize_std,
+            },
         )
         return [column_like(shard, values) for shard in self._last.shards]
+
+    def _shaped_rewards(self, samples: Sequence[Sample]) -> FloatArray:
+        """What is learned from: the graders' rewards, less the penalty of answers near the length limit."""
+        rewards, share = filters.rewards(samples), self._recipe.algorithm.overlong_buffer
+        if share is None:
+            return rewards
+        most = self._recipe.rollout.max_response_tokens
+        lengths = [len(sample.response_ids) for sample in samples]
+        return rewards + overlong_penalty(lengths, most, max(1, round(share * most)))
 
     async def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Answer and grade the held-out prompts. Raises MegarlError where the recipe names none."""

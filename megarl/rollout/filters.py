@@ -21,6 +21,15 @@ def group_index(samples: Sequence[Sample]) -> IntArray:
     return np.array([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples], dtype=np.int64)
 
 
+def mean_nll(samples: Sequence[Sample]) -> FloatArray:
+    """Minus the mean log-prob, at rollout, of the tokens that each sample trains on: [N] float32, 0 where there are none."""
+    means = [
+        -float(sample.rollout_logprobs[sample.loss_mask > 0].mean()) if sample.loss_mask.any() else 0.0
+        for sample in samples
+    ]
+    return np.array(means, dtype=np.float32)
+
+
 def rewards(samples: Sequence[Sample]) -> FloatArray:
     """[N] float32."""
     return np.array([sample.reward for sample in samples], dtype=np.float32)

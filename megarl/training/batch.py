@@ -32,6 +32,7 @@ class DeviceBatch:
     mask: Tensor  # [T] float32, 1 where the label is trained on
     weights: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
+    sequence: Tensor  # [T] int64, the number of each position's sequence
     columns: dict[str, Tensor]  # name -> [T] float32, label-aligned
     routing: Tensor | None = None  # [T, layers x k] int64, experts chosen by the rollout; -1 where unknown
 
@@ -103,6 +104,7 @@ def to_device(
         mask=move(micro.loss_mask, torch.float32),
         weights=move(micro.weights, torch.float32),
         rollout_logprobs=move(micro.rollout_logprobs, torch.float32),
+        sequence=move(np.repeat(np.arange(len(lengths)), lengths), torch.int64),
         columns={name: move(column, torch.float32) for name, column in columns.items()},
         routing=None if micro.routing is None else _routing(micro.routing, source, device),
     )

@@ -74,9 +74,11 @@ class Engine:
     def _awake(self, *parts: Part) -> Iterator[None]:
         """Around an operation: the layout's groups are Megatron's, and these parts have their memory."""
         self._offload.wake(parts)
-        with self._groups.active():
-            yield
-        self._offload.sleep(self._spec.resting)
+        try:
+            with self._groups.active():
+                yield
+        finally:
+            self._offload.sleep(self._spec.resting)
 
     @property
     def config(self) -> ModelConfig:
@@ -253,8 +255,12 @@ class Engine:
 
         Every rank of the pool has to take every bucket: gathering is collective.
         """
-        with self._awake("params"):
+        # Between two buckets the caller does other work: Megatron's globals are not needed, and stay as they are.
+        self._offload.wake(("params",))
+        try:
             yield from self._export(bucket_bytes, merged(self._chunks) if self._spec.lora is not None else None)
+        finally:
+            self._offload.sleep(self._spec.resting)
 
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `buckets` gives the weights.

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from megarl.algorithms.inputs import LOSS_INPUTS, call, wanted
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.policy_loss import clipped_policy_loss
+from megarl.algorithms.policy_loss import POLICY_LOSSES
+from megarl.algorithms.sequences import sequence_sums, spread_means
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.recipe.schema import Algorithm
 from megarl.training.batch import DeviceBatch
@@ -30,11 +33,19 @@ class Loss:
     entropy_grad: bool = False
 
 
-def policy_loss(algorithm: Algorithm) -> Loss:
-    """The clipped policy loss, plus kl_coef times the KL to the reference, minus entropy_coef times the entropy.
+def policy_loss(algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] = lambda part: part) -> Loss:
+    """The algorithm's policy loss, plus kl_coef times the KL to the reference, minus entropy_coef times the entropy.
 
     Columns: old_logprobs, advantages, and ref_logprobs where there is a KL. GRPO: arXiv 2402.03300, equation 3.
+    over_context: sums a tensor over the ranks that hold parts of the same sequences.
     """
+    function = POLICY_LOSSES[algorithm.policy_loss]
+    settings = {
+        "clip_low": algorithm.clip_low,
+        "clip_high": algorithm.clip_high,
+        "dual_clip": algorithm.dual_clip,
+    }
+    by_sequence = "sequence_log_ratio" in wanted(function, LOSS_INPUTS)
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
         assert scores.entropy is not None, "the policy loss reports entropy"
@@ -43,9 +54,10 @@ def policy_loss(algorithm: Algorithm) -> Loss:
         logprobs, entropy, old = (
             _masked(x, mask) for x in (scores.logprobs, scores.entropy, batch.columns["old_logprobs"])
         )
-        per_token, clipped, _ = clipped_policy_loss(
-            logprobs, old, _masked(batch.columns["advantages"], mask), algorithm.clip_low, algorithm.clip_high
-        )
+        given = {"logprobs": logprobs, "old_logprobs": old, "advantages": _masked(batch.columns["advantages"], mask)}
+        if by_sequence:
+            given["sequence_log_ratio"] = _sequence_log_ratio(logprobs, old, batch, over_context)
+        per_token, clipped, _ = call(function, {**given, **settings})
         policy = total = (weights * per_token).sum()
         weighted = {"actor/pg_loss": policy}
         if algorithm.kl_coef > 0:
@@ -72,6 +84,21 @@ def policy_loss(algorithm: Algorithm) -> Loss:
 
     columns = {"old_logprobs", "advantages"} | ({"ref_logprobs"} if algorithm.kl_coef > 0 else set())
     return Loss(fn, frozenset(columns), entropy_grad=algorithm.entropy_coef > 0)
+
+
+def _sequence_log_ratio(
+    logprobs: Tensor, old: Tensor, batch: DeviceBatch, over_context: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Mean of the log ratio over the trained tokens of each position's sequence: [T], no gradient."""
+    number = len(batch.cu_seqlens) - 1
+    both = torch.stack(
+        [
+            sequence_sums((logprobs - old).detach(), batch.sequence, number),
+            sequence_sums(batch.mask, batch.sequence, number),
+        ]
+    )
+    sums, counts = over_context(both)
+    return spread_means(sums, counts, batch.sequence)
 
 
 def value_loss(clip_range: float | None) -> Loss:

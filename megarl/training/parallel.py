@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 
 from megarl.core.layout import Layout, Place, place
 from megarl.core.platform import Platform
@@ -78,6 +79,12 @@ class Groups:
     def is_last_stage(self) -> bool:
         """Whether this rank computes logits."""
         return self.place.pp == self.layout.pp - 1
+
+    def sum_over_context(self, part: Tensor) -> Tensor:
+        """The sum over the ranks that hold parts of the same sequences; without gradient."""
+        if self.layout.cp > 1:
+            dist.all_reduce(part, group=self.cp)
+        return part
 
     @contextmanager
     def active(self) -> Iterator[None]:

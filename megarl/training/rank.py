@@ -102,7 +102,7 @@ class Rank:
         if spec.head == "score":
             self._losses[role] = value_loss(spec.value_clip)
         elif spec.algorithm is not None:
-            self._losses[role] = policy_loss(spec.algorithm)
+            self._losses[role] = policy_loss(spec.algorithm, self.groups_of(spec.layout).sum_over_context)
 
     def engine(self, role: str) -> Engine:
         """The engine of a role. Raises MegarlError for a role that was not built."""

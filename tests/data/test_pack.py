@@ -183,7 +183,7 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
     return samples
 
 
-REDUCTIONS = st.sampled_from(["token-mean", "sequence-mean", "constant"])
+REDUCTIONS = st.sampled_from(["token-mean", "sequence-mean", "group-mean", "constant"])
 
 
 @settings(deadline=None)

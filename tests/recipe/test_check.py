@@ -12,6 +12,10 @@ from megarl.recipe.schema import SftRecipe
 
 UNREAD = [
     (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),
+    (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),
+    (["algorithm.policy_loss=reinforce", "algorithm.clip_low=0.1"], ["algorithm.policy_loss=gspo"]),
+    (["algorithm.policy_loss=reinforce", "algorithm.clip_high=0.1"], ["algorithm.policy_loss=cispo"]),
+    (["algorithm.policy_loss=cispo", "algorithm.dual_clip=3"], ["algorithm.policy_loss=ppo"]),
     (["actor.optimizer.momentum=0.9"], ["actor.optimizer.name=sgd"]),
     (["actor.optimizer.name=sgd", "actor.optimizer.beta1=0.8"], ["actor.optimizer.name=adam"]),
     (["actor.optimizer.name=sgd", "actor.optimizer.beta2=0.8"], ["actor.optimizer.name=adam"]),

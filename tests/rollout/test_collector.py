@@ -137,6 +137,47 @@ def test_groups_without_variance_are_dropped_on_request_and_counted(tmp_path: Pa
     assert info.metrics["reward/mean"] == pytest.approx(3 / 8)
 
 
+def short_and_long() -> FakeSglang:
+    """Wrong answers of 2 and of 8 tokens, in turn."""
+    seen = iter(range(100))
+    return FakeSglang(answer=lambda _: generation([5, END] if next(seen) % 2 else [5] * 8, finish="stop", text="41"))
+
+
+def advantages_of(tmp_path: Path, fake: Callable[[], FakeSglang] = alternating, **algorithm: Any) -> dict[int, float]:
+    """Sample -> its advantage."""
+
+    async def call(collector: Collector, _: FakeSglang) -> Any:
+        return (await collector.generate(1, 0))[0], collector.advantages(1)
+
+    shards, columns = collect(fake, make_recipe(tmp_path, algorithm=algorithm), call)
+    found: dict[int, float] = {}
+    for shard, column in zip(shards, columns, strict=True):
+        for micro, values in zip(shard.mini_batches[0].micro_batches, column[0], strict=True):
+            for sample, start, end in zip(micro.sample_index, micro.cu_seqlens, micro.cu_seqlens[1:], strict=False):
+                if sample >= 0:
+                    [found[int(sample)]] = set(values[start:end][micro.loss_mask[start:end] > 0].tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("rloo", 1.0), ("opo", 0.5), ("gpg", 0.5 * 8 / 2), ("reinforce_pp_baseline", None)]
+)
+def test_the_recipe_chooses_the_advantage(name: str, expected: float | None, tmp_path: Path) -> None:
+    settings = {"normalize_std": False} if name == "gpg" else {}
+    found = advantages_of(tmp_path, advantage=name, **settings)
+    # Group 0 alone has a right and a wrong answer, of the same length.
+    assert found[0] == -found[1] > 0
+    assert expected is None or found[0] == pytest.approx(expected)
+    assert all(found[sample] == 0 for sample in range(2, 8))
+
+
+def test_answers_near_the_length_limit_lose_reward(tmp_path: Path) -> None:
+    # 8 tokens are allowed: the long answer loses 1, the short one nothing.
+    found = advantages_of(tmp_path, short_and_long, advantage="rloo", overlong_buffer=0.5)
+    assert sorted(found.values()) == [-1.0] * 4 + [1.0] * 4
+    assert set(advantages_of(tmp_path / "without", short_and_long, advantage="rloo").values()) == {0.0}
+
+
 def test_requests_in_flight_are_bounded(tmp_path: Path) -> None:
     recipe = make_recipe(
         tmp_path, rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "concurrency": 3}

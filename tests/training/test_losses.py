@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms.policy_loss import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
 from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch
 from megarl.recipe.schema import Algorithm
@@ -53,6 +54,59 @@ def test_clipped_policy_loss_by_hand():
     assert output.sums["actor/approx_kl"].item() == pytest.approx(approx_kl, abs=1e-6)
     assert output.sums["rollout/logprob_diff_mean"].item() == pytest.approx(0.1, abs=1e-6)
     assert output.maxima["rollout/logprob_diff_max"].item() == pytest.approx(0.1, abs=1e-6)
+
+
+def per_token(name, logprobs, advantages):
+    """The functions themselves, on the three trained tokens of the one sequence."""
+    new, old, given = (torch.tensor(values[:3]) for values in (logprobs, OLD, advantages))
+    if name == "gspo":
+        return gspo_loss(new, given, (new - old).mean().expand(3), 0.1, 0.2).loss
+    if name == "cispo":
+        return cispo_loss(new, old, given, 0.1, 0.2).loss
+    if name == "reinforce":
+        return reinforce_loss(new, old, given).loss
+    return clipped_policy_loss(new, old, given, 0.1, 0.2, dual_clip=3.0).loss
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+def test_the_recipe_chooses_the_policy_loss(name):
+    settings = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 3.0 if name == "ppo" else None}
+    logprobs, advantages = [-0.6, -0.5, -0.7, 0.0], [1.0, -1.0, 2.0, 0.0]
+    output = policy_loss(Algorithm(policy_loss=name, **settings)).fn(
+        scores(logprobs), batch(old_logprobs=OLD, advantages=advantages)
+    )
+    expected = (per_token(name, logprobs, advantages) * torch.tensor([0.5, 0.25, 0.25])).sum()
+    assert output.loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_a_sequence_cut_over_ranks_has_one_ratio():
+    """Two context-parallel ranks, one after the other: each adds what the other holds."""
+    old, new = np.log(np.array([0.5, 0.4, 0.3, 0.2, 0.1, 0.2, 0.3, 0.0001])), np.log(np.full(8, 0.25))
+    micro = MicroBatch(
+        tokens=np.arange(8),
+        labels=np.arange(8),
+        cu_seqlens=np.array([0, 8], np.int32),
+        loss_mask=np.array([0, 1, 1, 1, 1, 1, 1, 0], np.float32),
+        weights=np.full(8, 1 / 6, np.float32),
+        rollout_logprobs=np.zeros(8, np.float32),
+        sample_index=np.array([0]),
+    )
+    columns = {"old_logprobs": old.astype(np.float32), "advantages": np.ones(8, np.float32)}
+    algorithm = Algorithm(policy_loss="gspo", clip_low=0.9, clip_high=9.0)
+    whole = to_device(micro, columns, "cpu", Layout(), 0)
+    expected = policy_loss(algorithm).fn(scores(new.tolist(), [0.0] * 8), whole).loss
+    layout = Layout(cp=2, world_size=2)
+    parts = [to_device(micro, columns, "cpu", layout, rank) for rank in range(2)]
+    held = [[0, 1, 6, 7], [2, 3, 4, 5]]
+    sums = []
+    for part, positions in zip(parts, held, strict=True):
+        keep = lambda local: sums.append(local.clone()) or local  # noqa: E731
+        policy_loss(algorithm, keep).fn(scores(new[positions].tolist(), [0.0] * 4), part)
+    found = [
+        policy_loss(algorithm, lambda _: sums[0] + sums[1]).fn(scores(new[positions].tolist(), [0.0] * 4), part).loss
+        for part, positions in zip(parts, held, strict=True)
+    ]
+    assert sum(found).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_kl_and_entropy_enter_the_loss_with_their_coefficients():
