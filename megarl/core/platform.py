@@ -32,6 +32,8 @@ class Platform:
     name: cpu or cuda. device: torch's device string for tensors of a rank. backend: torch.distributed's backend.
     ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`.
     env: variables that every rank and server starts with.
+    chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
+    enough to stay in memory that is at hand, since fresh pages cost more than arithmetic.
     needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
@@ -47,6 +49,7 @@ class Platform:
     env: dict[str, str]
     has_transformer_engine: bool
     has_apex: bool
+    chunk_elements: int = 16 * 2**20
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
     returns_routing: bool = True
@@ -90,6 +93,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             env={"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             has_transformer_engine=False,
             has_apex=False,
+            chunk_elements=2 * 2**20,
             needs_kv_tokens=True,
             adapts_megatron=True,
             returns_routing=False,

@@ -55,6 +55,7 @@ class Engine:
     def __init__(self, config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Platform, seed: int) -> None:
         """Build this rank's part of the model and load its weights from the HF folder. seed: of new weights (LoRA)."""
         self._config, self._spec, self._groups, self._device = config, spec, groups, platform.device
+        self._chunk_elements = platform.chunk_elements
         with groups.active():
             built = build_role(config, spec, groups, platform, seed)
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
@@ -248,6 +249,7 @@ class Engine:
             group=self._groups.tp,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
+            chunk_elements=self._chunk_elements,
         )
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:

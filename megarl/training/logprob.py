@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# float32 elements of a temporary: 64 MiB each, large enough to keep a device busy.
-CHUNK_ELEMENTS = 16 * 2**20
+# float32 elements of a temporary, 8 MiB each; `Platform.chunk_elements` knows what suits a device.
+CHUNK_ELEMENTS = 2 * 2**20
 
 
 class TokenScores(NamedTuple):
