@@ -315,6 +315,6 @@ class Engine:
 
 
 def _main_grad(_: str, parameter: Any) -> Tensor:
-    """The float32 gradient that Megatron's data parallel keeps beside a parameter under training."""
-    gradient: Tensor = parameter.main_grad
+    """The float32 gradient that Megatron's data parallel keeps beside a parameter under training; 0 for buffers."""
+    gradient: Tensor = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
     return gradient
