@@ -80,6 +80,16 @@ class Groups:
         """Whether this rank computes logits."""
         return self.place.pp == self.layout.pp - 1
 
+    def close(self) -> None:
+        """Leave these groups; nothing may use them afterwards. Every rank calls it.
+
+        Groups cost threads and sockets, in gloo some for each pair of ranks, and stay until they are left.
+        """
+        found = {id(value): value for value in self._state.values() if isinstance(value, dist.ProcessGroup)}
+        for group in found.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
     def sum_over_context(self, part: Tensor) -> Tensor:
         """The sum over the ranks that hold parts of the same sequences; without gradient."""
         if self.layout.cp > 1:

@@ -95,6 +95,7 @@ class Rank:
             self.engine(spec.base_of)
             self._bases[role] = spec.base_of
             return
+        self._leave_unused_groups(spec.layout)
         config = load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder)
         if spec.head == "score":
             config = config.with_score_head()
@@ -103,6 +104,12 @@ class Rank:
             self._losses[role] = value_loss(spec.value_clip)
         elif spec.algorithm is not None:
             self._losses[role] = policy_loss(spec.algorithm, self.groups_of(spec.layout).sum_over_context)
+
+    def _leave_unused_groups(self, wanted: Layout) -> None:
+        """Close the groups of layouts that no role has any more."""
+        used = {wanted, *(engine.groups.layout for engine in self._engines.values())}
+        for layout in [layout for layout in self._groups if layout not in used]:
+            self._groups.pop(layout).close()
 
     def engine(self, role: str) -> Engine:
         """The engine of a role. Raises MegarlError for a role that was not built."""
