@@ -20,6 +20,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
+from megarl.models.lora_settings import LoraSettings
 from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import longest_sample
@@ -67,6 +68,7 @@ def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
     model = _check_generation(recipe)
     _check_layouts(recipe, model)
     _check_experts(recipe, model, platform)
+    _check_lora(recipe, model)
     rows, dropped = _count_prompts(recipe, recipe.data.train)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
@@ -98,6 +100,7 @@ def preflight_sft(recipe: SftRecipe, *, resume: bool = False) -> Preflight:
     _check_context(model, recipe.data.max_tokens, "data.max_tokens")
     _check_layouts(recipe, model)
     _check_experts(recipe, model, platform)
+    _check_lora(recipe, model)
     demonstrations = load_demonstrations(recipe.model.path, recipe.data)
     return Preflight(plan, platform, model, len(demonstrations), demonstrations.num_dropped, 0)
 
@@ -159,6 +162,19 @@ def _check_model_folder(folder: Path) -> ModelConfig:
 def _check_layouts(recipe: AnyRecipe, model: ModelConfig) -> None:
     for section, layout in role_layouts(recipe).items():
         check_layout(model, layout, f"{section}.parallel")
+
+
+def _check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:
+    """Adapters on linears that the model has."""
+    lora = recipe.actor.lora
+    if lora is None:
+        return
+    LoraSettings(lora.rank, lora.alpha, lora.targets)
+    if model.mla is not None and "linear_qkv" in lora.targets:
+        raise UserError(
+            "actor.lora.targets names linear_qkv, and latent attention has none: choose among linear_proj, "
+            "linear_q_down_proj, linear_q_up_proj (or linear_q_proj), linear_kv_down_proj and linear_kv_up_proj."
+        )
 
 
 def _check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> None:

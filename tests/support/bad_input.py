@@ -159,6 +159,7 @@ RECIPE_KEYS = (
         spoil=lambda p: p.recipe.write_text(p.recipe.read_text() + "]\n"),
     ),
     Bad("a key that nothing reads", ("`eval.every`", "set data.eval to a file"), ("eval.every=2",)),
+    Bad("adapters on no linear", ("linear_qvk", "linear_qkv, linear_proj"), ("actor.lora.targets=[linear_qvk]",)),
     Bad("a group of one", ("`rollout.samples_per_prompt`", "a group of 1 has none"), ("rollout.samples_per_prompt=1",)),
     Bad(
         "mini-batch that does not divide",
