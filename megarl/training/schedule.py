@@ -77,7 +77,7 @@ def _forward_step(evaluate: Evaluate, prepare: Prepare | None, options: dict[str
         )
 
         def evaluate_output(logits: Tensor, non_loss_data: bool = False) -> Any:
-            return evaluate(batch, logits[0])
+            return evaluate(batch, logits.squeeze(0))
 
         return output, evaluate_output
 
