@@ -42,6 +42,7 @@ from bench.support.training import (
     to_shard,
     write_model,
 )
+from megarl.training.spec import SftObjective
 from tests.training.samples import Example
 
 TARGET = 1.0
@@ -134,11 +135,11 @@ def measure(size: Size, loss: str, repeats: int) -> dict[str, Any]:
     norms: list[float] = []
     with tempfile.TemporaryDirectory(prefix="megarl-") as name, one_rank() as rank:
         folder = write_model(Path(name), size)
-        rank.build("actor", role(folder))
+        rank.build("actor", role(folder, SftObjective()) if loss == "sft" else role(folder))
         loops = {form: Loop(folder, form, loss) for form in FORMS}
 
         def update() -> None:
-            metrics = rank.sft_update("actor", shard) if loss == "sft" else rank.update("actor", shard, columns)
+            metrics = rank.update("actor", shard, {} if loss == "sft" else columns)
             norms.append(metrics["actor/grad_norm"])
 
         sides: dict[str, Callable[[], object]] = {form: partial(loop.update, micros) for form, loop in loops.items()}

@@ -34,7 +34,8 @@ from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, Column, EvalResult, MicroBatch, MiniBatch, Shard
-from megarl.recipe.schema import Data, Deadlines, Model, Recipe, Rollout, Train
+from megarl.recipe.run import Deadlines, Model
+from megarl.recipe.schema import Data, Recipe, Rollout, Train
 from megarl.train import Cast, State, train
 
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)

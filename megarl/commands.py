@@ -23,9 +23,11 @@ from megarl.models.flops import mfu
 from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_sft
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.load import Loaded, detect_kind, load_recipe
+from megarl.recipe.run import Cluster
 from megarl.recipe.save import save_recipe
-from megarl.recipe.schema import Cluster, Recipe, SftRecipe
+from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
+from megarl.recipe.supervised import SftRecipe
 from megarl.report.console import RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE

@@ -23,9 +23,10 @@ from megarl.models.layout_check import check_layout
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
-from megarl.recipe.check import longest_sample
 from megarl.recipe.layouts import role_layouts
-from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megarl.recipe.rules import longest_sample
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import SftRecipe
 from megarl.rewards.resolve import resolve_reward
 
 CHECKPOINTS = "checkpoints"

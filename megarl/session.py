@@ -17,11 +17,12 @@ from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
 from megarl.core.timing import PhaseTimer
 from megarl.preflight import Preflight
-from megarl.recipe.check import longest_sample
 from megarl.recipe.layouts import num_shards, role_layouts
-from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megarl.recipe.rules import longest_sample
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import SftRecipe
 from megarl.rollout.server import ServerSpec
-from megarl.training.spec import RoleSpec
+from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective
 
 ACTOR, REFERENCE = "actor", "reference"
 ROUTING_FLAGS = ("--enable-return-routed-experts",)
@@ -58,7 +59,7 @@ def _actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
         recipe.rollout.temperature if isinstance(recipe, Recipe) else 1.0,
         optimizer=recipe.actor.optimizer,
         total_steps=checked.plan.optimizer_steps,
-        algorithm=recipe.algorithm if isinstance(recipe, Recipe) else None,
+        objective=PolicyObjective(recipe.algorithm) if isinstance(recipe, Recipe) else SftObjective(),
         layout=role_layouts(recipe)["actor"],
         recompute=recipe.actor.recompute,
         aux_loss_coef=recipe.actor.aux_loss_coef,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megarl.core.timing import PhaseTimer
-from megarl.recipe.schema import SftRecipe
+from megarl.recipe.supervised import SftRecipe
 from megarl.train import Keeper, State, due
 
 
@@ -19,7 +19,7 @@ class Feeder(Protocol):
 class Model(Protocol):
     """The model under training."""
 
-    def sft_update(self, batch: Any) -> dict[str, float]: ...  # noqa: D102
+    def update(self, batch: Any) -> dict[str, float]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def sft(cast: SftCast, recipe: SftRecipe, state: State) -> State:
             with timer.phase("data"):
                 batch = cast.feeder.take(step)
             with timer.phase("update"):
-                metrics = cast.model.sft_update(batch)
+                metrics = cast.model.update(batch)
             state = State(step, state.weight_version + 1)
             if due(step, recipe.train.save_every, recipe.train.steps):
                 with timer.phase("save"):

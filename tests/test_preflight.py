@@ -8,7 +8,7 @@ from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
 from megarl.preflight import Preflight, check_devices, check_run_folder, preflight, preflight_eval, preflight_sft
 from megarl.recipe.load import load_recipe
-from megarl.recipe.schema import SftRecipe
+from megarl.recipe.supervised import SftRecipe
 from tests.support.bad_input import ALL, Bad, Place, good_place
 from tests.support.tiny import write_tiny_qwen
 

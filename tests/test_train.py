@@ -10,7 +10,9 @@ import pytest
 
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, EvalResult
-from megarl.recipe.schema import Actor, Data, Eval, Model, Recipe, Rollout, Train
+from megarl.recipe.roles import Actor
+from megarl.recipe.run import Model
+from megarl.recipe.schema import Data, Eval, Recipe, Rollout, Train
 from megarl.train import Cast, State, due, train
 
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from megarl.core.platform import get_platform
 from megarl.core.types import Column, Shard
-from megarl.recipe.schema import Algorithm, Optimizer
-from megarl.training.rank import Rank, RoleSpec
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.roles import Optimizer
+from megarl.training.rank import Rank
+from megarl.training.spec import Objective, PolicyObjective, RoleSpec
 from tests.support.tiny import write_tiny_model
 from tests.training.samples import Example, examples, shards
 
@@ -83,6 +85,7 @@ def one_rank() -> Iterator[Rank]:
         rank.close()
 
 
-def role(folder: Path) -> RoleSpec:
-    """A policy in float32 under the plain clipped loss."""
-    return RoleSpec(folder, "float32", optimizer=OPTIMIZER, total_steps=1000, algorithm=ALGORITHM)
+def role(folder: Path, objective: Objective | None = None) -> RoleSpec:
+    """A policy in float32, under the plain clipped loss where nothing else is asked for."""
+    learned = objective or PolicyObjective(ALGORITHM)
+    return RoleSpec(folder, "float32", optimizer=OPTIMIZER, total_steps=1000, objective=learned)

@@ -16,7 +16,7 @@ from megarl.data.pack import pack_sft
 from megarl.data.sft import SftSource, load_demonstrations
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.schema import SftRecipe
+from megarl.recipe.supervised import SftRecipe
 
 
 class FeederActor:

@@ -66,10 +66,6 @@ class RankActor:
         }
         return self._rank.update(role, merge_shards(shards), columns)
 
-    def sft_update(self, role: str, *shards: Shard) -> dict[str, float]:
-        """One optimizer step on demonstrations; metrics are the same on every rank."""
-        return self._rank.sft_update(role, merge_shards(shards))
-
     def save(self, role: str, folder: Path, wait: bool) -> None:
         """Write this rank's part of a distributed checkpoint. wait: off, it is written while other calls run."""
         self._rank.save(role, folder, wait=wait)

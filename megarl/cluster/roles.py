@@ -10,7 +10,7 @@ from typing import Any
 from megarl.cluster.ranks import RankGroup
 from megarl.core.layout import Layout, dp_rank
 from megarl.core.types import BatchInfo
-from megarl.recipe.schema import Deadlines
+from megarl.recipe.run import Deadlines
 from megarl.training.spec import RoleSpec
 
 # One reference a shard to a Column in the object store.
@@ -78,16 +78,6 @@ class Policy(_Role):
             return worker.handle.update.remote(self.name, names, len(shards), *shards, *mine)
 
         results: list[dict[str, float]] = self.ranks.call(remote, "update", self.name, self.deadlines.train_s)
-        return results[0]
-
-    def sft_update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on demonstrations; returns metrics, reduced over all ranks."""
-        results: list[dict[str, float]] = self.ranks.call(
-            lambda worker, rank: worker.handle.sft_update.remote(self.name, *self._mine(rank, batch.shards)),
-            "update",
-            self.name,
-            self.deadlines.train_s,
-        )
         return results[0]
 
     def save(self, folder: Path, *, wait: bool = True) -> None:

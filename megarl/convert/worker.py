@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megarl.convert.job import Job, Message, parse_job
 from megarl.core.errors import MegarlError
-from megarl.recipe.schema import Lora, Optimizer
+from megarl.recipe.roles import Lora, Optimizer
 from megarl.training.manifest import read_manifest
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec

@@ -20,7 +20,7 @@ from megarl.core.types import IntArray
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, load_tokenizer, render
 from megarl.data.cursor import Cursor
 from megarl.data.rows import Row, json_type, read_rows
-from megarl.recipe.schema import SftData
+from megarl.recipe.supervised import SftData
 
 # Enough rows at once to keep the tokenizer's threads busy.
 ROWS_PER_BATCH = 1024

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, create_model
 from megarl.core.errors import UserError
 from megarl.placement.devices import DEVICES, GIB, RATES, Device, Rates
 from megarl.recipe.explain import explain
-from megarl.recipe.schema import PositiveFloat, PositiveInt, Section
+from megarl.recipe.section import PositiveFloat, PositiveInt, Section
 from megarl.recipe.source import read_tree
 
 # Up to this many nodes every number of them may become a pool; above it, those that many layouts divide.

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.core.errors import UserError
-from megarl.recipe.check import longest_sample
 from megarl.recipe.layouts import num_shards
-from megarl.recipe.schema import AnyRecipe, Parallel, Recipe
+from megarl.recipe.roles import Parallel
+from megarl.recipe.rules import longest_sample
+from megarl.recipe.schema import AnyRecipe, Recipe
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ class Schema:
             return " or ".join(map(str, choices))
         if node.get("type") == "array":
             return f"a list of {self._words(node['items'])}"
+        if isinstance(each := node.get("additionalProperties"), dict):
+            return f"a section of names, each with {self._words(each)}"
         bounds = (("exclusiveMinimum", "over"), ("minimum", "at least"), ("maximum", "at most"))
         words = [f"{word} {node[name]:g}" for name, word in bounds if name in node]
         words += [f"that matches {node['pattern']}"] if "pattern" in node else []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from megarl.core.layout import Layout
-from megarl.recipe.schema import AnyRecipe, Parallel, Recipe
+from megarl.recipe.roles import Parallel
+from megarl.recipe.schema import AnyRecipe, Recipe
 
 
 def layout_of(parallel: Parallel, devices: int) -> Layout:

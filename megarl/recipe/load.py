@@ -9,6 +9,7 @@ folder that megarl is called in, as on any command line. What is wrong is said w
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,10 @@ from pydantic import ValidationError
 from megarl.core.errors import UserError
 from megarl.recipe.check import check_recipe, fill_defaults, unread_keys
 from megarl.recipe.explain import explain
-from megarl.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megarl.recipe.presets import PRESETS
+from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import Tree, read_override, read_tree
+from megarl.recipe.supervised import SftRecipe
 
 R = TypeVar("R", Recipe, SftRecipe)
 COMMANDS: dict[type[AnyRecipe], str] = {Recipe: "megarl train", SftRecipe: "megarl sft"}
@@ -82,7 +85,22 @@ def _read(path: Path, overrides: Sequence[str]) -> Tree:
     tree = read_tree(path)
     for text in overrides:
         tree.merge(read_override(text))
+    _expand_preset(tree)
     return tree
+
+
+def _expand_preset(tree: Tree) -> None:
+    """Put the settings of algorithm.preset under those that were given. Raises UserError for a name that is none."""
+    section = tree.values.get("algorithm")
+    name = section.get("preset") if isinstance(section, dict) else None
+    if section is None or not isinstance(name, str):
+        return
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        where = tree.origin(("algorithm", "preset"))
+        raise UserError(f"`algorithm.preset` ({where}): there is no {name!r}.{hint} Presets: {', '.join(PRESETS)}.")
+    tree.values["algorithm"] = {**PRESETS[name], **section}
 
 
 def _refuse_other_kind(path: Path, tree: Tree, kind: type[AnyRecipe]) -> None:

@@ -25,7 +25,8 @@ from megarl.core.layout import Layout
 from megarl.core.versions import installed
 from megarl.models.hf_save import CONFIG, COPIED, COPIED_PATTERNS, FULL
 from megarl.models.hf_weights import BUFFERS
-from megarl.recipe.schema import Lora, Optimizer, Section
+from megarl.recipe.roles import Lora, Optimizer
+from megarl.recipe.section import Section
 from megarl.training.checkpoint_files import RankStrategy
 from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest, read_model_config
 from megarl.training.optimizer_state import OptimizerState

@@ -11,6 +11,7 @@ Notation, for one token with logits x, temperature c and z = x / c:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -82,18 +83,27 @@ def _slice(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> _S
     return _Slice(start, min(max(vocab_size - start, 0), columns))
 
 
-def _chunks(logits: Tensor, settings: _Settings) -> list[slice]:
-    """Cuts of the tokens that keep temporaries small; none where this rank holds nothing but padding."""
-    if settings.part.width == 0:
-        return []
-    rows = max(1, settings.chunk_elements // settings.part.width)
-    return [slice(first, first + rows) for first in range(0, logits.shape[0], rows)]
+def _chunks(
+    logits: Tensor, settings: _Settings, dtype: torch.dtype, num_temporaries: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Cuts of the tokens, each with temporaries [num_temporaries, rows, width]; none where a rank holds only padding.
+
+    All cuts share the temporaries' memory: taking new memory may cost more than filling it.
+    """
+    num_tokens, width = logits.shape[0], settings.part.width
+    if num_tokens == 0 or width == 0:
+        return
+    step = min(num_tokens, max(1, settings.chunk_elements // width))
+    memory = torch.empty((num_temporaries, step, width), dtype=dtype, device=logits.device)
+    for first in range(0, num_tokens, step):
+        last = min(first + step, num_tokens)
+        yield slice(first, last), memory[:, : last - first]
 
 
-def _scaled(logits: Tensor, rows: slice, settings: _Settings, dtype: torch.dtype) -> Tensor:
-    """One chunk of z: [rows, width], without padding; a view of the logits where nothing has to change."""
-    z = logits[rows, : settings.part.width].to(dtype)
-    return z if settings.temperature == 1.0 else z / settings.temperature
+def _shifted(logits: Tensor, rows: slice, shift: Tensor, settings: _Settings, out: Tensor) -> Tensor:
+    """One chunk of z - shift, without padding, in `out`: [rows, width]. shift: [T]."""
+    x = logits[rows, : settings.part.width]
+    return torch.add(-shift[rows, None], x, alpha=1.0 / settings.temperature, out=out)
 
 
 def _local_labels(labels: Tensor, part: _Slice) -> tuple[Tensor, Tensor]:
@@ -121,10 +131,10 @@ class _VocabParallelLogprob(torch.autograd.Function):
         _all_reduce(peak, dist.ReduceOp.MAX, settings.group)
         # Rows: sum exp(z - peak), the label's z - peak, sum exp(z - peak) (z - peak).
         sums = torch.zeros((3 if settings.with_entropy else 2, num_tokens), dtype=dtype, device=logits.device)
-        for rows in _chunks(logits, settings):
-            shifted = _scaled(logits, rows, settings, dtype) - peak[rows, None]
+        for rows, memory in _chunks(logits, settings, dtype, 2 if settings.with_entropy else 1):
+            shifted = _shifted(logits, rows, peak, settings, out=memory[0])
             sums[1, rows] = shifted.gather(1, column[rows, None]).squeeze(1).where(here[rows], 0)
-            weights = shifted.exp()
+            weights = torch.exp(shifted, out=memory[-1])
             sums[0, rows] = weights.sum(dim=1)
             if settings.with_entropy:
                 sums[2, rows] = weights.mul_(shifted).sum(dim=1)
@@ -141,14 +151,17 @@ class _VocabParallelLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, column, here, lse, entropy = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         settings: _Settings = ctx.settings
-        grad_logprobs, grad_entropy = grads
-        result = torch.zeros_like(logits)
-        for rows in _chunks(logits, settings):
-            logp = _scaled(logits, rows, settings, lse.dtype) - lse[rows, None]
-            outer = grad_logprobs[rows, None]
+        # What multiplies p in both formulas has this factor.
+        of_logprobs, of_entropy = (grad / -settings.temperature for grad in grads)
+        result = torch.empty_like(logits)
+        result[:, settings.part.width :] = 0
+        for rows, memory in _chunks(logits, settings, lse.dtype, 2 if settings.entropy_grad else 1):
+            logp = _shifted(logits, rows, lse, settings, out=memory[0])
+            grad, outer = torch.exp(logp, out=memory[-1]), of_logprobs[rows, None]
             if settings.entropy_grad:
-                outer = outer + grad_entropy[rows, None] * (logp + entropy[rows, None])
-            grad = logp.exp_().mul_(outer).neg_()
-            grad.scatter_add_(1, column[rows, None], grad_logprobs[rows, None] * here[rows, None])
-            result[rows, : settings.part.width] = grad.div_(settings.temperature)
+                outer = logp.add_(entropy[rows, None]).mul_(of_entropy[rows, None]).add_(outer)
+            grad.mul_(outer).scatter_add_(
+                1, column[rows, None], (of_logprobs[rows] * -here[rows].to(grad.dtype))[:, None]
+            )
+            result[rows, : settings.part.width] = grad
         return result, None, None

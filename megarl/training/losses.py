@@ -17,10 +17,11 @@ from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.algorithms.sequences import sequence_sums, spread_means
 from megarl.algorithms.value_loss import clipped_value_loss
-from megarl.recipe.schema import Algorithm
+from megarl.recipe.algorithm import Algorithm
 from megarl.training.batch import DeviceBatch
 from megarl.training.logprob import TokenScores
 from megarl.training.metrics import LossOutput
+from megarl.training.spec import Objective, PolicyObjective, SftObjective, ValueObjective
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,17 @@ class Loss:
     columns: frozenset[str]  # names of the columns that it reads
     with_entropy: bool = True
     entropy_grad: bool = False
+
+
+def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -> Loss:
+    """The loss of an objective. over_context: sums a tensor over the ranks that hold parts of the same sequences."""
+    match objective:
+        case PolicyObjective(algorithm):
+            return policy_loss(algorithm, over_context)
+        case ValueObjective(clip):
+            return value_loss(clip)
+        case SftObjective():
+            return sft_loss()
 
 
 def policy_loss(algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] = lambda part: part) -> Loss:

@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.recipe.schema import Optimizer
+from megarl.recipe.roles import Optimizer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megarl.core.layout import Layout, is_lead
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.schema import Part
+from megarl.recipe.roles import Part
 from megarl.training.manifest import read_model_config
 from megarl.training.spec import RoleSpec
 
@@ -87,10 +87,11 @@ class Rank:
     def build(self, role: str, spec: RoleSpec) -> None:
         """Build a role's model, at its own layout, with the weights of its HF folder."""
         from megarl.training.engine import Engine
-        from megarl.training.losses import policy_loss, value_loss
+        from megarl.training.losses import build_loss
 
         self._engines.pop(role, None)  # its memory, before another's is taken
         self._bases.pop(role, None)
+        self._losses.pop(role, None)
         if spec.base_of is not None:
             self.engine(spec.base_of)
             self._bases[role] = spec.base_of
@@ -100,10 +101,8 @@ class Rank:
         if spec.head == "score":
             config = config.with_score_head()
         self._engines[role] = Engine(config, spec, self.groups_of(spec.layout), self.platform, self.seed)
-        if spec.head == "score":
-            self._losses[role] = value_loss(spec.value_clip)
-        elif spec.algorithm is not None:
-            self._losses[role] = policy_loss(spec.algorithm, self.groups_of(spec.layout).sum_over_context)
+        if spec.objective is not None:
+            self._losses[role] = build_loss(spec.objective, self.groups_of(spec.layout).sum_over_context)
 
     def _leave_unused_groups(self, wanted: Layout) -> None:
         """Close the groups of layouts that no role has any more."""
@@ -135,14 +134,8 @@ class Rank:
     def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
         """One optimizer step for each mini-batch of the shard; metrics over all ranks, the same on each."""
         if role not in self._losses:
-            raise MegarlError(f"Role {role!r} was built without an algorithm: it can only do sft_update.")
+            raise MegarlError(f"Role {role!r} was built without an objective: it has nothing to learn by.")
         return self.engine(role).update(shard, columns, self._losses[role])
-
-    def sft_update(self, role: str, shard: Shard) -> dict[str, float]:
-        """One optimizer step for each mini-batch of demonstrations."""
-        from megarl.training.losses import sft_loss
-
-        return self.engine(role).update(shard, {}, sft_loss())
 
     def save(self, role: str, folder: Path, *, wait: bool = True) -> None:
         """Write this rank's part of a distributed checkpoint into an existing, empty folder.

@@ -7,7 +7,31 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.layout import Layout
-from megarl.recipe.schema import Algorithm, Lora, Optimizer, Part, Recompute
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.roles import Lora, Optimizer, Part
+from megarl.recipe.section import Recompute
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """The algorithm's policy loss, with its KL and entropy."""
+
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """A critic's regression on returns. clip: how far a value may move from the one before the update."""
+
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class SftObjective:
+    """Cross entropy of demonstrations."""
+
+
+Objective = PolicyObjective | ValueObjective | SftObjective
 
 
 @dataclass(frozen=True)
@@ -15,15 +39,13 @@ class RoleSpec:
     """What a rank needs to build a role.
 
     layout: how the pool's ranks share the model; None where there is one rank. optimizer: None is a frozen role.
+    total_steps: optimizer steps of the whole run, for the learning-rate schedule. objective: what `update` learns by.
     recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
     routing_replay: experts are those that the rollout chose. lora: train adapters alone.
     base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
     resting: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
     folder need only have the config.
-    head: score makes a critic or a reward model; a head that the folder does not have begins at zero. value_clip: of its
-    loss.
-    total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-    algorithm: what `update` learns by; None where only `sft_update` is called.
+    head: score makes a critic or a reward model; a head that the folder does not have begins at zero.
     """
 
     folder: Path
@@ -31,7 +53,7 @@ class RoleSpec:
     temperature: float = 1.0
     optimizer: Optimizer | None = None
     total_steps: int = 1
-    algorithm: Algorithm | None = None
+    objective: Objective | None = None
     layout: Layout = field(default_factory=Layout)
     recompute: Recompute = "none"
     aux_loss_coef: float = 0.0
@@ -41,4 +63,3 @@ class RoleSpec:
     resting: tuple[Part, ...] = ()
     load_weights: bool = True
     head: Literal["vocabulary", "score"] = "vocabulary"
-    value_clip: float | None = None

@@ -23,9 +23,9 @@ from megarl.algorithms.inputs import (
     wanted,
 )
 from megarl.algorithms.policy_loss import POLICY_LOSSES
-from megarl.algorithms.presets import PRESETS
 from megarl.algorithms.reduce import Reduction
 from megarl.core.errors import UserError
+from megarl.recipe.presets import PRESETS
 
 NUM_SAMPLES = 6
 

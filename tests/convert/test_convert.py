@@ -15,14 +15,17 @@ from safetensors.torch import load_file
 from megarl.convert.convert import make_layout
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
-from megarl.recipe.schema import Algorithm, Optimizer
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.roles import Optimizer
 from megarl.training.manifest import read_manifest
-from megarl.training.spec import RoleSpec
+from megarl.training.spec import PolicyObjective, RoleSpec
 from tests.convert.conftest import flip, parsed
 from tests.support.processes import ended
 from tests.support.tiny import write_tiny_model
 from tests.training.harness import weights
 from tests.training.samples import examples, shards
+
+POLICY = PolicyObjective(Algorithm())
 
 VOCAB = 97
 CONVERT = [sys.executable, "-m", "megarl", "convert"]
@@ -90,7 +93,11 @@ def step(rank, seed):
 def test_training_state_goes_over_expert_parallel_sizes_and_back_bit_for_bit(rank, moe, tmp_path):
     """1 rank -> 2 (experts split) -> 4 (all axes, the first stage without experts) -> 1, and the next step is the same."""
     spec = RoleSpec(
-        moe, "float32", optimizer=Optimizer(lr=1e-3, schedule="cosine"), total_steps=6, algorithm=Algorithm()
+        moe,
+        "float32",
+        optimizer=Optimizer(lr=1e-3, schedule="cosine"),
+        total_steps=6,
+        objective=POLICY,
     )
     rank.build("actor", spec)
     step(rank, 0), step(rank, 1)
@@ -118,7 +125,7 @@ def test_training_state_goes_over_expert_parallel_sizes_and_back_bit_for_bit(ran
 @slow
 def test_momentum_goes_over_expert_parallel_sizes(rank, moe, tmp_path):
     sgd = Optimizer(name="sgd", lr=1e-2, momentum=0.9)
-    rank.build("actor", RoleSpec(moe, "float32", optimizer=sgd, total_steps=6, algorithm=Algorithm()))
+    rank.build("actor", RoleSpec(moe, "float32", optimizer=sgd, total_steps=6, objective=POLICY))
     step(rank, 0)
     (tmp_path / "one").mkdir()
     rank.save("actor", tmp_path / "one")

@@ -8,7 +8,8 @@ from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
 from megarl.data.rows import Row
 from megarl.data.sft import Demonstration, SftSource, check_demonstrations, load_demonstrations, tokenise
-from megarl.recipe.schema import Data, SftData
+from megarl.recipe.schema import Data
+from megarl.recipe.supervised import SftData
 
 DATA = SftData(train=Path("sft.jsonl"))
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}

@@ -23,7 +23,7 @@ from megarl.core.types import MicroBatch
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora_settings import LoraSettings
-from megarl.recipe.schema import Optimizer
+from megarl.recipe.roles import Optimizer
 from tests.training.samples import examples, shards
 
 CPU = get_platform("cpu")

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from megarl.core.errors import UserError
 from megarl.recipe.batch import BatchPlan, nearest_divisors, plan_batches
 from megarl.recipe.load import load_recipe
-from megarl.recipe.schema import Parallel, Recipe, SftRecipe
+from megarl.recipe.roles import Parallel
+from megarl.recipe.schema import Recipe
+from megarl.recipe.supervised import SftRecipe
 
 
 def make(**changes: int | None) -> Recipe:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.recipe.check import CONTRADICTIONS, OWNED_FLAGS, UNREAD_RULES, unread_keys
+from megarl.recipe.check import unread_keys
 from megarl.recipe.explain import Schema
 from megarl.recipe.load import load_recipe
-from megarl.recipe.schema import SftRecipe
+from megarl.recipe.rules import CONTRADICTIONS, OWNED_FLAGS, UNREAD_RULES
+from megarl.recipe.supervised import SftRecipe
 
 UNREAD = [
     (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),

@@ -7,7 +7,8 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.recipe.explain import Schema, nearest
 from megarl.recipe.load import detect_kind, load_recipe
-from megarl.recipe.schema import Recipe, SftRecipe
+from megarl.recipe.schema import Recipe
+from megarl.recipe.supervised import SftRecipe
 
 
 def test_file_overrides_and_defaults(recipe_file: Path) -> None:
@@ -55,7 +56,7 @@ def test_integers_are_good_floats_but_not_the_other_way(recipe_file: Path) -> No
         ("actor.optimizer.lr=.nan", ["`actor.optimizer.lr`", "a number over 0"]),
         ("data.shuffle=yes", ['got "yes" (text)', "true or false"]),
         ("algorithm.kl_kind=k4", ['got "k4"', "allowed: k1 or k2 or k3"]),
-        ("algorithm.advantage=gae", ['got "gae"', "allowed: grpo"]),
+        ("algorithm.advantage=gea", ['got "gea"', "allowed: grpo"]),
         ("rollout.kv_tokens=x", ["a whole number over 0 or null"]),
         ("rollout.stop=END", ['got "END" (text)', "a list of text"]),
         ("rollout.stop=[1]", ["`rollout.stop.0`", "a list of text", "Quotes make it text: '1'."]),
@@ -111,7 +112,7 @@ def test_nearest_prefers_the_same_section() -> None:
     schema = Schema(Recipe)
     assert nearest(("rollout", "samples_per_promt"), schema) == "rollout.samples_per_prompt"
     assert nearest(("eval", "samples_per_promt"), schema) == "eval.samples_per_prompt"
-    assert nearest(("algorithm", "zzz"), schema) is None
+    assert nearest(("algorithm", "qqqqqq"), schema) is None
 
 
 def test_every_key_of_the_schema_says_what_it_means() -> None:

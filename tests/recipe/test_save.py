@@ -9,7 +9,8 @@ import pytest
 from megarl.core.versions import installed, matches, pins
 from megarl.recipe.load import load_recipe
 from megarl.recipe.save import git_state, save_recipe
-from megarl.recipe.schema import Recipe, SftRecipe
+from megarl.recipe.schema import Recipe
+from megarl.recipe.supervised import SftRecipe
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.recipe.schema import SftRecipe
+from megarl.recipe.supervised import SftRecipe
 from megarl.report.history import METRICS_FILE, read_history
 from megarl.report.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writers, open_writers
 

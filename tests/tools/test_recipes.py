@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe.load import load_recipe
-from megarl.recipe.schema import Recipe, SftRecipe
+from megarl.recipe.schema import Recipe
+from megarl.recipe.supervised import SftRecipe
 from tools.make_arithmetic import Problem
 from tools.make_tiny_model import make_tokenizer
 

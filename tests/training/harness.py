@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from megarl.core.layout import Layout
-from megarl.recipe.schema import Algorithm, Optimizer
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.roles import Optimizer
 from megarl.training.rank import Rank
-from megarl.training.spec import RoleSpec
+from megarl.training.spec import PolicyObjective, RoleSpec
 from tests.training import torch_loop
 
 VOCAB = 97  # padded under tensor parallel
@@ -39,7 +40,7 @@ def actor_spec(folder: Path, layout: Layout = Layout()) -> RoleSpec:  # noqa: B0
         torch_loop.TEMPERATURE,
         optimizer=OPTIMIZER,
         total_steps=4,
-        algorithm=ALGORITHM,
+        objective=PolicyObjective(ALGORITHM),
         layout=layout,
     )
 

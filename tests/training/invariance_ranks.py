@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from megarl.core.layout import Layout
 from megarl.core.types import Column, Shard
-from megarl.recipe.schema import Optimizer
+from megarl.recipe.roles import Optimizer
 from megarl.training.rank import Rank
+from megarl.training.spec import ValueObjective
 from tests.training.harness import OPTIMIZER, actor_spec, weights
 from tests.training.invariance import (
     CRITIC,
@@ -71,7 +72,7 @@ class World:
         spec = actor_spec(self.root / case.model, case.layout)
         spec = replace(spec, recompute=case.recompute, aux_loss_coef=balance)
         if case.model == CRITIC:
-            spec = replace(spec, head="score", value_clip=0.2)
+            spec = replace(spec, head="score", objective=ValueObjective(0.2))
         self.rank.build(role, replace(spec, optimizer=None if frozen else optimizer))
 
     def is_critic(self, role: str) -> bool:

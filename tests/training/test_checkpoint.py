@@ -5,11 +5,14 @@ import torch
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
-from megarl.recipe.schema import Algorithm, Optimizer
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.roles import Optimizer
 from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
-from megarl.training.spec import RoleSpec
+from megarl.training.spec import PolicyObjective, RoleSpec
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards
+
+POLICY = PolicyObjective(Algorithm())
 
 
 def steps(rank, seeds):
@@ -31,7 +34,7 @@ def steps(rank, seeds):
     ids=["adam", "adam-bf16", "sgd-momentum", "sgd", "sgd-bf16"],
 )
 def test_a_resumed_run_takes_the_very_same_step(rank, folder, tmp_path, dtype, optimizer):
-    spec = RoleSpec(folder, dtype, optimizer=optimizer, total_steps=6, algorithm=Algorithm())
+    spec = RoleSpec(folder, dtype, optimizer=optimizer, total_steps=6, objective=POLICY)
     rank.build("actor", spec)
     steps(rank, [0, 1, 2])
     rank.save("actor", tmp_path)
@@ -47,7 +50,7 @@ def test_a_resumed_run_takes_the_very_same_step(rank, folder, tmp_path, dtype, o
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_a_checkpoint_of_a_fresh_model_can_be_resumed(rank, folder, tmp_path, name):
     optimizer = Optimizer(name=name, lr=1e-3, momentum=0.9)
-    spec = RoleSpec(folder, "float32", optimizer=optimizer, total_steps=6, algorithm=Algorithm())
+    spec = RoleSpec(folder, "float32", optimizer=optimizer, total_steps=6, objective=POLICY)
     rank.build("actor", spec)
     rank.save("actor", tmp_path)
     went_on = steps(rank, [0])
@@ -58,23 +61,29 @@ def test_a_checkpoint_of_a_fresh_model_can_be_resumed(rank, folder, tmp_path, na
 
 def test_a_longer_run_lays_its_schedule_out_anew(rank, folder, tmp_path):
     optimizer = Optimizer(lr=1e-3, schedule="linear")
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=optimizer, total_steps=2, algorithm=Algorithm()))
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=optimizer, total_steps=2, objective=POLICY))
     assert steps(rank, [0, 1])["actor/lr"] == 0
     rank.save("actor", tmp_path)
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=optimizer, total_steps=4, algorithm=Algorithm()))
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=optimizer, total_steps=4, objective=POLICY))
     rank.load("actor", tmp_path)
     assert steps(rank, [2])["actor/lr"] == pytest.approx(0.25e-3)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(rank, folder, tmp_path):
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(), algorithm=Algorithm(), total_steps=2))
+    rank.build(
+        "actor",
+        RoleSpec(folder, "float32", optimizer=Optimizer(), objective=POLICY, total_steps=2),
+    )
     with pytest.raises(UserError, match="holds no distributed checkpoint"):
         rank.load("actor", tmp_path)
 
 
 def test_the_manifest_says_what_is_in_it(rank, folder, tmp_path):
     optimizer = Optimizer(lr=1e-3, beta2=0.9)
-    rank.build("actor", RoleSpec(folder, "bfloat16", optimizer=optimizer, total_steps=6, algorithm=Algorithm()))
+    rank.build(
+        "actor",
+        RoleSpec(folder, "bfloat16", optimizer=optimizer, total_steps=6, objective=POLICY),
+    )
     steps(rank, [0, 1])
     rank.save("actor", tmp_path)
     found = read_manifest(tmp_path)
@@ -96,7 +105,7 @@ def test_the_manifest_says_what_is_in_it(rank, folder, tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(rank, folder, tmp_path):
-    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, algorithm=Algorithm())
+    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, objective=POLICY)
     rank.build("actor", spec)
     steps(rank, [0])
     saved = weights(rank, "actor")
@@ -119,13 +128,19 @@ def test_a_frozen_role_saves_its_weights_and_nothing_to_train_on(rank, folder, t
     rank.build("reference", RoleSpec(tmp_path / "hf", "float32", load_weights=False))
     rank.load("reference", tmp_path)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rank, "reference").items())
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(), algorithm=Algorithm(), total_steps=2))
+    rank.build(
+        "actor",
+        RoleSpec(folder, "float32", optimizer=Optimizer(), objective=POLICY, total_steps=2),
+    )
     with pytest.raises(UserError, match=r"holds weights only.*convert mcore-to-hf"):
         rank.load("actor", tmp_path)
 
 
 def test_a_frozen_role_reads_the_weights_of_one_in_training(rank, folder, tmp_path):
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, algorithm=Algorithm()))
+    rank.build(
+        "actor",
+        RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, objective=POLICY),
+    )
     steps(rank, [0])
     rank.save("actor", tmp_path)
     expected = weights(rank, "actor")
@@ -136,9 +151,12 @@ def test_a_frozen_role_reads_the_weights_of_one_in_training(rank, folder, tmp_pa
 
 def test_the_state_of_another_optimizer_is_refused(rank, folder, tmp_path):
     sgd = Optimizer(name="sgd", lr=1e-2)
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=sgd, algorithm=Algorithm(), total_steps=2))
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=sgd, objective=POLICY, total_steps=2))
     rank.save("actor", tmp_path)
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=Optimizer(), algorithm=Algorithm(), total_steps=2))
+    rank.build(
+        "actor",
+        RoleSpec(folder, "float32", optimizer=Optimizer(), objective=POLICY, total_steps=2),
+    )
     with pytest.raises(UserError, match=r"holds the state of sgd; the recipe's actor.optimizer.name is adam"):
         rank.load("actor", tmp_path)
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForSequenceClassification
 
 from megarl.core.errors import MegarlError
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.schema import Optimizer
-from megarl.training.spec import RoleSpec
+from megarl.recipe.roles import Optimizer
+from megarl.training.spec import RoleSpec, ValueObjective
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards
 
@@ -33,7 +33,7 @@ def scored(folder, tmp_path_factory):
 
 def critic(folder, **changes):
     optimizer = Optimizer(lr=1e-3, eps=1e-6, clip_grad=0.5)
-    spec = RoleSpec(folder, "float32", optimizer=optimizer, total_steps=4, head="score", value_clip=CLIP)
+    spec = RoleSpec(folder, "float32", optimizer=optimizer, total_steps=4, head="score", objective=ValueObjective(CLIP))
     return dataclasses.replace(spec, **changes)
 
 
@@ -88,7 +88,7 @@ def test_updates_are_those_of_a_hand_written_loop(rank, scored):
 
 
 def test_a_critic_of_a_language_model_begins_at_zero_and_learns(rank, folder, tmp_path):
-    rank.build("critic", critic(folder, value_clip=None))
+    rank.build("critic", critic(folder, objective=ValueObjective()))
     shard, columns, _ = with_targets()
     assert not np.any(rank.values("critic", shard)[0][0])
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_a_critic_of_a_language_model_begins_at_zero_and_learns(rank, folder, tm
     (tmp_path / "checkpoint").mkdir()
     rank.save("critic", tmp_path / "checkpoint")
     rank.export_hf("critic", folder, tmp_path / "hf")
-    rank.build("critic", critic(folder, value_clip=None))
+    rank.build("critic", critic(folder, objective=ValueObjective()))
     rank.load("critic", tmp_path / "checkpoint")
     assert np.array_equal(rank.values("critic", shard)[0][0], learned)
     rank.build("reward", critic(tmp_path / "hf", optimizer=None))

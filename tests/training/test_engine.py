@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -6,11 +8,14 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.types import MicroBatch, MiniBatch, Shard
-from megarl.recipe.schema import Algorithm, Optimizer
-from megarl.training.spec import RoleSpec
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.roles import Optimizer
+from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards
+
+POLICY = PolicyObjective(Algorithm())
 
 
 def test_logprobs_equal_transformers_over_two_thousand_tokens(rank, spec, folder):
@@ -92,7 +97,7 @@ def test_micro_batching_changes_nothing(rank, spec, lengths, micro_batches):
 
 
 def test_zero_advantages_leave_a_plain_policy_where_it_is(rank, folder):
-    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=2, algorithm=Algorithm())
+    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=2, objective=POLICY)
     rank.build("actor", spec)
     before = weights(rank, "actor")
     [shard], [columns] = shards([examples([9, 12], VOCAB)])
@@ -103,10 +108,10 @@ def test_zero_advantages_leave_a_plain_policy_where_it_is(rank, folder):
 
 
 def test_supervised_training_lowers_the_loss(rank, spec):
-    rank.build("actor", spec)
+    rank.build("actor", dataclasses.replace(spec, objective=SftObjective()))
     [shard], _ = shards([examples([20, 30], VOCAB)] * 4)
-    first = rank.sft_update("actor", shard)["sft/loss"]
-    assert rank.sft_update("actor", shard)["sft/loss"] < first
+    first = rank.update("actor", shard, {})["sft/loss"]
+    assert rank.update("actor", shard, {})["sft/loss"] < first
     assert rank.engine("actor").num_steps == 8
 
 
@@ -132,7 +137,10 @@ def test_a_mini_batch_without_samples_on_this_rank_is_a_step_all_the_same(rank, 
 def test_bfloat16_trains_on_float32_main_weights(rank, folder):
     # Steps of 1e-5 are far below bfloat16's resolution of weights about 0.02: only main weights can add them up.
     optimizer = Optimizer(lr=1e-5)
-    rank.build("actor", RoleSpec(folder, "bfloat16", optimizer=optimizer, total_steps=100, algorithm=Algorithm()))
+    rank.build(
+        "actor",
+        RoleSpec(folder, "bfloat16", optimizer=optimizer, total_steps=100, objective=POLICY),
+    )
     before = weights(rank, "actor")
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
     [shard], [columns] = shards([examples([9, 12, 30], VOCAB)] * 20)
@@ -146,9 +154,7 @@ def test_a_frozen_role_scores_and_refuses_the_rest(rank, folder):
     rank.build("reference", RoleSpec(folder, "float32"))
     [shard], [columns] = shards([examples([9, 12], VOCAB)])
     assert rank.logprobs("reference", shard)[0][0].shape == (21,)
-    with pytest.raises(MegarlError, match="frozen role has no update"):
-        rank.sft_update("reference", shard)
-    with pytest.raises(MegarlError, match="without an algorithm"):
+    with pytest.raises(MegarlError, match="without an objective"):
         rank.update("reference", shard, columns)
     with pytest.raises(MegarlError, match="frozen role has no gradients"):
         list(rank.engine("reference").gradients(1 << 20))

@@ -7,7 +7,7 @@ import torch
 from megarl.algorithms.policy_loss import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
 from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch
-from megarl.recipe.schema import Algorithm
+from megarl.recipe.algorithm import Algorithm
 from megarl.training.batch import to_device
 from megarl.training.logprob import TokenScores
 from megarl.training.losses import policy_loss, sft_loss

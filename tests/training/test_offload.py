@@ -14,7 +14,7 @@ from megarl.core.layout import Layout
 from megarl.core.platform import get_platform, held_bytes
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.config import ModelConfig, Rope
-from megarl.recipe.schema import Optimizer
+from megarl.recipe.roles import Optimizer
 from megarl.training.batch import to_device
 from megarl.training.offload import PARTS, FileHost, MemoryHost, Offload
 from megarl.training.rank import Rank

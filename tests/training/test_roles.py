@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.core.errors import MegarlError
-from megarl.recipe.schema import Lora
+from megarl.recipe.roles import Lora
 from megarl.training.spec import RoleSpec
 from tests.support.tiny import write_tiny_model
 from tests.training.harness import VOCAB, weights

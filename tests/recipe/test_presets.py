@@ -16,8 +16,8 @@ from megarl.algorithms.inputs import (
 )
 from megarl.algorithms.kl import KlKind
 from megarl.algorithms.policy_loss import POLICY_LOSSES
-from megarl.algorithms.presets import PRESETS
 from megarl.algorithms.reduce import Reduction
+from megarl.recipe.presets import PRESETS
 
 # Settings that are not a parameter of the advantage or the policy loss, and who reads them.
 OTHERS = {
@@ -27,7 +27,6 @@ OTHERS = {
     "kl_in",
     "kl_kind",
     "kl_coef",
-    "value_clip",
     "drop_zero_variance_groups",
     "overlong_buffer",
 }

@@ -89,7 +89,6 @@ _PRESETS: dict[str, Preset] = {
         "policy_loss": "ppo",
         "clip_low": 0.2,
         "clip_high": 0.2,
-        "value_clip": 0.2,
         "reduction": "token-mean",
         "kl_in": "reward",
         "kl_kind": "k1",

@@ -1,0 +1,89 @@
+"""The section that says what is learned from graded samples. Formulas and papers: docs/algorithms.md."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section
+
+SampleAdvantage = Literal["grpo", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "egpo"]
+TokenAdvantage = Literal["gae", "reinforce_pp", "distill"]
+PolicyLoss = Literal["ppo", "gspo", "cispo", "gpg", "reinforce", "distill"]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+class Correction(Section):
+    """What is done about rollout and trainer giving a token other log-probs: importance weights, bounded."""
+
+    kind: Literal["truncate", "mask", "reject"] = Field(
+        "truncate",
+        description="truncate: the ratio, at most high (TIS); mask: outside of [low, high] 0 (MIS); reject: whole sequences",
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="ratio of each token, of the whole sequence, or its geometric mean"
+    )
+    low: Annotated[float, Field(ge=0)] = Field(0.5, description="smallest ratio; truncate has none")
+    high: PositiveFloat = Field(2.0, description="largest ratio")
+
+
+class KlControl(Section):
+    """The KL's weight is steered to a target (arXiv 1909.08593, section 2.2); needs kl_in: reward."""
+
+    target: PositiveFloat = Field(description="wanted KL to the reference, nats a token")
+    horizon: PositiveInt = Field(10_000, description="samples over which the weight adapts")
+
+
+class Algorithm(Section):
+    """What is learned from the graded samples."""
+
+    preset: str | None = Field(
+        None, description="a published algorithm by name: its settings, under those that the recipe gives itself"
+    )
+    advantage: SampleAdvantage | TokenAdvantage | ImportPath = Field(
+        "grpo", description="how good a sample or a token was; names: docs/algorithms.md; or pkg.module:function"
+    )
+    normalize_std: bool = Field(
+        True, description="divide by the group's standard deviation; off: Dr.GRPO (arXiv 2503.20783)"
+    )
+    gamma: Fraction = Field(1.0, description="discount of a reward one token later; gae and reinforce_pp")
+    lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation; gae")
+    whiten: bool = Field(
+        True, description="gae's advantages less their mean, over their deviation, over the whole step"
+    )
+    overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="share of max_response_tokens over which the reward falls by 1 (DAPO); default: no penalty"
+    )
+    policy_loss: PolicyLoss | ImportPath = Field(
+        "ppo", description="what is minimised; names: docs/algorithms.md; or pkg.module:function"
+    )
+    clip_low: Fraction = Field(0.2, description="ratio is clipped below at 1 - clip_low")
+    clip_high: PositiveFloat = Field(0.2, description="ratio is clipped above at 1 + clip_high")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="with ppo, a negative advantage costs at most so many times itself (arXiv 1912.09729)"
+    )
+    settings: dict[str, float] = Field({}, description="further parameters of functions named by import path")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of the KL to the reference; 0: no reference model"
+    )
+    kl_kind: Literal["k1", "k2", "k3", "abs"] = Field("k3", description="estimator of the KL")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where the KL counts; reward: of each token")
+    kl_control: KlControl | None = Field(None, description="steer kl_coef to a target; default: it stays")
+    entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of the entropy bonus")
+    reduction: Literal["token-mean", "sequence-mean", "group-mean", "constant"] = Field(
+        "token-mean",
+        description="denominator of the loss; constant: tokens over samples x max_response_tokens (Dr.GRPO)",
+    )
+    drop_zero_variance_groups: bool = Field(
+        False, description="leave out groups whose rewards are all equal; they are counted either way"
+    )
+    refill_rounds: Annotated[int, Field(ge=0)] = Field(
+        0, description="times that further prompts are asked in the place of dropped groups (DAPO's dynamic sampling)"
+    )
+    old_logprobs: Literal["trainer", "rollout"] = Field(
+        "trainer", description="of the policy that sampled: computed again by the trainer, or the rollout's own"
+    )
+    correction: Correction | None = Field(
+        None, description="importance weights between rollout and trainer; default: none"
+    )

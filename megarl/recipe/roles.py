@@ -1,0 +1,150 @@
+"""Sections of the models that Megatron holds: layouts, optimizers, and what each role does with them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Recompute, Section, UserPath
+
+
+class Parallel(Section):
+    """Layout of one role; data parallel is what is left of the devices."""
+
+    tp: PositiveInt = Field(1, description="tensor parallel size")
+    pp: PositiveInt = Field(1, description="pipeline parallel size")
+    cp: PositiveInt = Field(1, description="context parallel size: each sequence is cut over so many ranks")
+    ep: PositiveInt = Field(1, description="expert parallel size: experts are dealt to so many ranks")
+    etp: PositiveInt = Field(1, description="tensor parallel size within an expert")
+    virtual_stages: PositiveInt = Field(1, description="stages of each pipeline rank, interleaved; needs pp")
+    sequence_parallel: bool = Field(True, description="with tp: cut the activations between its regions too")
+    first_stage_layers: PositiveInt | None = Field(None, description="layers of the first pipeline rank; default: even")
+    last_stage_layers: PositiveInt | None = Field(None, description="layers of the last pipeline rank; default: even")
+
+
+class Optimizer(Section):
+    """Adam or SGD, as Megatron runs it."""
+
+    name: Literal["adam", "sgd"] = Field(
+        "adam", description="adam: Apex or Transformer Engine's fused one where present, torch's otherwise"
+    )
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
+    beta1: Fraction = Field(0.9, description="Adam's first moment")
+    beta2: Fraction = Field(0.95, description="Adam's second moment")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="decoupled weight decay; not on norms and biases"
+    )
+    clip_grad: PositiveFloat = Field(1.0, description="largest global gradient norm")
+    momentum: Fraction = Field(0.0, description="SGD's momentum")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after warm-up, down to min_lr at the last step"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps of linear warm-up")
+    min_lr: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="learning rate at the end of a linear or cosine schedule"
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters (arXiv 2106.09685): the model itself stays as it is, and is its own reference."""
+
+    rank: PositiveInt = Field(32, description="width of an adapter")
+    alpha: PositiveFloat = Field(32.0, description="an adapter's output is multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("linear_qkv", "linear_proj"),
+        strict=False,
+        description="linears that get adapters: also linear_fc1, linear_fc2; those of latent attention",
+    )
+
+
+Part = Literal["grads", "params", "optimizer"]
+
+
+class Actor(Section):
+    """The policy on Megatron."""
+
+    parallel: Parallel = Parallel()
+    optimizer: Optimizer = Optimizer()
+    mini_batch_samples: PositiveInt | None = Field(
+        None, description="samples of one optimizer step; default: all of the step's"
+    )
+    micro_batch_tokens: PositiveInt = Field(
+        16384, description="most tokens of one forward pass, on one data-parallel rank"
+    )
+    epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
+    recompute: Recompute = Field(
+        "none", description="activations computed again in backward: none, selective (attention), full (every layer)"
+    )
+    aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of the load-balancing loss of a mixture of experts"
+    )
+    routing_replay: bool = Field(
+        False, description="train a mixture of experts on the routing that the rollout used (R3, arXiv 2510.11370)"
+    )
+    lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
+    )
+
+
+class Reference(Section):
+    """The frozen policy that the KL is measured to."""
+
+    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="params: they leave the device while nothing needs them"
+    )
+    refresh_every: PositiveInt | None = Field(
+        None, description="steps after which it becomes the actor as it is then; default: it stays what it was"
+    )
+
+
+class Critic(Section):
+    """The value model of PPO on Megatron: the model with a head of one number a token."""
+
+    path: UserPath | None = Field(
+        None,
+        strict=False,
+        description="HF folder to begin with: a policy's, or a reward model's with its head; default: model.path",
+    )
+    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
+    optimizer: Optimizer = Optimizer()
+    epochs: PositiveInt = Field(1, description="times that it goes through a step's samples")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="first steps in which it alone learns, and the actor stands still"
+    )
+    value_clip: PositiveFloat | None = Field(
+        0.2, description="a value may move so far from the one before the update; null: no clip"
+    )
+    recompute: Recompute = Field(
+        "none", description="activations computed again in backward: none, selective (attention), full (every layer)"
+    )
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
+    )
+
+
+class RewardModel(Section):
+    """A model with a score head on Megatron, with the policy's tokenizer: its score joins what the graders say."""
+
+    path: UserPath = Field(strict=False, description="HF folder with a score head, as `megarl rm` writes it")
+    weight: float = Field(1.0, description="what its score counts for, beside the graders' rewards")
+    level: Literal["sequence", "token"] = Field(
+        "sequence", description="sequence: the score after the last token; token: a reward after each token"
+    )
+    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="params: they leave the device while nothing needs them"
+    )
+
+
+class Teacher(Section):
+    """A frozen policy with the same tokenizer, to distill from: algorithm.policy_loss distill."""
+
+    path: UserPath = Field(strict=False, description="HF folder: config.json, safetensors")
+    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
+    resting: tuple[Part, ...] = Field(
+        (), strict=False, description="params: they leave the device while nothing needs them"
+    )

@@ -1,0 +1,70 @@
+"""Sections that every kind of run has: where it lives, what it may use, its model, its deadlines and reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
+
+
+class Run(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    name: str = Field("run", description="folder name of the run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    dir: UserPath = Field(Path("runs"), strict=False, description="folder that holds all runs")
+    seed: Annotated[int, Field(ge=0)] = Field(1, description="seed of the data order and of everything else random")
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self.dir / self.name
+
+
+class Cluster(Section):
+    """What the run may use."""
+
+    platform: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where a GPU is visible")
+    devices: PositiveInt = Field(
+        1, description="devices in the colocated pool; on cpu, one process counts as one device"
+    )
+    peak_tflops: PositiveFloat | None = Field(
+        None, description="what one device could do in model.dtype, TFLOP/s; gives perf/mfu"
+    )
+
+
+class Model(Section):
+    """The policy to train."""
+
+    path: UserPath = Field(strict=False, description="HF folder: config.json, tokenizer, safetensors")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="of the weights in forward, backward and rollout"
+    )
+
+
+class Deadlines(Section):
+    """Longest waits, in seconds; when one passes, the run stops with phase, role, ranks and stacks."""
+
+    start_s: PositiveFloat = Field(600.0, description="servers and ranks up and loaded")
+    rollout_s: PositiveFloat = Field(3600.0, description="one step's samples, or one evaluation")
+    train_s: PositiveFloat = Field(3600.0, description="one log-prob pass or one update")
+    sync_s: PositiveFloat = Field(600.0, description="one verified weight sync")
+    save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
+
+
+class Wandb(Section):
+    """Weights & Biases; offline when no key is in the environment."""
+
+    project: str = Field("megarl", description="project name")
+
+
+class Report(Section):
+    """Where metrics go, beside the console and metrics.jsonl."""
+
+    tensorboard: bool = Field(True, description="event files in the run's folder")
+    wandb: Wandb | None = Field(None, description="also to wandb")
+    samples: Annotated[int, Field(ge=0)] = Field(
+        16, description="samples of each step written to samples/, for reading"
+    )
