@@ -1,0 +1,210 @@
+"""One node of a job: starts this node's part of the job's Ray, and ends it with everything in it.
+
+    RAY_AUTH_MODE=token RAY_AUTH_TOKEN=... python -m megarl.launch.node --head 10.0.0.1:26000 --run-id 5f0c --temp /tmp/megarl-7
+
+The node that has the head's address starts the head, every other one joins it; all of them listen on the node's own
+address, on ports that are free. It says on its standard output how far it is (words.py), and goes on until its standard
+input ends: whoever started it needs nothing but to close that, and a leader that is killed has closed it too.
+
+Not for a run on one machine: `megarl train` starts its own Ray. Standard library only: it must start fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from megarl.core import janitor
+from megarl.launch.words import ALIVE_EVERY_S, Message, Word
+from megarl.rollout.process import free_port
+
+RAY_STARTED = "Ray runtime started."
+POLL_S = 0.2
+LOG_LINES = 25
+
+
+class NodeError(Exception):
+    """This node cannot be part of the job."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One node's part of a job's Ray.
+
+    head: address and port of the job's head. run_id: marks this node's processes for the janitor. temp: folder for
+    sockets and logs, short and on this node's own disk; removed in the end. resources: beside the GPUs that Ray finds.
+    """
+
+    head: str
+    run_id: str
+    temp: Path
+    cpus: int
+    resources: dict[str, float]
+    deadline_s: float
+
+    @property
+    def head_place(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.head.rpartition(":")
+        return host, int(port)
+
+
+def own_address(peer: str) -> str:
+    """The address of this machine from which it reaches another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+
+
+def ray_command(spec: NodeSpec, address: str) -> list[str]:
+    """`ray start` for this node. Nothing has a fixed port but the head: other jobs may run on the same node."""
+    resources = ",".join(f'"{name}": {count}' for name, count in spec.resources.items())
+    host, port = spec.head_place
+    if address == host:
+        role = ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port(host)}"]
+    else:
+        role = [f"--address={spec.head}"]
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role),
+        *(f"--node-ip-address={address}", f"--temp-dir={spec.temp}", f"--num-cpus={spec.cpus}"),
+        *(f"--resources={{{resources}}}", "--min-worker-port=0", "--max-worker-port=0"),
+        *("--dashboard-agent-listen-port=0", "--include-log-monitor=false", "--disable-usage-stats", "--no-monitor"),
+    ]
+
+
+class Node:
+    """This node, from its start to its end."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._spec = spec
+        self._address = own_address(spec.head_place[0])
+        self._name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        self._log = spec.temp / "ray_start.log"
+        self._registry = spec.temp / "shared_memory.txt"
+
+    def run(self) -> None:
+        """Start, say so, and wait for the end of standard input. Raises NodeError."""
+        spec = self._spec
+        self._say("started")
+        spec.temp.mkdir(mode=0o700)
+        # Outlives this process where it is killed alone, and removes what it has left.
+        guard = janitor.start(spec.run_id, self._registry, folders=[spec.temp])
+        try:
+            end = time.monotonic() + spec.deadline_s
+            if self._address != spec.head_place[0]:
+                self._await_head(end)
+            ray = self._start_ray()
+            self._await(ray, end, RAY_STARTED)
+            self._say("ready")
+            self._await(ray, None)
+        finally:
+            janitor.clean(spec.run_id, self._registry, folders=[spec.temp], but=[guard.pid])
+            guard.kill()
+            guard.wait()
+
+    def _start_ray(self) -> subprocess.Popen[bytes]:
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                ray_command(self._spec, self._address),
+                env={**os.environ, janitor.RUN_ID_VARIABLE: self._spec.run_id, "RAY_TMPDIR": str(self._spec.temp)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _await_head(self, end: float) -> None:
+        """Until the head listens."""
+        while True:
+            try:
+                socket.create_connection(self._spec.head_place, timeout=1.0).close()
+                return
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise NodeError(
+                        f"{self._name} ({self._address}) cannot reach the head at {self._spec.head}: {error}"
+                    ) from error
+            self._heed(POLL_S)
+
+    def _await(self, ray: subprocess.Popen[bytes], end: float | None, text: str | None = None) -> None:
+        """Until Ray has said so; without a text, until standard input ends."""
+        said = time.monotonic()
+        while text is None or text not in self._log.read_text(errors="replace"):
+            if ray.poll() is not None:
+                raise NodeError(f"Ray ended on {self._name} (exit code {ray.returncode}):\n{self._log_tail()}")
+            if end is not None and time.monotonic() > end:
+                raise NodeError(f"Ray did not start on {self._name} in time:\n{self._log_tail()}")
+            if time.monotonic() - said >= ALIVE_EVERY_S:
+                said = time.monotonic()
+                self._say("alive")
+            self._heed(POLL_S)
+
+    def _heed(self, timeout_s: float) -> None:
+        """Wait a moment; raises EndOfJob when the leader has closed standard input."""
+        if select.select([sys.stdin], [], [], timeout_s)[0] and not os.read(sys.stdin.fileno(), 4096):
+            raise EndOfJob
+
+    def _log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+
+    def _say(self, word: Word) -> None:
+        try:
+            print(Message(word, self._name, self._address).line(), flush=True)
+        except BrokenPipeError:
+            raise EndOfJob from None
+
+
+class EndOfJob(Exception):
+    """The leader is done, or gone."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise EndOfJob
+
+
+def _resource(text: str) -> tuple[str, float]:
+    name, _, count = text.partition("=")
+    return name, float(count)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Exit code 0 when the leader ended the job, 1 when this node could not go on."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--head", required=True, help="address:port of the job's head")
+    parser.add_argument("--run-id", required=True, help="marks the processes of this job")
+    parser.add_argument("--temp", required=True, type=Path, help="folder to make, on this node's own disk; short")
+    parser.add_argument("--resource", type=_resource, action="append", default=[], help="name=count, beside GPUs")
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds until Ray has to run here")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, _terminate)
+    cpus = len(os.sched_getaffinity(0))
+    spec = NodeSpec(
+        options.head,
+        options.run_id,
+        options.temp,
+        cpus,
+        dict(options.resource),
+        options.deadline,
+    )
+    try:
+        Node(spec).run()
+    except EndOfJob:
+        return 0
+    except NodeError as error:
+        print(f"megarl: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
