@@ -46,6 +46,14 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the last committed checkpoint of this run's folder.")
 ]
 
+GoOn = Annotated[
+    bool,
+    typer.Option(
+        "--continue",
+        help="As --resume where there is a checkpoint; else begin, in place of an earlier start that committed none.",
+    ),
+]
+
 
 def _size(axis: str) -> Any:
     return typer.Option(min=1, help=f"{axis} parallel size.", rich_help_panel="Layout")
@@ -80,7 +88,7 @@ Target = Annotated[Path, typer.Argument(metavar="DST", help="Folder to make.", s
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, go_on: GoOn = False) -> None:
     """Train a policy by reinforcement learning.
 
     Checks the whole recipe first (keys, batch sizes, model folder, data rows, reward function) and refuses it with one
@@ -91,11 +99,11 @@ def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = Fals
     """
     from megarl.commands import run_train
 
-    run_train(recipe, overrides or [], resume)
+    run_train(recipe, overrides or [], resume, go_on)
 
 
 @app.command()
-def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, go_on: GoOn = False) -> None:
     """Train a model on demonstrations, on the same Megatron engine.
 
     Rows hold chats (`messages`) or a prompt and a response; only the assistant's tokens are trained on.
@@ -104,7 +112,7 @@ def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False)
     """
     from megarl.commands import run_sft
 
-    run_sft(recipe, overrides or [], resume)
+    run_sft(recipe, overrides or [], resume, go_on)
 
 
 @app.command(name="eval")
@@ -299,7 +307,8 @@ def inspect_checkpoint(
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends a run as Ctrl-C does: everything is torn down in order."""
+    """SIGTERM ends a run as Ctrl-C does: everything is torn down in order, which a second one must not interrupt."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

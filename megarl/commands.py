@@ -6,6 +6,7 @@ Ray and the engines are imported only once a recipe has been accepted, so that a
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from megarl.checkpoints import Checkpoints, Committed
+from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
+from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
 from megarl.models.flops import mfu
 from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_sft
@@ -51,6 +54,7 @@ class Keeper:
     data: Any  # where samples come from: state()
     cluster: Cluster
     async_save: bool
+    stop: StopRequest
     _pending: tuple[int, dict[str, Any]] | None = None  # a checkpoint that is being written: step and state
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
@@ -74,6 +78,10 @@ class Keeper:
         self._pending = (state.step, content)
         if not self.async_save:
             self.finish()
+
+    def stopping(self) -> bool:
+        """Whether the run is to end with this step."""
+        return self.stop.asked
 
     def finish(self) -> None:
         """Commit the checkpoint that is being written; nothing where none is."""
@@ -111,6 +119,7 @@ class Open:
     writers: Writers
     checkpoints: Checkpoints
     committed: Committed | None
+    stop: StopRequest
     stack: ExitStack
 
 
@@ -126,17 +135,29 @@ def _opened(loaded: Loaded[R], checked: Preflight, resume: bool) -> Iterator[Ope
     for line in checked.lines():
         out.print(line, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
-        yield Open(console, PhaseTimer(on_phase=console.phase), writers, checkpoints, committed, stack)
+        yield Open(console, PhaseTimer(on_phase=console.phase), writers, checkpoints, committed, stop, stack)
 
 
-def run_train(path: Path, overrides: list[str], resume: bool) -> None:
+def _resumes(folder: Path, resume: bool, go_on: bool) -> bool:
+    """Whether the run starts from a checkpoint. go_on: where there is one; an earlier start without one is forgotten."""
+    checkpoints = folder / CHECKPOINTS
+    if not go_on or any(checkpoints.glob("step_*")):
+        return resume or go_on
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    (folder / METRICS_FILE).unlink(missing_ok=True)
+    return False
+
+
+def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl train`."""
     loaded = load_recipe(path, overrides, Recipe)
     recipe = loaded.recipe
+    resume = _resumes(recipe.run.folder, resume, go_on)
     checked = preflight(recipe, resume=resume)
     from megarl.session import train_session
 
@@ -152,6 +173,7 @@ def run_train(path: Path, overrides: list[str], resume: bool) -> None:
                 session.rollout,
                 recipe.cluster,
                 recipe.train.async_save,
+                run.stop,
             )
             state = keeper.restore(run.committed)
         first = State(state.step, state.weight_version + 1)
@@ -162,15 +184,16 @@ def run_train(path: Path, overrides: list[str], resume: bool) -> None:
                 with timer.phase("eval"):
                     before |= session.rollout.evaluate(0, first.weight_version).metrics
             keeper.record(0, before)
-        train(Cast(session.rollout, session.actor, session.reference, session.sync, keeper, timer), recipe, first)
-        keeper.finish()
+        cast = Cast(session.rollout, session.actor, session.reference, session.sync, keeper, timer)
+        _end(keeper, train(cast, recipe, first), recipe)
         _finish(run, session.actor, recipe)
 
 
-def run_sft(path: Path, overrides: list[str], resume: bool) -> None:
+def run_sft(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl sft`."""
     loaded = load_recipe(path, overrides, SftRecipe)
     recipe = loaded.recipe
+    resume = _resumes(recipe.run.folder, resume, go_on)
     checked = preflight_sft(recipe, resume=resume)
     from megarl.session import sft_session
 
@@ -185,11 +208,21 @@ def run_sft(path: Path, overrides: list[str], resume: bool) -> None:
                 session.feeder,
                 recipe.cluster,
                 recipe.train.async_save,
+                run.stop,
             )
             state = keeper.restore(run.committed)
-        sft(SftCast(session.feeder, session.model, keeper, run.timer), recipe, state)
-        keeper.finish()
+        _end(keeper, sft(SftCast(session.feeder, session.model, keeper, run.timer), recipe, state), recipe)
         _finish(run, session.model, recipe)
+
+
+def _end(keeper: Keeper, state: State, recipe: Recipe | SftRecipe) -> None:
+    """Commit what is being written. Raises StoppedError where steps are left."""
+    keeper.finish()
+    if state.step < recipe.train.steps:
+        raise StoppedError(
+            f"stopped as it was asked to, after step {state.step} of {recipe.train.steps}, which is committed. Go on with "
+            "it by --resume."
+        )
 
 
 def _finish(run: Open, model: Any, recipe: Recipe | SftRecipe) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import check_rows, load_prompts
 from megarl.data.sft import check_demonstrations, load_demonstrations
@@ -30,6 +31,7 @@ from megarl.recipe.supervised import SftRecipe
 from megarl.rewards.resolve import resolve_reward
 
 CHECKPOINTS = "checkpoints"
+EXPORTED = "hf/config.json"  # the last thing that a run does
 # What a run leaves once it has done something; logs of a start that failed are not worth keeping a name for.
 RESULTS = ("metrics.jsonl", CHECKPOINTS, "hf")
 
@@ -59,11 +61,14 @@ class Preflight:
         ]
 
 
-def preflight(recipe: Recipe, *, resume: bool = False) -> Preflight:
-    """Check a run of `megarl train`. Raises UserError for the first thing that cannot work."""
+def preflight(recipe: Recipe, *, resume: bool = False, here: bool = True) -> Preflight:
+    """Check a run of `megarl train`. Raises UserError for the first thing that cannot work.
+
+    here: the run's devices are this machine's.
+    """
     plan = plan_batches(recipe)
     check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
-    platform = check_devices(recipe)
+    platform = check_devices(recipe, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data)
     model = _check_generation(recipe)
@@ -91,11 +96,11 @@ def preflight_eval(recipe: Recipe) -> Preflight:
     return Preflight(plan, platform, model, 0, 0, _count_eval_rows(recipe))
 
 
-def preflight_sft(recipe: SftRecipe, *, resume: bool = False) -> Preflight:
-    """Check a run of `megarl sft`. Raises UserError for the first thing that cannot work."""
+def preflight_sft(recipe: SftRecipe, *, resume: bool = False, here: bool = True) -> Preflight:
+    """Check a run of `megarl sft`, as `preflight` does. Raises UserError for the first thing that cannot work."""
     plan = plan_batches(recipe)
     check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
-    platform = check_devices(recipe)
+    platform = check_devices(recipe, here=here)
     check_demonstrations(recipe.data.train, recipe.data)
     model = _check_model_folder(recipe.model.path)
     _check_context(model, recipe.data.max_tokens, "data.max_tokens")
@@ -110,7 +115,7 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
     """A new run needs a folder without results, a resumed one a checkpoint and steps left. Raises UserError."""
     if resume:
         done = Checkpoints(folder / CHECKPOINTS, keep_last=1).latest().step
-        if done >= steps:
+        if done >= steps and (folder / EXPORTED).exists():
             raise UserError(
                 f"{folder} has already done {done} steps, and train.steps is {steps}: nothing is left to do. "
                 "Raise train.steps to go on."
@@ -128,10 +133,13 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
         raise UserError(f"The run's folder {folder} cannot be made: {existing} {what}. Set run.dir to another folder.")
 
 
-def check_devices(recipe: AnyRecipe) -> Platform:
-    """The platform, if it has the devices that the recipe asks for. Raises UserError."""
+def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
+    """The platform, if it has the devices that the recipe asks for. Raises UserError.
+
+    here: off where the devices are other machines', as they are for a run that joins a Ray which runs.
+    """
     platform = get_platform(recipe.cluster.platform)
-    there = num_local_devices(platform)
+    there = num_local_devices(platform) if here and RAY_ADDRESS_VARIABLE not in os.environ else None
     wanted = recipe.cluster.devices
     if there is not None and there < wanted:
         raise UserError(

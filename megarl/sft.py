@@ -33,7 +33,7 @@ class SftCast:
 
 
 def sft(cast: SftCast, recipe: SftRecipe, state: State) -> State:
-    """Run the steps that are left; returns the state after the last."""
+    """Run the steps that are left, or those until a request to stop; returns the state after the last."""
     timer = cast.timer
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
@@ -42,8 +42,11 @@ def sft(cast: SftCast, recipe: SftRecipe, state: State) -> State:
             with timer.phase("update"):
                 metrics = cast.model.update(batch)
             state = State(step, state.weight_version + 1)
-            if due(step, recipe.train.save_every, recipe.train.steps):
+            stopping = cast.keeper.stopping()
+            if stopping or due(step, recipe.train.save_every, recipe.train.steps):
                 with timer.phase("save"):
                     cast.keeper.save(state)
         cast.keeper.record(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
+        if stopping:
+            break
     return state

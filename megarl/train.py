@@ -1,6 +1,7 @@
 """The loop. It reads like the algorithm and schedules references; tokens never pass through it.
 
-    generate -> grade (as samples finish) -> old log-probs -> reference log-probs -> advantages -> update -> verified weight sync
+    generate -> grade (as samples finish) -> log-probs, values, scores of the roles -> advantages and returns
+    -> critic update -> actor update -> verified weight sync
 
 Who the roles are, where they run and in how many processes is decided elsewhere (megarl/cluster). What each step does to
 the weights is decided by pure functions (megarl/algorithms).
@@ -27,25 +28,33 @@ class Batch(Protocol):
         """Counts and metrics."""
 
 
+class Learnable(Protocol):
+    """What a step is learned from."""
+
+    @property
+    def columns(self) -> dict[str, References]:
+        """Advantages, returns and the like."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """How they came about."""
+
+
 class Rollout(Protocol):
-    """Generates, grades and packs; evaluates."""
+    """Generates, grades and packs; makes advantages; evaluates."""
 
     def generate(self, step: int, weight_version: int) -> Any: ...  # noqa: D102
-    def advantages(self, batch: Any) -> References: ...  # noqa: D102
+    def advantages(self, batch: Any, columns: dict[str, References]) -> Learnable: ...  # noqa: D102
     def evaluate(self, step: int, weight_version: int) -> EvalResult: ...  # noqa: D102
 
 
-class Actor(Protocol):
-    """The policy under training."""
+class Role(Protocol):
+    """A model that Megatron holds. Only the actor and the critic are updated."""
 
     def logprobs(self, batch: Any) -> References: ...  # noqa: D102
-    def update(self, batch: Any, **columns: References) -> dict[str, float]: ...  # noqa: D102
-
-
-class Reference(Protocol):
-    """The frozen policy."""
-
-    def logprobs(self, batch: Any) -> References: ...  # noqa: D102
+    def values(self, batch: Any) -> References: ...  # noqa: D102
+    def update(self, batch: Any, columns: dict[str, References]) -> dict[str, float]: ...  # noqa: D102
+    def copy_from(self, other: Any) -> None: ...  # noqa: D102
 
 
 class WeightSync(Protocol):
@@ -55,10 +64,11 @@ class WeightSync(Protocol):
 
 
 class Keeper(Protocol):
-    """Commits checkpoints and records metrics."""
+    """Commits checkpoints and records metrics; knows whether somebody has asked for the run to stop."""
 
     def record(self, step: int, metrics: dict[str, float]) -> None: ...  # noqa: D102
     def save(self, state: State) -> None: ...  # noqa: D102
+    def stopping(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -71,11 +81,14 @@ class State:
 
 @dataclass(frozen=True)
 class Cast:
-    """Everybody in the run. `reference` is None where no KL asks for it."""
+    """Everybody in the run. Roles that the recipe does not ask for are None."""
 
     rollout: Rollout
-    actor: Actor
-    reference: Reference | None
+    actor: Role
+    reference: Role | None
+    critic: Role | None
+    reward_model: Role | None
+    teacher: Role | None
     sync: WeightSync
     keeper: Keeper
     timer: PhaseTimer
@@ -88,25 +101,30 @@ def due(step: int, every: int | None, last: int) -> bool:
 
 def train(cast: Cast, recipe: Recipe, state: State) -> State:
     """Run the steps that are left; returns the state after the last."""
-    rollout, actor, reference, timer = cast.rollout, cast.actor, cast.reference, cast.timer
+    rollout, timer = cast.rollout, cast.timer
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
             with timer.phase("rollout"):
                 batch = rollout.generate(step, state.weight_version)
-            columns: dict[str, References] = {}
-            with timer.phase("logprobs"):
-                columns["old_logprobs"] = actor.logprobs(batch)
-            if reference is not None:
-                with timer.phase("reference"):
-                    columns["ref_logprobs"] = reference.logprobs(batch)
+            columns = score(cast, recipe, batch)
             with timer.phase("advantages"):
-                columns["advantages"] = rollout.advantages(batch)
-            for _ in range(recipe.actor.epochs):
-                with timer.phase("update"):
-                    metrics = actor.update(batch, **columns)
+                learnable = rollout.advantages(batch, columns)
+            columns, metrics = columns | learnable.columns, dict(learnable.metrics)
+            if cast.critic is not None and recipe.critic is not None:
+                for _ in range(recipe.critic.epochs):
+                    with timer.phase("critic"):
+                        metrics |= cast.critic.update(batch, columns)
+            if recipe.critic is None or step > recipe.critic.warmup_steps:
+                for _ in range(recipe.actor.epochs):
+                    with timer.phase("update"):
+                        metrics |= cast.actor.update(batch, columns)
             state = State(step, state.weight_version + 1)
             with timer.phase("sync"):
                 metrics |= cast.sync.push(state.weight_version)
+            every = recipe.reference.refresh_every
+            if cast.reference is not None and every is not None and step % every == 0:
+                with timer.phase("reference"):
+                    cast.reference.copy_from(cast.actor)
             if recipe.data.eval is not None and due(step, recipe.eval.every, recipe.train.steps):
                 with timer.phase("eval"):
                     metrics |= rollout.evaluate(step, state.weight_version).metrics
@@ -115,3 +133,24 @@ def train(cast: Cast, recipe: Recipe, state: State) -> State:
                     cast.keeper.save(state)
         cast.keeper.record(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
     return state
+
+
+def score(cast: Cast, recipe: Recipe, batch: Any) -> dict[str, References]:
+    """What each role says of the step's samples, before anything learns from them."""
+    columns: dict[str, References] = {}
+    if recipe.algorithm.old_logprobs == "trainer":
+        with cast.timer.phase("logprobs"):
+            columns["old_logprobs"] = cast.actor.logprobs(batch)
+    if cast.reference is not None:
+        with cast.timer.phase("reference"):
+            columns["ref_logprobs"] = cast.reference.logprobs(batch)
+    if cast.teacher is not None:
+        with cast.timer.phase("teacher"):
+            columns["teacher_logprobs"] = cast.teacher.logprobs(batch)
+    if cast.critic is not None:
+        with cast.timer.phase("values"):
+            columns["values"] = cast.critic.values(batch)
+    if cast.reward_model is not None:
+        with cast.timer.phase("reward_model"):
+            columns["scores"] = cast.reward_model.values(batch)
+    return columns

@@ -97,9 +97,12 @@ def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:
         5, lambda folder: (folder / "weights").touch(), {"weight_version": 5}
     )
     check_run_folder(tmp_path, 6, resume=True)
+    check_run_folder(tmp_path, 5, resume=True)  # its export is missing
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").touch()
     with pytest.raises(UserError, match=r"already done 5 steps, and train\.steps is 5"):
         check_run_folder(tmp_path, 5, resume=True)
-    with pytest.raises(UserError, match=r"already holds a run \(checkpoints\)"):
+    with pytest.raises(UserError, match=r"already holds a run \(checkpoints, hf\)"):
         check_run_folder(tmp_path, 6, resume=False)
 
 

@@ -23,6 +23,7 @@ class Recorder:
     name: str
     calls: list[Any]
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    stop_after: int = 99  # the step in which somebody asks
 
     @property
     def info(self) -> BatchInfo:
@@ -55,13 +56,19 @@ class Recorder:
     def save(self, state: State) -> None:
         self.calls.append(("save", state))
 
+    def stopping(self) -> bool:
+        return len(self.metrics) + 1 >= self.stop_after
+
     def record(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics[step] = metrics
 
 
-def run(state: State, *, reference: bool, epochs: int = 1) -> tuple[list[Any], Recorder, State]:
+def run(state: State, *, reference: bool, epochs: int = 1, stop_after: int = 99) -> tuple[list[Any], Recorder, State]:
     calls: list[Any] = []
-    part = {name: Recorder(name, calls) for name in ("rollout", "actor", "reference", "sync", "keeper")}
+    part = {
+        name: Recorder(name, calls, stop_after=stop_after)
+        for name in ("rollout", "actor", "reference", "sync", "keeper")
+    }
     recipe = Recipe(
         model=Model(path=Path("m")),
         data=Data(train=Path("t"), eval=Path("e")),
@@ -108,6 +115,12 @@ def test_without_a_reference_nobody_asks_for_it_and_epochs_repeat_the_update() -
     assert [call[1] for call in calls if call[0] == "evaluate"] == [2, 3]
     assert [call[1].step for call in calls if call[0] == "save"] == [2, 3]
     assert list(keeper.metrics) == [1, 2, 3] and end == State(3, 3)
+
+
+def test_a_request_to_stop_commits_the_step_under_way_and_ends_the_loop() -> None:
+    calls, keeper, end = run(State(), reference=False, stop_after=1)
+    assert [call[1] for call in calls if call[0] == "save"] == [State(1, 1)]  # no multiple of save_every
+    assert list(keeper.metrics) == [1] and end == State(1, 1)
 
 
 @pytest.mark.parametrize(

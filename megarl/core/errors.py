@@ -26,5 +26,11 @@ class WorkerDiedError(MegarlError):
     """A process of the run died: names it, how it ended, and shows the last lines of its log."""
 
 
+class StoppedError(MegarlError):
+    """The run has stopped before its end, as it was asked to, with a checkpoint of its last step: it can go on later."""
+
+    exit_code = 75  # what sysexits.h calls a temporary failure
+
+
 class SyncError(MegarlError):
     """A weight sync that failed or that could not be verified: carries the servers and the numbers."""
