@@ -1,18 +1,21 @@
-"""What the nodes of a run need to know of their network: the interface of an address, and whether peers can be reached."""
+"""What the nodes of a run need to know of their network: the interface of an address, and whether peers can be reached.
+
+Plain TCP: what this says is true before Ray, gloo or NCCL has said a word. Not for traffic of the run.
+"""
 
 from __future__ import annotations
 
+import secrets
 import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-# For the processes that `ray start` starts: a node that cannot be reached is given up after some 20 seconds, not 64.
-RAY_HEALTH_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "2000",
-    "RAY_health_check_timeout_ms": "5000",
-    "RAY_health_check_failure_threshold": "3",
-}
+# More than one packet: a path that only lets small ones pass is broken, too.
+PROBE_BYTES = 8192
+MAX_PROBES = 64  # side by side
 
 
 def interface_of(address: str) -> str:
@@ -21,3 +24,57 @@ def interface_of(address: str) -> str:
         if any(each.family in (socket.AF_INET, socket.AF_INET6) and each.address == address for each in held):
             return name
     return ""
+
+
+class Echo:
+    """Listens on one address, on a port of its own, and sends back what it gets; from a thread that ends with the process."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.create_server((address, 0), backlog=256)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._listen, daemon=True, name="echo").start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        # Closing alone would leave the thread waiting.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=_answer, args=(peer,), daemon=True).start()
+
+
+def _answer(peer: socket.socket) -> None:
+    with peer:
+        peer.settimeout(60.0)
+        try:
+            while data := peer.recv(PROBE_BYTES):
+                peer.sendall(data)
+        except OSError:
+            return  # the peer has given up
+
+
+def probe(address: str, port: int, timeout_s: float) -> str:
+    """Send some kilobytes to an Echo and have them back; returns what went wrong, or nothing."""
+    sent, back = secrets.token_bytes(PROBE_BYTES), b""
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s) as peer:
+            peer.sendall(sent)
+            while len(back) < PROBE_BYTES and (data := peer.recv(PROBE_BYTES)):
+                back += data
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except OSError as error:
+        return str(error)
+    return "" if back == sent else f"{len(back)} of {PROBE_BYTES} bytes came back, or others than were sent"
+
+
+def probe_all(peers: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
+    """`probe` every peer, side by side; what went wrong, in their order."""
+    with ThreadPoolExecutor(max_workers=min(MAX_PROBES, len(peers)) or 1) as pool:
+        return list(pool.map(lambda peer: probe(*peer, timeout_s), peers))

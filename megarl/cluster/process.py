@@ -1,4 +1,4 @@
-"""What every actor process of a run does first: its own log file, and stacks on request."""
+"""What every actor process of a run does first: its folder, its own log file, its network interface, stacks on request."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.cluster.network import interface_of
+
+LOOPBACK = "127.0.0.1"
 # Megarl's own request for all stacks of a process; the handler runs even while the process hangs in native code.
 STACK_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """How an actor's process names itself and where it writes."""
+    """How an actor's process names itself, where it works and writes, and by which address others reach it."""
 
     name: str  # for people: "actor rank 0", "collector", "server 1"
     logs: Path
+    address: str = LOOPBACK  # of its node
+    cwd: Path | None = None  # the driver's: what relative paths in a recipe start from; None stays where it is
 
     @property
     def log(self) -> Path:
@@ -38,10 +43,20 @@ class ProcessFacts:
 
     pid: int
     host: str
+    address: str = LOOPBACK
 
 
 def configure_process(spec: ProcessSpec) -> ProcessFacts:
-    """Send this process's output to its log file and have it write all stacks when STACK_SIGNAL arrives."""
+    """Send this process's output to its log file and have it write all stacks when STACK_SIGNAL arrives.
+
+    Collectives of this process and of those that it starts use the interface of its node's address.
+    """
+    if spec.cwd is not None:
+        os.chdir(spec.cwd)
+    if interface := interface_of(spec.address):
+        # Who names an interface for the job knows better. NCCL takes names for prefixes without the equals sign.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     spec.logs.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -52,7 +67,7 @@ def configure_process(spec: ProcessSpec) -> ProcessFacts:
     faulthandler.enable()
     # The file stays open for the life of the process: a signal handler cannot open one.
     faulthandler.register(STACK_SIGNAL, file=spec.stack.open("w"), all_threads=True)
-    return ProcessFacts(os.getpid(), socket.gethostname())
+    return ProcessFacts(os.getpid(), socket.gethostname(), spec.address)
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -1,35 +1,47 @@
-"""A local Ray for one run: started with a secret, on a temporary folder of its own, and ended with everything in it."""
+"""The Ray of one run: its own, on this machine, or one over several nodes that a job has started and that it joins.
+
+A Ray of its own has a secret and a temporary folder, and ends with everything in it. One that was joined goes on, and
+nothing of the run is left on its nodes.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import ray
 
+from megarl.cluster.nodes import REGISTRY, Node, Nodes
+from megarl.cluster.process import LOOPBACK, ProcessSpec
+from megarl.cluster.seats import Seat, reserve
 from megarl.core import janitor
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 
 log = get_logger(__name__)
 
-LOOPBACK = "127.0.0.1"
+CONNECT_S = 10.0
 
 
 @dataclass
 class Runtime:
     """What every process of the run needs to know. Use as a context manager: leaving it leaves nothing behind.
 
-    folder: the run's folder. run_id: marks every process of the run. api_key: the servers' and the router's.
+    folder: the run's folder, absolute. run_id: marks every process of the run. api_key: the servers' and the router's.
+    nodes: the driver's first. seats: one a rank, in the order of the ranks.
     """
 
     platform: Platform
@@ -38,6 +50,8 @@ class Runtime:
     api_key: str
     temp: Path
     guard: subprocess.Popen[bytes]
+    nodes: Nodes = field(default_factory=lambda: Nodes(()))
+    seats: tuple[Seat, ...] = ()
 
     @property
     def logs(self) -> Path:
@@ -45,62 +59,61 @@ class Runtime:
         return self.folder / "logs"
 
     @property
-    def registry(self) -> Path:
-        """File with the names of shared memory to remove when the run ends."""
-        return self.folder / "shared_memory.txt"
+    def here(self) -> Node:
+        """The driver's node."""
+        return self.nodes.members[0]
+
+    def address_of(self, node: Node) -> str:
+        """Where a node's processes listen: on its loopback where there is no other node that could want to reach them."""
+        return node.address if len(self.nodes.members) > 1 else LOOPBACK
+
+    def process(self, name: str, node: Node | None = None) -> ProcessSpec:
+        """How a process of the run begins; on the driver's node where none is given."""
+        return ProcessSpec(name, self.logs, self.address_of(node or self.here), Path.cwd())
 
     @classmethod
-    def start(cls, platform: Platform, folder: Path, num_devices: int) -> Runtime:
-        """Start Ray on this machine with `num_devices` of the platform's resource, and the janitor that outlives it.
+    def start(cls, platform: Platform, folder: Path, num_devices: int, reads: Sequence[Path] = ()) -> Runtime:
+        """Start Ray on this machine, or join the one that the environment names, and take a device for every rank.
 
-        Raises MegarlError when Ray does not start; nothing is left behind then.
+        reads: what every node has to see, beside the run's folder. Raises UserError, DeadlineError and MegarlError; what
+        was started is gone then.
         """
         run_id = secrets.token_hex(8)
+        folder = folder.resolve()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         # Ray's sockets live here and their paths must stay short.
         temp = Path(tempfile.mkdtemp(prefix="megarl-"))
         os.environ.update(platform.env)
         os.environ[janitor.RUN_ID_VARIABLE] = run_id
-        registry = folder / "shared_memory.txt"
-        registry.unlink(missing_ok=True)
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
-        guard = janitor.start(run_id, registry, folders=[temp])
+        guard = janitor.start(run_id, temp / REGISTRY, folders=[temp])
         runtime = cls(platform, folder, run_id, secrets.token_hex(32), temp, guard)
-        on_terminate = signal.getsignal(signal.SIGTERM)
+        address = os.environ.get(RAY_ADDRESS_VARIABLE)
         try:
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, 1),
-                # GPUs are a resource that Ray finds by itself; virtual CPU devices are not.
-                resources={} if platform.ray_resource == "GPU" else {platform.ray_resource: float(num_devices)},
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                _temp_dir=str(temp),
-                _node_ip_address=LOOPBACK,
-                namespace=run_id,
-            )
-        except Exception as error:
+            if address:
+                _join_ray(address, run_id, platform)
+                runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, [folder, *reads])
+            else:
+                _start_ray(platform, run_id, num_devices, temp)
+                here = ray.get_runtime_context().get_node_id()
+                runtime.nodes = Nodes((Node(socket.gethostname(), LOOPBACK, here, temp),))
+            runtime.seats = reserve(platform, runtime.nodes.members, num_devices)
+        except BaseException:
             runtime.close()
-            raise MegarlError(f"Ray did not start on this machine: {error}") from error
-        finally:
-            # Ray puts a handler of its own there, which ends the process with an exit code of its own.
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, on_terminate)
+            raise
         return runtime
 
     def close(self) -> None:
-        """End Ray and every process of the run; remove its shared memory and temporary files."""
+        """End every process of the run, and the Ray that it started; remove its shared memory and temporary files."""
         if ray.is_initialized():
+            self.nodes.clean()
             ray.shutdown()
-        cleaned = janitor.clean(self.run_id, self.registry, but=[self.guard.pid])
+        cleaned = janitor.clean(self.run_id, self.temp / REGISTRY, folders=[self.temp], but=[self.guard.pid])
         if cleaned.pids:
             log.info("ended %d processes that were still there", len(cleaned.pids))
-        shutil.rmtree(self.temp, ignore_errors=True)
         os.environ.pop(janitor.RUN_ID_VARIABLE, None)
         self.guard.kill()
         self.guard.wait()
-        self.registry.unlink(missing_ok=True)
 
     def __enter__(self) -> Runtime:
         return self
@@ -109,3 +122,54 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _start_ray(platform: Platform, run_id: str, num_devices: int, temp: Path) -> None:
+    """A Ray of the run's own. Raises MegarlError when it does not start."""
+    _init(
+        "on this machine",
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, 1),
+        # GPUs are a resource that Ray finds by itself; virtual CPU devices are not.
+        resources={} if platform.ray_resource == "GPU" else {platform.ray_resource: float(num_devices)},
+        include_dashboard=False,
+        _temp_dir=str(temp),
+        _node_ip_address=LOOPBACK,
+        namespace=run_id,
+    )
+
+
+def _join_ray(address: str, run_id: str, platform: Platform) -> None:
+    """The Ray at host:port. Raises UserError where none answers, MegarlError where it does not take this run."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"{RAY_ADDRESS_VARIABLE} is {address!r}: it has to be host:port, or not to be set.")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"{RAY_ADDRESS_VARIABLE} is {address}, and no Ray answers there: {error}. Start one on this node (megarl "
+            "submit does), or unset the variable to run on this machine alone."
+        ) from error
+    # Ray's processes are not this run's; its workers are, and carry its id.
+    env = {**platform.env, janitor.RUN_ID_VARIABLE: run_id}
+    _init(f"at {address}", address=address, namespace=run_id, runtime_env={"env_vars": env})
+
+
+def _init(where: str, **settings: Any) -> None:
+    try:
+        with _own_handlers():
+            ray.init(log_to_driver=False, configure_logging=False, **settings)
+    except Exception as error:
+        raise MegarlError(f"Ray {where} did not start this run: {error}") from error
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Keeps SIGTERM's handler: Ray puts one of its own there, which ends the process with an exit code of its own."""
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)

@@ -10,8 +10,10 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
-from megarl.cluster.runtime import LOOPBACK, Runtime
+from megarl.cluster.nodes import Node
+from megarl.cluster.process import LOOPBACK, ProcessFacts, ProcessSpec, configure_process
+from megarl.cluster.runtime import Runtime
+from megarl.cluster.seats import beside, reserve, seat_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import WorkerDiedError
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
@@ -118,23 +120,28 @@ class ServerPool:
         cls, runtime: Runtime, spec: ServerSpec, count: int, request_timeout_s: float, waiter: Waiter, deadline_s: float
     ) -> LaunchingPool:
         """Start all processes side by side; returns at once, so that ranks can start meanwhile."""
-        place = ProcessPlace(
-            runtime.logs, runtime.api_key, LOOPBACK, {RUN_ID_VARIABLE: runtime.run_id}, temp=runtime.temp
+        nodes = runtime.nodes.members
+        seats = (
+            reserve(runtime.platform, nodes, count, spec.tp)
+            if runtime.platform.has_device_memory
+            else beside(nodes, runtime.seats, count)
         )
         workers = []
-        for index in range(count):
-            process = ProcessSpec(f"server {index}", runtime.logs)
+        for index, seat in enumerate(seats):
+            process = runtime.process(f"server {index}", seat.node)
+            place = _place(runtime, seat.node)
             handle = (
                 ray.remote(ServerActor)
-                .options(num_cpus=0)
-                .remote(process, runtime.registry, spec, runtime.platform.name, place)
+                .options(**seat.options)
+                .remote(process, seat.node.registry, spec, runtime.platform.name, place)
             )
             workers.append(Worker(handle, process, ProcessFacts(0, "?")))
-        process = ProcessSpec("router", runtime.logs)
+        process = runtime.process("router")
+        place = _place(runtime, runtime.here)
         handle = (
             ray.remote(RouterActor)
-            .options(num_cpus=0)
-            .remote(process, runtime.registry, RouterSpec(request_timeout_s=request_timeout_s), place)
+            .options(**seat_on(runtime.here).options)
+            .remote(process, runtime.here.registry, RouterSpec(request_timeout_s=request_timeout_s), place)
         )
         router = Worker(handle, process, ProcessFacts(0, "?"))
         starts = [Call(worker, worker.handle.start.remote(deadline_s)) for worker in [*workers, router]]
@@ -163,6 +170,14 @@ class ServerPool:
         workers = [*(server.worker for server in self.servers), self.router]
         self._waiter.watches.clear()
         ray.wait([worker.handle.stop.remote() for worker in workers], num_returns=len(workers), timeout=timeout_s)
+
+
+def _place(runtime: Runtime, node: Node) -> ProcessPlace:
+    """Where a server or the router listens and writes."""
+    # The nodes speak to each other directly, whatever proxy stands before the rest of the world.
+    direct = ",".join(sorted({LOOPBACK, *(runtime.address_of(each) for each in runtime.nodes.members)}))
+    env = {RUN_ID_VARIABLE: runtime.run_id, "NO_PROXY": direct, "no_proxy": direct}
+    return ProcessPlace(runtime.logs, runtime.api_key, runtime.address_of(node), env, temp=node.temp)
 
 
 @dataclass(frozen=True)

@@ -101,21 +101,29 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
     return Cleaned(tuple(sorted(killed)), tuple(removed))
 
 
-def start(run_id: str, registry: Path, *, folders: Iterable[Path] = ()) -> subprocess.Popen[bytes]:
-    """Start the janitor of this process's run, in a session of its own, so that no signal to the run's group reaches it."""
+def start(
+    run_id: str, registry: Path, *, folders: Iterable[Path] = (), detached: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start the janitor of this process's run, in a session of its own, so that no signal to the run's group reaches it.
+
+    detached: it is no child of this process either, for whoever's children are ended together with it (a Ray worker's).
+    """
     environment = {key: value for key, value in os.environ.items() if key != RUN_ID_VARIABLE}
     command = [sys.executable, "-m", __name__, "--pid", str(os.getpid()), "--run-id", run_id]
     command += ["--registry", str(registry.resolve())]
     for folder in folders:
         command += ["--folder", str(folder)]
-    return subprocess.Popen(
-        command,
+    process = subprocess.Popen(
+        [*command, "--detach"] if detached else command,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    if detached:
+        process.wait()
+    return process
 
 
 def kill_all(pids: Iterable[int], tracker_s: float = 3.0) -> None:
@@ -171,7 +179,10 @@ def main() -> None:
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--registry", type=Path, required=True)
     parser.add_argument("--folder", type=Path, action="append", default=[])
+    parser.add_argument("--detach", action="store_true")
     options = parser.parse_args()
+    if options.detach and os.fork():
+        return
     try:
         handle = os.pidfd_open(options.pid)
     except ProcessLookupError:

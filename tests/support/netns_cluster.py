@@ -18,8 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.cluster.network import RAY_HEALTH_CHECKS
+from megarl.core.ray_env import HEALTH_CHECKS
 
+ROOT = Path(__file__).parents[2]
 RAY_PORT = 6379
 START_S = 60.0
 POLL_S = 0.1
@@ -56,7 +57,7 @@ class Node:
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """What runs `argv` inside of the node."""
-        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", "--", *argv]
+        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", f"--wd={ROOT}", "--", *argv]
 
     def popen(self, argv: Sequence[str], **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -66,7 +67,6 @@ class Node:
             stderr=subprocess.PIPE,
             text=True,
             env={**self.env, **env},
-            cwd=Path(__file__).parents[2],
         )
 
     def run(self, argv: Sequence[str], timeout_s: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
@@ -153,7 +153,7 @@ def nodes(count: int) -> Iterator[Nodes]:
     subnet = f"10.{100 + secrets.randbelow(100)}.{secrets.randbelow(250)}"
     env = {
         **os.environ,
-        **RAY_HEALTH_CHECKS,
+        **HEALTH_CHECKS,
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),

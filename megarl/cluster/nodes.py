@@ -1,0 +1,272 @@
+"""The machines of a run: what they have in common, whether they reach each other, and that nothing is left on them.
+
+One small actor a node looks after it. Not for the work of the run: ranks and servers are elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.cluster.checks import (
+    Broken,
+    NodeFacts,
+    check_clocks,
+    check_interfaces,
+    check_links,
+    check_paths,
+    check_versions,
+    clock_diff,
+    describe_devices,
+)
+from megarl.cluster.network import Echo, interface_of, probe_all
+from megarl.core import janitor
+from megarl.core.errors import DeadlineError, MegarlError
+from megarl.core.log import get_logger
+from megarl.core.versions import code_digest, installed
+
+log = get_logger(__name__)
+
+DEVICES_S = 60.0  # longest wait for nodes that have not come yet
+DEVICES_POLL_S = 0.2
+ACTORS_S = 60.0  # longest wait for the nodes' own actors
+CALL_S = 10.0  # longest wait for an answer of one of them, beside the work that it is about
+PROBE_S = 8.0  # longest wait for a peer to send a few kilobytes back
+CLEAN_S = 10.0  # longest wait for a node to end what is left on it
+COMPARED = ("torch", "megatron-core", "sglang", "sglang-router", "transformers", "ray", "numpy")
+REGISTRY = "shared_memory.txt"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine.
+
+    name: its hostname. address: by which the others reach it. ray_id: Ray's name for it. temp: folder for sockets and
+    temporary files, on its own disk.
+    """
+
+    name: str
+    address: str
+    ray_id: str
+    temp: Path
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+    @property
+    def registry(self) -> Path:
+        """File with the names of the node's shared memory that is to be removed when the run ends."""
+        return self.temp / REGISTRY
+
+
+class NodeActor:
+    """Looks after one node. A janitor of its own outlives it, and so the driver, by a moment."""
+
+    def __init__(self, address: str, run_id: str) -> None:
+        self._address = address
+        self._run_id = run_id
+        self._temp = Path(tempfile.mkdtemp(prefix="megarl-"))
+        self._echo: Echo | None = None
+        janitor.start(run_id, self._temp / REGISTRY, folders=[self._temp], detached=True)
+
+    def facts(self, paths: Sequence[Path]) -> NodeFacts:
+        """What has to be equal on all nodes, and which of these paths are not there."""
+        interface = interface_of(self._address)
+        if interface and self._echo is None:
+            self._echo = Echo(self._address)
+        return NodeFacts(
+            name=socket.gethostname(),
+            address=self._address,
+            interface=interface,
+            port=self._echo.port if self._echo else 0,
+            temp=self._temp,
+            versions={
+                "python": platform.python_version(),
+                "megarl's code": code_digest(),
+                **{name: installed(name) or "not installed" for name in COMPARED},
+            },
+            missing=tuple(path for path in paths if not path.exists()),
+        )
+
+    def clock(self) -> float:
+        """Seconds since 1970, by this node's clock."""
+        return time.time()
+
+    def probe(self, peers: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
+        """Reach other nodes; for each what went wrong, or nothing."""
+        return probe_all(peers, timeout_s)
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a process of the run."""
+        if pid in janitor.processes_of(self._run_id):
+            os.kill(pid, number)
+
+    def clean(self) -> int:
+        """End every other process of the run here, remove its shared memory and temporary files; how many it ended."""
+        return len(janitor.clean(self._run_id, self._temp / REGISTRY, folders=[self._temp]).pids)
+
+
+@dataclass
+class Nodes:
+    """All machines of a run, the driver's first. A run that started its own Ray has one, and no actor on it.
+
+    facts and actors: by Ray's name for the node.
+    """
+
+    members: tuple[Node, ...]
+    facts: Mapping[str, NodeFacts] = field(default_factory=dict)
+    actors: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, run_id: str, resource: str, num_devices: int, paths: Sequence[Path]) -> Nodes:
+        """Look at every node of the Ray that was joined, once it has all devices.
+
+        paths: what all nodes have to see. Raises DeadlineError, MegarlError and UserError that name nodes.
+        """
+        rows = await_devices(resource, num_devices)
+        actors = {
+            row["NodeID"]: ray.remote(NodeActor)
+            .options(
+                num_cpus=0,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(row["NodeID"], soft=False),
+            )
+            .remote(row["NodeManagerAddress"], run_id)
+            for row in rows
+        }
+        names = {row["NodeID"]: name_of(row) for row in rows}
+        answers, failed = _ask({key: actor.facts.remote(list(paths)) for key, actor in actors.items()}, ACTORS_S)
+        if failed:
+            lines = "\n".join(f"  {names[key]}: {why}" for key, why in failed.items())
+            raise DeadlineError(f"No process of the run could be started on these nodes:\n{lines}")
+        facts: dict[str, NodeFacts] = answers
+        members = tuple(Node(fact.name, fact.address, key, fact.temp) for key, fact in facts.items())
+        nodes = cls(members, facts, actors)
+        nodes._check()
+        return nodes
+
+    def _check(self) -> None:
+        facts = list(self.facts.values())
+        check_interfaces(facts)
+        check_versions(facts)
+        check_paths(facts)
+        check_clocks({str(node): self._clock_diff(node) for node in self.members[1:]})
+        check_links(self.broken())
+
+    def _clock_diff(self, node: Node) -> float:
+        sent = time.time()
+        remote = ray.get(self.actors[node.ray_id].clock.remote(), timeout=CALL_S)
+        return clock_diff(sent, remote, time.time())
+
+    def broken(self) -> list[Broken]:
+        """Links that do not work now, in either direction, between nodes that Ray has not given up."""
+        alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]} if self.actors else set()
+        members = [node for node in self.members if node.ray_id in alive]
+        if len(members) < 2:
+            return []
+        places = {node.ray_id: (node.address, self.facts[node.ray_id].port) for node in members}
+        asked = {
+            node.ray_id: self.actors[node.ray_id].probe.remote(
+                [places[peer.ray_id] for peer in members if peer is not node], PROBE_S
+            )
+            for node in members
+        }
+        answers, failed = _ask(asked, PROBE_S + CALL_S)
+        found = [
+            Broken(str(node), str(peer), self.facts[node.ray_id].interface, reason)
+            for node in members
+            if node.ray_id in answers
+            for peer, reason in zip((peer for peer in members if peer is not node), answers[node.ray_id], strict=True)
+            if reason
+        ]
+        here = self.members[0]
+        return found + [
+            Broken(str(here), str(node), self.facts[here.ray_id].interface, failed[node.ray_id])
+            for node in members
+            if node.ray_id in failed
+        ]
+
+    def lost(self) -> dict[str, str]:
+        """Nodes of the run that Ray has given up, and why."""
+        if not self.actors:
+            return {}
+        dead = {row["NodeID"]: row for row in ray.nodes() if not row["Alive"]}
+        return {str(node): _why_dead(dead[node.ray_id]) for node in self.members if node.ray_id in dead}
+
+    def signal(self, address: str, pid: int, number: int) -> None:
+        """Send a signal to a process of the run, on whatever node it is. Raises ProcessLookupError where it can be told."""
+        for node in self.members:
+            if node.address == address and node.ray_id in self.actors:
+                _ask({"": self.actors[node.ray_id].signal.remote(pid, number)}, CALL_S)
+                return
+        os.kill(pid, number)
+
+    def clean(self) -> None:
+        """End what is left of the run on every node that can be reached, side by side."""
+        answers, failed = _ask({key: actor.clean.remote() for key, actor in self.actors.items()}, CLEAN_S)
+        for node in self.members:
+            if answers.get(node.ray_id):
+                log.info("ended %d processes that were still there on %s", answers[node.ray_id], node)
+            elif node.ray_id in failed:
+                log.warning("could not look after %s in the end: %s", node, failed[node.ray_id])
+
+
+def await_devices(resource: str, wanted: int, deadline_s: float = DEVICES_S) -> list[dict[str, Any]]:
+    """Ray's rows of all living nodes, the driver's own first, once they have so many devices. Raises DeadlineError."""
+    end = time.monotonic() + deadline_s
+    while True:
+        rows = ray.nodes()
+        alive = [row for row in rows if row["Alive"]]
+        there = {name_of(row): row["Resources"].get(resource, 0.0) for row in alive}
+        if sum(there.values()) >= wanted:
+            here = ray.get_runtime_context().get_node_id()
+            return sorted(alive, key=lambda row: (row["NodeID"] != here, _natural(row["NodeManagerAddress"])))
+        if time.monotonic() > end:
+            dead = {name_of(row): _why_dead(row) for row in rows if not row["Alive"]}
+            raise DeadlineError(
+                f"{describe_devices(wanted, resource, there, dead)}\nWaited {deadline_s:g} s for more to join."
+            )
+        time.sleep(DEVICES_POLL_S)
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """A node of Ray's, for people."""
+    return f"{row['NodeManagerHostname']} ({row['NodeManagerAddress']})"
+
+
+def _why_dead(row: Mapping[str, Any]) -> str:
+    return str(row.get("DeathReasonMessage") or "Ray does not say why")
+
+
+def _natural(address: str) -> tuple[tuple[int, str], ...]:
+    """10.0.0.9 before 10.0.0.10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in address.split("."))
+
+
+def _ask(calls: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Answers to calls, and what became of those without one."""
+    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+    answers: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for key, ref in calls.items():
+        if ref not in ready:
+            failed[key] = f"no answer within {timeout_s:g} s"
+            continue
+        try:
+            answers[key] = ray.get(ref)
+        except RayActorError as error:
+            failed[key] = f"its process ended: {error}"
+        except RayError as error:
+            raise MegarlError(f"A node's own actor failed: {error}") from error
+    return answers, failed

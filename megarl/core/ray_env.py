@@ -1,0 +1,17 @@
+"""Environment variables between whoever starts a Ray over several nodes and the run that joins it.
+
+Ray itself is megarl/cluster's; job scripts and node starters need only these names.
+"""
+
+from __future__ import annotations
+
+# host:port of a Ray that runs. A run joins it instead of starting its own. RAY_AUTH_MODE and RAY_AUTH_TOKEN go with it.
+RAY_ADDRESS_VARIABLE = "MEGARL_RAY_ADDRESS"
+
+# For `ray start` on every node: one that cannot be reached is given up after some 20 seconds, not 64.
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "3",
+}
