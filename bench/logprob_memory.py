@@ -4,8 +4,9 @@
 
 Every measurement has a process of its own. Peaks are beyond the logits, which both sides are given; the unit is one
 float32 tensor [tokens, vocabulary]. The backward pass ends with the gradient of the logits, [tokens, vocabulary] in their
-dtype, which no side can do without. Errors are against float64, on some of the rows: of log-probs and entropies in nats,
-of gradients relative to the row's largest. Exit code 0 only where megarl's are within bounds and its peak is lower everywhere.
+dtype: the engine writes it over the logits, the naive version beside them. Errors are against float64, on some of the rows:
+of log-probs and entropies in nats, of gradients relative to the row's largest. Exit code 0 only where megarl's are within
+bounds and its peak is lower everywhere.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def ours(logits: Tensor, labels: Tensor, entropy: str) -> tuple[Tensor, Tensor |
         temperature=TEMPERATURE,
         with_entropy=entropy != "none",
         entropy_grad=entropy == "trained",
+        overwrite_logits=True,
     )
     return scores.logprobs, scores.entropy
 
@@ -96,12 +98,12 @@ def measure(case: Case) -> dict[str, Any]:
     labels = torch.randint(case.vocab, (case.tokens,), generator=random, device=device)
     weights = torch.rand(case.tokens, generator=random, device=device)
     logits.requires_grad_(case.backward)
+    rows = torch.linspace(0, case.tokens - 1, min(CHECKED_ROWS, case.tokens), device=device).long()
+    exact = logits.detach()[rows].double().requires_grad_(case.backward)
     began = time.perf_counter()
     with peak() as held:
         logprobs, entropy = run(case, case.side, logits, labels, weights)
     seconds = time.perf_counter() - began
-    rows = torch.linspace(0, case.tokens - 1, min(CHECKED_ROWS, case.tokens), device=device).long()
-    exact = logits.detach()[rows].double().requires_grad_(case.backward)
     wanted = run(case, "naive", exact, labels[rows], weights[rows].double())
     errors = {"logprobs": (logprobs[rows] - wanted[0]).abs().max().item()}
     if entropy is not None and wanted[1] is not None:

@@ -249,8 +249,24 @@ class Engine:
             group=self._groups.tp,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
+            overwrite_logits=True,
             chunk_elements=self._chunk_elements,
         )
+
+    def copy_from(self, other: Engine) -> None:
+        """Take the weights of an engine of the same model and layout, bit for bit.
+
+        Raises MegarlError where the layouts differ, or where this one is in training: its optimizer keeps weights too.
+        """
+        if self._groups.layout != other._groups.layout:
+            raise MegarlError(f"Weights of {other._groups.layout} cannot be copied into {self._groups.layout}.")
+        if self._stepper is not None:
+            raise MegarlError("Weights are copied into frozen roles only: an optimizer keeps its own.")
+        with other._awake("params"), self._awake("params"), torch.no_grad():
+            for mine, theirs in zip(self._chunks, other._chunks, strict=True):
+                parameters = dict(theirs.named_parameters())
+                for name, parameter in mine.named_parameters():
+                    parameter.copy_(parameters[name])
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The weights under their HF names, whole, about so many bytes at a time: on rank 0, nothing elsewhere.

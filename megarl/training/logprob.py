@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# float32 elements of a temporary, 8 MiB each; `Platform.chunk_elements` knows what suits a device.
-CHUNK_ELEMENTS = 2 * 2**20
+# float32 elements of a temporary, 4 MiB each; `Platform.chunk_elements` knows what suits a device.
+CHUNK_ELEMENTS = 2**20
 
 
 class TokenScores(NamedTuple):
@@ -38,6 +38,7 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    overwrite_logits: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenScores:
     """Log-probs of `labels`, and the entropy, under softmax(logits / temperature).
@@ -46,6 +47,8 @@ def vocab_parallel_logprobs(
     labels: [T] int64 in [0, vocab_size). vocab_size: entries from there on are padding and get no probability.
     temperature: divides the logits, > 0. group: the tensor-parallel ranks; None is one rank.
     with_entropy: also compute the entropy. entropy_grad: let gradients flow through it (an entropy bonus needs that).
+    overwrite_logits: the backward pass writes the gradient of the logits over them and takes no other [T, V / tp]; nobody
+    may read them any more then, and a second backward pass raises torch's RuntimeError.
 
     Computes in float32 (float64 for float64 logits). The result is the same on every rank of the group; so must be the
     gradient that comes back. Raises ValueError for shapes that do not agree or a temperature that is not positive.
@@ -57,7 +60,9 @@ def vocab_parallel_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     part = _slice(logits.shape[1], vocab_size, group)
-    settings = _Settings(part, temperature, group, with_entropy, with_entropy and entropy_grad, chunk_elements)
+    settings = _Settings(
+        part, temperature, group, with_entropy, with_entropy and entropy_grad, overwrite_logits, chunk_elements
+    )
     logprobs, entropy = _VocabParallelLogprob.apply(logits, labels, settings)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs, entropy if with_entropy else None)
 
@@ -75,6 +80,7 @@ class _Settings(NamedTuple):
     group: dist.ProcessGroup | None
     with_entropy: bool
     entropy_grad: bool
+    overwrite_logits: bool
     chunk_elements: int
 
 
@@ -153,7 +159,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         settings: _Settings = ctx.settings
         # What multiplies p in both formulas has this factor.
         of_logprobs, of_entropy = (grad / -settings.temperature for grad in grads)
-        result = torch.empty_like(logits)
+        result = logits.detach() if settings.overwrite_logits else torch.empty_like(logits)
         result[:, settings.part.width :] = 0
         for rows, memory in _chunks(logits, settings, lse.dtype, 2 if settings.entropy_grad else 1):
             logp = _shifted(logits, rows, lse, settings, out=memory[0])

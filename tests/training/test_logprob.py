@@ -83,6 +83,37 @@ def test_entropy_without_gradient_does_not_change_the_gradient():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_may_take_the_place_of_the_logits(dtype):
+    leaf = torch.randn(6, 9, generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
+    labels, outer = torch.tensor([0, 7, 3, 3, 1, 5]), torch.arange(1.0, 7.0)
+
+    def gradient(overwrite_logits):
+        seen = []
+        logits = leaf * 2
+        logits.register_hook(seen.append)
+        scores = vocab_parallel_logprobs(
+            logits,
+            labels,
+            vocab_size=8,
+            temperature=1.3,
+            with_entropy=True,
+            entropy_grad=True,
+            overwrite_logits=overwrite_logits,
+            chunk_elements=16,
+        )
+        loss = (outer * (scores.logprobs + scores.entropy)).sum()
+        loss.backward(retain_graph=True)
+        return logits, seen[0], loss
+
+    _, kept, _ = gradient(False)
+    logits, overwritten, loss = gradient(True)
+    assert torch.equal(overwritten, kept)
+    assert overwritten.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_bfloat16_logits_are_scored_in_float32():
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
     labels = torch.randint(50, (64,), generator=torch.Generator().manual_seed(3))
