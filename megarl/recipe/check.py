@@ -33,8 +33,7 @@ def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str]) -> list[str]:
         if type(recipe) not in rule.kinds or rule.read(recipe):
             continue
         for key in rule.keys:
-            # A key may be a whole section, of which the user gave a part.
-            given = next((source for source in sources if source == key or source.startswith(f"{key}.")), None)
+            given = _given(key, sources)
             if given is not None:
                 problems.append(
                     f"`{given}` ({sources[given]}) is read by nothing in this configuration: {rule.needs}, "
@@ -42,9 +41,15 @@ def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str]) -> list[str]:
                 )
     for contradiction in CONTRADICTIONS:
         if type(recipe) in contradiction.kinds and contradiction.wrong(recipe):
-            where = sources.get(contradiction.key, "by default")
+            given = _given(contradiction.key, sources)
+            where = "by default" if given is None else sources[given]
             problems.append(f"`{contradiction.key}` ({where}): {contradiction.says(recipe)}.")
     return problems
+
+
+def _given(key: str, sources: Mapping[str, str]) -> str | None:
+    """The first value that the user gave at a key, or, where it is a section, within it."""
+    return next((source for source in sources if source == key or source.startswith(f"{key}.")), None)
 
 
 def fill_defaults(recipe: R) -> R:

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.recipe.source import Keys, Tree
 
+ANY_NAME = "NAME"  # stands for a key that users choose
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",
@@ -39,18 +40,25 @@ class Schema:
 
     def node(self, keys: Keys) -> dict[str, Any] | None:
         """The schema of the key at that path, or None where there is none."""
-        node = self._root
+        node: dict[str, Any] | None = self._root
         for key in keys:
-            properties = self._section(node).get("properties", {})
-            if key not in properties:
+            if node is None:
                 return None
-            node = properties[key]
+            node = self._below(node, key)
         return node
 
     def children(self, keys: Keys) -> list[str]:
-        """Names of the keys of a section."""
+        """Names of the keys of a section; of one that comes in kinds, the kinds; where users choose the names, a stand-in."""
         node = self.node(keys)
-        return [] if node is None else list(self._section(node).get("properties", {}))
+        if node is None:
+            return []
+        each = self._section(node).get("additionalProperties")
+        names = [ANY_NAME] if isinstance(each, dict) and "discriminator" in each else []
+        return names or list(_kinds(node)) or list(self._section(node).get("properties", {}))
+
+    def written(self, keys: Keys) -> Keys:
+        """The path as a recipe has it: without the kinds that stand between a section and its keys."""
+        return tuple(key for index, key in enumerate(keys) if key not in _kinds(self.node(keys[:index]) or {}))
 
     def leaves(self, keys: Keys = ()) -> Iterator[Keys]:
         """Paths of all keys that hold a value and not a section."""
@@ -69,6 +77,14 @@ class Schema:
         """The key's description."""
         return str((self.node(keys) or {}).get("description", ""))
 
+    def _below(self, node: dict[str, Any], key: str) -> dict[str, Any] | None:
+        if kinds := _kinds(node):
+            return {"$ref": kinds[key]} if key in kinds else None
+        section = self._section(node)
+        each = section.get("additionalProperties")
+        below: dict[str, Any] | None = section.get("properties", {}).get(key, each if isinstance(each, dict) else None)
+        return below
+
     def _section(self, node: dict[str, Any]) -> dict[str, Any]:
         """The node itself, or the section that it refers to."""
         for candidate in (node, *node.get("anyOf", ()), *node.get("allOf", ())):
@@ -80,19 +96,25 @@ class Schema:
     def _words(self, node: dict[str, Any]) -> str:
         if "anyOf" in node:
             return " or ".join(self._words(option) for option in node["anyOf"])
+        if kinds := _kinds(node):
+            return f"a section with {node['discriminator']['propertyName']}: {' or '.join(kinds)}"
         if section := self._section(node).get("properties"):
             return f"a section with the keys {', '.join(section)}"
         if choices := node.get("enum") or ([node["const"]] if "const" in node else None):
             return " or ".join(map(str, choices))
-        if node.get("type") == "array":
-            return f"a list of {self._words(node['items'])}"
-        if isinstance(each := node.get("additionalProperties"), dict):
-            return f"a section of names, each with {self._words(each)}"
+        if each := node.get("items") or node.get("additionalProperties"):
+            return f"a {'list' if 'items' in node else 'section'} of {self._words(each)}"
         bounds = (("exclusiveMinimum", "over"), ("minimum", "at least"), ("maximum", "at most"))
         words = [f"{word} {node[name]:g}" for name, word in bounds if name in node]
         words += [f"that matches {node['pattern']}"] if "pattern" in node else []
         kind = node.get("format") or node.get("type", "")
         return " ".join([_TYPES.get(kind, "something else"), " and ".join(words)]).strip()
+
+
+def _kinds(node: dict[str, Any]) -> dict[str, str]:
+    """Kinds of a section to their definitions; empty where it has no kinds."""
+    kinds: dict[str, str] = node.get("discriminator", {}).get("mapping", {})
+    return kinds
 
 
 def explain(errors: list[ErrorDetails], tree: Tree, kind: type[BaseModel]) -> list[str]:
@@ -109,29 +131,32 @@ def nearest(keys: Keys, schema: Schema) -> str | None:
     # A name that is right but in another place is likelier than one that is like a neighbour's.
     siblings = difflib.get_close_matches(name, schema.children(section), n=1, cutoff=0.85 if same_name else 0.6)
     if siblings:
-        return ".".join((*section, siblings[0]))
-    candidates = [".".join(leaf) for leaf in same_name or leaves]
+        return ".".join(schema.written((*section, siblings[0])))
+    candidates = [".".join(schema.written(leaf)) for leaf in same_name or leaves]
     close = difflib.get_close_matches(".".join(keys), candidates, n=1, cutoff=0.0 if same_name else 0.7)
     return close[0] if close else None
 
 
 def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     keys = tuple(str(part) for part in error["loc"])
-    dotted = ".".join(keys)
+    written = schema.written(keys)
+    dotted = ".".join(written)
     if error["type"] == "missing":
         meaning = schema.meaning(keys)
         return f"`{dotted}` is missing: give it {schema.allowed(keys)}" + (f" ({meaning})." if meaning else ".")
-    origin = tree.origin(keys)
+    origin = tree.origin(written)
     where = f"{origin}" if origin else "by default"
     if error["type"] == "extra_forbidden":
         guess = nearest(keys, schema)
-        section = ".".join(keys[:-1])
+        section = ".".join(written[:-1])
         known = schema.children(keys[:-1])
         return (
             f"Unknown key `{dotted}` ({where})."
             + (f" Did you mean `{guess}`?" if guess else "")
             + f" {f'`{section}`' if section else 'A recipe'} has: {', '.join(known)}."
         )
+    if error["type"] == "value_error":
+        return f"`{dotted}` ({where}): {error['ctx']['error']}."
     while keys and schema.node(keys) is None:
         keys = keys[:-1]  # an item of a list: the list's own key says what is allowed
     given = error["input"]

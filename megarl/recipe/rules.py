@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UNREAD
+from megarl.recipe.reward import Rule
+from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
 
-
-@dataclass(frozen=True)
-class Unread:
-    """Keys that nothing reads unless `read(recipe)`; `needs` says what would make them count."""
-
-    keys: tuple[str, ...]
-    read: Callable[[Any], bool]
-    needs: str
-    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SftRecipe)
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """A key whose value cannot go with the others when `wrong(recipe)`; `says(recipe)` names values and way out."""
-
-    key: str
-    wrong: Callable[[Any], bool]
-    says: Callable[[Any], str]
-    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SftRecipe)
-
-
 UNREAD_RULES: tuple[Unread, ...] = (
-    Unread(
-        ("algorithm.kl_kind",),
-        lambda r: r.algorithm.kl_coef > 0,
-        "it chooses how the KL to the reference is estimated, and there is none: set algorithm.kl_coef above 0",
-        (Recipe,),
-    ),
-    Unread(
-        ("algorithm.normalize_std",),
-        lambda r: r.algorithm.advantage in ("grpo", "gpg", "egpo"),
-        "only the advantages grpo, gpg and egpo divide by a group's deviation: set algorithm.advantage to one of them",
-        (Recipe,),
-    ),
-    Unread(
-        ("algorithm.clip_low", "algorithm.clip_high"),
-        lambda r: r.algorithm.policy_loss != "reinforce",
-        "plain REINFORCE has no ratio to clip: set algorithm.policy_loss to ppo, gspo or cispo",
-        (Recipe,),
-    ),
-    Unread(
-        ("algorithm.dual_clip",),
-        lambda r: r.algorithm.policy_loss == "ppo",
-        "only PPO's loss has a second clip: set algorithm.policy_loss to ppo",
-        (Recipe,),
-    ),
-    Unread(
-        ("reference.resting",),
-        lambda r: r.algorithm.kl_coef > 0 and r.actor.lora is None,
-        "there is no reference model of its own: set algorithm.kl_coef above 0, and no actor.lora",
-        (Recipe,),
-    ),
-    Unread(
-        ("reference.parallel",),
-        lambda r: r.algorithm.kl_coef > 0,
-        "without a KL there is no reference model: set algorithm.kl_coef above 0",
-        (Recipe,),
-    ),
+    *ALGORITHM_UNREAD,
     Unread(
         ("actor.optimizer.beta1", "actor.optimizer.beta2", "actor.optimizer.eps"),
         lambda r: r.actor.optimizer.name == "adam",
@@ -83,7 +28,19 @@ UNREAD_RULES: tuple[Unread, ...] = (
         "a constant schedule never goes down: set actor.optimizer.schedule to linear or cosine",
     ),
     Unread(
-        ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts"),
+        ("reward.fn",),
+        lambda r: not r.reward.graders,
+        "reward.graders is given, and only they grade: make it one of them, with kind: rule",
+        (Recipe,),
+    ),
+    Unread(
+        ("reward.workers", "reward.timeout_s"),
+        lambda r: any(isinstance(grader, Rule) for grader in r.reward.by_name().values()),
+        "only rules grade in processes of the run, and reward.graders has none: give it one with kind: rule",
+        (Recipe,),
+    ),
+    Unread(
+        ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts", "eval.by"),
         lambda r: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",
         (Recipe,),
@@ -119,15 +76,7 @@ def _owned_flags(recipe: Recipe) -> list[str]:
 
 
 CONTRADICTIONS: tuple[Contradiction, ...] = (
-    Contradiction(
-        "rollout.samples_per_prompt",
-        lambda r: r.rollout.samples_per_prompt < 2,
-        lambda r: (
-            f"with algorithm.advantage: {r.algorithm.advantage} a sample is compared with the others of its group, "
-            "and a group of 1 has none, so that every advantage would be 0. Set it to 2 or more; 8 is common"
-        ),
-        (Recipe,),
-    ),
+    *ALGORITHM_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",
         lambda r: r.rollout.top_k == 0 or r.rollout.top_k < -1,
@@ -160,21 +109,15 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         (Recipe,),
     ),
     Contradiction(
-        "reference.parallel",
-        lambda r: r.actor.lora is not None and r.reference.parallel is not None,
-        lambda r: (
-            "under actor.lora the reference is the actor's own model without its adapters, at the actor's layout. "
-            "Remove reference.parallel"
-        ),
+        "reward.graders",
+        lambda r: r.reward_model is None and all(each.weight == 0 for each in r.reward.by_name().values()),
+        lambda r: "all have weight 0, so that every reward would be 0. Give one of them another weight",
         (Recipe,),
     ),
     Contradiction(
-        "reference.resting",
-        lambda r: any(part != "params" for part in r.reference.resting),
-        lambda r: (
-            f"a frozen model has neither gradients nor an optimizer; got {', '.join(r.reference.resting)}. "
-            "Choose params, or nothing"
-        ),
+        "eval.by",
+        lambda r: r.eval.by is not None and r.eval.by not in r.reward.by_name(),
+        lambda r: f"there is no grader {r.eval.by!r}. The recipe's graders: {', '.join(r.reward.by_name())}",
         (Recipe,),
     ),
     Contradiction(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
 from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
@@ -57,16 +58,6 @@ class Rollout(Section):
     )
 
 
-class Reward(Section):
-    """How a response is graded."""
-
-    fn: str = Field(
-        "math", description="math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float"
-    )
-    workers: PositiveInt = Field(1, description="grader processes")
-    timeout_s: PositiveFloat = Field(10.0, description="deadline of one grade, seconds; then it is a counted failure")
-
-
 class Sync(Section):
     """Weights from the actor to the servers."""
 
@@ -84,6 +75,9 @@ class Eval(Section):
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
     samples_per_prompt: PositiveInt = Field(1, description="answers to each prompt")
     max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
+    by: str | None = Field(
+        None, description="grader whose score says what is right (at least 0.5); default: the whole reward does"
+    )
 
 
 class Train(Section):

@@ -1,0 +1,155 @@
+"""The section that says how a response is graded: rules, remote servers and judges, each with its weight.
+
+What the graders do is in megarl/rewards; their protocols are in docs/rewards.md.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from megarl.recipe.section import PositiveFloat, PositiveInt, Section
+
+JSON_FIELD = "json:"  # what stands before the name of a field, where a score is not found by a pattern
+
+
+def _plain_url(url: str) -> str:
+    """Raises ValueError without repeating the address: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        known = False
+    if not known or any(character.isspace() for character in url):
+        raise ValueError("wanted is an address such as http://host:8000/grade, or one with https")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError(
+            "an address with a user, a password, `?` or `#` is refused: recipes are saved and shown. "
+            "Put the key into an environment variable and name it in key_env"
+        )
+    return url.rstrip("/")
+
+
+def _variable(name: str) -> str:
+    """Raises ValueError without repeating the name: it may be the key itself."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(
+            "wanted is the name of the environment variable that holds the key, in capitals, such as JUDGE_API_KEY; "
+            "the key itself belongs in no recipe"
+        )
+    return name
+
+
+def _parse(text: str) -> str:
+    if text.startswith(JSON_FIELD):
+        if not text.removeprefix(JSON_FIELD):
+            raise ValueError(f"after `{JSON_FIELD}` the name of a field is missing")
+        return text
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    if groups != 1:
+        raise ValueError(
+            f"{text!r} has {groups} groups; wanted is a regular expression with one, around the score, or "
+            f"{JSON_FIELD}FIELD"
+        )
+    return text
+
+
+def _named(graders: dict[str, Grader]) -> dict[str, Grader]:
+    wrong = [name for name in graders if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+    if wrong:
+        raise ValueError(f"{', '.join(map(repr, wrong))}: the name of a grader has letters, digits and `_` only")
+    return graders
+
+
+Url = Annotated[str, AfterValidator(_plain_url)]
+Variable = Annotated[str, AfterValidator(_variable)]
+
+
+class GraderSection(Section):
+    """What every grader has."""
+
+    weight: float = Field(1.0, description="what its score counts for in the reward; 0: it is only measured")
+
+
+class Rule(GraderSection):
+    """A function, in processes of the run."""
+
+    kind: Literal["rule"] = Field(description="a function")
+    fn: str = Field(description="math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float")
+
+
+class HttpGrader(GraderSection):
+    """What graders behind an address have."""
+
+    timeout_s: PositiveFloat = Field(60.0, description="deadline of one request, its retries included, seconds")
+    retries: Annotated[int, Field(ge=0)] = Field(
+        3, description="further attempts where there is no connection, or the answer is 429 or 5xx"
+    )
+    concurrency: PositiveInt = Field(64, description="most requests in flight; others wait, outside of their deadline")
+    key_env: Variable | None = Field(
+        None, description="environment variable with the key, sent as a bearer token; default: no key"
+    )
+
+
+class Remote(HttpGrader):
+    """A server that grades batches; its protocol: docs/rewards.md."""
+
+    kind: Literal["remote"] = Field(description="a server that grades")
+    url: Url = Field(description="where batches are posted to")
+    batch: PositiveInt = Field(32, description="most responses in one request")
+
+
+class Judge(HttpGrader):
+    """A language model that grades, behind an OpenAI-compatible address."""
+
+    kind: Literal["judge"] = Field(description="a language model that grades")
+    url: Url = Field(description="base of the address: /chat/completions is put behind it")
+    model: str = Field(description="name of the model, as its server knows it")
+    template: str | None = Field(
+        None,
+        description="what the judge is asked, in Jinja, of prompt, response, answer and metadata; default: built in",
+    )
+    temperature: Annotated[float, Field(ge=0)] | None = Field(
+        0.0, description="sampling temperature; null: the server's own"
+    )
+    max_tokens: PositiveInt | None = Field(None, description="longest reply, in tokens; default: the server's own")
+    parse: Annotated[str, AfterValidator(_parse)] = Field(
+        r"(?i)score[^\w-]*(-?\d+(?:\.\d+)?)",
+        description="regular expression whose one group is the score (the last match counts), or json:FIELD",
+    )
+    scale: PositiveFloat = Field(
+        10.0, description="the best score: the grade is score / scale; others than 0 to it fail"
+    )
+
+
+Grader = Annotated[Rule | Remote | Judge, Field(discriminator="kind")]
+
+
+class Reward(Section):
+    """How a response is graded: the reward is the weighted sum of what all graders say."""
+
+    fn: str = Field(
+        "math",
+        description="one rule, in short: math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float",
+    )
+    graders: Annotated[dict[str, Grader], AfterValidator(_named)] = Field(
+        {}, description="graders by name, in the place of fn; all grade every response"
+    )
+    workers: PositiveInt = Field(1, description="processes of each rule")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="deadline of one grade of a rule, seconds; then it is a counted failure"
+    )
+
+    def by_name(self) -> dict[str, Grader]:
+        """All graders; the one that `fn` stands for has the name of its function."""
+        return self.graders or {self.fn.replace(":", ".").rpartition(".")[2]: Rule(kind="rule", fn=self.fn)}
+
+    def key_of(self, name: str) -> str:
+        """The dotted path of a grader's section, or of the short form."""
+        return f"reward.graders.{name}" if self.graders else "reward"
