@@ -1,8 +1,8 @@
 """Checkpoints of a run: committed whole or ignored; the newest whole one is what a resume starts from.
 
-A checkpoint is a folder `step_000020` with the actor's distributed checkpoint and `state.json`. It is written under a
+A checkpoint is a folder `step_000020` with a distributed checkpoint of each role and `state.json`. It is written under a
 temporary name, synced to disk, and renamed: a folder with the final name is whole. `COMMITTED` marks that on file systems
-where a rename of a folder is not atomic, and holds the checksums of all that the actor's own manifest does not speak for:
+where a rename of a folder is not atomic, and holds the checksums of all that the roles' own manifests do not speak for:
 bytes that were lost or changed later are found before a run goes on from them.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megarl.core.errors import UserError
 from megarl.core.log import get_logger
 from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
 
-MARKER, STATE, ACTOR = "COMMITTED", "state.json", "actor"
+MARKER, STATE = "COMMITTED", "state.json"
 PATTERN = re.compile(r"step_(\d+)")
 
 log = get_logger(__name__)
@@ -36,10 +36,15 @@ class Committed:
     step: int
     state: dict[str, Any]
 
-    @property
-    def actor(self) -> Path:
-        """The actor's distributed checkpoint."""
-        return self.folder / ACTOR
+    def role(self, name: str) -> Path:
+        """A role's distributed checkpoint. Raises UserError where the step was saved without that role."""
+        folder = self.folder / name
+        if not folder.is_dir():
+            raise UserError(
+                f"{self.folder} was saved without a {name}, which this recipe has. Resume with the recipe that the run "
+                "was started with, or start a new run."
+            )
+        return folder.resolve()
 
 
 @dataclass(frozen=True)
@@ -53,18 +58,15 @@ class Checkpoints:
     keep_last: int
     keep_every: int | None = None
 
-    def save(self, step: int, write_actor: Callable[[Path], None], state: dict[str, Any]) -> Path:
-        """Commit one: `write_actor(folder)` writes the weights, `state` is the driver's own. Returns the folder."""
-        write_actor(self.begin(step))
-        return self.commit(step, state)
-
-    def begin(self, step: int) -> Path:
-        """An empty folder for the actor's files, under a name that no resume looks at; `commit` makes it a checkpoint."""
+    def begin(self, step: int, roles: Iterable[str]) -> dict[str, Path]:
+        """An empty folder for each role's files, under a name that no resume looks at; `commit` makes a checkpoint of it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self._temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / ACTOR).mkdir(parents=True)
-        return (temporary / ACTOR).resolve()
+        folders = {role: (temporary / role).resolve() for role in roles}
+        for folder in folders.values():
+            folder.mkdir(parents=True)
+        return folders
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
         """Make what was written since `begin` the newest checkpoint; forget those that are not kept. Returns the folder."""
@@ -133,14 +135,13 @@ def step_damage(folder: Path, *, read: bool) -> list[str]:
         json.loads((folder / STATE).read_text())
     except (OSError, ValueError):
         return [f"{STATE} is missing or broken"]
-    if f"{ACTOR}/{MANIFEST}" not in sums:
-        return []
-    return [f"{ACTOR}: {problem}" for problem in checkpoint_damage(folder / ACTOR, read=read)]
+    roles = [name.removesuffix(f"/{MANIFEST}") for name in sums if name.endswith(f"/{MANIFEST}")]
+    return [f"{role}: {problem}" for role in roles for problem in checkpoint_damage(folder / role, read=read)]
 
 
 def _to_sum(folder: Path) -> list[str]:
-    """Files of a step's folder that the actor's manifest does not speak for."""
-    actor = folder / ACTOR
-    known = {f"{ACTOR}/{name}" for name in read_manifest(actor).files} if (actor / MANIFEST).exists() else set()
+    """Files of a step's folder that no role's manifest speaks for."""
+    roles = [manifest.parent for manifest in folder.glob(f"*/{MANIFEST}")]
+    known = {f"{role.name}/{name}" for role in roles for name in read_manifest(role).files}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return [name for name in names if name not in known]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from megarl.core.timing import PhaseTimer
 from megarl.models.flops import mfu
 from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_sft
 from megarl.recipe.batch import plan_batches
+from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import Loaded, detect_kind, load_recipe
 from megarl.recipe.run import Cluster
 from megarl.recipe.save import save_recipe
@@ -38,7 +39,7 @@ from megarl.report.writers import Writers, open_writers
 from megarl.sft import SftCast, sft
 from megarl.train import Cast, State, train
 
-EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "adapter", "curve.png", "logs/driver.log"
+EXPORT, CRITIC_EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "hf_critic", "adapter", "curve.png", "logs/driver.log"
 
 R = TypeVar("R", Recipe, SftRecipe)
 
@@ -50,7 +51,9 @@ class Keeper:
     writers: Writers
     console: RunConsole
     checkpoints: Checkpoints
-    model: Any  # the role under training: save(folder, wait), finish_save(), peak_bytes()
+    roles: Sequence[
+        Any
+    ]  # what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load()
     data: Any  # where samples come from: state()
     cluster: Cluster
     async_save: bool
@@ -64,7 +67,7 @@ class Keeper:
         metrics = {
             **metrics,
             **_flop_rates(metrics, self.cluster),
-            "perf/rank_peak_bytes": float(self.model.peak_bytes()),
+            "perf/rank_peak_bytes": float(self.roles[0].peak_bytes()),
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
         }
         self.writers.write(step, metrics)
@@ -74,7 +77,9 @@ class Keeper:
         """Commit a checkpoint, or begin one that the next step commits."""
         self.finish()
         content = {"weight_version": state.weight_version, "data": self.data.state()}
-        self.model.save(self.checkpoints.begin(state.step), wait=not self.async_save)
+        folders = self.checkpoints.begin(state.step, [role.name for role in self.roles])
+        for role in self.roles:
+            role.save(folders[role.name], wait=not self.async_save)
         self._pending = (state.step, content)
         if not self.async_save:
             self.finish()
@@ -87,14 +92,16 @@ class Keeper:
         """Commit the checkpoint that is being written; nothing where none is."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self.model.finish_save()
+            for role in self.roles:
+                role.finish_save()
             self.checkpoints.commit(*pending)
 
     def restore(self, committed: Committed | None) -> State:
-        """Bring model and data to a checkpoint; a new run starts from nothing."""
+        """Bring models and data to a checkpoint; a new run starts from nothing."""
         if committed is None:
             return State()
-        self.model.load(committed.actor.resolve())
+        for role in self.roles:
+            role.load(committed.role(role.name))
         self.data.load_state(committed.state["data"])
         return State(committed.step, committed.state["weight_version"])
 
@@ -169,7 +176,7 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
                 run.writers,
                 run.console,
                 run.checkpoints,
-                session.actor,
+                [session.roles[name] for name in kept_roles(recipe)],
                 session.rollout,
                 recipe.cluster,
                 recipe.train.async_save,
@@ -184,9 +191,15 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
                 with timer.phase("eval"):
                     before |= session.rollout.evaluate(0, first.weight_version).metrics
             keeper.record(0, before)
-        cast = Cast(session.rollout, session.actor, session.reference, session.sync, keeper, timer)
+        roles = session.roles
+        others = {name: roles.get(name) for name in ("reference", "critic", "reward_model", "teacher")}
+        cast = Cast(session.rollout, roles["actor"], **others, sync=session.sync, keeper=keeper, timer=timer)
         _end(keeper, train(cast, recipe, first), recipe)
-        _finish(run, session.actor, recipe)
+        _finish(run, roles["actor"], recipe)
+        if recipe.critic is not None:
+            with timer.phase("export"):
+                source = (recipe.critic.path or recipe.model.path).resolve()
+                roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
 
 
 def run_sft(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
@@ -204,7 +217,7 @@ def run_sft(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None
                 run.writers,
                 run.console,
                 run.checkpoints,
-                session.model,
+                [session.model],
                 session.feeder,
                 recipe.cluster,
                 recipe.train.async_save,

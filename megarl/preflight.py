@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.algorithms.resolve import check_algorithm
 from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
@@ -20,8 +21,8 @@ from megarl.data.sft import check_demonstrations, load_demonstrations
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
-from megarl.models.layout_check import check_layout
 from megarl.models.lora_settings import LoraSettings
+from megarl.models.role_check import check_roles
 from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.layouts import role_layouts
@@ -72,9 +73,10 @@ def preflight(recipe: Recipe, *, resume: bool = False, here: bool = True) -> Pre
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data)
     model = _check_generation(recipe)
-    _check_layouts(recipe, model)
+    check_roles(recipe, model)
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
+    check_algorithm(recipe.algorithm, set(role_layouts(recipe)))
     rows, dropped = _count_prompts(recipe, recipe.data.train)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
@@ -104,7 +106,7 @@ def preflight_sft(recipe: SftRecipe, *, resume: bool = False, here: bool = True)
     check_demonstrations(recipe.data.train, recipe.data)
     model = _check_model_folder(recipe.model.path)
     _check_context(model, recipe.data.max_tokens, "data.max_tokens")
-    _check_layouts(recipe, model)
+    check_roles(recipe, model)
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
     demonstrations = load_demonstrations(recipe.model.path, recipe.data)
@@ -166,11 +168,6 @@ def _check_model_folder(folder: Path) -> ModelConfig:
     model = load_model_config(folder)
     check_weights(expected_tensors(model), folder, model)
     return model
-
-
-def _check_layouts(recipe: AnyRecipe, model: ModelConfig) -> None:
-    for section, layout in role_layouts(recipe).items():
-        check_layout(model, layout, f"{section}.parallel")
 
 
 def _check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.cluster.feeder import SftFeeder
 from megarl.cluster.ranks import RankGroup
-from megarl.cluster.roles import Policy, Reference
+from megarl.cluster.roles import Role
 from megarl.cluster.rollout import RolloutPool
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import LaunchingPool, ServerPool
@@ -21,19 +21,22 @@ from megarl.recipe.layouts import num_shards, role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SftRecipe
+from megarl.role_specs import ACTOR, CRITIC, actor_spec, role_specs
 from megarl.rollout.server import ServerSpec
-from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective
 
-ACTOR, REFERENCE = "actor", "reference"
+# What a role's update may read; its loss takes what it needs of these.
+_READS = {
+    ACTOR: frozenset({"old_logprobs", "advantages", "ref_logprobs", "teacher_logprobs"}),
+    CRITIC: frozenset({"values", "returns"}),
+}
 ROUTING_FLAGS = ("--enable-return-routed-experts",)
 
 
 @dataclass(frozen=True)
 class TrainSession:
-    """Everybody in a reinforcement-learning run, ready."""
+    """Everybody in a reinforcement-learning run, ready. roles: by name, the actor and those that the recipe asks for."""
 
-    actor: Policy
-    reference: Reference | None
+    roles: dict[str, Role]
     rollout: RolloutPool
     sync: WeightSync
 
@@ -42,43 +45,23 @@ class TrainSession:
 class SftSession:
     """Everybody in a supervised run, ready."""
 
-    model: Policy
+    model: Role
     feeder: SftFeeder
+
+
+def _reads(recipe: AnyRecipe) -> list[Path]:
+    """What the run's processes read, on whatever node they are."""
+    paths = [recipe.model.path, recipe.data.train]
+    if isinstance(recipe, Recipe):
+        models = (recipe.critic, recipe.reward_model, recipe.teacher)
+        paths += filter(None, (recipe.data.eval, *(model.path for model in models if model is not None)))
+    return [path.resolve() for path in paths]
 
 
 def _start_ranks(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> RankGroup:
     deadlines = recipe.deadlines
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
     return RankGroup.start(runtime, recipe.cluster.devices, recipe.run.seed, waiter, deadlines.start_s, longest)
-
-
-def _actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
-    return RoleSpec(
-        recipe.model.path.resolve(),
-        recipe.model.dtype,
-        recipe.rollout.temperature if isinstance(recipe, Recipe) else 1.0,
-        optimizer=recipe.actor.optimizer,
-        total_steps=checked.plan.optimizer_steps,
-        objective=PolicyObjective(recipe.algorithm) if isinstance(recipe, Recipe) else SftObjective(),
-        layout=role_layouts(recipe)["actor"],
-        recompute=recipe.actor.recompute,
-        aux_loss_coef=recipe.actor.aux_loss_coef,
-        lora=recipe.actor.lora,
-        resting=recipe.actor.resting,
-        routing_replay=isinstance(recipe, Recipe) and recipe.actor.routing_replay,
-    )
-
-
-def _reference_spec(recipe: Recipe, actor: RoleSpec) -> RoleSpec:
-    """A model of its own; under LoRA the actor's, without its adapters."""
-    return RoleSpec(
-        actor.folder,
-        actor.dtype,
-        actor.temperature,
-        layout=role_layouts(recipe)["reference"],
-        base_of=ACTOR if recipe.actor.lora else None,
-        resting=recipe.reference.resting,
-    )
 
 
 def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> LaunchingPool:
@@ -101,18 +84,15 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
 def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iterator[TrainSession]:
     """Start servers and ranks side by side; on leaving, end everything."""
     waiter, layouts = Waiter(timer), role_layouts(recipe)
-    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices) as runtime:
+    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         launching = _launch_servers(runtime, recipe, waiter)
         ranks = _start_ranks(runtime, recipe, waiter)
-        actor = Policy(ACTOR, ranks, layouts["actor"], recipe.deadlines)
-        spec = _actor_spec(recipe, checked)
-        actor.build(spec)
-        reference = None
-        if "reference" in layouts:
-            reference = Reference(REFERENCE, ranks, layouts["reference"], recipe.deadlines)
-            reference.build(_reference_spec(recipe, spec))
+        roles = {}
+        for name, spec in role_specs(recipe, checked).items():
+            roles[name] = Role(name, ranks, spec.layout, recipe.deadlines, _READS.get(name, frozenset()))
+            roles[name].build(spec)
         rollout = RolloutPool.start(runtime, recipe, launching.ready(), num_shards(recipe), waiter)
-        yield TrainSession(actor, reference, rollout, WeightSync(ACTOR, ranks, layouts["actor"], rollout, recipe))
+        yield TrainSession(roles, rollout, WeightSync(ACTOR, ranks, layouts[ACTOR], rollout, recipe))
         rollout.close()
 
 
@@ -120,7 +100,7 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
 def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: Path) -> Iterator[RolloutPool]:
     """Servers and collector only; on leaving, end everything. folder: where logs go."""
     waiter = Waiter(timer)
-    with Runtime.start(checked.platform, folder, 1) as runtime:
+    with Runtime.start(checked.platform, folder, 0, _reads(recipe)) as runtime:
         rollout = RolloutPool.start(runtime, recipe, _launch_servers(runtime, recipe, waiter).ready(), 1, waiter)
         yield rollout
         rollout.close()
@@ -130,8 +110,8 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
 def sft_session(recipe: SftRecipe, checked: Preflight, timer: PhaseTimer) -> Iterator[SftSession]:
     """Start the ranks and the feeder; on leaving, end everything."""
     waiter = Waiter(timer)
-    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices) as runtime:
+    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         ranks = _start_ranks(runtime, recipe, waiter)
-        model = Policy(ACTOR, ranks, role_layouts(recipe)["actor"], recipe.deadlines)
-        model.build(_actor_spec(recipe, checked))
+        model = Role(ACTOR, ranks, role_layouts(recipe)[ACTOR], recipe.deadlines)
+        model.build(actor_spec(recipe, checked))
         yield SftSession(model, SftFeeder.start(runtime, recipe, num_shards(recipe), waiter))

@@ -100,7 +100,7 @@ def due(step: int, every: int | None, last: int) -> bool:
 
 
 def train(cast: Cast, recipe: Recipe, state: State) -> State:
-    """Run the steps that are left; returns the state after the last."""
+    """Run the steps that are left, or those until a request to stop; returns the state after the last."""
     rollout, timer = cast.rollout, cast.timer
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
@@ -128,10 +128,13 @@ def train(cast: Cast, recipe: Recipe, state: State) -> State:
             if recipe.data.eval is not None and due(step, recipe.eval.every, recipe.train.steps):
                 with timer.phase("eval"):
                     metrics |= rollout.evaluate(step, state.weight_version).metrics
-            if due(step, recipe.train.save_every, recipe.train.steps):
+            stopping = cast.keeper.stopping()
+            if stopping or due(step, recipe.train.save_every, recipe.train.steps):
                 with timer.phase("save"):
                     cast.keeper.save(state)
         cast.keeper.record(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
+        if stopping:
+            break
     return state
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
-from megarl.cluster.runtime import LOOPBACK, Runtime
+from megarl.cluster.runtime import Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.core.platform import PlatformName
@@ -55,6 +53,11 @@ class RankActor:
         column = self._rank.logprobs(role, merge_shards(shards), temperature)
         return (None, *([None] * len(shards) if column is None else split_column(column, shards)))
 
+    def values(self, role: str, *shards: Shard) -> tuple[None, *tuple[Column | None, ...]]:
+        """What a score head says at each position of this rank's shards, one column each; only lead ranks return columns."""
+        column = self._rank.values(role, merge_shards(shards))
+        return (None, *([None] * len(shards) if column is None else split_column(column, shards)))
+
     def update(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
         """One optimizer step a mini-batch; metrics are the same on every rank.
 
@@ -70,9 +73,13 @@ class RankActor:
         """Write this rank's part of a distributed checkpoint. wait: off, it is written while other calls run."""
         self._rank.save(role, folder, wait=wait)
 
-    def finish_save(self) -> None:
-        """Wait until a checkpoint that is being written is whole."""
-        self._rank.finish_save()
+    def finish_save(self, role: str) -> None:
+        """Wait until the role's checkpoint that is being written is whole."""
+        self._rank.finish_save(role)
+
+    def copy_weights(self, source: str, target: str) -> None:
+        """Give the target role the weights of the source, of the same layout."""
+        self._rank.copy_weights(source, target)
 
     def load(self, role: str, folder: Path) -> None:
         """Read this rank's part of a distributed checkpoint."""
@@ -94,7 +101,7 @@ class RankActor:
             platform = self._rank.platform
             self._sender = BroadcastSender(
                 rank=self._rank.rank,
-                host=LOOPBACK,
+                host=self._facts.address,
                 device=platform.device,
                 backend=platform.backend,
                 timeout_s=timeout_s,
@@ -113,27 +120,19 @@ class RankGroup:
 
     workers: tuple[Worker, ...]
     waiter: Waiter
-    bundle: PlacementGroup
 
     @classmethod
     def start(
         cls, runtime: Runtime, world_size: int, seed: int, waiter: Waiter, deadline_s: float, collective_s: float
     ) -> RankGroup:
-        """Start one process a device and join them in a process group.
+        """Start one process on each of the runtime's seats and join them in a process group.
 
         collective_s: longest time that a rank waits for the others in any later collective.
         """
-        resource = runtime.platform.ray_resource
-        bundle = placement_group([{resource: 1.0, "CPU": 0.01}] * world_size, strategy="PACK")
         handles = []
-        for rank in range(world_size):
-            spec = ProcessSpec(f"rank {rank}", runtime.logs)
-            options: dict[str, Any] = {
-                "num_cpus": 0.01,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle, placement_group_bundle_index=rank),
-                **({"num_gpus": 1.0} if resource == "GPU" else {"resources": {resource: 1.0}}),
-            }
-            actor = ray.remote(RankActor).options(**options)
+        for rank, seat in enumerate(runtime.seats):
+            spec = runtime.process(f"rank {rank}", seat.node)
+            actor = ray.remote(RankActor).options(**seat.options)
             handles.append((spec, actor.remote(spec, rank, world_size, runtime.platform.name, seed)))
         unknown = ProcessFacts(0, "?")
         starting = [Worker(handle, spec, unknown) for spec, handle in handles]
@@ -144,10 +143,10 @@ class RankGroup:
             deadline_s=deadline_s,
         )
         workers = tuple(Worker(worker.handle, worker.spec, fact) for worker, fact in zip(starting, facts, strict=True))
-        group = cls(workers, waiter, bundle)
+        group = cls(workers, waiter)
         port = group.call(lambda worker, _: worker.handle.free_port.remote(), "start", "ranks", deadline_s, only=[0])[0]
         group.call(
-            lambda worker, _: worker.handle.rendezvous.remote(LOOPBACK, port, collective_s),
+            lambda worker, _: worker.handle.rendezvous.remote(workers[0].facts.address, port, collective_s),
             "rendezvous",
             "ranks",
             deadline_s,
@@ -193,4 +192,3 @@ class RankGroup:
         """End the ranks' processes."""
         for worker in self.workers:
             ray.kill(worker.handle)
-        remove_placement_group(self.bundle)

@@ -26,13 +26,14 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class _Role:
-    """A role that ranks host."""
+class Role:
+    """A role that ranks host. reads: the columns that its update learns from; none where it stands still."""
 
     name: str
     ranks: RankGroup
     layout: Layout
     deadlines: Deadlines
+    reads: frozenset[str] = frozenset()
 
     def _mine(self, rank: int, references: Sequence[Any]) -> Sequence[Any]:
         """A rank's part of references, one a shard: layouts may have fewer data-parallel ranks than there are shards."""
@@ -60,17 +61,22 @@ class _Role:
             self.deadlines.train_s,
         )
 
+    def values(self, batch: Batch) -> ColumnRefs:
+        """What a score head says at every position of the batch."""
+        each = len(batch.shards) // self.layout.dp
+        return self.ranks.call_columns(
+            lambda worker, rank: worker.handle.values.options(num_returns=1 + each).remote(
+                self.name, *self._mine(rank, batch.shards)
+            ),
+            self.layout,
+            "values",
+            self.name,
+            self.deadlines.train_s,
+        )
 
-class Reference(_Role):
-    """The frozen policy that the KL is measured to."""
-
-
-class Policy(_Role):
-    """The actor: the policy under training."""
-
-    def update(self, batch: Batch, **columns: ColumnRefs) -> dict[str, float]:
-        """One optimizer step a mini-batch; returns metrics, reduced over all ranks."""
-        names = tuple(columns)
+    def update(self, batch: Batch, columns: dict[str, ColumnRefs]) -> dict[str, float]:
+        """One optimizer step a mini-batch; returns metrics, reduced over all ranks. Columns it does not read stay away."""
+        names = tuple(name for name in columns if name in self.reads)
 
         def remote(worker: Any, rank: int) -> Any:
             shards = self._mine(rank, batch.shards)
@@ -79,6 +85,15 @@ class Policy(_Role):
 
         results: list[dict[str, float]] = self.ranks.call(remote, "update", self.name, self.deadlines.train_s)
         return results[0]
+
+    def copy_from(self, other: Role) -> None:
+        """Take the weights of a role of the same layout."""
+        self.ranks.call(
+            lambda worker, _: worker.handle.copy_weights.remote(other.name, self.name),
+            "refresh",
+            self.name,
+            self.deadlines.train_s,
+        )
 
     def save(self, folder: Path, *, wait: bool = True) -> None:
         """Write a distributed checkpoint: weights, optimizer, schedule. wait: off, it is whole after `finish_save`."""
@@ -91,7 +106,9 @@ class Policy(_Role):
 
     def finish_save(self) -> None:
         """Wait until a checkpoint that is being written is whole."""
-        self.ranks.call(lambda worker, _: worker.handle.finish_save.remote(), "save", self.name, self.deadlines.save_s)
+        self.ranks.call(
+            lambda worker, _: worker.handle.finish_save.remote(self.name), "save", self.name, self.deadlines.save_s
+        )
 
     def load(self, folder: Path) -> None:
         """Read a distributed checkpoint."""

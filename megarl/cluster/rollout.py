@@ -10,16 +10,26 @@ import ray
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
+from megarl.cluster.seats import seat_on
 from megarl.cluster.servers import ServerPool
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.schema import Recipe
+from megarl.rollout.advantages import column_names
 from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.collector import Collector
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
 
 # How much longer the driver waits than the collector's own requests may take: their error says more.
 MARGIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Learnable:
+    """What a step is learned from: columns by name, and metrics of how they were made."""
+
+    columns: dict[str, ColumnRefs]
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -52,9 +62,14 @@ class CollectorActor:
         shards, info = await self._collector.generate(step, weight_version)
         return (info, *shards)
 
-    async def advantages(self, step: int) -> tuple[Column | None, ...]:
-        """Nothing, then one column a shard."""
-        return (None, *self._collector.advantages(step))
+    async def advantages(
+        self, step: int, names: tuple[str, ...], made: tuple[str, ...], *parts: Column
+    ) -> tuple[dict[str, float] | Column, ...]:
+        """Metrics, then for each name in `made` one column a shard. parts: for each of `names`, one column a shard."""
+        each = self._num_shards
+        columns = {name: parts[index * each : (index + 1) * each] for index, name in enumerate(names)}
+        learnable = self._collector.advantages(step, columns)
+        return (learnable.metrics, *(column for name in made for column in learnable.columns[name]))
 
     async def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Held-out answers, graded."""
@@ -101,8 +116,8 @@ class RolloutPool:
         cls, runtime: Runtime, recipe: Recipe, servers: ServerPool, num_shards: int, waiter: Waiter
     ) -> RolloutPool:
         """Start the collector in front of servers that are ready."""
-        spec = ProcessSpec("collector", runtime.logs)
-        actor = ray.remote(CollectorActor).options(num_cpus=0)
+        spec = runtime.process("collector")
+        actor = ray.remote(CollectorActor).options(**seat_on(runtime.here).options)
         handle = actor.remote(spec, recipe, servers.endpoint, num_shards)
         starting = Worker(handle, spec, ProcessFacts(0, "?"))
         facts, _ = waiter.wait(
@@ -119,12 +134,14 @@ class RolloutPool:
         info, *shards = generate.remote(step, weight_version)
         return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
 
-    def advantages(self, batch: Batch) -> ColumnRefs:
-        """One column a shard."""
-        advantages = self.collector.handle.advantages.options(num_returns=1 + self.num_shards)
-        done, *columns = advantages.remote(batch.info.step)
-        self._wait(done, "advantages", self.recipe.deadlines.train_s)
-        return tuple(columns)
+    def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
+        """What the updates learn from: references, one a shard for each column, and metrics. columns: the roles'."""
+        made, each = column_names(self.recipe), self.num_shards
+        remote = self.collector.handle.advantages.options(num_returns=1 + each * len(made))
+        parts = [part for column in columns.values() for part in column]
+        metrics, *references = remote.remote(batch.info.step, tuple(columns), made, *parts)
+        learned = {name: tuple(references[index * each : (index + 1) * each]) for index, name in enumerate(made)}
+        return Learnable(learned, self._wait(metrics, "advantages", self.recipe.deadlines.train_s))
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Held-out answers, graded."""

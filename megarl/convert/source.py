@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.checkpoints import ACTOR, MARKER, Checkpoints, step_damage
+from megarl.checkpoints import MARKER, Checkpoints, step_damage
 from megarl.core.errors import UserError
 from megarl.training.manifest import HF_FOLDER, MANIFEST, checkpoint_damage
 
 CHECKPOINTS, RECIPE = "checkpoints", "recipe.yaml"
+# What the folder of a step stands for; another role is named by its own folder in it.
+ACTOR = "actor"
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,7 @@ def find_source(path: Path) -> Source:
     if (path / ACTOR).is_dir():
         return _in_step(path)
     if (path / MANIFEST).exists():
-        return (
-            _in_step(path.parent) if path.name == ACTOR and (path.parent / MARKER).exists() else Source("mcore", path)
-        )
+        return _in_step(path.parent, path.name) if (path.parent / MARKER).exists() else Source("mcore", path)
     if (path / "config.json").exists():
         return Source("hf", path)
     if (path / "metadata.json").exists():
@@ -64,9 +64,9 @@ def find_source(path: Path) -> Source:
     )
 
 
-def _in_step(step: Path) -> Source:
+def _in_step(step: Path, role: str = ACTOR) -> Source:
     recipe = step.parent.parent / RECIPE
-    return Source("mcore", step / ACTOR, step, recipe if recipe.exists() else None)
+    return Source("mcore", step / role, step, recipe if recipe.exists() else None)
 
 
 def require(path: Path, kind: Literal["hf", "mcore"], instead: str) -> Source:

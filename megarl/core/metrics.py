@@ -32,9 +32,13 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "data": "demonstrations tokenised and packed (supervised training)",
         "rollout": "responses generated, graded and packed",
         "logprobs": "log-probs of the responses under the actor before its update",
-        "reference": "log-probs of the responses under the reference",
-        "advantages": "advantages computed from the rewards",
-        "update": "forward, backward and optimizer steps",
+        "reference": "log-probs of the responses under the reference; its refresh",
+        "teacher": "log-probs of the responses under the teacher",
+        "values": "values of the responses under the critic before its update",
+        "reward_model": "scores of the responses under the reward model",
+        "advantages": "advantages and returns computed from rewards and values",
+        "critic": "the critic's forward, backward and optimizer steps",
+        "update": "the actor's forward, backward and optimizer steps",
         "sync": "new weights sent to every server, and verified",
         "eval": "held-out prompts answered and graded",
         "save": "checkpoint committed",
@@ -48,6 +52,9 @@ _METRICS: dict[str, MetricSpec] = {
     "reward/failures": MetricSpec(
         "samples", "without a grade: the grader raised, died, timed out or gave no number; not a reward of 0", ".0f"
     ),
+    "reward/model_score": MetricSpec("reward", "score of the reward model at the last token, before its weight", ".3f"),
+    "reward/kl": MetricSpec("nats", "KL to the reference, mean over trained tokens; only with kl_in: reward", ".2e"),
+    "reward/kl_coef": MetricSpec("1", "what a nat of it cost in this step", ".3g"),
     "rollout/num_samples": MetricSpec("samples", "samples trained on in this step", ".0f"),
     "rollout/prompt_len_mean": MetricSpec("tokens", "mean prompt length", ".1f"),
     "rollout/response_len_mean": MetricSpec(
@@ -63,6 +70,12 @@ _METRICS: dict[str, MetricSpec] = {
         "nats", "mean over trained tokens of |log-prob at rollout - the trainer's own, same weights|", ".1e"
     ),
     "rollout/logprob_diff_max": MetricSpec("nats", "the largest such difference in the step", ".1e"),
+    "rollout/correction_ess": MetricSpec(
+        "fraction", "effective sample size of the importance weights, (sum w)^2 / (K sum w^2)", ".3f"
+    ),
+    "rollout/correction_touched": MetricSpec(
+        "fraction", "trained tokens whose importance weight the bound decided / trained tokens", ".4f"
+    ),
     "actor/loss": MetricSpec(
         "nats", "pg_loss + kl_coef * kl_loss - entropy_coef * entropy, mean over mini-batches", ".4f"
     ),
@@ -87,6 +100,9 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "critic/values": MetricSpec("reward", "value under update, mean over trained tokens", ".3f"),
     "critic/returns": MetricSpec("reward", "what the critic learns, mean over trained tokens", ".3f"),
+    "critic/explained_variance": MetricSpec(
+        "fraction", "1 - Var(returns - values) / Var(returns) over trained tokens, before the update", ".3f"
+    ),
     "critic/grad_norm": MetricSpec("1", "as actor/grad_norm, of the critic", ".3g"),
     "critic/lr": MetricSpec("1", "as actor/lr, of the critic", ".2e"),
     "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),

@@ -29,10 +29,25 @@ def role_layouts(recipe: AnyRecipe) -> dict[str, Layout]:
     """The layout of every Megatron role, by the section that decides it. Raises UserError."""
     devices = recipe.cluster.devices
     layouts = {"actor": layout_of(recipe.actor.parallel, devices)}
-    if isinstance(recipe, Recipe) and recipe.algorithm.kl_coef > 0:
-        own = recipe.reference.parallel
-        layouts["reference"] = layouts["actor"] if own is None else layout_of(own, devices)
+    if isinstance(recipe, Recipe):
+        sections = {
+            "reference": recipe.reference if recipe.algorithm.kl_coef > 0 else None,
+            "critic": recipe.critic,
+            "reward_model": recipe.reward_model,
+            "teacher": recipe.teacher,
+        }
+        for role, section in sections.items():
+            if section is not None:
+                own = section.parallel
+                layouts[role] = layouts["actor"] if own is None else layout_of(own, devices)
     return layouts
+
+
+def kept_roles(recipe: Recipe) -> list[str]:
+    """The roles that change in a run, and so are in its checkpoints; the actor first."""
+    critic = ["critic"] if recipe.critic is not None else []
+    reference = ["reference"] if recipe.algorithm.kl_coef > 0 and recipe.reference.refresh_every is not None else []
+    return ["actor", *critic, *reference]
 
 
 def num_shards(recipe: AnyRecipe) -> int:

@@ -93,7 +93,7 @@ class Reference(Section):
     """The frozen policy that the KL is measured to."""
 
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    resting: tuple[Part, ...] = Field(
+    resting: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"
     )
     refresh_every: PositiveInt | None = Field(
@@ -135,7 +135,7 @@ class RewardModel(Section):
         "sequence", description="sequence: the score after the last token; token: a reward after each token"
     )
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    resting: tuple[Part, ...] = Field(
+    resting: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"
     )
 
@@ -145,6 +145,6 @@ class Teacher(Section):
 
     path: UserPath = Field(strict=False, description="HF folder: config.json, safetensors")
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    resting: tuple[Part, ...] = Field(
+    resting: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"
     )

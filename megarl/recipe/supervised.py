@@ -1,34 +1,60 @@
-"""Sections and recipes of supervised runs."""
+"""Sections and recipes of supervised runs: demonstrations (sft), reward models (rm) and preferences (dpo)."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.recipe.roles import Lora, Optimizer, Parallel, Part
+from megarl.recipe.roles import Lora, Optimizer, Parallel, Part, Reference
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import PositiveInt, Recompute, Section, UserPath
+from megarl.recipe.section import PositiveFloat, PositiveInt, Recompute, Section, UserPath
 
 
-class SftData(Section):
+class RowData(Section):
+    """Rows of a supervised run; JSONL or Parquet."""
+
+    train: UserPath = Field(strict=False, description="rows to train on")
+    eval: UserPath | None = Field(None, strict=False, description="held-out rows")
+    prompt_key: str = Field("prompt", description="field with a string or chat messages")
+    max_tokens: PositiveInt = Field(
+        2048, description="longest sequence, prompt and response; rows with a longer one are counted and dropped"
+    )
+    shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
+
+
+class SftData(RowData):
     """Demonstrations: rows with `messages`, or with a prompt and a response."""
 
-    train: UserPath = Field(strict=False, description="JSONL or Parquet")
-    prompt_key: str = Field("prompt", description="field with a string or chat messages")
     response_key: str = Field("response", description="field with the assistant's text")
     messages_key: str = Field(
         "messages", description="field with whole chats, the last message the assistant's; used where present"
     )
-    max_tokens: PositiveInt = Field(2048, description="longest demonstration; longer ones are counted and dropped")
-    shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
+
+
+class PairData(RowData):
+    """Preferences: a better and a worse answer, as texts beside a prompt or as whole chats."""
+
+    chosen_key: str = Field("chosen", description="field with the better answer: text, or a whole chat")
+    rejected_key: str = Field("rejected", description="field with the worse answer: text, or a whole chat")
+    margin_key: str = Field(
+        "margin",
+        description="field with a number, used where present: how far the better answer shall be ahead, in units of the "
+        "score (rm) or of the reward (dpo)",
+    )
+
+
+class HeldOut(Section):
+    """The held-out rows, before, during and after; needs data.eval."""
+
+    every: PositiveInt | None = Field(None, description="steps between evaluations; default: only before and after")
 
 
 class SftTrain(Section):
     """Length and batch of supervised training."""
 
     steps: PositiveInt = Field(description="optimizer steps")
-    batch_samples: PositiveInt = Field(description="demonstrations in one optimizer step")
+    batch_samples: PositiveInt = Field(description="rows in one optimizer step: demonstrations, or pairs")
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
     async_save: bool = Field(
@@ -57,14 +83,59 @@ class SftActor(Section):
     )
 
 
-class SftRecipe(Section):
-    """One supervised run: `megarl sft`."""
+class Rm(Section):
+    """What a reward model learns from pairs."""
+
+    center_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="weight of (chosen + rejected score)^2, which keeps scores around 0 (arXiv 2312.09244)"
+    )
+
+
+class Dpo(Section):
+    """What a policy learns from pairs (arXiv 2305.18290)."""
+
+    loss: Literal["sigmoid", "ipo"] = Field(
+        "sigmoid", description="sigmoid: DPO's; ipo: a square around a finite lead (arXiv 2310.12036)"
+    )
+    beta: PositiveFloat = Field(0.1, description="reward = beta x log-ratio of policy and reference")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.0, description="share of pairs that are taken to be the wrong way round (cDPO)"
+    )
+    length_normalized: bool = Field(
+        False, description="log-ratios are means over a response's tokens, not sums (arXiv 2411.15124, section 5)"
+    )
+
+
+class SupervisedRecipe(Section):
+    """What every supervised run has."""
 
     run: Run = Run()
     cluster: Cluster = Cluster()
     model: Model
-    data: SftData
+    data: RowData
     actor: SftActor = SftActor()
+    eval: HeldOut = HeldOut()
     train: SftTrain
     deadlines: Deadlines = Deadlines()
     report: Report = Report()
+
+
+class SftRecipe(SupervisedRecipe):
+    """Demonstrations: `megarl sft`."""
+
+    data: SftData
+
+
+class RmRecipe(SupervisedRecipe):
+    """A reward model from preferences: `megarl rm`."""
+
+    data: PairData
+    rm: Rm = Rm()
+
+
+class DpoRecipe(SupervisedRecipe):
+    """A policy from preferences: `megarl dpo`."""
+
+    data: PairData
+    dpo: Dpo = Dpo()
+    reference: Reference = Reference()

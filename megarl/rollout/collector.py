@@ -12,19 +12,17 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.algorithms.inputs import SAMPLE_ADVANTAGES, call
-from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import BatchInfo, Column, EvalResult, FloatArray, Prompt, Sample, Shard, Status
+from megarl.core.types import BatchInfo, EvalResult, FloatArray, Prompt, Sample, Shard, Status
 from megarl.data.chat import load_tokenizer
-from megarl.data.pack import column_like, pack
+from megarl.data.pack import pack
 from megarl.data.prompts import PromptSet, PromptSource, load_prompts
 from megarl.models.config import ModelConfig
 from megarl.models.flops import train_flops
@@ -32,6 +30,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
 from megarl.rewards.graders import GraderPool
 from megarl.rollout import filters
+from megarl.rollout.advantages import Advantages, Columns, Learnable
 from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
 from megarl.rollout.single_turn import generate_sample
 
@@ -49,6 +48,7 @@ class _Step:
     step: int
     samples: list[Sample]
     shards: list[Shard]
+    greedy_rewards: FloatArray  # [G], of the greedy answer to each group's prompt; empty where nothing asks for them
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Collector:
         self._client = client
         self._graders = graders
         self._num_shards = num_shards
+        self._advantages = Advantages(recipe)
         self._last: _Step | None = None
 
     @classmethod
@@ -113,12 +114,13 @@ class Collector:
         await self._client.close()
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, for a checkpoint."""
-        return self._source.state()
+        """The place in the data and the weight of the KL, for a checkpoint."""
+        return {**self._source.state(), **self._advantages.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place."""
         self._source.load_state(state)
+        self._advantages.load_state(state)
 
     async def generate(self, step: int, weight_version: int) -> tuple[list[Shard], BatchInfo]:
         """The samples of one step, one shard for each data-parallel rank.
@@ -136,45 +138,48 @@ class Collector:
             self._recipe.actor.routing_replay,
         )
         generated = await self._collect(step, prompts, settings.samples_per_prompt, sampling)
+        if algorithm.refill_rounds:
+            generated = await self._refill(step, generated, sampling)
+        greedy: list[Sample] = []
+        if self._advantages.needs_greedy:
+            asked = {sample.group_id: sample.prompt for sample in generated.samples}
+            greedy = (await self._collect(step, [*asked.values()], 1, replace(sampling, temperature=0.0))).samples
         self._write(f"step_{step:06d}.jsonl", generated.samples)
-        _check_versions(generated.samples, weight_version)
+        _check_versions([*generated.samples, *greedy], weight_version)
         kept = filters.usable(generated.samples)
+        if self._advantages.needs_greedy:
+            kept = filters.with_greedy(kept, greedy)
         if not kept:
             raise MegarlError(f"Step {step}: no sample can be used. {_first_failure(generated.samples)}")
         metrics = self._metrics(generated, kept)
         if algorithm.drop_zero_variance_groups:
             kept = filters.drop_zero_variance(kept)
         shards = self._pack(kept)
-        self._last = _Step(step, kept, shards)
+        self._last = _Step(step, kept, shards, filters.greedy_rewards(kept, greedy))
         return shards, self._info(step, weight_version, kept, shards, metrics)
 
-    def advantages(self, step: int) -> list[Column]:
-        """Advantages of a step's samples, one column for each shard of `generate`."""
+    async def _refill(self, step: int, generated: _Generated, sampling: Sampling) -> _Generated:
+        """Ask further prompts in the place of groups that teach nothing, up to algorithm.refill_rounds times (DAPO)."""
+        settings = self._recipe.rollout
+        for _ in range(self._recipe.algorithm.refill_rounds):
+            teaching = filters.num_teaching_groups(filters.usable(generated.samples))
+            if teaching >= settings.prompts_per_step:
+                break
+            prompts = self._source.take(settings.prompts_per_step - teaching)
+            asked = {sample.group_id for sample in generated.samples}
+            fresh = [prompt for prompt in prompts if f"{step}/{prompt.id}" not in asked]
+            more = await self._collect(step, fresh, settings.samples_per_prompt, sampling)
+            seconds = generated.generation_s + more.generation_s
+            generated = _Generated([*generated.samples, *more.samples], seconds)
+        return generated
+
+    def advantages(self, step: int, columns: Columns) -> Learnable:
+        """What the update learns from, of a step's samples and the roles' columns, one column for each shard."""
         if self._last is None or self._last.step != step:
             have = "none" if self._last is None else str(self._last.step)
             raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {have}.")
-        samples = self._last.samples
-        algorithm = self._recipe.algorithm
-        values = call(
-            SAMPLE_ADVANTAGES[algorithm.advantage],
-            {
-                "rewards": self._shaped_rewards(samples),
-                "group_index": filters.group_index(samples),
-                "lengths": np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
-                "mean_nll": filters.mean_nll(samples),
-                "normalize_std": algorithm.normalize_std,
-            },
-        )
-        return [column_like(shard, values) for shard in self._last.shards]
-
-    def _shaped_rewards(self, samples: Sequence[Sample]) -> FloatArray:
-        """What is learned from: the graders' rewards, less the penalty of answers near the length limit."""
-        rewards, share = filters.rewards(samples), self._recipe.algorithm.overlong_buffer
-        if share is None:
-            return rewards
-        most = self._recipe.rollout.max_response_tokens
-        lengths = [len(sample.response_ids) for sample in samples]
-        return rewards + overlong_penalty(lengths, most, max(1, round(share * most)))
+        last = self._last
+        return self._advantages.of_step(last.samples, last.shards, columns, last.greedy_rewards)
 
     async def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Answer and grade the held-out prompts. Raises MegarlError where the recipe names none."""

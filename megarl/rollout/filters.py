@@ -51,3 +51,21 @@ def drop_zero_variance(samples: Sequence[Sample]) -> list[Sample]:
     if dull.all():
         return list(samples)
     return [sample for sample, group in zip(samples, groups, strict=True) if not dull[group]]
+
+
+def num_teaching_groups(samples: Sequence[Sample]) -> int:
+    """Groups whose rewards differ."""
+    return int((~zero_variance_groups(rewards(samples), group_index(samples))).sum()) if samples else 0
+
+
+def with_greedy(samples: Sequence[Sample], greedy: Sequence[Sample]) -> list[Sample]:
+    """Without the samples of prompts whose greedy answer has no grade: there is nothing to compare them with."""
+    known = {sample.group_id for sample in usable(greedy)}
+    return [sample for sample in samples if sample.group_id in known]
+
+
+def greedy_rewards(samples: Sequence[Sample], greedy: Sequence[Sample]) -> FloatArray:
+    """The reward of the greedy answer to each group's prompt, by `group_index` of the samples: [G]; empty without any."""
+    by_group = {sample.group_id: sample.reward for sample in usable(greedy)}
+    groups = dict.fromkeys(sample.group_id for sample in samples)
+    return np.array([by_group[group] for group in groups] if by_group else [], dtype=np.float32)

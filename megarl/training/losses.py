@@ -14,28 +14,40 @@ from torch import Tensor
 
 from megarl.algorithms.inputs import LOSS_INPUTS, call, wanted
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.policy_loss import POLICY_LOSSES
+from megarl.algorithms.resolve import policy_loss_function, settings
 from megarl.algorithms.sequences import sequence_sums, spread_means
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.recipe.algorithm import Algorithm
 from megarl.training.batch import DeviceBatch
 from megarl.training.logprob import TokenScores
 from megarl.training.metrics import LossOutput
-from megarl.training.spec import Objective, PolicyObjective, SftObjective, ValueObjective
+from megarl.training.pair_losses import dpo_fn, reward_fn
+from megarl.training.spec import (
+    DpoObjective,
+    Objective,
+    PolicyObjective,
+    RewardObjective,
+    SftObjective,
+    ValueObjective,
+)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function, and what it has to be given."""
+    """A loss function, and what it has to be given. group: where the gradient norm and the learning rate are reported."""
 
     fn: Callable[[TokenScores, DeviceBatch], LossOutput]
     columns: frozenset[str]  # names of the columns that it reads
+    group: str = "actor"
     with_entropy: bool = True
     entropy_grad: bool = False
 
 
 def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -> Loss:
-    """The loss of an objective. over_context: sums a tensor over the ranks that hold parts of the same sequences."""
+    """The loss of an objective. over_context: sums a tensor over the ranks that hold parts of the same sequences.
+
+    The sum has to be differentiable for the losses of pairs.
+    """
     match objective:
         case PolicyObjective(algorithm):
             return policy_loss(algorithm, over_context)
@@ -43,36 +55,36 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
             return value_loss(clip)
         case SftObjective():
             return sft_loss()
+        case RewardObjective(center_coef):
+            return Loss(reward_fn(center_coef, over_context), frozenset(), "rm", with_entropy=False)
+        case DpoObjective(chosen):
+            return Loss(dpo_fn(chosen, over_context), frozenset({"ref_logprobs"}), "dpo", with_entropy=False)
 
 
 def policy_loss(algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] = lambda part: part) -> Loss:
     """The algorithm's policy loss, plus kl_coef times the KL to the reference, minus entropy_coef times the entropy.
 
-    Columns: old_logprobs, advantages, and ref_logprobs where there is a KL. GRPO: arXiv 2402.03300, equation 3.
+    Columns: old_logprobs, those that the policy loss asks for, and ref_logprobs where a KL is in the loss.
     over_context: sums a tensor over the ranks that hold parts of the same sequences.
     """
-    function = POLICY_LOSSES[algorithm.policy_loss]
-    settings = {
-        "clip_low": algorithm.clip_low,
-        "clip_high": algorithm.clip_high,
-        "dual_clip": algorithm.dual_clip,
-    }
-    by_sequence = "sequence_log_ratio" in wanted(function, LOSS_INPUTS)
+    function, chosen = policy_loss_function(algorithm), settings(algorithm)
+    asked = wanted(function, LOSS_INPUTS)
+    columns = asked - {"logprobs", "sequence_log_ratio"} | {"old_logprobs"}
+    with_kl = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
         assert scores.entropy is not None, "the policy loss reports entropy"
         mask, weights = batch.mask, batch.weights
         # Masked before anything is computed: a weight of zero would not silence an infinity, nor its gradient.
-        logprobs, entropy, old = (
-            _masked(x, mask) for x in (scores.logprobs, scores.entropy, batch.columns["old_logprobs"])
-        )
-        given = {"logprobs": logprobs, "old_logprobs": old, "advantages": _masked(batch.columns["advantages"], mask)}
-        if by_sequence:
+        logprobs, entropy = _masked(scores.logprobs, mask), _masked(scores.entropy, mask)
+        given = {"logprobs": logprobs, **{name: _masked(batch.columns[name], mask) for name in columns}}
+        old = given["old_logprobs"]
+        if "sequence_log_ratio" in asked:
             given["sequence_log_ratio"] = _sequence_log_ratio(logprobs, old, batch, over_context)
-        per_token, clipped, _ = call(function, {**given, **settings})
+        per_token, clipped, _ = call(function, {**chosen, **given})
         policy = total = (weights * per_token).sum()
         weighted = {"actor/pg_loss": policy}
-        if algorithm.kl_coef > 0:
+        if with_kl:
             reference = _masked(batch.columns["ref_logprobs"], mask)
             kl = (weights * kl_estimate(logprobs, reference, algorithm.kl_kind)).sum()
             total = total + algorithm.kl_coef * kl
@@ -94,8 +106,7 @@ def policy_loss(algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] =
             maxima={"rollout/logprob_diff_max": difference.max()},
         )
 
-    columns = {"old_logprobs", "advantages"} | ({"ref_logprobs"} if algorithm.kl_coef > 0 else set())
-    return Loss(fn, frozenset(columns), entropy_grad=algorithm.entropy_coef > 0)
+    return Loss(fn, columns | ({"ref_logprobs"} if with_kl else set()), entropy_grad=algorithm.entropy_coef > 0)
 
 
 def _sequence_log_ratio(
@@ -137,7 +148,7 @@ def value_loss(clip_range: float | None) -> Loss:
             },
         )
 
-    return Loss(fn, frozenset({"values", "returns"}), with_entropy=False)
+    return Loss(fn, frozenset({"values", "returns"}), "critic", with_entropy=False)
 
 
 def sft_loss() -> Loss:

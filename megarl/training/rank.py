@@ -50,7 +50,7 @@ class Rank:
         self._groups: dict[Layout, Groups] = {}
         self._engines: dict[str, Engine] = {}
         self._losses: dict[str, Loss] = {}
-        self._pending: PendingSave | None = None
+        self._pending: dict[str, PendingSave] = {}
         self._bases: dict[str, str] = {}
 
     def free_port(self) -> int:
@@ -142,14 +142,20 @@ class Rank:
 
         wait: off to go on while it is written; the checkpoint is there after `finish_save`, which is due before the next.
         """
-        self.finish_save()
-        self._pending = self.engine(role).save(folder, async_save=not wait)
+        self.finish_save(role)
+        pending = self.engine(role).save(folder, async_save=not wait)
+        if pending is not None:
+            self._pending[role] = pending
 
-    def finish_save(self) -> None:
-        """Wait until a checkpoint that is being written is whole; nothing where none is."""
-        pending, self._pending = self._pending, None
+    def finish_save(self, role: str) -> None:
+        """Wait until the role's checkpoint that is being written is whole; nothing where none is."""
+        pending = self._pending.pop(role, None)
         if pending is not None:
             pending.finish()
+
+    def copy_weights(self, source: str, target: str) -> None:
+        """Give the target role the weights of the source. Raises MegarlError where their layouts differ."""
+        self.engine(target).copy_from(self.engine(source))
 
     def load(self, role: str, folder: Path) -> None:
         """Read this rank's part of a distributed checkpoint; the layout may differ from the one that saved it."""

@@ -32,6 +32,7 @@ ROOMS = (
     "doctor",
     "train",
     "sft",
+    "role_specs",
     "session",
     "commands",
     "cli",

@@ -112,7 +112,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(rank, folder, tmp_path):
     rank.save("actor", tmp_path, wait=False)
     went_on = steps(rank, [1])
     assert not (tmp_path / MANIFEST).exists() and not (tmp_path / "metadata.json").exists()
-    rank.finish_save()
+    rank.finish_save("actor")
     assert checkpoint_damage(tmp_path, read=True) == []
     rank.build("actor", spec)
     rank.load("actor", tmp_path)
@@ -170,7 +170,7 @@ def test_a_disk_that_fills_is_told_and_leaves_no_checkpoint(rank, folder, tmp_pa
     try:
         with pytest.raises(UserError, match=r"could not be written to .*rank 0: the disk is full .*Free some space"):
             rank.save("actor", tmp_path, wait=wait)
-            rank.finish_save()
+            rank.finish_save("actor")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / MANIFEST).exists() and not (tmp_path / "metadata.json").exists()

@@ -1,0 +1,62 @@
+"""Functions that a recipe names by import path: found in the user's own folder, refused in words where they are not."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megarl.core.errors import UserError
+
+
+def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
+    """What `pkg.module:name` names. key: the recipe's key that says so, such as `reward.fn`; named in errors.
+
+    folder: where the user's modules are looked for first; default: the current folder.
+    Raises UserError: a module that does not import (with the reason), a missing attribute (with the nearest).
+    """
+    where = f"{key}={path!r}"
+    module_name, _, attribute = path.partition(":")
+    with _importable(folder or Path.cwd()):
+        module = _import(where, module_name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, [name for name in dir(found) if not name.startswith("_")], n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{where}: {module.__file__} has no {attribute!r}.{hint}")
+        found = getattr(found, part)
+    return found
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """A folder at the front of the import path, as `python -m` has it; command-line scripts do not."""
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if entry in sys.path:  # the user's module may have changed the path too
+            sys.path.remove(entry)
+
+
+def _import(where: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything while it loads
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
+            raise UserError(
+                f"{where}: there is no module {missing!r} in the current folder ({Path.cwd()}) or in the "
+                "installed packages. Correct the path, or start megarl from the folder that holds the module."
+            ) from error
+        raise UserError(
+            f"{where}: the module {module_name!r} does not import: {type(error).__name__}: {error}. "
+            "Mend the module, or install what it needs."
+        ) from error

@@ -1,0 +1,70 @@
+"""Whether the models that a recipe names beside the policy can do what their roles ask. Without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
+from megarl.models.hf_config import load_model_config
+from megarl.models.hf_files import check_weights
+from megarl.models.layout_check import check_layout
+from megarl.models.rules import expected_tensors
+from megarl.recipe.layouts import role_layouts
+from megarl.recipe.rules import longest_sample
+from megarl.recipe.schema import AnyRecipe, Recipe
+
+TOKENIZER = "tokenizer.json"
+
+
+def check_roles(recipe: AnyRecipe, policy: ModelConfig) -> None:
+    """Every role's model, tokens and layout. Raises UserError. policy: the model of model.path, checked already."""
+    named = _named_models(recipe) if isinstance(recipe, Recipe) else {}
+    models = {role: _model_of(role, path, recipe, policy) for role, path in named.items()}
+    for role, layout in role_layouts(recipe).items():
+        check_layout(models.get(role, policy), layout, f"{role}.parallel")
+
+
+def _named_models(recipe: Recipe) -> dict[str, Path]:
+    """The folder of each role that has one of its own."""
+    sections = {"critic": recipe.critic, "reward_model": recipe.reward_model, "teacher": recipe.teacher}
+    return {
+        role: section.path
+        for role, section in sections.items()
+        if section is not None and section.path not in (None, recipe.model.path)
+    }
+
+
+def _model_of(role: str, folder: Path, recipe: AnyRecipe, policy: ModelConfig) -> ModelConfig:
+    model, key = load_model_config(folder), f"{role}.path {folder}"
+    check_weights(expected_tensors(model), folder, model)
+    if role == "reward_model" and model.head != "score":
+        raise UserError(
+            f"{key} is a language model, and a reward model has a head of one score (its architecture ends on "
+            "ForSequenceClassification, num_labels 1). Train one by `megarl rm`, or name a folder that has it."
+        )
+    if role == "teacher" and model.head == "score":
+        raise UserError(f"{key} has a score head and no vocabulary: it gives no log-probs. Name a language model.")
+    if role == "teacher" and model.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"{key} has a vocabulary of {model.vocab_size}, the policy of {policy.vocab_size}: their log-probs are not of "
+            "the same tokens. Name a teacher of the policy's family."
+        )
+    _check_tokens(key, folder, recipe.model.path)
+    longest = longest_sample(recipe) if isinstance(recipe, Recipe) else 0
+    if longest > model.max_positions:
+        raise UserError(
+            f"{key} has a context of {model.max_positions} tokens, and a sample may have {longest} "
+            "(data.max_prompt_tokens + rollout.max_response_tokens). Lower these, or name another model."
+        )
+    return model
+
+
+def _check_tokens(key: str, folder: Path, policy: Path) -> None:
+    """The model is given the policy's tokens: the two tokenizers have to be the same."""
+    ours, theirs = policy / TOKENIZER, folder / TOKENIZER
+    if ours.exists() and theirs.exists() and ours.read_bytes() != theirs.read_bytes():
+        raise UserError(
+            f"{key} has another tokenizer than model.path {policy} ({TOKENIZER} differs), and it is given the policy's "
+            "tokens. Name a model with the same tokenizer."
+        )

@@ -1,0 +1,30 @@
+"""What a rule about a recipe's keys is. The rules themselves: `rules.py`, `algorithm_rules.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import SftRecipe
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Keys that nothing reads unless `read(recipe)`; `needs` says what would make them count."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Any], bool]
+    needs: str
+    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SftRecipe)
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A key whose value cannot go with the others when `wrong(recipe)`; `says(recipe)` names values and way out."""
+
+    key: str
+    wrong: Callable[[Any], bool]
+    says: Callable[[Any], str]
+    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SftRecipe)

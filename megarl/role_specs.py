@@ -1,0 +1,73 @@
+"""What each Megatron role of a recipe is built from. It starts nothing: megarl/session.py does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.preflight import Preflight
+from megarl.recipe.layouts import role_layouts
+from megarl.recipe.roles import RewardModel, Teacher
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective, ValueObjective
+
+ACTOR, REFERENCE, CRITIC, REWARD_MODEL, TEACHER = "actor", "reference", "critic", "reward_model", "teacher"
+
+
+def role_specs(recipe: Recipe, checked: Preflight) -> dict[str, RoleSpec]:
+    """Every role of a reinforcement-learning run, the actor first."""
+    actor = actor_spec(recipe, checked)
+    specs = {ACTOR: actor}
+    if recipe.algorithm.kl_coef > 0:
+        # Under LoRA the reference is the actor, without its adapters.
+        base = ACTOR if recipe.actor.lora else None
+        specs[REFERENCE] = replace(_frozen(actor, REFERENCE, recipe), base_of=base, resting=recipe.reference.resting)
+    if recipe.critic is not None:
+        specs[CRITIC] = _critic_spec(recipe, checked, actor)
+    if recipe.reward_model is not None:
+        specs[REWARD_MODEL] = replace(_of_section(actor, REWARD_MODEL, recipe, recipe.reward_model), head="score")
+    if recipe.teacher is not None:
+        specs[TEACHER] = _of_section(actor, TEACHER, recipe, recipe.teacher)
+    return specs
+
+
+def actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
+    """The model under training."""
+    return RoleSpec(
+        recipe.model.path.resolve(),
+        recipe.model.dtype,
+        recipe.rollout.temperature if isinstance(recipe, Recipe) else 1.0,
+        optimizer=recipe.actor.optimizer,
+        total_steps=checked.plan.optimizer_steps,
+        objective=PolicyObjective(recipe.algorithm) if isinstance(recipe, Recipe) else SftObjective(),
+        layout=role_layouts(recipe)[ACTOR],
+        recompute=recipe.actor.recompute,
+        aux_loss_coef=recipe.actor.aux_loss_coef,
+        lora=recipe.actor.lora,
+        resting=recipe.actor.resting,
+        routing_replay=isinstance(recipe, Recipe) and recipe.actor.routing_replay,
+    )
+
+
+def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpec:
+    critic = recipe.critic
+    assert critic is not None
+    return RoleSpec(
+        (critic.path or recipe.model.path).resolve(),
+        actor.dtype,
+        optimizer=critic.optimizer,
+        total_steps=checked.plan.steps * checked.plan.mini_batches * critic.epochs,
+        objective=ValueObjective(critic.value_clip),
+        layout=role_layouts(recipe)[CRITIC],
+        recompute=critic.recompute,
+        resting=critic.resting,
+        head="score",
+    )
+
+
+def _of_section(actor: RoleSpec, role: str, recipe: Recipe, section: RewardModel | Teacher) -> RoleSpec:
+    return replace(_frozen(actor, role, recipe), folder=section.path.resolve(), resting=section.resting)
+
+
+def _frozen(actor: RoleSpec, role: str, recipe: Recipe) -> RoleSpec:
+    """A model that stands still, with the actor's dtype and temperature, at a layout of its own."""
+    return RoleSpec(actor.folder, actor.dtype, actor.temperature, layout=role_layouts(recipe)[role])
