@@ -2,7 +2,8 @@
 
 Alignment: every per-token column of a MicroBatch is *label-aligned*. Position t holds what belongs to predicting
 `labels[t]`, the token that follows `tokens[t]` in the same sequence. The last position of each sequence predicts
-nothing: its label is 0 and its loss mask is 0. So a column needs no shifting under any parallel layout.
+nothing: its label is 0 and its loss mask is 0. So a column needs no shifting under any parallel layout. (A score head has
+an output at the last position as well: where a loss reads that one, the mask marks it.)
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class MicroBatch:
     rollout_logprobs: FloatArray  # [T], 0 outside the mask
     sample_index: IntArray  # [S], index of the sample in the step
     routing: RoutingArray | None = None  # [T, layers x k], experts chosen by the rollout; -1 where unknown
+    # [S // 2] where sequences 2i and 2i + 1 are the chosen and the rejected one of a pair: how far the first shall be ahead.
+    margins: FloatArray | None = None
 
     @property
     def num_tokens(self) -> int:

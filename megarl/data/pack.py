@@ -10,14 +10,15 @@ Not for tensors or devices: arrays only.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megarl.algorithms.reduce import Reduction, sample_weights
 from megarl.core.types import Column, FloatArray, IntArray, MicroBatch, MiniBatch, RoutingArray, Sample, Shard
+from megarl.data.pairs import Pair
 from megarl.data.sft import Demonstration
 
 # The `sample_index` of a filler's only sequence.
@@ -28,7 +29,10 @@ UNKNOWN_EXPERT = -1
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sample, label-aligned: position t of mask and log-probs speaks of predicting token t + 1."""
+    """One sample, label-aligned: position t of mask and log-probs speaks of predicting token t + 1.
+
+    margin: of the pair that begins with this sequence.
+    """
 
     index: int
     group: int
@@ -36,6 +40,11 @@ class _Sequence:
     mask: FloatArray  # [L]
     rollout_logprobs: FloatArray  # [L]
     routing: RoutingArray | None = None  # [L, layers x k]
+    margin: float | None = None
+
+
+# Sequences that share a micro-batch: one, or the two of a pair.
+_Unit = tuple[_Sequence, ...]
 
 
 def pack(
@@ -59,7 +68,7 @@ def pack(
     assert num_shards >= 1 and mini_batch_samples >= 1, (num_shards, mini_batch_samples)
     groups: dict[str, int] = {}
     sequences = [
-        _from_sample(index, groups.setdefault(sample.group_id, len(groups)), sample)
+        (_from_sample(index, groups.setdefault(sample.group_id, len(groups)), sample),)
         for index, sample in enumerate(samples)
     ]
     minis = [
@@ -77,11 +86,27 @@ def pack(
 
 def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_batch_tokens: int) -> list[Shard]:
     """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
-    sequences = [
-        _Sequence(index, index, item.token_ids, _shift(item.loss_mask), np.zeros(len(item.token_ids), np.float32))
-        for index, item in enumerate(demonstrations)
-    ]
-    mini = _pack_mini_batch(sequences, num_shards, micro_batch_tokens, "token-mean", 1)
+    units = [(_from_demonstration(index, item, _shift(item.loss_mask)),) for index, item in enumerate(demonstrations)]
+    mini = _pack_mini_batch(units, num_shards, micro_batch_tokens, "token-mean", 1)
+    return [Shard((mini[shard],)) for shard in range(num_shards)]
+
+
+def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: int, scored: bool) -> list[Shard]:
+    """Pairs of one optimizer step, as one mini-batch. Pair i is the sequences 2i (chosen) and 2i + 1 (rejected).
+
+    The two of a pair are neighbours in one micro-batch. The weights of a pair's positions add up to 1 / number of pairs.
+    scored: the mask marks the last token, where a score head is read; otherwise the response's labels.
+
+    No pair may be longer than `micro_batch_tokens` (the recipe check sees to it).
+    """
+    units: list[_Unit] = []
+    for index, pair in enumerate(pairs):
+        chosen, rejected = (
+            _from_demonstration(2 * index + side, each, _last(each) if scored else _shift(each.loss_mask))
+            for side, each in enumerate((pair.chosen, pair.rejected))
+        )
+        units.append((replace(chosen, margin=pair.margin), rejected))
+    mini = _pack_mini_batch(units, num_shards, micro_batch_tokens, "sequence-mean", 1)
     return [Shard((mini[shard],)) for shard in range(num_shards)]
 
 
@@ -150,6 +175,16 @@ def _from_sample(index: int, group: int, sample: Sample) -> _Sequence:
     )
 
 
+def _from_demonstration(index: int, item: Demonstration, mask: FloatArray) -> _Sequence:
+    return _Sequence(index, index, item.token_ids, mask, np.zeros(len(item.token_ids), np.float32))
+
+
+def _last(item: Demonstration) -> FloatArray:
+    mask = np.zeros(len(item.token_ids), np.float32)
+    mask[-1] = 1
+    return mask
+
+
 def _routing(sample: Sample) -> RoutingArray | None:
     """The sample's routing, and an unknown one for its last token, which no server has put through the model."""
     if sample.routing is None:
@@ -169,18 +204,20 @@ def _shift(column: NDArray[np.generic]) -> FloatArray:
 
 
 def _pack_mini_batch(
-    sequences: Sequence[_Sequence], num_shards: int, budget: int, reduction: Reduction, max_response_tokens: int
+    units: Sequence[_Unit], num_shards: int, budget: int, reduction: Reduction, max_response_tokens: int
 ) -> list[MiniBatch]:
     """The part of each shard: equally many micro-batches in each."""
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    assert max(lengths, default=0) <= budget, f"a sample of {max(lengths)} tokens, over micro_batch_tokens={budget}"
+    lengths = [sum(len(sequence.tokens) for sequence in unit) for unit in units]
+    assert max(lengths, default=0) <= budget, f"{max(lengths)} tokens that belong together, over {budget=}"
+    sequences = [sequence for unit in units for sequence in unit]
     counts, groups = [s.mask.sum() for s in sequences], np.array([s.group for s in sequences], np.int64)
     weights = sample_weights(counts, reduction, max_response_tokens, np.unique(groups, return_inverse=True)[1])
-    dealt = _deal(lengths, range(len(sequences)), num_shards)
+    weight_of = {sequence.index: weight for sequence, weight in zip(sequences, weights, strict=True)}
+    dealt = _deal(lengths, range(len(units)), num_shards)
     packed = [_first_fit(lengths, part, budget) for part in dealt]
     num_micro = max(1, *(len(bins) for bins in packed))
     return [
-        MiniBatch(tuple(_build([sequences[i] for i in bin_], [weights[i] for i in bin_]) for bin_ in bins))
+        MiniBatch(tuple(_build([sequence for i in bin_ for sequence in units[i]], weight_of) for bin_ in bins))
         for bins in (_even_out(lengths, bins, num_micro, budget) for bins in packed)
     ]
 
@@ -223,8 +260,8 @@ def _even_out(lengths: Sequence[int], bins: list[list[int]], num_bins: int, budg
     return [*bins, *([] for _ in range(num_bins - len(bins)))]
 
 
-def _build(sequences: Sequence[_Sequence], weights: Sequence[np.float32]) -> MicroBatch:
-    """Sequences end to end, in the order of the samples; a filler where there are none."""
+def _build(sequences: Sequence[_Sequence], weight_of: Mapping[int, np.float32]) -> MicroBatch:
+    """Sequences end to end, in the order of the samples; a filler where there are none. weight_of: by index."""
     if not sequences:
         zero = np.zeros(1, np.float32)
         return MicroBatch(
@@ -235,19 +272,21 @@ def _build(sequences: Sequence[_Sequence], weights: Sequence[np.float32]) -> Mic
             weights=zero,
             rollout_logprobs=zero,
             sample_index=np.array([FILLER_INDEX], np.int64),
+            margins=np.zeros(0, np.float32),
         )
-    ordered = sorted(zip(sequences, weights, strict=True), key=lambda pair: pair[0].index)
-    parts = [sequence for sequence, _ in ordered]
+    parts = sorted(sequences, key=lambda sequence: sequence.index)
+    margins = [part.margin for part in parts if part.margin is not None]
     labels = [np.append(part.tokens[1:], 0) for part in parts]
     return MicroBatch(
         tokens=np.concatenate([part.tokens for part in parts]),
         labels=np.concatenate(labels).astype(np.int64),
         cu_seqlens=np.cumsum([0, *(len(part.tokens) for part in parts)], dtype=np.int32),
         loss_mask=np.concatenate([part.mask for part in parts]),
-        weights=np.concatenate([part.mask * weight for part, weight in ordered]).astype(np.float32),
+        weights=np.concatenate([part.mask * weight_of[part.index] for part in parts]).astype(np.float32),
         rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
         sample_index=np.array([part.index for part in parts], np.int64),
         routing=_all_routing([part.routing for part in parts]),
+        margins=np.array(margins, np.float32) if margins else None,
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.types import IntArray
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, load_tokenizer, render
-from megarl.data.cursor import Cursor
+from megarl.data.row_set import RowSet, kept_rows
 from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.supervised import SftData
 
@@ -27,23 +26,21 @@ ROWS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What a row demonstrates: a prompt and its response; or, without one, a chat that ends with the assistant."""
+
+    row: Row
+    prompt: str | list[Message]
+    response: str | None
+
+
+@dataclass(frozen=True)
 class Demonstration:
-    """One row, tokenised. `id` is `<file name>:<row number>`."""
+    """One exchange, tokenised. `id` is `<file name>:<row number>`."""
 
     id: str
     token_ids: IntArray  # [T]
     loss_mask: NDArray[np.uint8]  # [T]: 1 where the token is the assistant's, its end-of-turn token included
-
-
-@dataclass(frozen=True)
-class DemonstrationSet:
-    """The demonstrations of one file, in the file's order."""
-
-    demonstrations: tuple[Demonstration, ...]
-    num_dropped: int  # over the length limit
-
-    def __len__(self) -> int:
-        return len(self.demonstrations)
 
 
 @dataclass(frozen=True)
@@ -56,115 +53,89 @@ class Piece:
     append_eos: bool = False
 
 
-def parse_demonstration(row: Row, data: SftData) -> tuple[str | list[Message], str | None]:
-    """(chat ending with the assistant, None), or (prompt, response). Raises UserError naming file, line and field."""
+def parse_demonstration(row: Row, data: SftData) -> Exchange:
+    """The row's chat, or its prompt and response. Raises UserError naming file, line and field."""
     if row.has(data.messages_key):
-        messages = check_messages(row.get(data.messages_key, "the chat"), row, data.messages_key)
-        if messages[-1]["role"] != "assistant":
-            raise UserError(
-                f"{row.where}, field {data.messages_key!r}: the last message is the {messages[-1]['role']}'s. "
-                "A demonstration ends with the assistant's message."
-            )
-        if len(messages) == 1:
-            raise UserError(
-                f"{row.where}, field {data.messages_key!r}: the assistant's message stands alone. "
-                "Put the user's before it."
-            )
-        return messages, None
+        return Exchange(row, parse_chat(row, data.messages_key), None)
     if not row.has(data.prompt_key):
         raise row.missing(data.prompt_key, f"data.prompt_key; nor is there a chat under {data.messages_key!r}")
-    prompt = row.get(data.prompt_key, "data.prompt_key")
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise UserError(
-                f"{row.where}, field {data.prompt_key!r}: the prompt is empty. Fill it, or leave the row out."
-            )
-    elif isinstance(prompt, list):
-        check_messages(prompt, row, data.prompt_key)
-    else:
+    return Exchange(
+        row, parse_prompt(row, data.prompt_key), parse_text(row, data.response_key, "the response, data.response_key")
+    )
+
+
+def parse_chat(row: Row, key: str) -> list[Message]:
+    """A field with a chat of two messages or more, the last the assistant's. Raises UserError naming the place."""
+    messages = check_messages(row.get(key, "the chat"), row, key)
+    if messages[-1]["role"] != "assistant":
         raise UserError(
-            f"{row.where}, field {data.prompt_key!r}: the prompt is a {json_type(prompt)}; "
+            f"{row.where}, field {key!r}: the last message is the {messages[-1]['role']}'s. "
+            "A demonstration ends with the assistant's message."
+        )
+    if len(messages) == 1:
+        raise UserError(f"{row.where}, field {key!r}: the assistant's message stands alone. Put the user's before it.")
+    return messages
+
+
+def parse_prompt(row: Row, key: str) -> str | list[Message]:
+    """A field with a prompt: text, or chat messages. Raises UserError naming the place."""
+    prompt = row.get(key, "data.prompt_key")
+    if isinstance(prompt, list):
+        return check_messages(prompt, row, key)
+    if not isinstance(prompt, str):
+        raise UserError(
+            f"{row.where}, field {key!r}: the prompt is a {json_type(prompt)}; "
             "wanted is a string or a list of chat messages."
         )
-    response = row.get(data.response_key, "the response, data.response_key")
-    if not isinstance(response, str) or not response.strip():
-        found = "empty" if isinstance(response, str) else f"a {json_type(response)}"
-        raise UserError(f"{row.where}, field {data.response_key!r}: the response is {found}; wanted is some text.")
-    return prompt, response
+    if not prompt.strip():
+        raise UserError(f"{row.where}, field {key!r}: the prompt is empty. Fill it, or leave the row out.")
+    return prompt
 
 
-def check_demonstrations(path: Path, data: SftData, limit: int | None = None) -> int:
-    """Check the rows of a file, or the first `limit`, without a tokenizer; returns how many were checked.
+def parse_text(row: Row, key: str, purpose: str) -> str:
+    """A field with the assistant's text. purpose: which recipe key asks. Raises UserError naming the place."""
+    text = row.get(key, purpose)
+    if not isinstance(text, str) or not text.strip():
+        found = "empty" if isinstance(text, str) else f"a {json_type(text)}"
+        raise UserError(f"{row.where}, field {key!r}: the response is {found}; wanted is some text.")
+    return text
+
+
+def check_demonstrations(path: Path, data: SftData) -> int:
+    """Check the rows of a file without a tokenizer; returns how many there are.
 
     Raises UserError for the first row that is wrong.
     """
-    count = 0
-    for row in islice(read_rows(path), limit):
-        parse_demonstration(row, data)
-        count += 1
-    return count
+    return sum(1 for row in read_rows(path) if parse_demonstration(row, data))
 
 
-def load_demonstrations(model_folder: Path, data: SftData) -> DemonstrationSet:
+def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet[Demonstration]:
     """Read and tokenise a whole file with the model's tokenizer; rows over data.max_tokens are counted and dropped.
 
     Raises UserError: a malformed row, or nothing left.
     """
     tokenizer = load_tokenizer(model_folder)
     kept: list[Demonstration] = []
-    num_dropped = 0
-    rows = read_rows(data.train)
-    while batch := list(islice(rows, ROWS_PER_BATCH)):
-        for demonstration in tokenise(batch, tokenizer, data):
-            if len(demonstration.token_ids) <= data.max_tokens:
-                kept.append(demonstration)
-            else:
-                num_dropped += 1
-    if not kept:
-        raise UserError(
-            f"{data.train}: all {num_dropped} demonstrations are over data.max_tokens={data.max_tokens}. "
-            "Raise the limit."
-        )
-    return DemonstrationSet(tuple(kept), num_dropped)
+    num_rows = 0
+    rows = read_rows(path)
+    while batch := [parse_demonstration(row, data) for row in islice(rows, ROWS_PER_BATCH)]:
+        num_rows += len(batch)
+        kept += [item for item in tokenise(batch, tokenizer) if len(item.token_ids) <= data.max_tokens]
+    return kept_rows(path, kept, num_rows - len(kept), data.max_tokens)
 
 
-def tokenise(rows: Sequence[Row], tokenizer: Tokenizer, data: SftData) -> list[Demonstration]:
-    """Rows as tokens and masks; each ends with the last token that is trained on."""
-    pieces = [(index, piece) for index, row in enumerate(rows) for piece in _pieces(row, data, tokenizer)]
-    ids: list[list[IntArray]] = [[] for _ in rows]
-    masks: list[list[NDArray[np.uint8]]] = [[] for _ in rows]
+def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demonstration]:
+    """Exchanges as tokens and masks; each ends with the last token that is trained on."""
+    pieces = [(index, piece) for index, each in enumerate(exchanges) for piece in _pieces(each, tokenizer)]
+    ids: list[list[IntArray]] = [[] for _ in exchanges]
+    masks: list[list[NDArray[np.uint8]]] = [[] for _ in exchanges]
     for (index, piece), tokens in zip(pieces, _encode_pieces([piece for _, piece in pieces], tokenizer), strict=True):
         mask = np.zeros(len(tokens), np.uint8)
         if piece.trained:
             mask[: _turn_length(tokens, tokenizer)] = 1
         ids[index].append(tokens)
         masks[index].append(mask)
-    return [_join(row, row_ids, row_masks) for row, row_ids, row_masks in zip(rows, ids, masks, strict=True)]
-
-
-class SftSource:
-    """Deals out demonstrations, epoch after epoch; its place can be saved."""
-
-    def __init__(self, demonstrations: DemonstrationSet, seed: int, *, shuffle: bool = True) -> None:
-        self._demonstrations = demonstrations.demonstrations
-        self._cursor = Cursor(len(demonstrations), seed, shuffle=shuffle, what="demonstrations")
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes dealt out so far."""
-        return self._cursor.epoch
-
-    def take(self, count: int) -> list[Demonstration]:
-        """The next `count` demonstrations, crossing epochs where needed."""
-        return [self._demonstrations[index] for index in self._cursor.take(count)]
-
-    def state(self) -> dict[str, Any]:
-        """The place, for a checkpoint."""
-        return self._cursor.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place. Raises UserError where the data or the seed have changed."""
-        self._cursor.load_state(state)
+    return [_join(each.row, its_ids, its) for each, its_ids, its in zip(exchanges, ids, masks, strict=True)]
 
 
 def _join(row: Row, ids: list[IntArray], masks: list[NDArray[np.uint8]]) -> Demonstration:
@@ -189,15 +160,15 @@ def _encode_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[In
         yield np.append(tokens, tokenizer.eos_token_id) if piece.append_eos else tokens
 
 
-def _pieces(row: Row, data: SftData, tokenizer: Tokenizer) -> list[Piece]:
-    """The row's text, cut where the assistant begins and ends to speak."""
-    chat, response = parse_demonstration(row, data)
-    if isinstance(chat, str) and not has_chat_template(tokenizer):
-        assert response is not None, chat
+def _pieces(exchange: Exchange, tokenizer: Tokenizer) -> list[Piece]:
+    """The exchange's text, cut where the assistant begins and ends to speak."""
+    row, prompt, response = exchange.row, exchange.prompt, exchange.response
+    if isinstance(prompt, str) and not has_chat_template(tokenizer):
+        assert response is not None, prompt
         if tokenizer.eos_token_id is None:
             raise UserError(f"{row.where}: the model's tokenizer has no end-of-sequence token, which ends a response.")
-        return [Piece(chat, special_tokens=True), Piece(response, trained=True, append_eos=True)]
-    messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+        return [Piece(prompt, special_tokens=True), Piece(response, trained=True, append_eos=True)]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if response is None:
         return _turns(row, messages, tokenizer, first=1)
     return _turns(row, [*messages, {"role": "assistant", "content": response}], tokenizer, first=len(messages))

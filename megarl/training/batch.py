@@ -35,6 +35,7 @@ class DeviceBatch:
     sequence: Tensor  # [T] int64, the number of each position's sequence
     columns: dict[str, Tensor]  # name -> [T] float32, label-aligned
     routing: Tensor | None = None  # [T, layers x k] int64, experts chosen by the rollout; -1 where unknown
+    margins: Tensor | None = None  # [S // 2] float32, of all pairs, also of those that other ranks hold parts of
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +108,7 @@ def to_device(
         sequence=move(np.repeat(np.arange(len(lengths)), lengths), torch.int64),
         columns={name: move(column, torch.float32) for name, column in columns.items()},
         routing=None if micro.routing is None else _routing(micro.routing, source, device),
+        margins=None if micro.margins is None else torch.tensor(micro.margins, dtype=torch.float32, device=device),
     )
 
 
@@ -128,5 +130,6 @@ def filler(device: str, layout: Layout, names: Sequence[str]) -> DeviceBatch:
         weights=zero,
         rollout_logprobs=zero,
         sample_index=np.zeros(1, np.int64),
+        margins=np.zeros(0, np.float32),
     )
     return to_device(one, dict.fromkeys(names, zero), device, layout, 0)

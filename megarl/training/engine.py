@@ -30,7 +30,7 @@ from megarl.training.build import build_role
 from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
 from megarl.training.losses import Loss
-from megarl.training.metrics import MetricSums
+from megarl.training.metrics import LossOutput, MetricSums
 from megarl.training.offload import PARTS, Offload, Part
 from megarl.training.optimizer import Stepper
 from megarl.training.parallel import Groups
@@ -163,14 +163,11 @@ class Engine:
         Raises MegarlError when the role is frozen, a column is missing, or a gradient is not finite.
         """
         stepper = self._require_stepper("update")
-        missing = sorted(loss.columns - set(columns))
-        if missing:
-            raise MegarlError(f"The loss needs the columns {missing}; the update was given {sorted(columns)}.")
+        _check_columns(columns, loss)
         if not shard.mini_batches:
             return {}  # every group was dropped, on every rank: there is nothing to learn from in this step
         sums = MetricSums()
         steps = []
-        role = "critic" if self._config.head == "score" else "actor"
         for chunk in self._wrapped:
             chunk.train()
         with self._awake(*PARTS):
@@ -182,20 +179,31 @@ class Engine:
                 steps.append(stepper.step(self._groups.rank))
             metrics = self._reduce(sums)
         return metrics | {
-            f"{role}/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
-            f"{role}/lr": steps[-1].lr,
+            f"{loss.group}/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+            f"{loss.group}/lr": steps[-1].lr,
         }
+
+    def evaluate(self, shard: Shard, columns: dict[str, Column], loss: Loss) -> dict[str, float]:
+        """What the loss reports of the shard's mini-batches, over all ranks; nothing is learned.
+
+        Raises MegarlError when a column is missing.
+        """
+        _check_columns(columns, loss)
+        sums = MetricSums()
+        for chunk in self._wrapped:
+            chunk.eval()
+        with self._awake("params"), torch.no_grad():
+            for index, mini in enumerate(shard.mini_batches):
+                batches = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
+                self._run(batches, lambda batch, logits: self._apply(loss, batch, logits, sums), forward_only=True)
+                sums.end_mini_batch()
+            return self._reduce(sums)
 
     def _accumulate_gradients(self, batches: list[DeviceBatch], loss: Loss, sums: MetricSums) -> None:
         """Forward and backward over one mini-batch; then the gradients are summed over all ranks."""
 
         def evaluate(batch: DeviceBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            if self._config.head == "score":
-                scores = TokenScores(logits[:, 0], None)
-            else:
-                scores = self._score(batch, logits, with_entropy=loss.with_entropy, entropy_grad=loss.entropy_grad)
-            output = loss.fn(scores, batch)
-            sums.add(output)
+            output = self._apply(loss, batch, logits, sums)
             return output.loss, output.num_tokens.int(), {}
 
         if self._auxiliary is not None:
@@ -205,6 +213,16 @@ class Engine:
         else:
             # The other ranks sum their gradients now, and wait for this one's zeros.
             finalize_without_scaling(self._wrapped, pg_collection=self._groups.collection)
+
+    def _apply(self, loss: Loss, batch: DeviceBatch, logits: Tensor, sums: MetricSums) -> LossOutput:
+        """The loss of one micro-batch; what it reports is added to the sums."""
+        if self._config.head == "score":
+            scores = TokenScores(logits[:, 0], None)
+        else:
+            scores = self._score(batch, logits, with_entropy=loss.with_entropy, entropy_grad=loss.entropy_grad)
+        output = loss.fn(scores, batch)
+        sums.add(output)
+        return output
 
     def _run(self, batches: list[DeviceBatch], evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
         if self._replays is None:
@@ -328,6 +346,12 @@ class Engine:
         if self._stepper is None:
             raise MegarlError(f"A frozen role has no {operation}: build it with an optimizer.")
         return self._stepper
+
+
+def _check_columns(columns: dict[str, Column], loss: Loss) -> None:
+    missing = sorted(loss.columns - set(columns))
+    if missing:
+        raise MegarlError(f"The loss needs the columns {missing}; the update was given {sorted(columns)}.")
 
 
 def _main_grad(_: str, parameter: Any) -> Tensor:

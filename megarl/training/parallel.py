@@ -91,10 +91,11 @@ class Groups:
                 dist.destroy_process_group(group)
 
     def sum_over_context(self, part: Tensor) -> Tensor:
-        """The sum over the ranks that hold parts of the same sequences; without gradient."""
-        if self.layout.cp > 1:
-            dist.all_reduce(part, group=self.cp)
-        return part
+        """The sum over the ranks that hold parts of the same sequences; its gradient is the sum of theirs."""
+        if self.layout.cp == 1:
+            return part
+        total: Tensor = _Sum.apply(part, self.cp)  # type: ignore[no-untyped-call]
+        return total
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -105,6 +106,22 @@ class Groups:
             yield
         finally:
             vars(mpu).update(before)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Every rank's loss depends on every rank's part.
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def join_ranks(rank: int, world_size: int, platform: Platform, address: str, port: int, *, timeout_s: float) -> None:

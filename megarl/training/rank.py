@@ -133,9 +133,16 @@ class Rank:
 
     def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
         """One optimizer step for each mini-batch of the shard; metrics over all ranks, the same on each."""
+        return self.engine(role).update(shard, columns, self._loss(role))
+
+    def evaluate(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
+        """What the role's loss reports of the shard, without learning from it; as `update` otherwise."""
+        return self.engine(role).evaluate(shard, columns, self._loss(role))
+
+    def _loss(self, role: str) -> Loss:
         if role not in self._losses:
             raise MegarlError(f"Role {role!r} was built without an objective: it has nothing to learn by.")
-        return self.engine(role).update(shard, columns, self._losses[role])
+        return self._losses[role]
 
     def save(self, role: str, folder: Path, *, wait: bool = True) -> None:
         """Write this rank's part of a distributed checkpoint into an existing, empty folder.

@@ -10,6 +10,7 @@ from megarl.core.layout import Layout
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Lora, Optimizer, Part
 from megarl.recipe.section import Recompute
+from megarl.recipe.supervised import Dpo
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,21 @@ class SftObjective:
     """Cross entropy of demonstrations."""
 
 
-Objective = PolicyObjective | ValueObjective | SftObjective
+@dataclass(frozen=True)
+class RewardObjective:
+    """A reward model's likelihood of preferences (Bradley-Terry). center_coef: weight of keeping scores around 0."""
+
+    center_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class DpoObjective:
+    """A policy's likelihood of preferences, by its log-ratio to a reference."""
+
+    settings: Dpo
+
+
+Objective = PolicyObjective | ValueObjective | SftObjective | RewardObjective | DpoObjective
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""Losses of pairs: how far a chosen answer is ahead of a rejected one, as a number to minimise. One value a pair.
+
+What the lead is made of is for the caller: scores of a reward model, or beta times a policy's log-ratio to a reference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+def bradley_terry_loss(lead: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - e) log sigmoid(lead) - e log sigmoid(-lead): [P] float.
+
+    The likelihood of preferences under Bradley and Terry's model: of a reward model (arXiv 2203.02155, equation 1), and of
+    DPO (2305.18290, equation 7). label_smoothing: e, the share of pairs that are the wrong way round (cDPO); 0 is none.
+
+    lead: [P] float, the chosen one's score less the rejected one's, less the margin. Raises ValueError where e is not in
+    [0, 0.5).
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must be at least 0 and below 0.5; got {label_smoothing}")
+    return -(1 - label_smoothing) * logsigmoid(lead) - label_smoothing * logsigmoid(-lead)
+
+
+def ipo_loss(lead: Tensor, beta: float) -> Tensor:
+    """((lead - 1/2) / beta)^2 = (h - 1 / (2 beta))^2 for lead = beta h: [P] float.
+
+    IPO (arXiv 2310.12036, equation 17), whose tau is beta and whose h is the difference of log-ratios.
+
+    lead: [P] float, beta times that difference, less the margin. Raises ValueError where beta is not above 0.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0; got {beta}")
+    return ((lead - 0.5) / beta).square()
+
+
+def accuracy(lead: Tensor) -> Tensor:
+    """1 where the chosen one is ahead, 1/2 where neither is, 0 otherwise: [P] float, without gradient.
+
+    lead: [P] float, without a margin.
+    """
+    return (torch.sign(lead.detach()) + 1) / 2

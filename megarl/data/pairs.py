@@ -1,0 +1,106 @@
+"""Preferences: a better and a worse answer to the same prompt, tokenised as demonstrations are (sft.py).
+
+Answers are texts beside a prompt, or whole chats that are alike but for the last message. Only that message is compared:
+its tokens are the trained ones. Not for packing (pack.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from megarl.core.errors import UserError
+from megarl.data.chat import Tokenizer, load_tokenizer
+from megarl.data.row_set import RowSet, kept_rows
+from megarl.data.rows import Row, json_type, read_rows
+from megarl.data.sft import ROWS_PER_BATCH, Demonstration, Exchange, parse_chat, parse_prompt, parse_text, tokenise
+from megarl.recipe.supervised import PairData
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row, tokenised. margin: how far the chosen answer shall be ahead."""
+
+    chosen: Demonstration
+    rejected: Demonstration
+    margin: float
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One row, as text."""
+
+    chosen: Exchange
+    rejected: Exchange
+    margin: float
+
+
+def parse_preference(row: Row, data: PairData) -> Preference:
+    """The row's two answers and their margin. Raises UserError naming file, line and field."""
+    chosen, rejected = (_answer(row, key, data) for key in (data.chosen_key, data.rejected_key))
+    if chosen.prompt != rejected.prompt:
+        raise UserError(
+            f"{row.where}: the chats under {data.chosen_key!r} and {data.rejected_key!r} differ before their last "
+            "message. A pair compares two answers to the same prompt."
+        )
+    if chosen.response == rejected.response:
+        raise UserError(
+            f"{row.where}: {data.chosen_key!r} and {data.rejected_key!r} are the same answer, and nothing can be "
+            "learned from that. Leave the row out."
+        )
+    return Preference(chosen, rejected, _margin(row, data))
+
+
+def _answer(row: Row, key: str, data: PairData) -> Exchange:
+    """One side of a pair as prompt and response."""
+    if isinstance(row.get(key, "one of the two answers of a pair"), list):
+        *prompt, last = parse_chat(row, key)
+        return Exchange(row, prompt, last["content"])
+    return Exchange(row, parse_prompt(row, data.prompt_key), parse_text(row, key, "one of the two answers of a pair"))
+
+
+def _margin(row: Row, data: PairData) -> float:
+    if not row.has(data.margin_key):
+        return 0.0
+    margin = row.get(data.margin_key, "data.margin_key")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        found = f"a {json_type(margin)}" if not isinstance(margin, float) else str(margin)
+        raise UserError(f"{row.where}, field {data.margin_key!r}: the margin is {found}; wanted is a finite number.")
+    return float(margin)
+
+
+def check_pairs(path: Path, data: PairData) -> int:
+    """Check the rows of a file without a tokenizer; returns how many there are.
+
+    Raises UserError for the first row that is wrong.
+    """
+    return sum(1 for row in read_rows(path) if parse_preference(row, data))
+
+
+def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:
+    """Read and tokenise a whole file with the model's tokenizer; a pair with a side over data.max_tokens is dropped.
+
+    Raises UserError: a malformed row, or nothing left.
+    """
+    tokenizer = load_tokenizer(model_folder)
+    kept: list[Pair] = []
+    num_rows = 0
+    rows = read_rows(path)
+    while batch := [parse_preference(row, data) for row in islice(rows, ROWS_PER_BATCH)]:
+        num_rows += len(batch)
+        kept += [pair for pair in _tokenise(batch, tokenizer) if _longest(pair) <= data.max_tokens]
+    return kept_rows(path, kept, num_rows - len(kept), data.max_tokens)
+
+
+def _tokenise(preferences: list[Preference], tokenizer: Tokenizer) -> list[Pair]:
+    sides = tokenise([each for pair in preferences for each in (pair.chosen, pair.rejected)], tokenizer)
+    return [
+        Pair(chosen, rejected, pair.margin)
+        for pair, chosen, rejected in zip(preferences, sides[::2], sides[1::2], strict=True)
+    ]
+
+
+def _longest(pair: Pair) -> int:
+    return max(len(pair.chosen.token_ids), len(pair.rejected.token_ids))

@@ -1,0 +1,100 @@
+"""Losses over pairs of sequences: Bradley-Terry for reward models, DPO for policies. The formulas: algorithms/preference.
+
+Sequences 2i and 2i + 1 of a micro-batch are a pair (core/types.py). What is compared are sums over each sequence's masked
+positions: of a score head the mask marks the last token alone, of a policy the response. Under context parallel a rank holds
+parts of sequences, so the sums are added up over these ranks, with gradients. Each rank counts a pair by the weight of the
+positions that it holds: its loss, and what it reports, is its share, and the shares add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss
+from megarl.algorithms.sequences import sequence_sums
+from megarl.recipe.supervised import Dpo
+from megarl.training.batch import DeviceBatch
+from megarl.training.logprob import TokenScores
+from megarl.training.metrics import LossOutput
+
+OverContext = Callable[[Tensor], Tensor]
+
+
+def reward_fn(center_coef: float, over_context: OverContext) -> Callable[[TokenScores, DeviceBatch], LossOutput]:
+    """-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, mean over pairs.
+
+    The score head stands in the place of log-probs (arXiv 2203.02155, equation 1; centring: 2312.09244).
+    over_context: sums a tensor over the ranks that hold parts of the same sequences, differentiably.
+    """
+
+    def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
+        chosen, rejected = _pairs(over_context(_sums(scores.logprobs, batch)))
+        weights, lead = _weights(batch), chosen - rejected
+        per_pair = bradley_terry_loss(lead - _margins(batch)) + center_coef * (chosen + rejected).square()
+        loss = (weights * per_pair).sum()
+        reported = {"loss": per_pair, "accuracy": accuracy(lead), "margin": lead, "score": (chosen + rejected) / 2}
+        return LossOutput(loss, batch.mask.sum(), _reported("rm", weights, reported))
+
+    return fn
+
+
+def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, DeviceBatch], LossOutput]:
+    """The loss of rewards r = beta (log-prob - reference's), summed over a response: of r_chosen - r_rejected - margin.
+
+    DPO (arXiv 2305.18290, equation 7), cDPO, IPO (2310.12036, equation 17); with length_normalized the mean over the
+    response's tokens takes the place of the sum. Column: ref_logprobs.
+    over_context: sums a tensor over the ranks that hold parts of the same sequences, differentiably.
+    """
+    beta = settings.beta
+
+    def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
+        ratios = _sums(scores.logprobs - batch.columns["ref_logprobs"], batch)
+        ratios, counts = over_context(torch.stack([ratios, _sums(torch.ones_like(batch.mask), batch)]))
+        if settings.length_normalized:
+            ratios = ratios / counts.clamp(min=1)
+        chosen, rejected = _pairs(beta * ratios)
+        weights, ahead = _weights(batch), chosen - rejected
+        lead = ahead - _margins(batch)
+        per_pair = (
+            ipo_loss(lead, beta) if settings.loss == "ipo" else bradley_terry_loss(lead, settings.label_smoothing)
+        )
+        loss = (weights * per_pair).sum()
+        reported = {
+            "loss": per_pair,
+            "accuracy": accuracy(ahead),
+            "margin": ahead,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+        }
+        return LossOutput(loss, batch.mask.sum(), _reported("dpo", weights, reported))
+
+    return fn
+
+
+def _sums(values: Tensor, batch: DeviceBatch) -> Tensor:
+    """Sum of the values at each sequence's masked positions on this rank: [S]; stops gradients elsewhere."""
+    return sequence_sums(values.where(batch.mask > 0, 0), batch.sequence, len(batch.cu_seqlens) - 1)
+
+
+def _pairs(of_sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """[S] -> (chosen, rejected), each [S // 2]; a filler is one sequence, and no pair."""
+    end = len(of_sequences) // 2 * 2
+    return of_sequences[0:end:2], of_sequences[1:end:2]
+
+
+def _weights(batch: DeviceBatch) -> Tensor:
+    """What each pair counts for on this rank: [S // 2]; over all ranks and micro-batches they sum to 1."""
+    chosen, rejected = _pairs(_sums(batch.weights, batch))
+    return chosen + rejected
+
+
+def _margins(batch: DeviceBatch) -> Tensor:
+    assert batch.margins is not None, "the micro-batch was not packed as pairs"
+    return batch.margins
+
+
+def _reported(group: str, weights: Tensor, per_pair: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{group}/{name}": (weights * values.detach()).sum() for name, values in per_pair.items()}
