@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from megarl import cli_launch
 from megarl.core.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(cli_launch.app)  # submit, status, logs, cancel
 convert_app = typer.Typer(
     help="Weights between HF folders and Megatron checkpoints of any layout; what a checkpoint holds.\n\n"
     "Runs on CPU, without Ray: one process, or as many as the layout has ranks (--tp 2 --pp 2: four), each with its share "

@@ -107,6 +107,10 @@ class Node:
             self._await(ray, end, RAY_STARTED)
             self._say("ready")
             self._await(ray, None)
+        except NodeError as error:
+            print(f"megarl: {error}", file=sys.stderr, flush=True)
+            self._say("failed")
+            raise
         finally:
             janitor.clean(spec.run_id, self._registry, folders=[spec.temp], but=[guard.pid])
             guard.kill()
@@ -200,8 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Node(spec).run()
     except EndOfJob:
         return 0
-    except NodeError as error:
-        print(f"megarl: {error}", file=sys.stderr, flush=True)
+    except NodeError:
         return 1
     return 0
 

@@ -11,8 +11,8 @@ from typing import Literal
 MARK = "megarl-node"
 ALIVE_EVERY_S = 2.0
 
-Word = Literal["started", "ready", "alive"]
-WORDS: tuple[Word, ...] = ("started", "ready", "alive")
+Word = Literal["started", "ready", "alive", "failed"]
+WORDS: tuple[Word, ...] = ("started", "ready", "alive", "failed")
 
 
 @dataclass(frozen=True)

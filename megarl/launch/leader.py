@@ -1,0 +1,281 @@
+"""The leader of a SLURM job, on the job's first node: Ray on every node, then the driver, then what becomes of the job.
+
+Run by launch/slurm.sbatch inside of an allocation. It ends with the driver's exit code; where the driver stopped on
+request before the time limit, or because a node was lost, it has SLURM queue the job again, and the driver resumes.
+
+Knows nothing of recipes: the driver is the command that follows `--`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Literal
+
+from megarl.core.errors import DeadlineError, MegarlError, StoppedError
+from megarl.core.ray_env import HEALTH_CHECKS, RAY_ADDRESS_VARIABLE
+from megarl.core.stop import STOP_SIGNAL
+from megarl.launch.node import own_address
+from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
+from megarl.rollout.process import GUARD, free_port
+
+SILENT_S = 5 * ALIVE_EVERY_S  # a node that says nothing for so long is lost
+CLOSE_S = 20.0  # longest orderly end of the nodes
+REQUEUE_S = 60.0  # longest wait for SLURM to end a job that it queues again
+
+Source = Literal["node", "nodes ended", "driver ended", "signal"]
+Event = tuple[Source, int, Message | None]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What SLURM gave: job id, nodes in SLURM's order, how often the job was queued again."""
+
+    job: str
+    nodes: tuple[str, ...]
+    restart: int
+    cpus: str
+
+    @classmethod
+    def current(cls) -> Allocation:
+        """The allocation that this process runs in."""
+        names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+        nodes = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()
+        restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        return cls(os.environ["SLURM_JOB_ID"], tuple(nodes), restart, os.environ.get("SLURM_CPUS_PER_TASK", ""))
+
+    @property
+    def name(self) -> str:
+        """Differs from that of every other job, and of every other start of this one."""
+        return f"{self.job}-{self.restart}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run and how.
+
+    temp: folder on every node's own disk. resources: `name=count` of each node, beside GPUs. events: file for what
+    happened when. start_s: longest wait for all nodes.
+    """
+
+    driver: tuple[str, ...]
+    temp: Path
+    resources: tuple[str, ...]
+    events: Path
+    start_s: float
+
+
+class Nodes:
+    """Ray on every node of the allocation: one `srun`, whose standard output says how far each node is."""
+
+    def __init__(self, allocation: Allocation, plan: Plan, head: str, events: queue.SimpleQueue[Event]) -> None:
+        self.names = allocation.nodes
+        self.said: dict[str, Message] = {}
+        self.heard: dict[str, float] = {}
+        count = str(len(allocation.nodes))
+        command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none"]
+        command += [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+        command += [f"--cpus-per-task={allocation.cpus}"] if allocation.cpus else []
+        command += [sys.executable, "-m", "megarl.launch.node", "--head", head, "--run-id", f"job-{allocation.name}"]
+        command += ["--temp", str(plan.temp / f"megarl-{allocation.name}"), "--deadline", str(plan.start_s)]
+        for resource in plan.resources:
+            command += ["--resource", resource]
+        self._srun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._srun.stdout is not None
+        threading.Thread(target=self._listen, args=(self._srun.stdout, events), daemon=True).start()
+
+    def _listen(self, lines: IO[str], events: queue.SimpleQueue[Event]) -> None:
+        for line in lines:
+            message = parse_line(line)
+            if message is None:
+                print(line, end="", file=sys.stderr, flush=True)
+            else:
+                events.put(("node", 0, message))
+        events.put(("nodes ended", self._srun.wait(), None))
+
+    def hear(self, message: Message) -> None:
+        """Remember what a node said, and when."""
+        self.heard[message.node] = time.monotonic()
+        if message.word != "alive":
+            self.said[message.node] = message
+
+    def missing(self) -> list[str]:
+        """Nodes whose Ray does not run yet, each with how far it is."""
+        return [self._state(name) for name in self.names if name not in self.said or self.said[name].word != "ready"]
+
+    def _state(self, name: str) -> str:
+        if name not in self.said:
+            return f"{name} (nothing was heard of it)"
+        return f"{name} ({self.said[name].address}: reached, but Ray is not up)"
+
+    def close(self) -> None:
+        """End Ray on every node, in order; what does not end is killed."""
+        assert self._srun.stdin is not None
+        self._srun.stdin.close()
+        try:
+            self._srun.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._srun.kill()  # SLURM ends the rest with the job
+            self._srun.wait()
+
+
+def reached_address(peer: str) -> str:
+    """This node's address on the network of another. Raises MegarlError where its name is unknown here."""
+    try:
+        return own_address(peer)
+    except OSError as error:
+        raise MegarlError(f"The job's first node does not know the address of {peer}: {error}.") from error
+
+
+class Leader:
+    """One start of a job."""
+
+    def __init__(self, allocation: Allocation, plan: Plan) -> None:
+        self._allocation = allocation
+        self._plan = plan
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        peers = allocation.nodes[1:]
+        self._address = reached_address(peers[0]) if peers else "127.0.0.1"
+        self._head = f"{self._address}:{free_port(self._address)}"
+        self._ended = False  # SLURM has asked for the end of the job
+
+    def run(self) -> int:
+        """Returns the job's exit code."""
+        for number in (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signal)
+        # A secret of this start, which every process inherits: it is on no command line and in no file.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **HEALTH_CHECKS}
+        self._note("started")
+        nodes = Nodes(self._allocation, self._plan, self._head, self._events)
+        try:
+            self._await_nodes(nodes)
+            self._note("nodes ready")
+            code = self._drive(nodes)
+            lost = self._lost(nodes) if code not in (0, StoppedError.exit_code) and not self._ended else []
+        except StoppedError:
+            code, lost = StoppedError.exit_code, []
+        finally:
+            nodes.close()
+            self._note("nodes ended")
+        if lost:
+            print(f"megarl: lost {', '.join(lost)}: SLURM queues the job again", file=sys.stderr, flush=True)
+        if lost or code == StoppedError.exit_code:
+            self._requeue()
+        return code
+
+    def _signal(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(("signal", number, None))
+
+    def _await_nodes(self, nodes: Nodes) -> None:
+        """Until Ray runs on every node. Raises MegarlError that names those where it does not."""
+        end = time.monotonic() + self._plan.start_s
+        while nodes.missing():
+            try:
+                source, number, message = self._events.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise DeadlineError(
+                    f"{len(nodes.missing())} of the {len(nodes.names)} nodes of job {self._allocation.job} were not ready "
+                    f"within {self._plan.start_s:g} s: {', '.join(nodes.missing())}. Exclude them with "
+                    "--exclude, or raise --start-deadline if they only need longer."
+                ) from None
+            if message is not None and message.word == "failed":
+                raise MegarlError(f"{message.node} ({message.address}) cannot be part of the job; why, is said above.")
+            if message is not None:
+                nodes.hear(message)
+            elif source == "nodes ended":
+                raise MegarlError(
+                    f"srun ended (exit code {number}) before Ray ran on {', '.join(nodes.missing())}. What it said is "
+                    "above."
+                )
+            elif number == STOP_SIGNAL:
+                raise StoppedError("stopped before the nodes were ready")
+            else:
+                raise MegarlError("the job was ended before its nodes were ready")
+
+    def _drive(self, nodes: Nodes) -> int:
+        """Run the driver to its end; returns its exit code as a shell says it."""
+        environment = {**os.environ, RAY_ADDRESS_VARIABLE: self._head}
+        command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *self._plan.driver]
+        driver = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        threading.Thread(target=lambda: self._events.put(("driver ended", driver.wait(), None)), daemon=True).start()
+        while True:
+            source, number, message = self._events.get()
+            if message is not None:
+                nodes.hear(message)
+            elif source == "driver ended":
+                self._note("driver ended")
+                return number if number >= 0 else 128 - number
+            elif source == "signal":
+                self._ended = self._ended or number != STOP_SIGNAL
+                driver.send_signal(number)
+            else:
+                print(f"megarl: srun ended (exit code {number}) while the driver runs", file=sys.stderr, flush=True)
+
+    def _lost(self, nodes: Nodes) -> list[str]:
+        """Nodes of which nothing has been heard since the driver ended."""
+        silent, end = set(nodes.names), time.monotonic() + SILENT_S
+        while silent and time.monotonic() < end:
+            try:
+                source, _, message = self._events.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                break
+            if message is not None:
+                silent.discard(message.node)
+            elif source == "signal":
+                return []
+        return sorted(silent)
+
+    def _requeue(self) -> None:
+        """Have SLURM queue the job again, which ends this process."""
+        self._note("requeued")
+        done = subprocess.run(
+            ["scontrol", "requeue", self._allocation.job], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            print(
+                f"megarl: SLURM does not queue the job again ({done.stderr.strip()}). Go on with it by submitting it "
+                "with --resume.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.sigtimedwait([], REQUEUE_S)
+
+    def _note(self, event: str) -> None:
+        line = {"job": self._allocation.job, "restart": self._allocation.restart, "event": event, "time": time.time()}
+        with self._plan.events.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--temp", type=Path, default=Path("/tmp"), help="folder on every node's own disk")
+    parser.add_argument("--resource", action="append", default=[], help="name=count of each node, beside GPUs")
+    parser.add_argument("--events", type=Path, required=True, help="file for what happened when")
+    parser.add_argument("--start-deadline", type=float, default=300.0, help="seconds until all nodes have to be there")
+    parser.add_argument("driver", nargs="+", help="after --: the command to run")
+    options = parser.parse_args(arguments)
+    plan = Plan(tuple(options.driver), options.temp, tuple(options.resource), options.events, options.start_deadline)
+    try:
+        return Leader(Allocation.current(), plan).run()
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

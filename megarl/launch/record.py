@@ -1,0 +1,60 @@
+"""What a run's folder remembers of its last submission: launch/submission.json, beside the job's script and log."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from megarl.core.errors import UserError
+
+FOLDER, FILE, EVENTS = "launch", "submission.json", "events.jsonl"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One submission. job: SLURM's number or Ray's submission id. address: of the Ray cluster. log: file of a SLURM job."""
+
+    kind: Literal["slurm", "ray"]
+    job: str
+    address: str = ""
+    log: str = ""
+
+    def write(self, run: Path) -> None:
+        """Remember it as the run's last."""
+        folder = run / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{FILE}"
+        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        temporary.replace(folder / FILE)
+
+
+def last_submission(run: Path) -> Submission | None:
+    """The last submission of the run in this folder; None where there was none."""
+    file = run / FOLDER / FILE
+    return Submission(**json.loads(file.read_text())) if file.is_file() else None
+
+
+def find_submission(run: Path) -> Submission:
+    """`last_submission`, where there has to be one. Raises UserError."""
+    found = last_submission(run)
+    if found is None:
+        there = ", ".join(str(each) for each in submitted_runs(run.parent)) or "none"
+        raise UserError(
+            f"{run} is not the folder of a run that was submitted from here. Submitted runs in {run.parent}: {there}."
+        )
+    return found
+
+
+def submitted_runs(folder: Path) -> list[Path]:
+    """Folders of runs that were submitted, of those in this folder."""
+    return sorted(file.parent.parent for file in folder.glob(f"*/{FOLDER}/{FILE}"))
+
+
+def steps_done(run: Path) -> int | None:
+    """The last step in the run's metrics; None where there is none yet."""
+    file = run / METRICS
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return int(json.loads(lines[-1])["step"]) if lines else None

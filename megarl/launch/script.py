@@ -1,0 +1,68 @@
+"""The script of a SLURM job: launch/slurm.sbatch with a job's figures filled in. Submitting it is slurm.py's."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import megarl
+from megarl.core.errors import UserError
+
+TEMPLATE = Path(megarl.__file__).parent.parent / "launch" / "slurm.sbatch"
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What a job asks of SLURM, and what it runs.
+
+    devices_per_node: of `resource`, where these are not GPUs, which Ray finds by itself. grace_s: how long before the time
+    limit the run is asked to stop. temp: on every node's own disk. setup: shell line that runs first on the job's first
+    node. extra: lines of #SBATCH options, as they are.
+    """
+
+    name: str
+    recipe: Path
+    command: str  # train or sft
+    log: Path
+    events: Path
+    nodes: int
+    gpus_per_node: int | None
+    devices_per_node: int
+    resource: str
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    exclude: str | None = None
+    grace_s: int = 300
+    start_s: int = 600
+    temp: Path = Path("/tmp")
+    setup: str | None = None
+    extra: Sequence[str] = field(default=())
+
+    @property
+    def python(self) -> str:
+        """The interpreter of whoever submits: the nodes see the same file system."""
+        return sys.executable
+
+
+def render(job: SlurmJob, template: Path = TEMPLATE) -> str:
+    """The script. Raises UserError for a template that is missing or that asks for what is not there."""
+    if not template.is_file():
+        raise UserError(
+            f"There is no job script at {template}. megarl brings one as launch/slurm.sbatch; see --template."
+        )
+    from jinja2 import Environment, StrictUndefined, TemplateError
+
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    try:
+        return environment.from_string(template.read_text()).render(job=job)
+    except TemplateError as error:
+        raise UserError(f"The job script {template} cannot be filled in: {error}.") from error

@@ -1,0 +1,124 @@
+"""SLURM's own commands, asked and understood: partitions, submission, state, cancellation. Not what is submitted."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.errors import MegarlError, UserError
+
+COMMAND_S = 60.0
+TIME_FORMS = (
+    "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS"
+)
+TIME = re.compile(r"(\d+-\d+(:[0-5]?\d){0,2}|\d+(:[0-5]?\d){0,2})")
+# As SLURM names them: the job is still to come, or is under way.
+ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What SLURM says of a job. exit_code: of its script, once it has ended; 128 and more: ended by a signal."""
+
+    name: str
+    reason: str
+    nodes: str
+    restarts: int
+    exit_code: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has still to end."""
+        return self.name in ALIVE
+
+    def describe(self) -> str:
+        """For people."""
+        reason = f" ({self.reason})" if self.reason not in ("None", "") else ""
+        nodes = f" on {self.nodes}" if self.nodes not in ("(null)", "") else ""
+        restarts = f", queued again {self.restarts} times" if self.restarts else ""
+        return f"{self.name}{reason}{nodes}{restarts}"
+
+
+def require() -> None:
+    """Raises UserError where SLURM's commands are not installed."""
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "There is no sbatch on this machine: jobs are submitted on a login node of a SLURM cluster. To see the script "
+            "that would be submitted, add --dry-run; to run on this machine, use megarl train."
+        )
+
+
+def check_time(text: str) -> None:
+    """Raises UserError for what SLURM does not take as a time limit."""
+    if not TIME.fullmatch(text):
+        raise UserError(f"--time {text} is not a time limit. SLURM takes {TIME_FORMS}, such as 4:00:00 for four hours.")
+
+
+def seconds_of(text: str) -> int:
+    """A time limit in seconds: `90` is minutes, `1-12` a day and a half."""
+    check_time(text)
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_partition(name: str) -> None:
+    """Raises UserError for a partition that sinfo does not list."""
+    there = list(dict.fromkeys(_ask(["sinfo", "--noheader", "--format=%R"]).split()))
+    if name not in there:
+        near = difflib.get_close_matches(name, there, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(f"--partition {name}: SLURM has no such partition.{hint} It has: {', '.join(there)}.")
+
+
+def submit(script: Path) -> str:
+    """Submit a script; returns the job's id. Raises UserError with SLURM's own words where it refuses."""
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
+    if done.returncode:
+        raise UserError(f"SLURM refuses the job: {done.stderr.strip()}. The script is {script}.")
+    return done.stdout.strip().partition(";")[0]
+
+
+def state_of(job: str) -> JobState | None:
+    """What SLURM knows of a job; None where it has forgotten it."""
+    done = subprocess.run(
+        ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
+    if done.returncode and "Invalid job id" in done.stderr:
+        return None
+    if done.returncode:
+        raise MegarlError(f"SLURM does not answer: {done.stderr.strip()}")
+    fields = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
+    code, _, number = fields.get("ExitCode", "0:0").partition(":")
+    return JobState(
+        fields["JobState"],
+        fields.get("Reason", ""),
+        fields.get("NodeList", ""),
+        int(fields.get("Restarts", "0")),
+        int(code) or (128 + int(number) if int(number) else 0),
+    )
+
+
+def cancel(job: str) -> None:
+    """End a job, whatever it is doing."""
+    _ask(["scancel", job])
+
+
+def _ask(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    if done.returncode:
+        raise MegarlError(f"{command[0]} failed: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,206 @@
+"""`megarl submit`: checks a recipe here, and hands the run to SLURM or to a Ray cluster."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.core.errors import UserError
+from megarl.core.platform import Platform
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.launch import slurm
+from megarl.launch.ray_jobs import RayJobs
+from megarl.launch.record import EVENTS, FOLDER, Submission, last_submission
+from megarl.launch.script import TEMPLATE, SlurmJob, render
+from megarl.launch.watch import is_alive
+from megarl.preflight import preflight, preflight_sft
+from megarl.recipe.load import Loaded, detect_kind, load_recipe
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.source import dump_yaml
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What the command line says of the job. Times and sizes are in SLURM's own words."""
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    exclude: str | None = None
+    grace_s: int = 300
+    start_s: int = 600
+    temp: Path = Path("/tmp")
+    setup: str | None = None
+    template: Path = TEMPLATE
+    extra: tuple[str, ...] = ()
+
+
+def submit_slurm(
+    path: Path, overrides: Sequence[str], options: SlurmOptions, *, resume: bool, dry_run: bool, say: Say
+) -> Path:
+    """Check, render and submit; returns the run's folder. Raises UserError before anything is submitted or written.
+
+    dry_run: say the script instead.
+    """
+    _check_times(options)
+    if not dry_run:
+        slurm.require()
+        if options.partition is not None:
+            slurm.check_partition(options.partition)
+    loaded, platform = _checked(path, overrides, "cuda" if options.gpus_per_node else "cpu", resume)
+    recipe = loaded.recipe
+    per_node = check_fit(recipe, platform, options)
+    run: Path = recipe.run.folder.absolute()
+    script = render(_slurm_job(recipe, platform, options, per_node, run), options.template)
+    if dry_run:
+        say(script)
+        return run
+    _refuse_second(run)
+    folder = run / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(f"# Resolved from {path} when it was submitted.\n{dump_yaml(loaded.resolved)}")
+    (folder / "slurm.sbatch").write_text(script)
+    job = slurm.submit(folder / "slurm.sbatch")
+    log = folder / f"slurm-{job}.out"
+    Submission("slurm", job, log=str(log)).write(run)
+    say(f"SLURM job {job}: {recipe.run.name} on {options.nodes} nodes; it prints to {log}")
+    return run
+
+
+def submit_ray(
+    path: Path, overrides: Sequence[str], address: str, working_dir: Path, *, resume: bool, dry_run: bool, say: Say
+) -> Path:
+    """Check, pack `working_dir` and queue the run on a Ray cluster; returns the run's folder. Raises UserError before.
+
+    dry_run: say the command instead.
+    """
+    loaded, _ = _checked(path, overrides, None, resume)
+    run: Path = loaded.recipe.run.folder
+    _check_paths(loaded.recipe, path, working_dir)
+    words = [
+        "python",
+        "-m",
+        "megarl",
+        _command(loaded.recipe),
+        str(path.absolute().relative_to(working_dir.absolute())),
+    ]
+    # Ray gives its job the cluster's address under a name of its own.
+    entrypoint = f"{RAY_ADDRESS_VARIABLE}=$RAY_ADDRESS exec {shlex.join([*words, *overrides, '--continue'])}"
+    if dry_run:
+        say(entrypoint)
+        return run
+    _refuse_second(run)
+    job = RayJobs(address).submit(entrypoint, working_dir, {}, loaded.recipe.run.name)
+    Submission("ray", job, address=address).write(run)
+    say(f"Ray job {job} at {address}: {loaded.recipe.run.name}")
+    return run
+
+
+def check_fit(recipe: AnyRecipe, platform: Platform, options: SlurmOptions) -> int:
+    """Devices of each node that the run uses. Raises UserError where nodes and devices do not match the recipe."""
+    devices, servers = recipe.cluster.devices, 0
+    if options.gpus_per_node is None:
+        # Processes stand for devices: as many as are needed, evenly.
+        return -(-devices // options.nodes)
+    if isinstance(recipe, Recipe):
+        servers = recipe.rollout.servers * recipe.rollout.tp
+    there, wanted = options.nodes * options.gpus_per_node, devices + servers
+    if there != wanted:
+        sum_of = f"cluster.devices {devices}"
+        if servers and isinstance(recipe, Recipe):
+            sum_of += f" + rollout.servers {recipe.rollout.servers} x rollout.tp {recipe.rollout.tp}"
+        raise UserError(
+            f"--nodes {options.nodes} x --gpus-per-node {options.gpus_per_node} are {there} GPUs, and the recipe uses "
+            f"{wanted} ({sum_of}). Give as many nodes as it takes, or set cluster.devices or rollout.servers to match."
+        )
+    return options.gpus_per_node
+
+
+def _checked(
+    path: Path, overrides: Sequence[str], platform: Literal["cpu", "cuda"] | None, resume: bool
+) -> tuple[Loaded[Any], Platform]:
+    """The recipe, checked as far as it can be where it will not run. platform: of the nodes; None: the recipe's."""
+    kind = detect_kind(path, overrides)
+    loaded: Loaded[Any] = load_recipe(path, overrides, kind)
+    said = loaded.recipe.cluster.platform
+    if platform is not None and said == "auto":
+        loaded = load_recipe(path, [*overrides, f"cluster.platform={platform}"], kind)
+    elif platform is not None and said != platform:
+        raise UserError(
+            f"cluster.platform is {said}, and the job would run on {platform}: GPUs are asked for by --gpus-per-node, and "
+            "a job without it runs on CPUs. Let both say the same."
+        )
+    check: Any = preflight if kind is Recipe else preflight_sft
+    return loaded, check(loaded.recipe, resume=resume, here=False).platform
+
+
+def _check_times(options: SlurmOptions) -> None:
+    if options.time is None:
+        return
+    limit = slurm.seconds_of(options.time)
+    if limit <= options.grace_s:
+        raise UserError(
+            f"--time {options.time} leaves nothing of the --grace of {options.grace_s} s in which the run is asked to stop "
+            "before its limit. Raise the limit, or lower --grace; it should last for a step and its checkpoint."
+        )
+
+
+def _check_paths(recipe: AnyRecipe, path: Path, working_dir: Path) -> None:
+    """On a Ray cluster the job's folder is a copy that goes with the job."""
+    if not path.absolute().is_relative_to(working_dir.absolute()):
+        raise UserError(f"The recipe {path} is not in the folder that is sent, {working_dir}: see --working-dir.")
+    for key, value in (("run.dir", recipe.run.dir), ("model.path", recipe.model.path)):
+        if not value.is_absolute():
+            raise UserError(
+                f"{key} is {value}, relative to the folder that is sent with the job and removed with it. Set it to an "
+                "absolute path that every node of the cluster sees."
+            )
+
+
+def _refuse_second(run: Path) -> None:
+    """Two jobs on one run would write over each other."""
+    before = last_submission(run)
+    if before is not None and is_alive(before):
+        raise UserError(
+            f"{before.kind} job {before.job} of {run} has not ended. Wait for it, end it by megarl cancel {run}, or choose "
+            "another run.name."
+        )
+
+
+def _command(recipe: AnyRecipe) -> str:
+    return "train" if isinstance(recipe, Recipe) else "sft"
+
+
+def _slurm_job(recipe: AnyRecipe, platform: Platform, options: SlurmOptions, per_node: int, run: Path) -> SlurmJob:
+    folder = run / FOLDER
+    return SlurmJob(
+        name=recipe.run.name,
+        recipe=folder / "recipe.yaml",
+        command=_command(recipe),
+        log=folder / "slurm-%j.out",
+        events=folder / EVENTS,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        devices_per_node=per_node,
+        resource=platform.ray_resource,
+        time=options.time,
+        partition=options.partition,
+        account=options.account,
+        cpus_per_task=options.cpus_per_task,
+        memory=options.memory,
+        exclude=options.exclude,
+        grace_s=options.grace_s,
+        start_s=options.start_s,
+        temp=options.temp,
+        setup=options.setup,
+        extra=options.extra,
+    )

@@ -1,0 +1,107 @@
+"""What became of a submitted run: `megarl status`, `megarl logs`, `megarl cancel`, and the exit code of its job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.core.errors import UserError
+from megarl.launch import slurm
+from megarl.launch.ray_jobs import ENDED, RayJobs
+from megarl.launch.record import Submission, find_submission, steps_done
+
+POLL_S = 0.3
+ASK_EVERY_S = 3.0  # how often SLURM is asked whether a job still runs, while its log is shown
+UNKNOWN = "not known any more"
+
+Write = Callable[[str], object]
+
+
+def is_alive(submission: Submission) -> bool:
+    """Whether the job has still to end; one that its scheduler has forgotten has ended."""
+    if submission.kind == "slurm":
+        state = slurm.state_of(submission.job)
+        return state is not None and state.alive
+    try:
+        return RayJobs(submission.address).state(submission.job)[0] not in ENDED
+    except UserError:
+        return False  # that cluster is gone, and the job with it
+
+
+def describe(submission: Submission) -> str:
+    """The job's state in its scheduler's words."""
+    if submission.kind == "slurm":
+        state = slurm.state_of(submission.job)
+        if state is None:
+            return UNKNOWN
+        code = f", exit code {state.exit_code}" if not state.alive else ""
+        return state.describe() + code
+    name, ended_with = RayJobs(submission.address).state(submission.job)
+    return name if ended_with is None else f"{name}, exit code {ended_with}"
+
+
+def status(run: Path) -> tuple[str, str, str]:
+    """Job, state and steps done of a run, for people."""
+    submission = find_submission(run)
+    steps = steps_done(run)
+    return f"{submission.kind} {submission.job}", describe(submission), "-" if steps is None else str(steps)
+
+
+def show_logs(run: Path, *, follow: bool, write: Write) -> None:
+    """Hand on what the job of a run printed; follow: until it has ended."""
+    submission = find_submission(run)
+    if submission.kind == "ray":
+        jobs = RayJobs(submission.address)
+        if follow:
+            jobs.follow(submission.job, write)
+        else:
+            write(jobs.logs(submission.job))
+        return
+    log = Path(submission.log)
+    if follow:
+        follow_file(log, lambda: is_alive(submission), write)
+    elif log.is_file():
+        write(log.read_text(errors="replace"))
+    else:
+        raise UserError(f"{log} is not there yet: {describe(submission)}.")
+
+
+def follow_file(file: Path, alive: Callable[[], bool], write: Write) -> None:
+    """Hand on what a file says and will say, as long as its writer lives."""
+    position, asked, goes_on = 0, 0.0, True
+    while True:
+        if time.monotonic() - asked >= ASK_EVERY_S:
+            goes_on, asked = alive(), time.monotonic()
+        if file.is_file():
+            with file.open(errors="replace") as lines:
+                lines.seek(position)
+                if text := lines.read():
+                    write(text)
+                position = lines.tell()
+        if not goes_on:
+            return
+        time.sleep(POLL_S)
+
+
+def exit_code(run: Path) -> int:
+    """Of a run's job that has ended: its driver's. Raises UserError where its scheduler has forgotten it."""
+    submission = find_submission(run)
+    if submission.kind == "ray":
+        return RayJobs(submission.address).exit_code(submission.job)
+    state = slurm.state_of(submission.job)
+    if state is None:
+        raise UserError(f"SLURM does not know job {submission.job} any more; its log is {submission.log}.")
+    return state.exit_code or int(state.name != "COMPLETED")
+
+
+def cancel(run: Path) -> str:
+    """End the job of a run; returns what was done, for people."""
+    submission = find_submission(run)
+    if not is_alive(submission):
+        return f"{submission.kind} job {submission.job} has ended already"
+    if submission.kind == "slurm":
+        slurm.cancel(submission.job)
+    else:
+        RayJobs(submission.address).stop(submission.job)
+    return f"{submission.kind} job {submission.job} is being ended"
