@@ -175,7 +175,7 @@ def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, f
     waiter = Waiter(timer)
     rank = start(StubRank, ProcessSpec(f"rank of {samples}", runtime.logs), delay_s)
     collector = start(StubCollector, ProcessSpec(f"collector of {samples}", runtime.logs), samples, delay_s)
-    ranks, layout = RankGroup((rank,), waiter, None), Layout()
+    ranks, layout = RankGroup((rank,), waiter), Layout()
     keeper = StubKeeper()
     recipe = Recipe(
         model=Model(path=Path("none")),

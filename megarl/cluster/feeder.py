@@ -10,6 +10,7 @@ import ray
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.roles import Batch
 from megarl.cluster.runtime import Runtime
+from megarl.cluster.seats import seat_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Shard
 from megarl.data.pack import pack_sft
@@ -83,8 +84,8 @@ class SftFeeder:
     @classmethod
     def start(cls, runtime: Runtime, recipe: SftRecipe, num_shards: int, waiter: Waiter) -> SftFeeder:
         """Start the process and read all demonstrations."""
-        spec = ProcessSpec("feeder", runtime.logs)
-        handle = ray.remote(FeederActor).options(num_cpus=0).remote(spec, recipe, num_shards)
+        spec = runtime.process("feeder")
+        handle = ray.remote(FeederActor).options(**seat_on(runtime.here).options).remote(spec, recipe, num_shards)
         worker = Worker(handle, spec, ProcessFacts(0, "?"))
         facts = waiter.wait(
             [Call(worker, handle.facts.remote())], phase="start", role="feeder", deadline_s=recipe.deadlines.start_s

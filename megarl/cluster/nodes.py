@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -113,8 +114,20 @@ class NodeActor:
             os.kill(pid, number)
 
     def clean(self) -> int:
-        """End every other process of the run here, remove its shared memory and temporary files; how many it ended."""
-        return len(janitor.clean(self._run_id, self._temp / REGISTRY, folders=[self._temp]).pids)
+        """End what Ray does not know of: every process of the run here that is no worker of its; how many there were.
+
+        Ray ends its workers itself, and reports those as failed that somebody else has ended. The janitor comes last.
+        """
+        workers = [pid for pid in janitor.processes_of(self._run_id) if _parent(pid) == os.getppid()]
+        janitor.register_segments(self._temp / REGISTRY, janitor.segments_of(workers))
+        return len(janitor.clean(self._run_id, self._temp / REGISTRY, but=workers).pids)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).ppid())
+    except psutil.NoSuchProcess:
+        return 0  # it ended meanwhile
 
 
 @dataclass
