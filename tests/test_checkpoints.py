@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,43 +17,60 @@ def write_weights(folder: Path) -> None:
     (folder / "weights").write_text(folder.parent.name)
 
 
+def save(checkpoints: Checkpoints, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
+    """As a run does: one role, whose files `write` makes."""
+    write(checkpoints.begin(step, ["actor"])["actor"])
+    return checkpoints.commit(step, state)
+
+
 def test_what_was_saved_is_found(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
-    target = checkpoints.save(7, write_weights, {"weight_version": 8, "data": {"position": 3}})
+    target = save(checkpoints, 7, write_weights, {"weight_version": 8, "data": {"position": 3}})
     latest = checkpoints.latest()
     assert latest.folder == target and latest.step == 7
     assert latest.state == {"step": 7, "weight_version": 8, "data": {"position": 3}}
-    assert (latest.actor / "weights").exists()
+    assert (latest.role("actor") / "weights").exists()
+
+
+def test_a_checkpoint_holds_every_role_and_names_one_that_it_lacks(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    for name, folder in checkpoints.begin(3, ["actor", "critic"]).items():
+        (folder / "weights").write_text(name)
+    checkpoints.commit(3, {})
+    latest = checkpoints.latest()
+    assert (latest.role("critic") / "weights").read_text() == "critic"
+    with pytest.raises(UserError, match=r"step_000003 was saved without a reference, which this recipe has"):
+        latest.role("reference")
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     for step in (5, 10, 100):
-        checkpoints.save(step, write_weights, {})
+        save(checkpoints, step, write_weights, {})
     assert [each.step for each in checkpoints.committed()] == [10, 100]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000100"]
 
 
 def test_a_save_that_fails_leaves_the_older_one_in_force(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    checkpoints.save(1, write_weights, {})
+    save(checkpoints, 1, write_weights, {})
 
     def full_disk(folder: Path) -> None:
         write_weights(folder)
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(2, full_disk, {})
+        save(checkpoints, 2, full_disk, {})
     assert checkpoints.latest().step == 1
     # The next save of that step is not disturbed by what was left.
-    checkpoints.save(2, write_weights, {})
+    save(checkpoints, 2, write_weights, {})
     assert [each.step for each in checkpoints.committed()] == [2]
 
 
 def test_without_its_marker_a_folder_is_ignored(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=3)
-    checkpoints.save(1, write_weights, {})
-    half = checkpoints.save(2, write_weights, {})
+    save(checkpoints, 1, write_weights, {})
+    half = save(checkpoints, 2, write_weights, {})
     (half / MARKER).unlink()
     (tmp_path / "step_notes").mkdir()
     assert checkpoints.latest().step == 1
@@ -60,8 +78,8 @@ def test_without_its_marker_a_folder_is_ignored(tmp_path: Path) -> None:
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=3)
-    checkpoints.save(1, write_weights, {"weight_version": 1})
-    checkpoints.save(1, write_weights, {"weight_version": 9})
+    save(checkpoints, 1, write_weights, {"weight_version": 1})
+    save(checkpoints, 1, write_weights, {"weight_version": 9})
     assert json.loads((tmp_path / "step_000001" / "state.json").read_text())["weight_version"] == 9
 
 
@@ -73,7 +91,7 @@ def test_nothing_to_resume_says_what_to_do(tmp_path: Path) -> None:
 def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2, keep_every=20)
     for step in range(10, 71, 10):
-        checkpoints.save(step, write_weights, {})
+        save(checkpoints, step, write_weights, {})
     assert [each.step for each in checkpoints.committed()] == [20, 40, 60, 70]
 
 
@@ -114,7 +132,7 @@ def test_a_damaged_one_is_named_and_passed_over(
 ) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=3)
     for step in (1, 2):
-        checkpoints.save(step, write_weights, {})
+        save(checkpoints, step, write_weights, {})
     newest = tmp_path / "step_000002"
     assert step_damage(newest, read=True) == []
     harm(newest)
@@ -126,7 +144,7 @@ def test_a_damaged_one_is_named_and_passed_over(
 def test_where_all_are_damaged_each_is_named(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=3)
     for step in (1, 2):
-        lose(checkpoints.save(step, write_weights, {}))
+        lose(save(checkpoints, step, write_weights, {}))
     with pytest.raises(
         UserError, match=r"step_000002: actor/weights is missing. step_000001: actor/weights is missing"
     ):
@@ -136,16 +154,16 @@ def test_where_all_are_damaged_each_is_named(tmp_path: Path) -> None:
 def test_a_damaged_one_does_not_push_whole_ones_out(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     for step in (1, 2):
-        checkpoints.save(step, write_weights, {})
+        save(checkpoints, step, write_weights, {})
     lose(tmp_path / "step_000002")
-    checkpoints.save(3, write_weights, {})
+    save(checkpoints, 3, write_weights, {})
     assert [each.step for each in checkpoints.committed()] == [1, 3]
 
 
 def test_what_has_begun_is_a_checkpoint_once_it_is_committed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    checkpoints.save(1, write_weights, {})
-    write_weights(checkpoints.begin(2))
+    save(checkpoints, 1, write_weights, {})
+    write_weights(checkpoints.begin(2, ["actor"])["actor"])
     assert checkpoints.latest().step == 1
     checkpoints.commit(2, {"weight_version": 3})
     assert checkpoints.latest().state == {"step": 2, "weight_version": 3}

@@ -10,10 +10,21 @@ import pytest
 
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, EvalResult
-from megarl.recipe.roles import Actor
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.roles import Actor, Critic, Reference
 from megarl.recipe.run import Model
 from megarl.recipe.schema import Data, Eval, Recipe, Rollout, Train
 from megarl.train import Cast, State, due, train
+
+ROLES = ("actor", "reference", "critic", "reward_model", "teacher")
+
+
+@dataclass(frozen=True)
+class Learnable:
+    """What the rollout makes of the columns."""
+
+    columns: dict[str, Any]
+    metrics: dict[str, float]
 
 
 @dataclass
@@ -33,9 +44,9 @@ class Recorder:
         self.calls.append(("generate", step, weight_version))
         return self
 
-    def advantages(self, batch: Any) -> tuple[str]:
-        self.calls.append(("advantages",))
-        return ("advantages",)
+    def advantages(self, batch: Any, columns: dict[str, Any]) -> Learnable:
+        self.calls.append(("advantages", dict(columns)))
+        return Learnable({"advantages": ("advantages",), "returns": ("returns",)}, {"reward/kl": 0.25})
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
         self.calls.append(("evaluate", step, weight_version))
@@ -45,9 +56,16 @@ class Recorder:
         self.calls.append(("logprobs", self.name))
         return (self.name,)
 
-    def update(self, batch: Any, **columns: Any) -> dict[str, float]:
-        self.calls.append(("update", columns))
-        return {"actor/loss": 1.0}
+    def values(self, batch: Any) -> tuple[str]:
+        self.calls.append(("values", self.name))
+        return (self.name,)
+
+    def update(self, batch: Any, columns: dict[str, Any]) -> dict[str, float]:
+        self.calls.append(("update", self.name, dict(columns)))
+        return {f"{self.name}/loss": 1.0}
+
+    def copy_from(self, other: Any) -> None:
+        self.calls.append(("copy", self.name, other.name))
 
     def push(self, weight_version: int) -> dict[str, float]:
         self.calls.append(("push", weight_version))
@@ -63,52 +81,83 @@ class Recorder:
         self.metrics[step] = metrics
 
 
-def run(state: State, *, reference: bool, epochs: int = 1, stop_after: int = 99) -> tuple[list[Any], Recorder, State]:
+def run(state: State, *roles: str, stop_after: int = 99, **sections: Any) -> tuple[list[Any], Recorder, State]:
+    """The loop over 3 steps with the actor and these roles."""
     calls: list[Any] = []
-    part = {
-        name: Recorder(name, calls, stop_after=stop_after)
-        for name in ("rollout", "actor", "reference", "sync", "keeper")
-    }
+    part = {name: Recorder(name, calls, stop_after=stop_after) for name in ("rollout", "sync", "keeper", *ROLES)}
     recipe = Recipe(
         model=Model(path=Path("m")),
         data=Data(train=Path("t"), eval=Path("e")),
         rollout=Rollout(prompts_per_step=1, samples_per_prompt=2, max_response_tokens=8),
-        actor=Actor(epochs=epochs),
         eval=Eval(every=2),
         train=Train(steps=3, save_every=2),
+        **sections,
     )
-    cast = Cast(
-        part["rollout"],
-        part["actor"],
-        part["reference"] if reference else None,
-        part["sync"],
-        part["keeper"],
-        PhaseTimer(),
-    )
+    there = {name: part[name] if name in ("actor", *roles) else None for name in ROLES}
+    cast = Cast(part["rollout"], **there, sync=part["sync"], keeper=part["keeper"], timer=PhaseTimer())  # type: ignore[arg-type]
     return calls, part["keeper"], train(cast, recipe, state)
 
 
 def test_one_step_reads_like_the_algorithm() -> None:
-    calls, keeper, end = run(State(2, 5), reference=True)
-    columns = {"old_logprobs": ("actor",), "ref_logprobs": ("reference",), "advantages": ("advantages",)}
+    calls, keeper, end = run(State(2, 5), "reference")
+    scored = {"old_logprobs": ("actor",), "ref_logprobs": ("reference",)}
     assert calls == [
         ("generate", 3, 5),
         ("logprobs", "actor"),
         ("logprobs", "reference"),
-        ("advantages",),
-        ("update", columns),
+        ("advantages", scored),
+        ("update", "actor", {**scored, "advantages": ("advantages",), "returns": ("returns",)}),
         ("push", 6),
         ("evaluate", 3, 6),
         ("save", State(3, 6)),
     ]
     assert end == State(3, 6)
-    assert {"reward/mean", "actor/loss", "sync/weight_version", "eval/accuracy", "perf/step_s"} <= set(
-        keeper.metrics[3]
-    )
+    wanted = {"reward/mean", "reward/kl", "actor/loss", "sync/weight_version", "eval/accuracy", "perf/step_s"}
+    assert wanted <= set(keeper.metrics[3])
+
+
+def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
+    calls, keeper, _ = run(State(2, 5), "critic", "reward_model", "teacher", critic=Critic(epochs=2))
+    scored = {
+        "old_logprobs": ("actor",),
+        "teacher_logprobs": ("teacher",),
+        "values": ("critic",),
+        "scores": ("reward_model",),
+    }
+    learned = {**scored, "advantages": ("advantages",), "returns": ("returns",)}
+    assert calls[1:9] == [
+        ("logprobs", "actor"),
+        ("logprobs", "teacher"),
+        ("values", "critic"),
+        ("values", "reward_model"),
+        ("advantages", scored),
+        ("update", "critic", learned),
+        ("update", "critic", learned),
+        ("update", "actor", learned),
+    ]
+    assert {"critic/loss", "actor/loss"} <= set(keeper.metrics[3])
+
+
+def test_the_actor_stands_still_while_the_critic_warms_up() -> None:
+    calls, keeper, _ = run(State(), "critic", critic=Critic(warmup_steps=2))
+    assert [call[1] for call in calls if call[0] == "update"] == ["critic", "critic", "critic", "actor"]
+    assert "actor/loss" not in keeper.metrics[2] and "actor/loss" in keeper.metrics[3]
+
+
+def test_the_rollouts_own_log_probs_save_a_forward_pass() -> None:
+    calls, _, _ = run(State(), algorithm=Algorithm(old_logprobs="rollout"))
+    assert not [call for call in calls if call[0] == "logprobs"]
+
+
+def test_the_reference_becomes_the_actor_every_so_many_steps() -> None:
+    calls, _, _ = run(State(), "reference", reference=Reference(refresh_every=2))
+    assert [index for index, call in enumerate(calls) if call == ("copy", "reference", "actor")]
+    pushes = [call for call in calls if call[0] in ("push", "copy")]
+    assert pushes == [("push", 1), ("push", 2), ("copy", "reference", "actor"), ("push", 3)]
 
 
 def test_without_a_reference_nobody_asks_for_it_and_epochs_repeat_the_update() -> None:
-    calls, keeper, end = run(State(), reference=False, epochs=2)
+    calls, keeper, end = run(State(), actor=Actor(epochs=2))
     assert ("logprobs", "reference") not in calls
     assert sum(call[0] == "update" for call in calls) == 6
     assert [call[1] for call in calls if call[0] == "push"] == [1, 2, 3]
@@ -118,7 +167,7 @@ def test_without_a_reference_nobody_asks_for_it_and_epochs_repeat_the_update() -
 
 
 def test_a_request_to_stop_commits_the_step_under_way_and_ends_the_loop() -> None:
-    calls, keeper, end = run(State(), reference=False, stop_after=1)
+    calls, keeper, end = run(State(), stop_after=1)
     assert [call[1] for call in calls if call[0] == "save"] == [State(1, 1)]  # no multiple of save_every
     assert list(keeper.metrics) == [1] and end == State(1, 1)
 

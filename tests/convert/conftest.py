@@ -61,7 +61,8 @@ def run(tmp_path, hf):
     """A run's folder with two checkpoints."""
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2)
     for step in (3, 6):
-        checkpoints.save(step, lambda folder: write_checkpoint(folder, hf) and None, {"weight_version": step})
+        write_checkpoint(checkpoints.begin(step, ["actor"])["actor"], hf)
+        checkpoints.commit(step, {"weight_version": step})
     (tmp_path / "run" / "recipe.yaml").write_text("run:\n  name: quick\n  seed: 3\n")
     return tmp_path / "run"
 

@@ -13,6 +13,17 @@ from megarl.recipe.supervised import SftRecipe
 
 UNREAD = [
     (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),
+    (["algorithm.kl_in=reward"], ["algorithm.kl_coef=0.1"]),
+    (["algorithm.kl_coef=0.1", "algorithm.kl_control.target=1.0"], ["algorithm.kl_in=reward"]),
+    (["algorithm.gamma=0.9"], ["algorithm.advantage=reinforce_pp"]),
+    (["algorithm.lam=0.9"], ["algorithm.advantage=gae"]),
+    (["algorithm.whiten=false"], ["algorithm.advantage=gae"]),
+    (["algorithm.settings.scale=2.0"], ["algorithm.advantage=mine:function"]),
+    (["algorithm.refill_rounds=2"], ["algorithm.drop_zero_variance_groups=true"]),
+    (["algorithm.correction.low=0.1"], ["algorithm.correction.kind=mask"]),
+    (["critic.epochs=2"], ["algorithm.advantage=gae"]),
+    (["teacher.path=m"], ["algorithm.policy_loss=distill"]),
+    (["reference.refresh_every=2"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),
     (["algorithm.policy_loss=reinforce", "algorithm.clip_low=0.1"], ["algorithm.policy_loss=gspo"]),
     (["algorithm.policy_loss=reinforce", "algorithm.clip_high=0.1"], ["algorithm.policy_loss=cispo"]),
@@ -43,7 +54,15 @@ def test_a_key_that_nothing_reads_is_refused_until_it_counts(
 
 
 def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
-    tested = {given[-1].partition("=")[0].replace(".parallel.tp", ".parallel") for given, _ in UNREAD} | {
+    sections = {
+        "reference.parallel.tp": "reference.parallel",
+        "critic.epochs": "critic",
+        "algorithm.settings.scale": "algorithm.settings",
+        "teacher.path": "teacher",
+        "algorithm.kl_control.target": "algorithm.kl_control",
+    }
+    names = [given[-1].partition("=")[0] for given, _ in UNREAD]
+    tested = {sections.get(name, name) for name in names} | {
         "deadlines.rollout_s",
         "deadlines.sync_s",
         "report.samples",
@@ -74,7 +93,17 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
     [
         (["rollout.samples_per_prompt=1"], "a group of 1 has none"),
         (["actor.lora={}", "algorithm.kl_coef=0.1", "reference.parallel.tp=1"], "Remove reference.parallel"),
-        (["algorithm.kl_coef=0.1", "reference.resting=[grads]"], "neither gradients nor an optimizer; got grads"),
+        (["algorithm.kl_coef=0.1", "reference.resting=[grads]"], "allowed: a list of params"),
+        (
+            ["algorithm.kl_coef=0.1", "reference.refresh_every=1", "reference.parallel.tp=2", "cluster.devices=2"],
+            "which needs the actor's layout",
+        ),
+        (["algorithm.policy_loss=distill"], "there is nobody to distill from"),
+        (["algorithm.correction={}", "algorithm.old_logprobs=rollout"], "there is no ratio between the two"),
+        (["algorithm.correction.kind=mask", "algorithm.correction.low=3.0"], "it has to be above low 3; got 2"),
+        (["reward_model.path=m", "algorithm.advantage=remax"], "which only the graders see"),
+        (["reward_model.path=m", "algorithm.drop_zero_variance_groups=true"], "before the reward model scores them"),
+        (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),
         (["rollout.top_k=0"], "got 0; allowed: -1 (off)"),
         (["rollout.top_k=-2"], "got -2; allowed: -1 (off)"),
         (["rollout.stop=['']"], "an empty stop string"),

@@ -85,7 +85,7 @@ def alternating() -> FakeSglang:
 
 def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> None:
     async def call(collector: Collector, _: FakeSglang) -> Any:
-        return await collector.generate(1, 0), collector.advantages(1)
+        return await collector.generate(1, 0), collector.advantages(1, {}).columns["advantages"]
 
     (shards, info), columns = collect(alternating, make_recipe(tmp_path), call)
     assert (info.step, info.weight_version, info.num_samples, info.num_groups) == (1, 0, 8, 4)
@@ -147,7 +147,7 @@ def advantages_of(tmp_path: Path, fake: Callable[[], FakeSglang] = alternating, 
     """Sample -> its advantage."""
 
     async def call(collector: Collector, _: FakeSglang) -> Any:
-        return (await collector.generate(1, 0))[0], collector.advantages(1)
+        return (await collector.generate(1, 0))[0], collector.advantages(1, {}).columns["advantages"]
 
     shards, columns = collect(fake, make_recipe(tmp_path, algorithm=algorithm), call)
     found: dict[int, float] = {}
@@ -169,6 +169,38 @@ def test_the_recipe_chooses_the_advantage(name: str, expected: float | None, tmp
     assert found[0] == -found[1] > 0
     assert expected is None or found[0] == pytest.approx(expected)
     assert all(found[sample] == 0 for sample in range(2, 8))
+
+
+def test_remax_asks_each_prompt_once_more_greedily(tmp_path: Path) -> None:
+    def greedy_is_right() -> FakeSglang:
+        """Right where it is greedy, wrong where it samples."""
+        return FakeSglang(
+            answer=lambda body: generation(
+                [5, END], finish="stop", text="42" if body["sampling_params"]["temperature"] == 0 else "41"
+            )
+        )
+
+    assert set(advantages_of(tmp_path, greedy_is_right, advantage="remax").values()) == {-1.0}
+
+
+def test_groups_that_teach_nothing_are_replaced_by_further_prompts(tmp_path: Path) -> None:
+    def last_prompts_teach() -> FakeSglang:
+        """Prompts 2 and 3 are answered right and wrong in turn, the others never right."""
+        turn = {12: iter(["42", "41"]), 13: iter(["42", "41"])}
+
+        def answer(body: dict[str, Any]) -> dict[str, Any]:
+            return generation([5, END], finish="stop", text=next(turn.get(body["input_ids"][0], iter(["41"]))))
+
+        return FakeSglang(answer=answer)
+
+    async def call(collector: Collector, fake: FakeSglang) -> Any:
+        return await collector.generate(1, 0), len(fake.bodies("/generate"))
+
+    algorithm = {"normalize_std": False, "drop_zero_variance_groups": True, "refill_rounds": 3}
+    recipe = make_recipe(tmp_path, algorithm=algorithm, rollout={"prompts_per_step": 2})
+    (_, info), asked = collect(last_prompts_teach, recipe, call)
+    # Two prompts that teach nothing, then two in their place that do: the step is full after one round.
+    assert (info.num_groups, info.num_samples, asked) == (2, 4, 8)
 
 
 def test_answers_near_the_length_limit_lose_reward(tmp_path: Path) -> None:
@@ -288,7 +320,7 @@ def test_samples_of_other_weights_stop_the_step(tmp_path: Path) -> None:
 def test_advantages_of_another_step_are_refused(tmp_path: Path) -> None:
     async def call(collector: Collector, _: FakeSglang) -> None:
         await collector.generate(1, 0)
-        collector.advantages(2)
+        collector.advantages(2, {})
 
     with pytest.raises(MegarlError, match="step 2 were asked for; the samples at hand are of step 1"):
         collect(alternating, make_recipe(tmp_path), call)
