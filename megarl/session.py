@@ -83,8 +83,9 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
 @contextmanager
 def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iterator[TrainSession]:
     """Start servers and ranks side by side; on leaving, end everything."""
-    waiter, layouts = Waiter(timer), role_layouts(recipe)
+    layouts = role_layouts(recipe)
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
+        waiter = Waiter(timer, runtime.nodes)
         launching = _launch_servers(runtime, recipe, waiter)
         ranks = _start_ranks(runtime, recipe, waiter)
         roles = {}
@@ -99,8 +100,8 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
 @contextmanager
 def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: Path) -> Iterator[RolloutPool]:
     """Servers and collector only; on leaving, end everything. folder: where logs go."""
-    waiter = Waiter(timer)
     with Runtime.start(checked.platform, folder, 0, _reads(recipe)) as runtime:
+        waiter = Waiter(timer, runtime.nodes)
         rollout = RolloutPool.start(runtime, recipe, _launch_servers(runtime, recipe, waiter).ready(), 1, waiter)
         yield rollout
         rollout.close()
@@ -109,8 +110,8 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
 @contextmanager
 def sft_session(recipe: SftRecipe, checked: Preflight, timer: PhaseTimer) -> Iterator[SftSession]:
     """Start the ranks and the feeder; on leaving, end everything."""
-    waiter = Waiter(timer)
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
+        waiter = Waiter(timer, runtime.nodes)
         ranks = _start_ranks(runtime, recipe, waiter)
         model = Role(ACTOR, ranks, role_layouts(recipe)[ACTOR], recipe.deadlines)
         model.build(actor_spec(recipe, checked))

@@ -119,6 +119,11 @@ def describe_links(broken: Sequence[Broken]) -> str:
     )
 
 
+def describe_lost(lost: Mapping[str, str]) -> str:
+    """For people. lost: by node, why it was given up."""
+    return "Ray has lost nodes of the run:\n" + _shown([f"{node}: {why}" for node, why in lost.items()])
+
+
 def describe_devices(wanted: int, resource: str, there: Mapping[str, float], dead: Mapping[str, str]) -> str:
     """What is missing when not all devices came. there: by node. dead: nodes that were here, and why Ray gave them up."""
     found = ", ".join(f"{node}: {count:g}" for node, count in there.items()) or "none"

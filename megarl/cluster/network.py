@@ -77,4 +77,4 @@ def probe(address: str, port: int, timeout_s: float) -> str:
 def probe_all(peers: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
     """`probe` every peer, side by side; what went wrong, in their order."""
     with ThreadPoolExecutor(max_workers=min(MAX_PROBES, len(peers)) or 1) as pool:
-        return list(pool.map(lambda peer: probe(*peer, timeout_s), peers))
+        return list(pool.map(lambda peer: probe(peer[0], peer[1], timeout_s), peers))

@@ -46,6 +46,7 @@ CALL_S = 10.0  # longest wait for an answer of one of them, beside the work that
 PROBE_S = 8.0  # longest wait for a peer to send a few kilobytes back
 CLEAN_S = 10.0  # longest wait for a node to end what is left on it
 COMPARED = ("torch", "megatron-core", "sglang", "sglang-router", "transformers", "ray", "numpy")
+GONE = "the process has ended"
 REGISTRY = "shared_memory.txt"
 
 
@@ -108,10 +109,12 @@ class NodeActor:
         """Reach other nodes; for each what went wrong, or nothing."""
         return probe_all(peers, timeout_s)
 
-    def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a process of the run."""
-        if pid in janitor.processes_of(self._run_id):
-            os.kill(pid, number)
+    def signal(self, pid: int, number: int) -> str:
+        """Send a signal to a process of the run; why not, or nothing."""
+        if pid not in janitor.processes_of(self._run_id):
+            return GONE
+        os.kill(pid, number)
+        return ""
 
     def clean(self) -> int:
         """End what Ray does not know of: every process of the run here that is no worker of its; how many there were.
@@ -137,7 +140,7 @@ class Nodes:
     facts and actors: by Ray's name for the node.
     """
 
-    members: tuple[Node, ...]
+    members: tuple[Node, ...] = ()
     facts: Mapping[str, NodeFacts] = field(default_factory=dict)
     actors: Mapping[str, Any] = field(default_factory=dict)
 
@@ -217,13 +220,24 @@ class Nodes:
         dead = {row["NodeID"]: row for row in ray.nodes() if not row["Alive"]}
         return {str(node): _why_dead(dead[node.ray_id]) for node in self.members if node.ray_id in dead}
 
-    def signal(self, address: str, pid: int, number: int) -> None:
-        """Send a signal to a process of the run, on whatever node it is. Raises ProcessLookupError where it can be told."""
-        for node in self.members:
-            if node.address == address and node.ray_id in self.actors:
-                _ask({"": self.actors[node.ray_id].signal.remote(pid, number)}, CALL_S)
-                return
-        os.kill(pid, number)
+    def broken_for_certain(self) -> list[Broken]:
+        """Links that do not work now and did not a moment ago: a node that is only busy is no broken link."""
+        before = {(each.source, each.target) for each in self.broken()}
+        return [each for each in self.broken() if (each.source, each.target) in before] if before else []
+
+    def signal(self, address: str, pid: int, number: int) -> str:
+        """Send a signal to a process of the run, on whatever node it is; why not, or nothing."""
+        actor = next(
+            (self.actors[node.ray_id] for node in self.members if node.address == address and self.actors), None
+        )
+        if actor is not None:
+            answers, failed = _ask({"": actor.signal.remote(pid, number)}, CALL_S)
+            return str(answers.get("", failed.get("")))
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return GONE
+        return ""
 
     def clean(self) -> None:
         """End what is left of the run on every node that can be reached, side by side."""

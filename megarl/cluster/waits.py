@@ -5,8 +5,6 @@ The driver waits nowhere else. Time spent here is not the driver's own (perf/dri
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +13,14 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from megarl.cluster.checks import check_links, describe_links, describe_lost
+from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec, tail
-from megarl.core.errors import DeadlineError, MegarlError, WorkerDiedError
+from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.timing import PhaseTimer
 
 STACK_WAIT_S = 2.0
+LINKS_EVERY_S = 10.0  # between two looks at the network while waiting
 WATCH_WAIT_S = 2.0  # how much later than its callers a supervisor may notice that its process has ended
 
 
@@ -47,32 +48,46 @@ class Call:
 
 @dataclass
 class Waiter:
-    """Waits for calls; also notices watched processes that end meanwhile.
+    """Waits for calls; also notices watched processes that end meanwhile, and links between nodes that break.
 
     watches: reference that becomes ready when a watched process ends -> what to do then (may raise).
     """
 
     timer: PhaseTimer
+    nodes: Nodes = field(default_factory=Nodes)
     watches: dict[Any, Callable[[str], None]] = field(default_factory=dict)
 
     def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
         """Results in the order of the calls.
 
         Raises WorkerDiedError, DeadlineError, or the call's own MegarlError with the worker's name in front. The first
-        failure is raised at once, whatever the other calls still do.
+        failure is raised at once, whatever the other calls still do; where the network explains it, it comes first.
         """
         with self.timer.waiting():
-            return self._wait(calls, phase, role, deadline_s)
+            try:
+                return self._wait(calls, phase, role, deadline_s)
+            except UserError:
+                raise
+            except MegarlError as error:
+                if network := self._network():
+                    raise type(error)(f"{network}\n{error}") from error
+                raise
 
     def _wait(self, calls: Sequence[Call], phase: str, role: str, deadline_s: float) -> list[Any]:
         by_ref = {call.result: call for call in calls}
         results: dict[Any, Any] = {}
-        end = time.monotonic() + deadline_s
+        now = time.monotonic()
+        end, look = now + deadline_s, now + LINKS_EVERY_S
         while len(results) < len(by_ref):
             pending = [ref for ref in by_ref if ref not in results]
-            ready, _ = ray.wait([*pending, *self.watches], num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if not ready:
+            timeout_s = max(0.0, min(end, look) - time.monotonic())
+            ready, _ = ray.wait([*pending, *self.watches], num_returns=1, timeout=timeout_s)
+            if time.monotonic() > end and not ready:
                 raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
+            if time.monotonic() > look:
+                # Whoever waits for a peer that cannot be reached may do so for hours, and knows no reason.
+                check_links(self.nodes.broken_for_certain())
+                look = time.monotonic() + LINKS_EVERY_S
             for ref in ready:
                 if ref in by_ref:
                     results[ref] = self._fetched(by_ref[ref], phase, role)
@@ -97,9 +112,14 @@ class Waiter:
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
             ended(f"its supervisor ended: {type(error).__name__}")
 
+    def _network(self) -> str:
+        """What is wrong with nodes and links, if anything is."""
+        lost, broken = self.nodes.lost(), self.nodes.broken()
+        return "\n".join([*([describe_lost(lost)] if lost else []), *([describe_links(broken)] if broken else [])])
+
     def _deadline(self, phase: str, role: str, deadline_s: float, workers: list[Worker]) -> DeadlineError:
         names = ", ".join(worker.name for worker in workers)
-        stacks = [f"--- {worker.name}, stacks:\n{stacks_of(worker)}" for worker in workers]
+        stacks = [f"--- {worker.name}, stacks:\n{stacks_of(worker, self.nodes)}" for worker in workers]
         logs = [f"--- {worker.name}, end of {worker.spec.log}:\n{tail(worker.spec.log)}" for worker in workers]
         return DeadlineError(
             f"{phase} ({role}) did not finish within {deadline_s:g} s. Still waiting for: {names}. If this work is only "
@@ -107,15 +127,11 @@ class Waiter:
         )
 
 
-def stacks_of(worker: Worker) -> str:
-    """All stacks of a process on this machine, as its own fault handler writes them."""
-    if worker.facts.host != socket.gethostname():
-        return f"(on host {worker.facts.host}: see {worker.spec.stack} there)"
+def stacks_of(worker: Worker, nodes: Nodes) -> str:
+    """All stacks of a process, on whatever node it is, as its own fault handler writes them."""
     before = worker.spec.stack.stat().st_size if worker.spec.stack.exists() else 0
-    try:
-        os.kill(worker.facts.pid, STACK_SIGNAL)
-    except ProcessLookupError:
-        return "(the process has ended)"
+    if trouble := nodes.signal(worker.facts.address, worker.facts.pid, STACK_SIGNAL):
+        return f"({trouble})"
     end = time.monotonic() + STACK_WAIT_S
     size = before
     while time.monotonic() < end:

@@ -59,8 +59,8 @@ def workers(runtime: Runtime) -> Iterator[list[Worker]]:
 
 
 @pytest.fixture
-def waiter() -> Waiter:
-    return Waiter(PhaseTimer())
+def waiter(runtime: Runtime) -> Waiter:
+    return Waiter(PhaseTimer(), runtime.nodes)
 
 
 def test_results_come_in_the_order_of_the_calls(workers: list[Worker], waiter: Waiter) -> None:
