@@ -36,7 +36,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
-from megarl.rewards.graders import GraderPool
+from megarl.rewards.combine import Graders
 from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
 from megarl.rollout.collector import Collector
 from megarl.rollout.process import start_all
@@ -130,7 +130,7 @@ async def measure(
         prompts=prompts,
         eval_prompts=(),
         client=ServerClient(router),
-        graders=GraderPool(recipe.reward.fn, recipe.reward.workers, recipe.reward.timeout_s),
+        graders=Graders.open(recipe.reward),
         num_shards=1,
     )
     await collector.start()

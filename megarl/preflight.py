@@ -17,7 +17,7 @@ from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import check_rows, load_prompts
-from megarl.data.sft import check_demonstrations, load_demonstrations
+from megarl.data.supervised import check_supervised, load_supervised
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
@@ -28,8 +28,8 @@ from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import SftRecipe
-from megarl.rewards.resolve import resolve_reward
+from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
+from megarl.rewards.check import check_graders
 
 CHECKPOINTS = "checkpoints"
 EXPORTED = "hf/config.json"  # the last thing that a run does
@@ -98,19 +98,22 @@ def preflight_eval(recipe: Recipe) -> Preflight:
     return Preflight(plan, platform, model, 0, 0, _count_eval_rows(recipe))
 
 
-def preflight_sft(recipe: SftRecipe, *, resume: bool = False, here: bool = True) -> Preflight:
-    """Check a run of `megarl sft`, as `preflight` does. Raises UserError for the first thing that cannot work."""
+def preflight_supervised(recipe: SupervisedRecipe, *, resume: bool = False, here: bool = True) -> Preflight:
+    """Check a run of `megarl sft`, `rm` or `dpo`, as `preflight` does. Raises UserError for the first thing that is wrong."""
     plan = plan_batches(recipe)
     check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
     platform = check_devices(recipe, here=here)
-    check_demonstrations(recipe.data.train, recipe.data)
+    files = [file for file in (recipe.data.train, recipe.data.eval) if file is not None]
+    for file in files:
+        check_supervised(file, recipe.data)
     model = _check_model_folder(recipe.model.path)
+    _check_head(recipe, model)
     _check_context(model, recipe.data.max_tokens, "data.max_tokens")
     check_roles(recipe, model)
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
-    demonstrations = load_demonstrations(recipe.model.path, recipe.data)
-    return Preflight(plan, platform, model, len(demonstrations), demonstrations.num_dropped, 0)
+    rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
+    return Preflight(plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)))
 
 
 def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
@@ -152,7 +155,7 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
 
 
 def _check_generation(recipe: Recipe) -> ModelConfig:
-    """Model folder, context length, the servers' layout, and the reward function."""
+    """Model folder, context length, the servers' layout, and the graders."""
     model = _check_model_folder(recipe.model.path)
     parts = (
         f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
@@ -160,7 +163,7 @@ def _check_generation(recipe: Recipe) -> ModelConfig:
     )
     _check_context(model, longest_sample(recipe), parts)
     _check_server_layout(model, recipe.rollout.tp)
-    resolve_reward(recipe.reward.fn)
+    check_graders(recipe.reward)
     return model
 
 
@@ -168,6 +171,21 @@ def _check_model_folder(folder: Path) -> ModelConfig:
     model = load_model_config(folder)
     check_weights(expected_tensors(model), folder, model)
     return model
+
+
+def _check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
+    """A reward model learns by its score head, everything else by the vocabulary."""
+    scores = isinstance(recipe, RmRecipe)
+    if model.head == "score" and not scores:
+        raise UserError(
+            f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary. "
+            "Name a language model, or train on pairs by `megarl rm`."
+        )
+    if scores and model.head != "score" and recipe.actor.lora is not None:
+        raise UserError(
+            f"model.path {recipe.model.path} is a language model, whose new score head begins at zero, and under actor.lora "
+            "only adapters learn. Remove actor.lora, or begin with a reward model."
+        )
 
 
 def _check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:

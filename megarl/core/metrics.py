@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -52,6 +53,11 @@ _METRICS: dict[str, MetricSpec] = {
     "reward/failures": MetricSpec(
         "samples", "without a grade: the grader raised, died, timed out or gave no number; not a reward of 0", ".0f"
     ),
+    "reward/by/NAME/mean": MetricSpec(
+        "reward", "scores of the grader NAME, before its weight: mean over the step's samples", ".3f"
+    ),
+    "reward/by/NAME/std": MetricSpec("reward", "population standard deviation of the same", ".3f"),
+    "reward/by/NAME/failures": MetricSpec("samples", "samples that the grader NAME gave no score", ".0f"),
     "reward/model_score": MetricSpec("reward", "score of the reward model at the last token, before its weight", ".3f"),
     "reward/kl": MetricSpec("nats", "KL to the reference, mean over trained tokens; only with kl_in: reward", ".2e"),
     "reward/kl_coef": MetricSpec("1", "what a nat of it cost in this step", ".3g"),
@@ -106,7 +112,11 @@ _METRICS: dict[str, MetricSpec] = {
     "critic/grad_norm": MetricSpec("1", "as actor/grad_norm, of the critic", ".3g"),
     "critic/lr": MetricSpec("1", "as actor/lr, of the critic", ".2e"),
     "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),
-    "eval/accuracy": MetricSpec("fraction", "held-out samples with a reward of at least 0.5 / held-out samples", ".3f"),
+    "eval/accuracy": MetricSpec(
+        "fraction",
+        "held-out samples with a reward (with eval.by: that grader's score) of at least 0.5 / held-out samples",
+        ".3f",
+    ),
     "eval/reward": MetricSpec("reward", "mean over held-out samples", ".3f"),
     "eval/response_len_mean": MetricSpec("tokens", "mean length of held-out responses", ".1f"),
     "eval/truncated": MetricSpec(
@@ -143,6 +153,7 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
 }
 METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS)
+_OF_GRADER = re.compile(r"(reward/by/)[A-Za-z0-9_]+(/)")
 
 _GROUPS: Mapping[str, str] = MappingProxyType(
     {
@@ -161,7 +172,7 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
 
 def check_names(names: Iterable[str]) -> None:
     """Raises MegarlError where a name is not in the table, with the nearest one that is."""
-    unknown = sorted(name for name in names if name not in METRICS)
+    unknown = sorted(name for name in names if row_of(name) not in METRICS)
     if unknown:
         near = {name: difflib.get_close_matches(name, METRICS, n=1) for name in unknown}
         listed = ", ".join(f"{name} (nearest: {near[name][0]})" if near[name] else name for name in unknown)
@@ -170,9 +181,14 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
+def row_of(name: str) -> str:
+    """The name that a metric has in the table: of those of a single grader, with NAME in the place of the grader's."""
+    return _OF_GRADER.sub(r"\1NAME\2", name)
+
+
 def format_value(name: str, value: float) -> str:
     """A metric for people: its value in the table's format, without a unit. An absent number reads `-`."""
-    return "-" if math.isnan(value) else format(value, METRICS[name].format)
+    return "-" if math.isnan(value) else format(value, METRICS[row_of(name)].format)
 
 
 def render_docs() -> str:

@@ -64,6 +64,7 @@ class Sample:
     versions: tuple[VersionSpan, ...]
     status: Status
     reward: float = 0.0
+    reward_parts: dict[str, float | None] = field(default_factory=dict)  # each grader's score; None where it failed
     grade_failure: str | None = None  # why no grade could be given: counted apart from a reward of zero
     metadata: dict[str, Any] = field(default_factory=dict)
     # [P + R - 1, layers x k], the experts that the rollout chose for each token but the last; None where it does not say.
@@ -147,6 +148,6 @@ class EvalResult:
 
     num_prompts: int
     num_samples: int
-    accuracy: float  # share of samples with a reward of at least 0.5
+    accuracy: float  # share of samples whose reward, or score by the grader of eval.by, is at least 0.5
     reward: float  # mean
     metrics: dict[str, float]

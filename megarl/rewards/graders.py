@@ -20,20 +20,13 @@ from types import TracebackType
 from typing import Any, cast
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.rewards.grade import Grade, failed
 from megarl.rewards.worker import HEADER, READY, frame
 
 # A process is sent about so many seconds of work ahead, at most so many grades.
 AHEAD_S = 0.02
 MOST_AHEAD = 64
 CLOSE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Grade:
-    """A reward, or why there is none."""
-
-    reward: float
-    failure: str | None = None  # `timeout`, `error: ...` or `not a number: ...`; the reward is then 0
 
 
 @dataclass(frozen=True)
@@ -119,8 +112,8 @@ class _Worker(asyncio.SubprocessProtocol):
             now = self.loop.time()
             self._mean_s += ((now - self._head_since) / len(results) - self._mean_s) * 0.5
             self._head_since = now
-            for reward, failure in results:
-                self.jobs.popleft().finish(Grade(reward, failure))
+            for grade in results:
+                self.jobs.popleft().finish(grade)
         self._pool.pump_soon()
 
     def process_exited(self) -> None:
@@ -168,10 +161,21 @@ class GraderPool:
     """`workers` processes that grade with the reward function `fn`, each grade within `timeout_s` seconds."""
 
     def __init__(
-        self, fn: str, workers: int, timeout_s: float, *, folder: Path | None = None, start_timeout_s: float = 120.0
+        self,
+        fn: str,
+        workers: int,
+        timeout_s: float,
+        *,
+        key: str = "reward.fn",
+        folder: Path | None = None,
+        start_timeout_s: float = 120.0,
     ) -> None:
-        """Starts nothing yet. folder: where the processes run and look for the user's modules; default: here."""
+        """Starts nothing yet. key: where the function stands in the recipe, for messages.
+
+        folder: where the processes run and look for the user's modules; default: here.
+        """
         self._fn = fn
+        self._key = key
         self._num_workers = workers
         self._timeout_s = timeout_s
         self._folder = folder
@@ -238,7 +242,7 @@ class GraderPool:
         worker.jobs.clear()
         worker.retire()
         if jobs:
-            jobs[0].finish(Grade(0.0, failure))
+            jobs[0].finish(failed(failure))
             self._queue.extendleft(reversed(jobs[1:]))
         if self._broken is None:
             task = asyncio.get_running_loop().create_task(self._replace())
@@ -271,7 +275,8 @@ class GraderPool:
 
     async def _spawn(self) -> None:
         """Start one process and wait until it is ready."""
-        command = [sys.executable, "-m", "megarl.rewards.worker", "--fn", self._fn, "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "megarl.rewards.worker"]
+        command += ["--fn", self._fn, "--key", self._key, "--parent", str(os.getpid())]
         worker = _Worker(self, self._timeout_s)
         try:
             await asyncio.get_running_loop().subprocess_exec(
@@ -293,7 +298,7 @@ class GraderPool:
         except TimeoutError as error:
             worker.retire()
             raise WorkerDiedError(
-                f"a grader process for reward.fn={self._fn!r} was not ready after {self._start_timeout_s:g} s: "
+                f"a grader process for {self._key}={self._fn!r} was not ready after {self._start_timeout_s:g} s: "
                 "does its module do long work while it is imported?"
             ) from error
         if problem is not None:

@@ -1,14 +1,14 @@
 """The grader process: reads batches of requests, grades one after another, writes each result at once.
 
 Started by graders.py, which holds the deadline; nothing here measures time. It imports no torch: it must start fast.
-Frames on both pipes are a length (4 bytes, little-endian) and a pickle: of a list of pickled Requests, or of a Result.
+Frames on both pipes are a length (4 bytes, little-endian) and a pickle: of a list of pickled Requests, or of the Grade of
+one of them, in their order.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import os
 import pickle
 import signal
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
+from megarl.rewards.grade import Grade, failed, number
 from megarl.rewards.resolve import RewardFn, resolve_reward
 
 HEADER = struct.Struct("<I")
@@ -27,7 +28,6 @@ READY = "ready"
 REFUSED = "refused"
 
 Request = tuple[str, str, str, dict[str, Any]]  # prompt, response, answer, metadata
-Result = tuple[float, str | None]  # reward, failure; in the order of the requests
 
 
 def frame(value: object) -> bytes:
@@ -36,19 +36,13 @@ def frame(value: object) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def grade(function: RewardFn, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Result:
-    """(reward, None), or (0.0, why there is none): `error: ...` or `not a number: ...`."""
+def grade(function: RewardFn, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+    """The function's grade, or why there is none: `error: ...` or `not a number: ...`."""
     try:
         value = function(prompt=prompt, response=response, answer=answer, metadata=metadata)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
-        return 0.0, f"error: {type(error).__name__}: {error}"[:500]
-    try:
-        reward = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        reward = math.nan
-    if not math.isfinite(reward):
-        return 0.0, f"not a number: {value!r}"[:500]
-    return reward, None
+        return failed(f"error: {type(error).__name__}: {error}")
+    return number(value)
 
 
 def serve(function: RewardFn, requests: BinaryIO, results: int) -> None:
@@ -76,6 +70,7 @@ def main() -> None:
     """The entry point of a grader process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fn", required=True)
+    parser.add_argument("--key", required=True)
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
     _die_with(options.parent)
@@ -86,7 +81,7 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
     try:
-        function = resolve_reward(options.fn)
+        function = resolve_reward(options.fn, key=options.key)
     except UserError as error:
         _write(results, (REFUSED, str(error)))
         return

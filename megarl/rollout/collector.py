@@ -28,7 +28,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
-from megarl.rewards.graders import GraderPool
+from megarl.rewards.combine import Graders, part_metrics
 from megarl.rollout import filters
 from megarl.rollout.advantages import Advantages, Columns, Learnable
 from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
-CORRECT = 0.5  # a reward of at least this counts as a right answer
+CORRECT = 0.5  # a reward, or the score of eval.by's grader, of at least this counts as a right answer
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Collector:
         prompts: PromptSet,
         eval_prompts: Sequence[Prompt],
         client: ServerClient,
-        graders: GraderPool,
+        graders: Graders,
         num_shards: int,
     ) -> None:
         self._recipe = recipe
@@ -100,12 +100,12 @@ class Collector:
             prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
             eval_prompts=held_out,
             client=ServerClient(router),
-            graders=GraderPool(recipe.reward.fn, recipe.reward.workers, recipe.reward.timeout_s),
+            graders=Graders.open(recipe.reward),
             num_shards=num_shards,
         )
 
     async def start(self) -> None:
-        """Start the grader processes."""
+        """Start the graders; those behind an address have to answer."""
         await self._graders.start()
 
     async def close(self) -> None:
@@ -196,8 +196,8 @@ class Collector:
         if all(sample.status is Status.FAILED for sample in samples):
             raise MegarlError(f"Evaluation at step {step}: no prompt was answered. {_first_failure(samples)}")
         # A prompt without an answer or a grade is not a right answer: held-out figures count every prompt.
-        values = filters.rewards(samples)
-        accuracy, reward = float((values >= CORRECT).mean()), float(values.mean())
+        reward = float(filters.rewards(samples).mean())
+        accuracy = float((filters.scores(samples, settings.by) >= CORRECT).mean())
         return EvalResult(
             num_prompts=len(self._eval_prompts),
             num_samples=len(samples),
@@ -246,7 +246,7 @@ class Collector:
             finished = time.monotonic()
             if sample.status is not Status.FAILED:
                 grade = await self._graders.grade(prompt.text, sample.response_text, prompt.answer, prompt.metadata)
-                sample.reward, sample.grade_failure = grade.reward, grade.failure
+                sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
             return sample
 
         # A prompt that comes twice, where the data starts over, makes its group larger.
@@ -283,6 +283,7 @@ class Collector:
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
             "reward/failures": float(sum(sample.grade_failure is not None for sample in samples)),
+            **part_metrics(samples, kept),
             "rollout/prompt_len_mean": float(np.mean([len(sample.prompt.token_ids) for sample in kept])),
             "rollout/response_len_mean": float(np.mean(lengths)),
             "rollout/response_len_max": float(max(lengths)),
@@ -329,6 +330,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
         {
             "id": sample.id,
             "reward": sample.reward,
+            "parts": sample.reward_parts,
             "status": sample.status.value,
             "response_tokens": len(sample.response_ids),
             "prompt": sample.prompt.text,
@@ -361,5 +363,5 @@ def _share(samples: Sequence[Sample], status: Status) -> float:
 def _first_failure(samples: Sequence[Sample]) -> str:
     """How many failed, and the first one's reason."""
     reasons = [sample.metadata["failure"] for sample in samples if sample.status is Status.FAILED]
-    reasons += [f"grader: {sample.grade_failure}" for sample in samples if sample.grade_failure is not None]
+    reasons += [f"grader {sample.grade_failure}" for sample in samples if sample.grade_failure is not None]
     return f"{len(reasons)} of {len(samples)} samples failed; the first: {reasons[0]}" if reasons else ""

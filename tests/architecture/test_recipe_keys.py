@@ -9,7 +9,7 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
 from tests.architecture.source import modules
 
-SCHEMA = {f"megarl.recipe.{name}" for name in ("schema", "algorithm", "roles", "run", "section", "supervised")}
+SCHEMA = {f"megarl.recipe.{name}" for name in ("schema", "algorithm", "reward", "roles", "run", "section", "supervised")}
 # The rules about keys read them only to say that something else does.
 RULES = {"megarl.recipe.check", "megarl.recipe.rules"}
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
-from megarl.rewards.graders import Grade, GraderPool
+from megarl.rewards.grade import Grade
+from megarl.rewards.graders import GraderPool
 
 HERE = Path(__file__).parent
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.rewards.grade import MOST_SHOWN, Grade
 from megarl.rewards.resolve import resolve_reward
 from megarl.rewards.worker import grade
 
@@ -23,24 +24,24 @@ naughty = resolve_reward("grading:naughty", Path(__file__).parent)
     ],
 )
 def test_a_grade_or_why_there_is_none(response: str, result: tuple[float, str | None]) -> None:
-    assert grade(naughty, "", response, "", {}) == result
+    assert grade(naughty, "", response, "", {}) == Grade(*result)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.25), np.array(0.25), 0.25])
 def test_what_can_be_a_float_is_a_number(value: object) -> None:
-    assert grade(lambda **_: value, "", "", "", {}) == (0.25, None)
+    assert grade(lambda **_: value, "", "", "", {}) == Grade(0.25)
 
 
 @pytest.mark.parametrize("value", [np.zeros(2), 10**400, float("inf"), {}, b"1"])
 def test_what_cannot_be_a_float_is_not(value: object) -> None:
-    reward, failure = grade(lambda **_: value, "", "", "", {})
-    assert reward == 0.0
-    assert failure is not None and failure.startswith("not a number: ")
+    found = grade(lambda **_: value, "", "", "", {})
+    assert found.reward == 0.0
+    assert found.failure is not None and found.failure.startswith("not a number: ")
 
 
 def test_a_long_error_is_cut() -> None:
     def verbose(**_: object) -> float:
         raise ValueError("x" * sys.getrecursionlimit() * 100)
 
-    _, failure = grade(verbose, "", "", "", {})
-    assert failure is not None and len(failure) == 500
+    failure = grade(verbose, "", "", "", {}).failure
+    assert failure is not None and len(failure) == MOST_SHOWN

@@ -1,0 +1,43 @@
+"""What can be refused of a recipe's graders before anything starts: functions, keys, templates. It asks no server."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from megarl.core.errors import UserError
+from megarl.recipe.reward import Judge, Reward, Rule
+from megarl.rewards.question import compile_template
+from megarl.rewards.resolve import resolve_reward
+
+
+def check_graders(reward: Reward) -> None:
+    """Raises UserError for the first grader that cannot work, with its key."""
+    for name, settings in reward.by_name().items():
+        key = reward.key_of(name)
+        if isinstance(settings, Rule):
+            resolve_reward(settings.fn, key=f"{key}.fn")
+            continue
+        read_key(settings.key_env, key)
+        if isinstance(settings, Judge):
+            compile_template(settings.template, f"{key}.template")
+
+
+def read_key(variable: str | None, key: str) -> str | None:
+    """The secret in an environment variable, white space around it left out; None where no variable is named.
+
+    key: where the grader stands in the recipe. Raises UserError: not set, empty, or no single word.
+    """
+    if variable is None:
+        return None
+    secret = os.environ.get(variable, "").strip()
+    if not secret:
+        raise UserError(
+            f"`{key}.key_env` names the environment variable {variable}, which is not set on {socket.gethostname()}. "
+            f"Set it (export {variable}=...) where megarl is started, or remove the key where the server wants none."
+        )
+    if not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise UserError(
+            f"`{key}.key_env`: what {variable} holds is no key: it has spaces, line breaks or letters beyond ASCII. Mend it."
+        )
+    return secret

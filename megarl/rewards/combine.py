@@ -1,0 +1,133 @@
+"""All graders of a recipe as one: a response is graded by all of them at the same time, and rewarded with their weighted sum.
+
+A grader that fails is counted by itself, and leaves the response without a reward: neither zero nor what the others say
+would be the truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.core.errors import MegarlError
+from megarl.core.types import Sample
+from megarl.recipe.reward import Grader as Settings
+from megarl.recipe.reward import HttpGrader, Judge, Reward, Rule
+from megarl.rewards.check import read_key
+from megarl.rewards.grade import Grader
+from megarl.rewards.graders import GraderPool
+from megarl.rewards.http import JsonClient
+from megarl.rewards.judge import JudgeGrader
+from megarl.rewards.question import compile_template
+from megarl.rewards.remote import RemoteGrader
+
+
+@dataclass(frozen=True)
+class Combined:
+    """What all graders say of one response.
+
+    reward: the weighted sum, 0 where a grader failed. parts: each grader's own score, None where it failed.
+    failure: which graders failed and why, by name; None where none did.
+    """
+
+    reward: float
+    parts: dict[str, float | None]
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A grader and what its score counts for. about: what it is, for messages."""
+
+    grader: Grader
+    weight: float
+    about: str
+
+
+class Graders:
+    """The graders of a run, by name."""
+
+    def __init__(self, members: Mapping[str, Weighted]) -> None:
+        self._members = dict(members)
+
+    @classmethod
+    def open(cls, reward: Reward) -> Graders:
+        """The graders that a recipe asks for; `start` starts them. Raises UserError, as `check_graders` does."""
+        return cls(
+            {
+                name: Weighted(
+                    _open(settings, reward, reward.key_of(name)), settings.weight, f"{name} ({settings.kind})"
+                )
+                for name, settings in reward.by_name().items()
+            }
+        )
+
+    async def start(self) -> None:
+        """Start all and ask those behind an address whether they are there.
+
+        Raises MegarlError that names all who are not, or the error of the only one that failed where it says more.
+        """
+        outcomes = await asyncio.gather(
+            *(member.grader.start() for member in self._members.values()), return_exceptions=True
+        )
+        problems = [
+            (member.about, outcome)
+            for member, outcome in zip(self._members.values(), outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        ]
+        if problems:
+            await self.close()
+        for _, problem in problems:
+            if type(problem) is not MegarlError:
+                raise problem
+        if problems:
+            said = "; ".join(f"{about}: {problem}" for about, problem in problems)
+            raise MegarlError(
+                f"Graders did not answer at the start: {said}. Start them, or correct url and key_env in reward.graders."
+            )
+
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Combined:
+        """Grade one response. Raises MegarlError where a grader can grade nothing any more."""
+        grades = await asyncio.gather(
+            *(member.grader.grade(prompt, response, answer, metadata) for member in self._members.values())
+        )
+        by_name = dict(zip(self._members, grades, strict=True))
+        failures = [f"{name}: {grade.failure}" for name, grade in by_name.items() if grade.failure is not None]
+        total = sum(self._members[name].weight * grade.reward for name, grade in by_name.items())
+        parts = {name: grade.reward if grade.failure is None else None for name, grade in by_name.items()}
+        return Combined(0.0 if failures else total, parts, "; ".join(failures) or None)
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(member.grader.close() for member in self._members.values()))
+
+
+def part_metrics(samples: Sequence[Sample], kept: Sequence[Sample]) -> dict[str, float]:
+    """Of each grader: mean and population deviation of its scores over the samples kept, and its failures over all."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for sample in samples for name in sample.reward_parts}):
+        scores = np.array([sample.reward_parts[name] for sample in kept], np.float64)
+        failures = sum(sample.reward_parts.get(name, 0.0) is None for sample in samples)
+        metrics[f"reward/by/{name}/mean"] = float(scores.mean())
+        metrics[f"reward/by/{name}/std"] = float(scores.std())
+        metrics[f"reward/by/{name}/failures"] = float(failures)
+    return metrics
+
+
+def _open(settings: Settings, reward: Reward, key: str) -> Grader:
+    if isinstance(settings, Rule):
+        return GraderPool(settings.fn, reward.workers, reward.timeout_s, key=f"{key}.fn")
+    if isinstance(settings, Judge):
+        client = _client(f"{settings.url}/chat/completions", settings, key)
+        return JudgeGrader(client, settings, compile_template(settings.template, f"{key}.template"))
+    client = _client(settings.url, settings, key)
+    return RemoteGrader(client, batch=settings.batch, concurrency=settings.concurrency)
+
+
+def _client(url: str, settings: HttpGrader, key: str) -> JsonClient:
+    secret = read_key(settings.key_env, key)
+    return JsonClient(url, secret, timeout_s=settings.timeout_s, retries=settings.retries)

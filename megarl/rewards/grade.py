@@ -1,0 +1,44 @@
+"""What a grader is asked and what it says. What several graders together say is combine.py's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+MOST_SHOWN = 600  # characters of a failure's reason
+
+
+@dataclass(frozen=True)
+class Grade:
+    """A score, or why there is none."""
+
+    reward: float
+    failure: str | None = None  # `timeout...`, `error: ...`, `not a number: ...` and the like; the reward is then 0
+
+
+def failed(reason: str) -> Grade:
+    """No grade, for a reason in words, cut where it is long: a counted failure, and no reward of zero."""
+    return Grade(0.0, reason[:MOST_SHOWN])
+
+
+def number(value: Any) -> Grade:
+    """The grade that a value of somebody else's is: a failure where it is no finite number, or text."""
+    try:
+        score = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        score = math.nan
+    return Grade(score) if math.isfinite(score) else failed(f"not a number: {value!r}")
+
+
+class Grader(Protocol):
+    """Grades one response at a time, many at once."""
+
+    async def start(self) -> None:
+        """Get ready; raises MegarlError where it cannot be."""
+
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+        """Grade one response, within a deadline of the grader's own. What goes wrong with one is its failure."""
+
+    async def close(self) -> None:
+        """End what was started; grades under way raise."""

@@ -1,0 +1,118 @@
+"""Posts JSON to one address: one deadline over all attempts, attempts again where that may help, the key in no message.
+
+Not for what is posted: that is remote.py's and judge.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import aiohttp
+
+from megarl.core.log import HIDDEN
+
+ANSWER_SHOWN = 300  # characters of an answer that a failure shows
+LONGEST_PAUSE_S = 30.0
+TOO_MANY = 429
+
+
+class CallError(Exception):
+    """A call that failed for good: the reason, in words for a failure's text."""
+
+
+class _AgainError(CallError):
+    """One attempt failed in a way that may pass. pause_s: what the server asked to wait."""
+
+    def __init__(self, reason: str, pause_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause_s = pause_s
+
+
+class JsonClient:
+    """Posts to one address. Belongs to the event loop that it is first used in; `close` ends its connections."""
+
+    def __init__(self, url: str, key: str | None, *, timeout_s: float, retries: int, backoff_s: float = 0.5) -> None:
+        """key: sent as a bearer token. timeout_s: of one `post`, all attempts together. retries: further attempts."""
+        self.url = url
+        self._key = key
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._backoff_s = backoff_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, body: object) -> Any:
+        """What the server answers. Values that JSON does not know (dates, bytes) travel as text.
+
+        Raises CallError: no answer in time, no connection, a status other than 200, or an answer that is not JSON.
+        """
+        data = json.dumps(body, default=str).encode()
+        last = ""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for attempt in range(self._retries):
+                    try:
+                        return await self._once(data)
+                    except _AgainError as error:
+                        last = f"; before that: {error}"
+                        await asyncio.sleep(max(error.pause_s, self._pause_s(attempt)))
+                return await self._once(data)
+        except TimeoutError:
+            raise CallError(f"timeout: no answer from {self.url} within {self._timeout_s:g} s{last}") from None
+
+    async def close(self) -> None:
+        """End the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _pause_s(self, attempt: int) -> float:
+        """Longer each time, and not the same for all who wait."""
+        longest: float = min(self._backoff_s * 2.0**attempt, LONGEST_PAUSE_S)
+        return longest * random.uniform(0.5, 1.0)
+
+    async def _once(self, data: bytes) -> Any:
+        try:
+            # A redirect could take the key elsewhere: it is an answer like any other that is not 200.
+            async with self._open().post(self.url, data=data, allow_redirects=False) as answer:
+                status, text = answer.status, await answer.text(errors="replace")
+                pause_s = _seconds(answer.headers.get("Retry-After"))
+        except (aiohttp.ClientError, OSError) as error:
+            reason = self._clean(f"{type(error).__name__}: {error}")
+            raise _AgainError(f"error: no answer from {self.url}: {reason}") from None
+        if status == TOO_MANY or status >= 500:
+            raise _AgainError(self._said(status, text), pause_s)
+        if status != 200:
+            raise CallError(self._said(status, text))
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise CallError(f"error: {self.url} answered what is not JSON: {self._clean(text)!r}") from None
+
+    def _said(self, status: int, text: str) -> str:
+        return f"error: {self.url} answered {status}: {self._clean(text)}"
+
+    def _clean(self, text: str) -> str:
+        """The beginning of what somebody else wrote, without the key."""
+        return (text.replace(self._key, HIDDEN) if self._key else text)[:ANSWER_SHOWN]
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={
+                    "Content-Type": "application/json",
+                    **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+                },
+                # The caller bounds what is in flight and how long it may take.
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                trust_env=True,  # graders may be outside of the cluster, behind its proxy
+            )
+        return self._session
+
+
+def _seconds(retry_after: str | None) -> float:
+    """The header's seconds; 0 where there is none, or a date."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0

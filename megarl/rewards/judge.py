@@ -1,0 +1,69 @@
+"""A language model that grades, asked over an OpenAI-compatible address. What it is asked is question.py's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+
+from megarl.core.errors import MegarlError
+from megarl.recipe.reward import Judge
+from megarl.rewards.grade import Grade, failed
+from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
+from megarl.rewards.question import read_score
+
+PROBE = "Answer with one word: are you there?"
+
+
+class JudgeGrader:
+    """Grades by asking a model; up to `settings.concurrency` questions at a time."""
+
+    def __init__(self, client: JsonClient, settings: Judge, question: Callable[..., str]) -> None:
+        """question: what `compile_template` returned."""
+        self._client = client
+        self._settings = settings
+        self._question = question
+        self._room = asyncio.Semaphore(settings.concurrency)
+
+    async def start(self) -> None:
+        """Ask for one word: the model is there and takes the key. Raises MegarlError."""
+        try:
+            await self._ask(PROBE)
+        except CallError as error:
+            raise MegarlError(str(error)) from None
+
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+        """Grade one response. The deadline counts from when the judge is asked."""
+        try:
+            question = self._question(prompt=prompt, response=response, answer=answer, metadata=metadata)
+        except jinja2.TemplateError as error:
+            return failed(f"error: the template does not go with this row: {error}")
+        async with self._room:
+            try:
+                reply = await self._ask(question)
+            except CallError as error:
+                return failed(str(error))
+        return read_score(reply, self._settings.parse, self._settings.scale)
+
+    async def close(self) -> None:
+        """End the connections; questions under way fail."""
+        await self._client.close()
+
+    async def _ask(self, question: str) -> str:
+        settings = self._settings
+        body = {
+            "model": settings.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": settings.temperature,
+            "max_tokens": settings.max_tokens,
+        }
+        answer = await self._client.post({name: value for name, value in body.items() if value is not None})
+        try:
+            reply = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            reply = None
+        if not isinstance(reply, str):
+            raise CallError(f"error: {self._client.url} answered without a reply: {repr(answer)[:ANSWER_SHOWN]}")
+        return reply

@@ -1,0 +1,104 @@
+"""A server that grades: requests that come within a moment travel as one batch. The protocol is in docs/rewards.md."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.core.errors import MegarlError
+from megarl.rewards.grade import Grade, failed, number
+from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
+
+GATHER_S = 0.002  # how long the first response of a batch waits for others
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One response on its way."""
+
+    item: dict[str, Any]
+    future: asyncio.Future[Grade]
+
+
+class RemoteGrader:
+    """Grades with a server: batches of up to `batch` responses, up to `concurrency` of them at a time."""
+
+    def __init__(self, client: JsonClient, *, batch: int, concurrency: int) -> None:
+        self._client = client
+        self._batch = batch
+        self._concurrency = concurrency
+        self._waiting: deque[_Job] = deque()
+        self._unanswered: set[asyncio.Future[Grade]] = set()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Have the server grade nothing: it is there, takes the key and speaks the protocol. Raises MegarlError."""
+        try:
+            _rewards(await self._client.post({"items": []}), 0)
+        except CallError as error:
+            raise MegarlError(str(error)) from None
+
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+        """Grade one response. The deadline counts from when its batch is sent."""
+        if self._closed:
+            raise MegarlError("the remote grader is closed")
+        item = {"prompt": prompt, "response": response, "answer": answer, "metadata": metadata}
+        job = _Job(item, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._unanswered.add(job.future)
+        job.future.add_done_callback(self._unanswered.discard)
+        if len(self._waiting) >= self._batch:
+            self._send()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._send)
+        return await job.future
+
+    async def close(self) -> None:
+        """Give up what is under way and end the connections."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+        for future in list(self._unanswered):
+            future.set_exception(MegarlError("the remote grader is closed"))
+        await self._client.close()
+
+    def _send(self) -> None:
+        """Send what waits, as far as the bound on requests in flight allows; what is left goes when one comes back."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._waiting and len(self._sending) < self._concurrency and not self._closed:
+            jobs = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+            task = asyncio.get_running_loop().create_task(self._post(jobs))
+            self._sending.add(task)
+            task.add_done_callback(self._came_back)
+
+    def _came_back(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if self._timer is None:
+            self._send()
+
+    async def _post(self, jobs: list[_Job]) -> None:
+        try:
+            grades = _rewards(await self._client.post({"items": [job.item for job in jobs]}), len(jobs))
+        except CallError as error:
+            grades = [failed(str(error))] * len(jobs)
+        for job, grade in zip(jobs, grades, strict=True):
+            if not job.future.done():  # its caller may have given up
+                job.future.set_result(grade)
+
+
+def _rewards(answer: Any, count: int) -> list[Grade]:
+    """Raises CallError where the answer is not one of the protocol."""
+    rewards = answer.get("rewards") if isinstance(answer, dict) else None
+    if not isinstance(rewards, list) or len(rewards) != count:
+        shown = repr(answer)[:ANSWER_SHOWN]
+        raise CallError(f'error: wanted is {{"rewards": [{count} numbers]}}, and the server answered {shown}')
+    return [number(reward) for reward in rewards]
