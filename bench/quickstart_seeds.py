@@ -1,6 +1,6 @@
 """The quickstart on several seeds: model, task, warm start and GRPO are made anew from each. One command:
 
-    python bench/quickstart_seeds.py
+    python -m bench.quickstart_seeds
 
 Every number is read from the runs' own metrics.jsonl; seconds are wall time of the commands, starts included.
 Writes a table, bench/results/quickstart_seeds.json and bench/results/quickstart_seeds.png.
@@ -10,59 +10,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.support.quickstart import ROOT, accuracy, metrics, train, warm_start
+
 RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def call(*command: str) -> float:
-    """Run a command in the repository's root; its seconds. Its output is shown when it fails."""
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} exited with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    return time.monotonic() - began
 
 
 def run_seed(seed: int, folder: Path) -> dict[str, Any]:
     """Everything from nothing, in `folder`."""
-    shutil.rmtree(folder, ignore_errors=True)
-    call("tools/make_tiny_model.py", "--out", str(folder / "model"), "--seed", str(seed))
-    call("tools/make_arithmetic.py", "--out", str(folder / "data"), "--seed", str(seed))
-    common = [f"run.dir={folder}", f"run.seed={seed}"]
-    sft_s = call(
-        *("-m", "megarl", "sft", "recipes/quickstart_sft.yaml", *common, "run.name=sft"),
-        *(f"model.path={folder}/model", f"data.train={folder}/data/sft.jsonl"),
-    )
-    grpo_s = call(
-        *("-m", "megarl", "train", "recipes/quickstart.yaml", *common, "run.name=grpo", f"model.path={folder}/sft/hf"),
-        *(f"data.train={folder}/data/train.jsonl", f"data.eval={folder}/data/eval.jsonl"),
-    )
-    rows = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").read_text().splitlines()]
-    accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    sft_s = warm_start(seed, folder)
+    grpo_s = train("quickstart", "grpo", seed, folder, [])
+    rows = metrics(folder / "grpo")
+    held_out = accuracy(rows)
     steps = [row for row in rows if row["step"]]
     return {
         "seed": seed,
-        "accuracy": accuracy,
-        "before": accuracy[0],
-        "after": accuracy[max(accuracy)],
+        "accuracy": held_out,
+        "before": held_out[0],
+        "after": held_out[max(held_out)],
         "reward": {row["step"]: row["reward/mean"] for row in steps},
         "logprob_diff_max": max(row["rollout/logprob_diff_max"] for row in steps),
         "probe_diff_max": max(row["sync/probe_diff_max"] for row in rows),
