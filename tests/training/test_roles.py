@@ -157,3 +157,17 @@ def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, 
     assert norms[0.0, 4] == pytest.approx(norms[0.0, 1], rel=1e-5)
     assert norms[1.0, 1] != pytest.approx(norms[0.0, 1], rel=1e-3)
     assert norms[1.0, 4] == pytest.approx(norms[1.0, 1], rel=0.5)
+
+
+def test_a_reference_is_refreshed_from_the_actor_bit_for_bit(rank, spec, folder):
+    rank.build("actor", dataclasses.replace(spec, resting=("params",)))
+    rank.build("reference", RoleSpec(folder, "float32", spec.temperature))
+    one_update(rank)
+    [shard], _ = shards([examples(LENGTHS, VOCAB)])
+    assert not np.array_equal(rank.logprobs("reference", shard)[0][0], rank.logprobs("actor", shard)[0][0])
+    rank.copy_weights("actor", "reference")
+    assert np.array_equal(rank.logprobs("reference", shard)[0][0], rank.logprobs("actor", shard)[0][0])
+    one_update(rank)
+    assert not np.array_equal(rank.logprobs("reference", shard)[0][0], rank.logprobs("actor", shard)[0][0])
+    with pytest.raises(MegarlError, match="into frozen roles only"):
+        rank.copy_weights("reference", "actor")

@@ -1,0 +1,85 @@
+"""PPO from the command line: critic, reference and reward model at layouts of their own, checkpoints of all that learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from tests.end_to_end.harness import Driver, start
+
+pytestmark = pytest.mark.slow
+
+PPO = (
+    "run.name=ppo",
+    "algorithm.preset=ppo",
+    "algorithm.kl_coef=0.1",
+    "algorithm.kl_control.target=0.01",
+    "algorithm.kl_control.horizon=100",
+    "algorithm.correction={}",
+    "cluster.devices=2",
+    "actor.parallel.tp=2",
+    "reference.refresh_every=2",
+    "critic.parallel.pp=2",
+    "critic.warmup_steps=1",
+    "critic.epochs=2",
+    "critic.optimizer.lr=1e-3",
+    "train.async_save=true",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(inputs: Path) -> Driver:
+    driver = start(inputs, *PPO)
+    code, _, error = driver.finish()
+    assert code == 0, error
+    driver.assert_nothing_left()
+    return driver
+
+
+def test_every_role_does_its_part(trained: Driver) -> None:
+    rows = trained.metrics()[1:]
+    assert len(rows) == 3
+    assert "actor/pg_loss" not in rows[0] and all("actor/pg_loss" in row for row in rows[1:])
+    assert rows[0]["critic/values"] != rows[1]["critic/values"]
+    for row in rows:
+        assert row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0
+        assert "critic/explained_variance" in row and row["perf/values_s"] > 0
+        assert row["rollout/correction_touched"] == 0 and row["rollout/correction_ess"] == pytest.approx(1, abs=1e-3)
+    # In warm-up the policy is the reference, and again after the refresh at the end of step 2.
+    assert [abs(row["reward/kl"]) < 1e-6 for row in rows] == [True, True, True]
+    coefficients = [row["reward/kl_coef"] for row in rows]
+    assert coefficients[0] == 0.1 and coefficients[0] > coefficients[1] > coefficients[2]
+
+
+def test_checkpoints_hold_all_that_changes_and_a_run_goes_on_with_it(trained: Driver, inputs: Path) -> None:
+    newest = trained.folder / "checkpoints" / "step_000003"
+    assert {"actor", "critic", "reference"} <= {path.name for path in newest.iterdir()}
+    before = trained.metrics()
+    driver = start(inputs, *PPO, "train.steps=4", "--resume")
+    code, _, error = driver.finish()
+    assert code == 0, error
+    rows = driver.metrics()
+    assert rows[:4] == before and rows[4]["step"] == 4
+    # The actor has learned in step 3, and the reference is what it was refreshed to in step 2.
+    assert abs(rows[4]["reward/kl"]) > 1e-7
+    assert rows[4]["reward/kl_coef"] < before[3]["reward/kl_coef"]
+
+
+def test_the_critic_is_exported_and_scores_another_run(trained: Driver, inputs: Path) -> None:
+    critic = trained.folder / "hf_critic"
+    model = AutoModelForSequenceClassification.from_pretrained(critic)
+    assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
+    driver = start(
+        inputs,
+        *("run.name=scored", "algorithm.advantage=rloo", "algorithm.policy_loss=distill", "algorithm.kl_coef=0"),
+        *(f"teacher.path={inputs}/model", f"reward_model.path={critic}", "reward_model.weight=0.5", "train.steps=2"),
+        "algorithm.old_logprobs=rollout",
+    )
+    code, _, error = driver.finish()
+    assert code == 0, error
+    rows = driver.metrics()[1:]
+    assert all("reward/model_score" in row and "perf/teacher_s" in row for row in rows)
+    assert rows[0]["actor/pg_loss"] == pytest.approx(0, abs=1e-4)  # the teacher is the policy itself
+    assert "perf/logprobs_s" not in rows[0]
