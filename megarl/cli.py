@@ -112,9 +112,40 @@ def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False,
 
     Example: megarl sft recipes/quickstart_sft.yaml
     """
-    from megarl.commands import run_sft
+    from megarl.commands import run_supervised
+    from megarl.recipe.supervised import SftRecipe
 
-    run_sft(recipe, overrides or [], resume, go_on)
+    run_supervised(SftRecipe, recipe, overrides or [], resume, go_on)
+
+
+@app.command()
+def rm(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, go_on: GoOn = False) -> None:
+    """Train a reward model on pairs of a chosen and a rejected answer (Bradley-Terry).
+
+    Rows hold `chosen` and `rejected`: texts beside a `prompt`, or whole chats; a `margin` is used where present. The model
+    gets a head of one score at the last token. hf/ is a sequence classifier, which transformers loads and `megarl train`
+    takes as reward_model.path.
+
+    Example: megarl rm recipes/quickstart_rm.yaml
+    """
+    from megarl.commands import run_supervised
+    from megarl.recipe.supervised import RmRecipe
+
+    run_supervised(RmRecipe, recipe, overrides or [], resume, go_on)
+
+
+@app.command()
+def dpo(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, go_on: GoOn = False) -> None:
+    """Train a policy on pairs of a chosen and a rejected answer, without a reward model (DPO, IPO).
+
+    Rows are those of `megarl rm`. The reference is the model as it was before the run.
+
+    Example: megarl dpo recipes/quickstart_dpo.yaml
+    """
+    from megarl.commands import run_supervised
+    from megarl.recipe.supervised import DpoRecipe
+
+    run_supervised(DpoRecipe, recipe, overrides or [], resume, go_on)
 
 
 @app.command(name="eval")
@@ -185,7 +216,7 @@ def doctor() -> None:
 def show(
     recipe: RecipePath,
     overrides: Overrides = None,
-    kind: Annotated[str, typer.Option(help="train or sft; default: by the recipe's keys.")] = "",
+    kind: Annotated[str, typer.Option(help="train, sft, rm or dpo; default: by the recipe's sections.")] = "",
 ) -> None:
     """Print the resolved recipe: base, overrides and defaults put together, and its batch arithmetic."""
     from megarl.commands import show_recipe

@@ -23,25 +23,26 @@ from megarl.core.log import setup_logging
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
 from megarl.models.flops import mfu
-from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_sft
+from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_supervised
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import kept_roles
-from megarl.recipe.load import Loaded, detect_kind, load_recipe
+from megarl.recipe.load import KINDS, Loaded, detect_kind, load_recipe
 from megarl.recipe.run import Cluster
 from megarl.recipe.save import save_recipe
-from megarl.recipe.schema import Recipe
+from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.report.console import RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE
 from megarl.report.writers import Writers, open_writers
-from megarl.sft import SftCast, sft
+from megarl.sft import SupervisedCast, supervise
 from megarl.train import Cast, State, train
 
 EXPORT, CRITIC_EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "hf_critic", "adapter", "curve.png", "logs/driver.log"
 
-R = TypeVar("R", Recipe, SftRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe)
 
 
 @dataclass
@@ -202,33 +203,35 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
                 roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
 
 
-def run_sft(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
-    """`megarl sft`."""
-    loaded = load_recipe(path, overrides, SftRecipe)
+def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
+    """`megarl sft`, `megarl rm` and `megarl dpo`."""
+    loaded = load_recipe(path, overrides, kind)
     recipe = loaded.recipe
     resume = _resumes(recipe.run.folder, resume, go_on)
-    checked = preflight_sft(recipe, resume=resume)
-    from megarl.session import sft_session
+    checked = preflight_supervised(recipe, resume=resume)
+    from megarl.session import supervised_session
 
     with _opened(loaded, checked, resume) as run:
         with run.timer.phase("start"):
-            session = run.stack.enter_context(sft_session(recipe, checked, run.timer))
+            session = run.stack.enter_context(supervised_session(recipe, checked, run.timer))
             keeper = Keeper(
                 run.writers,
                 run.console,
                 run.checkpoints,
-                [session.model],
+                [session.roles["actor"]],
                 session.feeder,
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,
             )
             state = keeper.restore(run.committed)
-        _end(keeper, sft(SftCast(session.feeder, session.model, keeper, run.timer), recipe, state), recipe)
-        _finish(run, session.model, recipe)
+        model, reference = session.roles["actor"], session.roles.get("reference")
+        cast = SupervisedCast(session.feeder, model, reference, keeper, run.timer)
+        _end(keeper, supervise(cast, recipe, state), recipe)
+        _finish(run, model, recipe)
 
 
-def _end(keeper: Keeper, state: State, recipe: Recipe | SftRecipe) -> None:
+def _end(keeper: Keeper, state: State, recipe: AnyRecipe) -> None:
     """Commit what is being written. Raises StoppedError where steps are left."""
     keeper.finish()
     if state.step < recipe.train.steps:
@@ -238,7 +241,7 @@ def _end(keeper: Keeper, state: State, recipe: Recipe | SftRecipe) -> None:
         )
 
 
-def _finish(run: Open, model: Any, recipe: Recipe | SftRecipe) -> None:
+def _finish(run: Open, model: Any, recipe: AnyRecipe) -> None:
     """The HF folder, the picture and the table."""
     folder = recipe.run.folder
     with run.timer.phase("export"):
@@ -276,8 +279,10 @@ def run_eval(path: Path, overrides: list[str]) -> None:
 
 def show_recipe(path: Path, overrides: list[str], kind: str) -> None:
     """`megarl recipe show`."""
-    kinds = {"train": Recipe, "sft": SftRecipe}
-    loaded: Loaded[Any] = load_recipe(path, overrides, kinds[kind] if kind else detect_kind(path, overrides))
+    if kind and kind not in KINDS:
+        raise UserError(f"--kind {kind}: there is no such command. Choose among {', '.join(KINDS)}.")
+    chosen: Any = KINDS[kind] if kind else detect_kind(path, overrides)
+    loaded: Loaded[Any] = load_recipe(path, overrides, chosen)
     console = Console()
     console.print(Syntax(dump_yaml(loaded.resolved), "yaml", background_color="default"))
     console.print(plan_batches(loaded.recipe).describe(), highlight=False)

@@ -8,7 +8,16 @@ from megarl.preflight import Preflight
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective, ValueObjective
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SupervisedRecipe
+from megarl.training.spec import (
+    DpoObjective,
+    Objective,
+    PolicyObjective,
+    RewardObjective,
+    RoleSpec,
+    SftObjective,
+    ValueObjective,
+)
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, TEACHER = "actor", "reference", "critic", "reward_model", "teacher"
 
@@ -18,9 +27,7 @@ def role_specs(recipe: Recipe, checked: Preflight) -> dict[str, RoleSpec]:
     actor = actor_spec(recipe, checked)
     specs = {ACTOR: actor}
     if recipe.algorithm.kl_coef > 0:
-        # Under LoRA the reference is the actor, without its adapters.
-        base = ACTOR if recipe.actor.lora else None
-        specs[REFERENCE] = replace(_frozen(actor, REFERENCE, recipe), base_of=base, resting=recipe.reference.resting)
+        specs[REFERENCE] = _reference_spec(actor, recipe)
     if recipe.critic is not None:
         specs[CRITIC] = _critic_spec(recipe, checked, actor)
     if recipe.reward_model is not None:
@@ -28,6 +35,12 @@ def role_specs(recipe: Recipe, checked: Preflight) -> dict[str, RoleSpec]:
     if recipe.teacher is not None:
         specs[TEACHER] = _of_section(actor, TEACHER, recipe, recipe.teacher)
     return specs
+
+
+def supervised_specs(recipe: SupervisedRecipe, checked: Preflight) -> dict[str, RoleSpec]:
+    """Every role of a supervised run, the model under training first."""
+    actor = actor_spec(recipe, checked)
+    return {ACTOR: actor, REFERENCE: _reference_spec(actor, recipe)} if isinstance(recipe, DpoRecipe) else {ACTOR: actor}
 
 
 def actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
@@ -38,14 +51,29 @@ def actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
         recipe.rollout.temperature if isinstance(recipe, Recipe) else 1.0,
         optimizer=recipe.actor.optimizer,
         total_steps=checked.plan.optimizer_steps,
-        objective=PolicyObjective(recipe.algorithm) if isinstance(recipe, Recipe) else SftObjective(),
+        objective=_objective(recipe),
         layout=role_layouts(recipe)[ACTOR],
         recompute=recipe.actor.recompute,
         aux_loss_coef=recipe.actor.aux_loss_coef,
         lora=recipe.actor.lora,
         resting=recipe.actor.resting,
         routing_replay=isinstance(recipe, Recipe) and recipe.actor.routing_replay,
+        head="score" if isinstance(recipe, RmRecipe) else "vocabulary",
     )
+
+
+def _objective(recipe: AnyRecipe) -> Objective:
+    if isinstance(recipe, Recipe):
+        return PolicyObjective(recipe.algorithm)
+    if isinstance(recipe, RmRecipe):
+        return RewardObjective(recipe.rm.center_coef)
+    return DpoObjective(recipe.dpo) if isinstance(recipe, DpoRecipe) else SftObjective()
+
+
+def _reference_spec(actor: RoleSpec, recipe: Recipe | DpoRecipe) -> RoleSpec:
+    """Under LoRA the reference is the actor, without its adapters."""
+    base = ACTOR if recipe.actor.lora else None
+    return replace(_frozen(actor, REFERENCE, recipe), base_of=base, resting=recipe.reference.resting)
 
 
 def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpec:
@@ -68,6 +96,6 @@ def _of_section(actor: RoleSpec, role: str, recipe: Recipe, section: RewardModel
     return replace(_frozen(actor, role, recipe), folder=section.path.resolve(), resting=section.resting)
 
 
-def _frozen(actor: RoleSpec, role: str, recipe: Recipe) -> RoleSpec:
+def _frozen(actor: RoleSpec, role: str, recipe: AnyRecipe) -> RoleSpec:
     """A model that stands still, with the actor's dtype and temperature, at a layout of its own."""
     return RoleSpec(actor.folder, actor.dtype, actor.temperature, layout=role_layouts(recipe)[role])

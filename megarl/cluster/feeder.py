@@ -1,7 +1,8 @@
-"""The process that deals out packed demonstrations, so that the driver never holds tokens."""
+"""The process that deals out packed rows of supervised runs, so that the driver never holds tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,53 +14,60 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.seats import seat_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Shard
-from megarl.data.pack import pack_sft
-from megarl.data.sft import SftSource, load_demonstrations
+from megarl.data.pack import pack_pairs, pack_sft
+from megarl.data.row_set import RowSource
+from megarl.data.supervised import demonstrations_of, load_supervised
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe
 
 
 class FeederActor:
     """What runs in the feeder's process."""
 
-    def __init__(self, spec: ProcessSpec, recipe: SftRecipe, num_shards: int) -> None:
+    def __init__(self, spec: ProcessSpec, recipe: SupervisedRecipe, num_shards: int) -> None:
         self._facts = configure_process(spec)
         self._recipe = recipe
         self._model = load_model_config(recipe.model.path)
         self._num_shards = num_shards
-        self._source = SftSource(
-            load_demonstrations(recipe.model.path, recipe.data), recipe.run.seed, shuffle=recipe.data.shuffle
-        )
+        rows: Any = load_supervised(recipe.data.train, recipe.model.path, recipe.data)
+        self._source: RowSource[Any] = RowSource(rows, recipe.run.seed, shuffle=recipe.data.shuffle)
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
         return self._facts
 
     def take(self, step: int) -> tuple[BatchInfo | Shard, ...]:
-        """Counts, then one shard a data-parallel rank."""
-        demonstrations = self._source.take(self._recipe.train.batch_samples)
-        shards = pack_sft(
-            demonstrations, num_shards=self._num_shards, micro_batch_tokens=self._recipe.actor.micro_batch_tokens
-        )
-        tokens = sum(len(item.token_ids) for item in demonstrations)
-        trained = sum(int(item.loss_mask.sum()) for item in demonstrations)
+        """The step's rows: counts, then one shard a data-parallel rank."""
+        rows = self._source.take(self._recipe.train.batch_samples)
+        lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
+        flops = train_flops(self._model, lengths, weight_gradients=self._recipe.actor.lora is None)
+        return self._packed(rows, step, {"data/epoch": float(self._source.epoch), "perf/train_flops": flops})
+
+    def held_out(self) -> tuple[BatchInfo | Shard, ...]:
+        """All held-out rows, as `take` gives those of a step."""
+        data = self._recipe.data
+        assert data.eval is not None, "the recipe has no held-out rows"
+        return self._packed(load_supervised(data.eval, self._recipe.model.path, data).rows, 0, {})
+
+    def _packed(self, rows: Sequence[Any], step: int, metrics: dict[str, float]) -> tuple[BatchInfo | Shard, ...]:
+        budget = self._recipe.actor.micro_batch_tokens
+        if isinstance(self._recipe.data, PairData):
+            scored = isinstance(self._recipe, RmRecipe)
+            shards = pack_pairs(rows, num_shards=self._num_shards, micro_batch_tokens=budget, scored=scored)
+        else:
+            shards = pack_sft(rows, num_shards=self._num_shards, micro_batch_tokens=budget)
+        texts = [each for row in rows for each in demonstrations_of(row)]
+        tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(
             step=step,
             weight_version=0,
-            num_samples=len(demonstrations),
-            num_groups=len(demonstrations),
+            num_samples=len(texts),
+            num_groups=len(rows),
             num_mini_batches=1,
             prompt_tokens=tokens - trained,
             response_tokens=trained,
-            metrics={
-                "data/epoch": float(self._source.epoch),
-                "perf/train_flops": train_flops(
-                    self._model,
-                    [len(item.token_ids) for item in demonstrations],
-                    weight_gradients=self._recipe.actor.lora is None,
-                ),
-            },
+            metrics=metrics,
         )
         return (info, *shards)
 
@@ -73,7 +81,7 @@ class FeederActor:
 
 
 @dataclass(frozen=True)
-class SftFeeder:
+class Feeder:
     """The driver's handle of the feeder."""
 
     worker: Worker
@@ -82,8 +90,8 @@ class SftFeeder:
     deadline_s: float
 
     @classmethod
-    def start(cls, runtime: Runtime, recipe: SftRecipe, num_shards: int, waiter: Waiter) -> SftFeeder:
-        """Start the process and read all demonstrations."""
+    def start(cls, runtime: Runtime, recipe: SupervisedRecipe, num_shards: int, waiter: Waiter) -> Feeder:
+        """Start the process and read all rows."""
         spec = runtime.process("feeder")
         handle = ray.remote(FeederActor).options(**seat_on(runtime.here).options).remote(spec, recipe, num_shards)
         worker = Worker(handle, spec, ProcessFacts(0, "?"))
@@ -93,10 +101,12 @@ class SftFeeder:
         return cls(Worker(handle, spec, facts), waiter, num_shards, recipe.deadlines.train_s)
 
     def take(self, step: int) -> Batch:
-        """The next batch of demonstrations, packed, as references."""
-        info, *shards = self.worker.handle.take.options(num_returns=1 + self.num_shards).remote(step)
-        counts = self.waiter.wait([Call(self.worker, info)], phase="data", role="feeder", deadline_s=self.deadline_s)[0]
-        return Batch(tuple(shards), counts)
+        """The step's rows, packed, as references."""
+        return self._batch(self.worker.handle.take.options(num_returns=1 + self.num_shards).remote(step))
+
+    def held_out(self) -> Batch:
+        """The held-out rows, packed, as references."""
+        return self._batch(self.worker.handle.held_out.options(num_returns=1 + self.num_shards).remote())
 
     def state(self) -> dict[str, Any]:
         """The data cursor, for a checkpoint."""
@@ -106,6 +116,10 @@ class SftFeeder:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved cursor."""
         self._call(self.worker.handle.load_state.remote(state))
+
+    def _batch(self, references: Sequence[Any]) -> Batch:
+        info, *shards = references
+        return Batch(tuple(shards), self._call(info))
 
     def _call(self, ref: Any) -> Any:
         calls = [Call(self.worker, ref)]

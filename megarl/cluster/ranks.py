@@ -63,11 +63,11 @@ class RankActor:
 
         parts: the rank's shards, then for each name its columns, one a shard.
         """
-        shards, rest = parts[:num_shards], parts[num_shards:]
-        columns = {
-            name: merge_columns(rest[index * num_shards : (index + 1) * num_shards]) for index, name in enumerate(names)
-        }
-        return self._rank.update(role, merge_shards(shards), columns)
+        return self._rank.update(role, *_merged(names, num_shards, parts))
+
+    def evaluate(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
+        """What the role's loss reports, as `update` does; nothing is learned."""
+        return self._rank.evaluate(role, *_merged(names, num_shards, parts))
 
     def save(self, role: str, folder: Path, wait: bool) -> None:
         """Write this rank's part of a distributed checkpoint. wait: off, it is written while other calls run."""
@@ -112,6 +112,15 @@ class RankActor:
     def peak_bytes(self) -> int:
         """Largest memory that this rank has held."""
         return self._rank.peak_bytes()
+
+
+def _merged(names: tuple[str, ...], num_shards: int, parts: Sequence[Any]) -> tuple[Shard, dict[str, Column]]:
+    """Shards and columns of `RankActor.update` as those of one shard."""
+    shards, rest = parts[:num_shards], parts[num_shards:]
+    columns = {
+        name: merge_columns(rest[index * num_shards : (index + 1) * num_shards]) for index, name in enumerate(names)
+    }
+    return merge_shards(shards), columns
 
 
 @dataclass

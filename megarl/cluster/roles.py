@@ -76,14 +76,21 @@ class Role:
 
     def update(self, batch: Batch, columns: dict[str, ColumnRefs]) -> dict[str, float]:
         """One optimizer step a mini-batch; returns metrics, reduced over all ranks. Columns it does not read stay away."""
+        return self._metrics("update", batch, columns)
+
+    def evaluate(self, batch: Batch, columns: dict[str, ColumnRefs]) -> dict[str, float]:
+        """What the role's loss reports of the batch, as `update` does; nothing is learned."""
+        return self._metrics("evaluate", batch, columns)
+
+    def _metrics(self, method: str, batch: Batch, columns: dict[str, ColumnRefs]) -> dict[str, float]:
         names = tuple(name for name in columns if name in self.reads)
 
         def remote(worker: Any, rank: int) -> Any:
             shards = self._mine(rank, batch.shards)
             mine = [column for name in names for column in self._mine(rank, columns[name])]
-            return worker.handle.update.remote(self.name, names, len(shards), *shards, *mine)
+            return getattr(worker.handle, method).remote(self.name, names, len(shards), *shards, *mine)
 
-        results: list[dict[str, float]] = self.ranks.call(remote, "update", self.name, self.deadlines.train_s)
+        results: list[dict[str, float]] = self.ranks.call(remote, method, self.name, self.deadlines.train_s)
         return results[0]
 
     def copy_from(self, other: Role) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megarl.core.errors import MegarlError
@@ -30,7 +30,7 @@ class MetricSpec:
 PHASES: Mapping[str, str] = MappingProxyType(
     {
         "start": "servers and ranks started, models loaded",
-        "data": "demonstrations tokenised and packed (supervised training)",
+        "data": "rows taken and packed (supervised training)",
         "rollout": "responses generated, graded and packed",
         "logprobs": "log-probs of the responses under the actor before its update",
         "reference": "log-probs of the responses under the reference; its refresh",
@@ -41,7 +41,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "critic": "the critic's forward, backward and optimizer steps",
         "update": "the actor's forward, backward and optimizer steps",
         "sync": "new weights sent to every server, and verified",
-        "eval": "held-out prompts answered and graded",
+        "eval": "held-out prompts answered and graded, or held-out rows evaluated",
         "save": "checkpoint committed",
         "export": "weights written as an HF folder",
     }
@@ -112,6 +112,27 @@ _METRICS: dict[str, MetricSpec] = {
     "critic/grad_norm": MetricSpec("1", "as actor/grad_norm, of the critic", ".3g"),
     "critic/lr": MetricSpec("1", "as actor/lr, of the critic", ".2e"),
     "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),
+    "rm/loss": MetricSpec(
+        "nats", "-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, mean over pairs", ".4f"
+    ),
+    "rm/accuracy": MetricSpec(
+        "fraction", "pairs with the chosen answer's score above the rejected one's / pairs; equal scores count half", ".3f"
+    ),
+    "rm/margin": MetricSpec("score", "chosen answer's score - rejected one's, mean over pairs", ".3f"),
+    "rm/score": MetricSpec("score", "score after an answer's last token, mean over chosen and rejected ones", ".3f"),
+    "rm/grad_norm": MetricSpec("1", "as actor/grad_norm, of the reward model", ".3g"),
+    "rm/lr": MetricSpec("1", "as actor/lr, of the reward model", ".2e"),
+    "dpo/loss": MetricSpec("nats", "loss of pairs as dpo.loss says, mean over pairs; ipo has no unit", ".4f"),
+    "dpo/accuracy": MetricSpec(
+        "fraction", "pairs with the chosen answer's reward above the rejected one's / pairs; equal ones count half", ".3f"
+    ),
+    "dpo/margin": MetricSpec("nats", "chosen_reward - rejected_reward", ".3f"),
+    "dpo/chosen_reward": MetricSpec(
+        "nats", "dpo.beta x (log-prob of the chosen answer - the reference's), mean over pairs", ".3f"
+    ),
+    "dpo/rejected_reward": MetricSpec("nats", "the same of the rejected answer", ".3f"),
+    "dpo/grad_norm": MetricSpec("1", "as actor/grad_norm, of a DPO run", ".3g"),
+    "dpo/lr": MetricSpec("1", "as actor/lr, of a DPO run", ".2e"),
     "eval/accuracy": MetricSpec(
         "fraction",
         "held-out samples with a reward (with eval.by: that grader's score) of at least 0.5 / held-out samples",
@@ -152,7 +173,16 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
 }
-METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS)
+
+def _held_out() -> Iterator[tuple[str, MetricSpec]]:
+    """What supervised runs report of the held-out rows: `rm/eval_accuracy` is `rm/accuracy` of these."""
+    for name, spec in _METRICS.items():
+        group, _, metric = name.partition("/")
+        if group in ("sft", "rm", "dpo") and metric not in ("grad_norm", "lr"):
+            yield f"{group}/eval_{metric}", replace(spec, meaning=f"{name} of the held-out rows; at some steps")
+
+
+METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS | dict(_held_out()))
 _OF_GRADER = re.compile(r"(reward/by/)[A-Za-z0-9_]+(/)")
 
 _GROUPS: Mapping[str, str] = MappingProxyType(
@@ -161,7 +191,9 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
         "rollout": "The step's samples, as they were generated.",
         "actor": "The update of the policy.",
         "critic": "The update of the critic.",
-        "sft": "Supervised training.",
+        "sft": "Training on demonstrations.",
+        "rm": "Training of a reward model on pairs.",
+        "dpo": "Training of a policy on pairs.",
         "eval": "Held-out prompts; only at steps with an evaluation.",
         "sync": "The weights on their way to the servers.",
         "data": "The training rows.",

@@ -76,7 +76,11 @@ def check_pairs(path: Path, data: PairData) -> int:
 
     Raises UserError for the first row that is wrong.
     """
-    return sum(1 for row in read_rows(path) if parse_preference(row, data))
+    count = 0
+    for row in read_rows(path):
+        parse_preference(row, data)
+        count += 1
+    return count
 
 
 def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:

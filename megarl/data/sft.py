@@ -106,7 +106,11 @@ def check_demonstrations(path: Path, data: SftData) -> int:
 
     Raises UserError for the first row that is wrong.
     """
-    return sum(1 for row in read_rows(path) if parse_demonstration(row, data))
+    count = 0
+    for row in read_rows(path):
+        parse_demonstration(row, data)
+        count += 1
+    return count
 
 
 def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet[Demonstration]:

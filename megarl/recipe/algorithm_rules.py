@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
+from megarl.recipe.supervised import DpoRecipe
 
 # Advantages that compare a sample with the others of its group.
 OF_GROUPS = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "egpo")
@@ -185,7 +186,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "under actor.lora the reference is the actor's own model without its adapters, at the actor's layout. "
             "Remove reference.parallel"
         ),
-        RL,
+        (Recipe, DpoRecipe),
     ),
     Contradiction(
         "reference.refresh_every",

@@ -6,21 +6,23 @@ prompts per step x samples per prompt = N samples -> M mini-batches of K -> micr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megarl.core.errors import UserError
 from megarl.recipe.layouts import num_shards
 from megarl.recipe.roles import Parallel
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import PairData
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """What one step is made of. Counts are of the whole run's pool; dropped zero-variance groups make a step smaller.
 
-    prompts: groups in one step (supervised: demonstrations). mini_batch_samples: samples of one optimizer step.
-    longest: most tokens of one sample. parallel: the actor's. shards: that a step is dealt in.
-    epochs: times that a step's samples are gone through.
+    prompts: groups in one step (supervised: rows). mini_batch_samples: samples of one optimizer step.
+    longest: most tokens of what a micro-batch has to hold whole. parallel: the actor's. shards: that a step is dealt in.
+    epochs: times that a step's samples are gone through. rows: what a supervised run's rows are, in the singular.
     """
 
     prompts: int
@@ -33,7 +35,7 @@ class BatchPlan:
     shards: int
     steps: int
     epochs: int
-    supervised: bool = False
+    rows: Literal["demonstration", "pair"] | None = None
 
     @property
     def samples(self) -> int:
@@ -67,8 +69,8 @@ class BatchPlan:
 
     def describe(self) -> str:
         """The arithmetic in one line."""
-        if self.supervised:
-            step = f"{self.samples} demonstrations"
+        if self.rows is not None:
+            step = f"{self.samples} {self.rows}s"
         else:
             step = f"{self.prompts} prompts x {self.samples_per_prompt} samples = {self.samples} samples"
         epochs = f", {self.epochs} times" if self.epochs > 1 else ""
@@ -97,9 +99,17 @@ def plan_batches(recipe: AnyRecipe) -> BatchPlan:
             epochs=recipe.actor.epochs,
         )
     else:
-        count = recipe.train.batch_samples
+        count, pairs = recipe.train.batch_samples, isinstance(recipe.data, PairData)
+        longest = recipe.data.max_tokens * (2 if pairs else 1)
         plan = BatchPlan(
-            count, 1, count, recipe.actor.micro_batch_tokens, recipe.data.max_tokens, *layout, epochs=1, supervised=True
+            count,
+            1,
+            count,
+            recipe.actor.micro_batch_tokens,
+            longest,
+            *layout,
+            epochs=1,
+            rows="pair" if pairs else "demonstration",
         )
     problems = _problems(plan)
     if not problems and recipe.actor.optimizer.warmup_steps >= plan.optimizer_steps:
@@ -133,19 +143,23 @@ def _problems(plan: BatchPlan) -> list[str]:
             f"nearest valid number of devices: {_either(_multiples(size, plan.devices))}."
         )
     dp = max(1, plan.shards)
-    if plan.supervised:
+    if plan.rows is not None:
         if plan.samples < dp:
             problems.append(
-                f"train.batch_samples {plan.samples} is less than one demonstration for each of {dp} "
+                f"train.batch_samples {plan.samples} is less than one {plan.rows} for each of {dp} "
                 f"data-parallel ranks. Set it to at least {dp}."
             )
     else:
         problems += _mini_batch_problems(plan, dp)
     if plan.micro_batch_tokens < plan.longest:
-        parts = "data.max_tokens" if plan.supervised else "data.max_prompt_tokens + rollout.max_response_tokens"
+        whole = {
+            "demonstration": "sample, {} tokens (data.max_tokens), and a sample is",
+            "pair": "pair, {} tokens (twice data.max_tokens), and a pair is",
+            None: "sample, {} tokens (data.max_prompt_tokens + rollout.max_response_tokens), and a sample is",
+        }[plan.rows].format(plan.longest)
         problems.append(
-            f"actor.micro_batch_tokens {plan.micro_batch_tokens} does not hold the longest sample, "
-            f"{plan.longest} tokens ({parts}), and a sample is never cut. Nearest valid value: {plan.longest}."
+            f"actor.micro_batch_tokens {plan.micro_batch_tokens} does not hold the longest {whole} never cut. "
+            f"Nearest valid value: {plan.longest}."
         )
     return problems
 

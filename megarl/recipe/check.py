@@ -13,14 +13,15 @@ from megarl.core.platform import get_platform
 from megarl.recipe.roles import Critic
 from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES, longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 
-R = TypeVar("R", Recipe, SftRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
 
 
 def unread_keys(recipe: AnyRecipe) -> list[str]:
     """Dotted paths of the keys that nothing reads in this configuration."""
-    return [key for rule in UNREAD_RULES if type(recipe) in rule.kinds and not rule.read(recipe) for key in rule.keys]
+    rules = [rule for rule in UNREAD_RULES if isinstance(recipe, rule.kinds) and not rule.read(recipe)]
+    return [key for rule in rules for key in rule.keys]
 
 
 def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str]) -> list[str]:
@@ -30,7 +31,7 @@ def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str]) -> list[str]:
     """
     problems = []
     for rule in UNREAD_RULES:
-        if type(recipe) not in rule.kinds or rule.read(recipe):
+        if not isinstance(recipe, rule.kinds) or rule.read(recipe):
             continue
         for key in rule.keys:
             given = _given(key, sources)
@@ -40,7 +41,7 @@ def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str]) -> list[str]:
                     "or remove the key."
                 )
     for contradiction in CONTRADICTIONS:
-        if type(recipe) in contradiction.kinds and contradiction.wrong(recipe):
+        if isinstance(recipe, contradiction.kinds) and contradiction.wrong(recipe):
             given = _given(contradiction.key, sources)
             where = "by default" if given is None else sources[given]
             problems.append(f"`{contradiction.key}` ({where}): {contradiction.says(recipe)}.")

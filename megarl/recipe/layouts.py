@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from megarl.core.layout import Layout
-from megarl.recipe.roles import Parallel
+from megarl.recipe.roles import Critic, Parallel, Reference, RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import DpoRecipe
 
 
 def layout_of(parallel: Parallel, devices: int) -> Layout:
@@ -29,18 +30,25 @@ def role_layouts(recipe: AnyRecipe) -> dict[str, Layout]:
     """The layout of every Megatron role, by the section that decides it. Raises UserError."""
     devices = recipe.cluster.devices
     layouts = {"actor": layout_of(recipe.actor.parallel, devices)}
-    if isinstance(recipe, Recipe):
-        sections = {
-            "reference": recipe.reference if recipe.algorithm.kl_coef > 0 else None,
-            "critic": recipe.critic,
-            "reward_model": recipe.reward_model,
-            "teacher": recipe.teacher,
-        }
-        for role, section in sections.items():
-            if section is not None:
-                own = section.parallel
-                layouts[role] = layouts["actor"] if own is None else layout_of(own, devices)
+    for role, section in _sections(recipe).items():
+        if section is not None:
+            own = section.parallel
+            layouts[role] = layouts["actor"] if own is None else layout_of(own, devices)
     return layouts
+
+
+def _sections(recipe: AnyRecipe) -> dict[str, Reference | Critic | RewardModel | Teacher | None]:
+    """The sections of the roles beside the actor; None for those that the recipe does not ask for."""
+    if isinstance(recipe, DpoRecipe):
+        return {"reference": recipe.reference}
+    if not isinstance(recipe, Recipe):
+        return {}
+    return {
+        "reference": recipe.reference if recipe.algorithm.kl_coef > 0 else None,
+        "critic": recipe.critic,
+        "reward_model": recipe.reward_model,
+        "teacher": recipe.teacher,
+    }
 
 
 def kept_roles(recipe: Recipe) -> list[str]:

@@ -10,9 +10,10 @@ folder that megarl is called in, as on any command line. What is wrong is said w
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, overload
 
 from pydantic import ValidationError
@@ -23,10 +24,15 @@ from megarl.recipe.explain import explain
 from megarl.recipe.presets import PRESETS
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import Tree, read_override, read_tree
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 
-R = TypeVar("R", Recipe, SftRecipe)
-COMMANDS: dict[type[AnyRecipe], str] = {Recipe: "megarl train", SftRecipe: "megarl sft"}
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+# By the command that runs them.
+KINDS: Mapping[str, type[AnyRecipe]] = MappingProxyType(
+    {"train": Recipe, "sft": SftRecipe, "rm": RmRecipe, "dpo": DpoRecipe}
+)
+# The section that only this kind has, and has to have; what has none of them is for sft.
+OWN_SECTIONS: Mapping[str, type[AnyRecipe]] = MappingProxyType({"rollout": Recipe, "rm": RmRecipe, "dpo": DpoRecipe})
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), kind: Any = Recipe) -
     return Loaded(recipe, resolve(recipe), sources, path, tuple(overrides))
 
 
-def detect_kind(path: Path, overrides: Sequence[str] = ()) -> type[Recipe] | type[SftRecipe]:
-    """Whether a file is a recipe of `megarl train` or of `megarl sft`: only the first has a rollout."""
-    return Recipe if "rollout" in _read(path, overrides).values else SftRecipe
+def detect_kind(path: Path, overrides: Sequence[str] = ()) -> type[AnyRecipe]:
+    """Which command a file is a recipe for."""
+    return _kind_of(_read(path, overrides))
+
+
+def command_of(kind: type[AnyRecipe]) -> str:
+    """The command that runs such recipes: `train`, `sft`, `rm` or `dpo`."""
+    return next(command for command, each in KINDS.items() if each is kind)
+
+
+def _kind_of(tree: Tree) -> type[AnyRecipe]:
+    return next((kind for section, kind in OWN_SECTIONS.items() if section in tree.values), SftRecipe)
 
 
 def resolve(recipe: AnyRecipe) -> dict[str, Any]:
@@ -104,14 +119,15 @@ def _expand_preset(tree: Tree) -> None:
 
 
 def _refuse_other_kind(path: Path, tree: Tree, kind: type[AnyRecipe]) -> None:
-    for other, command in COMMANDS.items():
-        if other is kind:
-            continue
-        try:
-            other.model_validate(tree.values)
-        except ValidationError:
-            continue
-        raise UserError(f"{path} is a recipe for `{command}`, not for `{COMMANDS[kind]}`. Run `{command} {path}`.")
+    other = _kind_of(tree)
+    if other is kind:
+        return
+    try:
+        other.model_validate(tree.values)
+    except ValidationError:
+        return  # of no kind: what is wrong with it for this one is said
+    right, wrong = (f"megarl {command_of(each)}" for each in (other, kind))
+    raise UserError(f"{path} is a recipe for `{right}`, not for `{wrong}`. Run `{right} {path}`.")
 
 
 def _problems(path: Path, problems: list[str]) -> str:

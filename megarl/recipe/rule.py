@@ -1,4 +1,4 @@
-"""What a rule about a recipe's keys is. The rules themselves: `rules.py`, `algorithm_rules.py`."""
+"""What a rule about a recipe's keys is. The rules themselves: `rules.py` and `*_rules.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import SupervisedRecipe
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Unread:
     keys: tuple[str, ...]
     read: Callable[[Any], bool]
     needs: str
-    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SftRecipe)
+    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SupervisedRecipe)
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,4 @@ class Contradiction:
     key: str
     wrong: Callable[[Any], bool]
     says: Callable[[Any], str]
-    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SftRecipe)
+    kinds: tuple[type[AnyRecipe], ...] = (Recipe, SupervisedRecipe)

@@ -8,10 +8,11 @@ from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UN
 from megarl.recipe.reward import Rule
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
 
 UNREAD_RULES: tuple[Unread, ...] = (
     *ALGORITHM_UNREAD,
+    *SUPERVISED_UNREAD,
     Unread(
         ("actor.optimizer.beta1", "actor.optimizer.beta2", "actor.optimizer.eps"),
         lambda r: r.actor.optimizer.name == "adam",
@@ -44,12 +45,6 @@ UNREAD_RULES: tuple[Unread, ...] = (
         lambda r: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",
         (Recipe,),
-    ),
-    Unread(
-        ("deadlines.rollout_s", "deadlines.sync_s", "report.samples"),
-        lambda r: False,
-        "a supervised run has no rollout: it belongs to recipes of `megarl train`",
-        (SftRecipe,),
     ),
 )
 

@@ -15,7 +15,7 @@ from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
 from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import SupervisedRecipe
 
 
 class Data(Section):
@@ -114,5 +114,5 @@ class Recipe(Section):
     report: Report = Report()
 
 
-AnyRecipe = Recipe | SftRecipe
+AnyRecipe = Recipe | SupervisedRecipe
 RecipeDict = dict[str, Any]

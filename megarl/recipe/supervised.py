@@ -112,7 +112,7 @@ class SupervisedRecipe(Section):
     run: Run = Run()
     cluster: Cluster = Cluster()
     model: Model
-    data: RowData
+    data: SftData | PairData
     actor: SftActor = SftActor()
     eval: HeldOut = HeldOut()
     train: SftTrain
@@ -130,12 +130,12 @@ class RmRecipe(SupervisedRecipe):
     """A reward model from preferences: `megarl rm`."""
 
     data: PairData
-    rm: Rm = Rm()
+    rm: Rm
 
 
 class DpoRecipe(SupervisedRecipe):
     """A policy from preferences: `megarl dpo`."""
 
     data: PairData
-    dpo: Dpo = Dpo()
+    dpo: Dpo
     reference: Reference = Reference()

@@ -29,12 +29,12 @@ from megarl.report.summary import duration, summary_table
 
 # What a line shows, in this order, where the step has it: label, metrics to look for (the first found), width.
 FIELDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("loss", ("sft/loss",), 7),
+    ("loss", ("sft/loss", "rm/loss", "dpo/loss"), 7),
     ("reward", ("reward/mean",), 6),
-    ("acc", ("eval/accuracy",), 5),
+    ("acc", ("eval/accuracy", "rm/eval_accuracy", "dpo/eval_accuracy"), 5),
     ("kl", ("actor/kl_loss", "actor/approx_kl"), 9),
     ("len", ("rollout/response_len_mean",), 6),
-    ("grad", ("actor/grad_norm",), 7),
+    ("grad", ("actor/grad_norm", "rm/grad_norm", "dpo/grad_norm"), 7),
     ("tok/s", ("perf/tokens_per_s",), 6),
 )
 HIGHLIGHTED = ("reward", "acc")
@@ -92,7 +92,7 @@ class RunConsole:
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """A step is done, or, for step 0, what was measured before the first. A line a step, at most one a second."""
         self._unseen_s += metrics.get("perf/step_s", SECONDS_A_LINE)
-        if self._unseen_s >= SECONDS_A_LINE or not self._seconds or number == self._steps or "eval/accuracy" in metrics:
+        if self._unseen_s >= SECONDS_A_LINE or not self._seconds or number == self._steps or "perf/eval_s" in metrics:
             self._out.print(self._line(number, metrics), soft_wrap=True, highlight=False)
             self._unseen_s = 0.0
         if number:

@@ -56,7 +56,27 @@ PANELS = (
         (Line("reward/mean", "reward", BLUE), Line("eval/accuracy", "held-out accuracy", RED, "o")),
         unit_range=True,
     ),
-    Panel("Loss on demonstrations, nats", (Line("sft/loss", "cross entropy", BLUE),), zero=True),
+    Panel(
+        "Loss of supervised training",
+        tuple(
+            Line(f"{group}/{name}", f"{label} rows", color, marker)
+            for group in ("sft", "rm", "dpo")
+            for name, label, color, marker in (("loss", "training", BLUE, None), ("eval_loss", "held-out", RED, "o"))
+        ),
+        zero=True,
+    ),
+    Panel(
+        "Pairs the right way round",
+        tuple(
+            Line(f"{group}/{name}", f"{label} pairs", color, marker)
+            for group in ("rm", "dpo")
+            for name, label, color, marker in (
+                ("accuracy", "training", BLUE, None),
+                ("eval_accuracy", "held-out", RED, "o"),
+            )
+        ),
+        unit_range=True,
+    ),
     Panel(
         "Rollout against trainer, |log-prob difference|, nats",
         (Line("rollout/logprob_diff_max", "largest", RED), Line("rollout/logprob_diff_mean", "mean", BLUE)),
@@ -78,7 +98,14 @@ PANELS = (
     ),
     Panel(
         "Gradient norm and learning rate",
-        (Line("actor/grad_norm", "gradient norm", BLUE), Line("actor/lr", "learning rate (right)", ORANGE, right=True)),
+        tuple(
+            line
+            for group in ("actor", "rm", "dpo")
+            for line in (
+                Line(f"{group}/grad_norm", "gradient norm", BLUE),
+                Line(f"{group}/lr", "learning rate (right)", ORANGE, right=True),
+            )
+        ),
         zero=True,
     ),
 )  # fmt: skip

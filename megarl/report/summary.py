@@ -15,8 +15,12 @@ from megarl.report.history import Row, series
 BEFORE_AND_AFTER = (
     ("reward", "reward/mean"),
     ("held-out accuracy", "eval/accuracy"),
+    ("pairs the right way round, held out", "rm/eval_accuracy"),
+    ("pairs the right way round, held out", "dpo/eval_accuracy"),
     ("held-out reward", "eval/reward"),
     ("loss", "sft/loss"),
+    ("loss", "rm/loss"),
+    ("loss", "dpo/loss"),
     ("response length, tokens", "rollout/response_len_mean"),
     ("entropy, nats", "actor/entropy"),
 )

@@ -1,0 +1,109 @@
+"""Writes preference pairs for the quickstart's task: a right answer to an addition, and a wrong one that looks like it.
+
+Two files of `prompt`, `chosen`, `rejected`: train.jsonl and eval.jsonl, and no problem is in both. A wrong answer has one
+slip: in one column two other digits are added, drawn as digits of problems are, and everything after it follows from that.
+Right and wrong answers have the same styles equally often, and figures of the same range: who does not look at the sums is
+right half of the time. In some pairs the two have different styles, so that scores can be compared across styles as well.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tools.make_arithmetic import Problem, draw_problems, num_problems, write_jsonl
+
+
+def draw_slip(problem: Problem, rng: random.Random) -> tuple[int, int]:
+    """A column, and the sum of two other digits in the place of its own; a number's first digit is never 0."""
+    columns = list(zip(str(problem.left)[::-1], str(problem.right)[::-1], strict=True))
+    place = rng.randrange(len(columns))
+    lowest = 1 if place == len(columns) - 1 else 0
+    while True:
+        other = rng.randint(lowest, 9) + rng.randint(lowest, 9)
+        if other != sum(map(int, columns[place])):
+            return place, other
+
+
+def in_style(worked: str, style: str) -> str:
+    """A worked answer, or only its last line."""
+    return worked if style == "worked" else worked.splitlines()[-1]
+
+
+def prefer(problem: Problem, rng: random.Random, worked_share: float, mixed_share: float) -> dict[str, str]:
+    """One pair. The styles are drawn for both at once, or for each by itself."""
+
+    def draw_style() -> str:
+        return "worked" if rng.random() < worked_share else "direct"
+
+    style = draw_style()
+    other = draw_style() if rng.random() < mixed_share else style
+    return {
+        "prompt": problem.question,
+        "chosen": in_style(problem.worked(), style),
+        "rejected": in_style(problem.worked(draw_slip(problem, rng)), other),
+    }
+
+
+def make_preferences(
+    folder: Path,
+    *,
+    seed: int = 1,
+    digits: int = 3,
+    num_train: int = 16384,
+    num_eval: int = 500,
+    worked_share: float = 0.5,
+    mixed_share: float = 0.5,
+) -> None:
+    """Write train.jsonl and eval.jsonl; no problem appears twice. The same arguments give the same bytes.
+
+    Raises ValueError where so many digits have too few problems, or a share is not in [0, 1].
+    """
+    for name, share in (("worked_share", worked_share), ("mixed_share", mixed_share)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name}={share}: a share lies between 0 and 1")
+    wanted, there_are = num_train + num_eval, num_problems(digits)
+    if wanted > there_are:
+        raise ValueError(f"{wanted} pairs wanted, but with digits={digits} there are {there_are} problems: ask for fewer")
+    rng = random.Random(seed)
+    source = draw_problems(rng, digits)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("eval", num_eval), ("train", num_train)):
+        problems = [next(source) for _ in range(count)]
+        write_jsonl(folder / f"{name}.jsonl", (prefer(p, rng, worked_share, mixed_share) for p in problems))
+
+
+def main(
+    *,
+    out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and eval.jsonl to; made if missing.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the pairs. The same seed gives the same bytes.")] = 1,
+    digits: Annotated[int, typer.Option(min=1, max=4, help="Digits of each number.")] = 3,
+    train: Annotated[int, typer.Option(min=1, help="Pairs to train on.")] = 16384,
+    held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out pairs.")] = 500,
+    worked_share: Annotated[float, typer.Option(help="Share of answers that work column by column, 0 to 1.")] = 0.5,
+    mixed_share: Annotated[float, typer.Option(help="Share of pairs whose styles are drawn apart, 0 to 1.")] = 0.5,
+) -> None:
+    """Write preference pairs for the quickstart's addition task, train and held-out, no problem twice.
+
+    Example: python -m tools.make_preferences --out .cache/quickstart/preferences --seed 1
+    """
+    try:
+        make_preferences(
+            out,
+            seed=seed,
+            digits=digits,
+            num_train=train,
+            num_eval=held_out,
+            worked_share=worked_share,
+            mixed_share=mixed_share,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{out}: {train} pairs to train on, {held_out} held out, seed {seed}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
