@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from megarl.checkpoints import Checkpoints, Committed
-from megarl.core.errors import StoppedError
+from megarl.core.errors import StoppedError, UserError
 from megarl.core.log import setup_logging
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer

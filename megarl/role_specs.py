@@ -39,8 +39,10 @@ def role_specs(recipe: Recipe, checked: Preflight) -> dict[str, RoleSpec]:
 
 def supervised_specs(recipe: SupervisedRecipe, checked: Preflight) -> dict[str, RoleSpec]:
     """Every role of a supervised run, the model under training first."""
-    actor = actor_spec(recipe, checked)
-    return {ACTOR: actor, REFERENCE: _reference_spec(actor, recipe)} if isinstance(recipe, DpoRecipe) else {ACTOR: actor}
+    specs = {ACTOR: actor_spec(recipe, checked)}
+    if isinstance(recipe, DpoRecipe):
+        specs[REFERENCE] = _reference_spec(specs[ACTOR], recipe)
+    return specs
 
 
 def actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.cluster.feeder import SftFeeder
+from megarl.cluster.feeder import Feeder
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
 from megarl.cluster.rollout import RolloutPool
@@ -20,9 +20,10 @@ from megarl.preflight import Preflight
 from megarl.recipe.layouts import num_shards, role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import SftRecipe
-from megarl.role_specs import ACTOR, CRITIC, actor_spec, role_specs
+from megarl.recipe.supervised import SupervisedRecipe
+from megarl.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
 from megarl.rollout.server import ServerSpec
+from megarl.training.spec import RoleSpec
 
 # What a role's update may read; its loss takes what it needs of these.
 _READS = {
@@ -42,20 +43,20 @@ class TrainSession:
 
 
 @dataclass(frozen=True)
-class SftSession:
-    """Everybody in a supervised run, ready."""
+class SupervisedSession:
+    """Everybody in a supervised run, ready. roles: by name, the actor and those that the loss asks for."""
 
-    model: Role
-    feeder: SftFeeder
+    roles: dict[str, Role]
+    feeder: Feeder
 
 
 def _reads(recipe: AnyRecipe) -> list[Path]:
     """What the run's processes read, on whatever node they are."""
-    paths = [recipe.model.path, recipe.data.train]
+    paths = [recipe.model.path, recipe.data.train, recipe.data.eval]
     if isinstance(recipe, Recipe):
         models = (recipe.critic, recipe.reward_model, recipe.teacher)
-        paths += filter(None, (recipe.data.eval, *(model.path for model in models if model is not None)))
-    return [path.resolve() for path in paths]
+        paths += (model.path for model in models if model is not None)
+    return [path.resolve() for path in paths if path is not None]
 
 
 def _start_ranks(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> RankGroup:
@@ -80,6 +81,14 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
     return ServerPool.launch(runtime, spec, settings.servers, deadlines.rollout_s, waiter, deadlines.start_s)
 
 
+def _build_roles(specs: dict[str, RoleSpec], ranks: RankGroup, recipe: AnyRecipe) -> dict[str, Role]:
+    roles = {}
+    for name, spec in specs.items():
+        roles[name] = Role(name, ranks, spec.layout, recipe.deadlines, _READS.get(name, frozenset()))
+        roles[name].build(spec)
+    return roles
+
+
 @contextmanager
 def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iterator[TrainSession]:
     """Start servers and ranks side by side; on leaving, end everything."""
@@ -88,10 +97,7 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
         waiter = Waiter(timer, runtime.nodes)
         launching = _launch_servers(runtime, recipe, waiter)
         ranks = _start_ranks(runtime, recipe, waiter)
-        roles = {}
-        for name, spec in role_specs(recipe, checked).items():
-            roles[name] = Role(name, ranks, spec.layout, recipe.deadlines, _READS.get(name, frozenset()))
-            roles[name].build(spec)
+        roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = RolloutPool.start(runtime, recipe, launching.ready(), num_shards(recipe), waiter)
         yield TrainSession(roles, rollout, WeightSync(ACTOR, ranks, layouts[ACTOR], rollout, recipe))
         rollout.close()
@@ -108,11 +114,10 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
 
 
 @contextmanager
-def sft_session(recipe: SftRecipe, checked: Preflight, timer: PhaseTimer) -> Iterator[SftSession]:
+def supervised_session(recipe: SupervisedRecipe, checked: Preflight, timer: PhaseTimer) -> Iterator[SupervisedSession]:
     """Start the ranks and the feeder; on leaving, end everything."""
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         ranks = _start_ranks(runtime, recipe, waiter)
-        model = Role(ACTOR, ranks, role_layouts(recipe)[ACTOR], recipe.deadlines)
-        model.build(actor_spec(recipe, checked))
-        yield SftSession(model, SftFeeder.start(runtime, recipe, num_shards(recipe), waiter))
+        roles = _build_roles(supervised_specs(recipe, checked), ranks, recipe)
+        yield SupervisedSession(roles, Feeder.start(runtime, recipe, num_shards(recipe), waiter))
