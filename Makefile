@@ -20,7 +20,7 @@ RUN := runs/quickstart
 # Two OpenMP threads beside other busy processes run many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help setup quickstart test test-fast lint format lock bench clean
+.PHONY: help setup quickstart slurm test test-fast lint format lock bench clean
 
 help: ## This list
 	@printf 'megarl: make <target>\n\n'
@@ -75,7 +75,10 @@ quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ##
 	@echo "== reinforcement learning"
 	@$(call run_once,train,recipes/quickstart.yaml,$(RUN))
 
-test: lint ## All checks and all tests; under 20 minutes on two cores
+slurm: ## Install SLURM's packages for the tests marked slurm (as root, on Debian and Ubuntu); instant where they are
+	@tests/support/install_slurm.sh
+
+test: slurm lint ## All checks and all tests; under 20 minutes on two cores
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu"
 
 test-fast: $(INSTALLED) ## The tests that start no servers; under 2 minutes

@@ -43,10 +43,12 @@ Setup = Annotated[str | None, _slurm("Shell line that the job runs first, such a
 Template = Annotated[Path, _slurm("Job script to fill in.", show_default="launch/slurm.sbatch")]
 Sbatch = Annotated[list[str] | None, _slurm("One more #SBATCH option, as it is: --sbatch=--qos=high. Repeatable.")]
 ToRay = Annotated[
-    str | None, typer.Option(metavar="http://HEAD:8265", help="Dashboard of the cluster.", rich_help_panel=RAY)
-]
-WorkingDir = Annotated[
-    Path, typer.Option(help="Folder to pack and send.", file_okay=False, exists=True, rich_help_panel=RAY)
+    str | None,
+    typer.Option(
+        metavar="http://HEAD:8265",
+        help="Dashboard of the cluster; the working directory is packed and sent.",
+        rich_help_panel=RAY,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was begun before.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted.")]
@@ -73,7 +75,6 @@ def submit(
     template: Template = TEMPLATE,
     sbatch: Sbatch = None,
     ray: ToRay = None,
-    working_dir: WorkingDir = Path("."),
     resume: Resume = False,
     dry_run: DryRun = False,
     follow: Follow = False,
@@ -92,7 +93,7 @@ def submit(
         raise UserError("Say where to: either --slurm or --ray http://HEAD:8265. To run on this machine: megarl train.")
     words, say = overrides or [], typer.echo
     if ray is not None:
-        folder = submit_ray(recipe, words, ray, working_dir, resume=resume, dry_run=dry_run, say=say)
+        folder = submit_ray(recipe, words, ray, Path.cwd(), resume=resume, dry_run=dry_run, say=say)
     else:
         asked = (nodes, gpus_per_node, time, partition, account, cpus_per_task, memory, exclude, grace, start_deadline)
         options = SlurmOptions(*asked, temp, setup, template, tuple(sbatch or ()))

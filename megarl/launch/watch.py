@@ -67,11 +67,11 @@ def show_logs(run: Path, *, follow: bool, write: Write) -> None:
         raise UserError(f"{log} is not there yet: {describe(submission)}.")
 
 
-def follow_file(file: Path, alive: Callable[[], bool], write: Write) -> None:
+def follow_file(file: Path, alive: Callable[[], bool], write: Write, ask_every_s: float = ASK_EVERY_S) -> None:
     """Hand on what a file says and will say, as long as its writer lives."""
-    position, asked, goes_on = 0, 0.0, True
+    position, asked, goes_on = 0, -ask_every_s, True
     while True:
-        if time.monotonic() - asked >= ASK_EVERY_S:
+        if time.monotonic() - asked >= ask_every_s:
             goes_on, asked = alive(), time.monotonic()
         if file.is_file():
             with file.open(errors="replace") as lines:

@@ -33,7 +33,7 @@ mount -t tmpfs -o size=2g tmpfs /dev/shm
 mkdir -p /tmp/ray
 mount -t tmpfs tmpfs /tmp/ray
 ip link set lo up
-ip addr add {address}/24 dev eth0
+ip addr replace {address}/24 dev eth0
 ip link set eth0 up
 echo up
 exec {python} -c 'import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); signal.pause()'
@@ -51,9 +51,26 @@ class Node:
     name: str
     address: str
     link: str
-    holder: subprocess.Popen[str]
-    pid: int  # of the holder, as the machine sees it
+    namespace: str
     env: Mapping[str, str]
+    holder: subprocess.Popen[str] = field(init=False)
+    pid: int = field(init=False)  # of the holder, as the machine sees it
+
+    def power_on(self) -> None:
+        """Start the node; also once more, after power_off."""
+        script = HOLDER.format(name=self.name, address=self.address, python=sys.executable)
+        unshare = ["unshare", "--uts", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
+        self.holder = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *unshare, "bash", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.holder.stdout is not None
+        assert self.holder.stdout.readline() == "up\n", f"{self.name} did not start"
+        [child] = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children").read_text().split()
+        self.pid = int(child)
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """What runs `argv` inside of the node."""
@@ -128,7 +145,7 @@ class Nodes:
 
     def wait_for_ray(self, count: int) -> None:
         """Until so many nodes have come."""
-        code = f"import ray; ray.init(address={self.ray_address!r}, logging_level='error'); print(len(ray.nodes()))"
+        code = f"import ray; ray.init(address={self.ray_address!r}, logging_level='error'); print(sum(node['Alive'] for node in ray.nodes()))"
         end = time.monotonic() + START_S
         while self.nodes[0].run([sys.executable, "-c", code]).stdout.strip() != str(count):
             assert time.monotonic() < end, f"{count} nodes did not come within {START_S} s"
@@ -181,17 +198,7 @@ def _node(ended: ExitStack, bridge: str, mark: str, index: int, address: str, en
     ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
     ip("link", "set", link, "master", bridge)
     ip("link", "set", link, "up")
-    script = HOLDER.format(name=f"node{index}", address=address, python=sys.executable)
-    unshare = ["unshare", "--uts", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
-    holder = subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *unshare, "bash", "-c", script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    ended.callback(holder.kill)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "up\n", f"node{index} did not start"
-    [child] = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-    return Node(f"node{index}", address, link, holder, int(child), env)
+    node = Node(f"node{index}", address, link, namespace, env)
+    node.power_on()
+    ended.callback(node.power_off)
+    return node

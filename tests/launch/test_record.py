@@ -1,0 +1,32 @@
+"""What a run's folder remembers of its submission."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.launch.record import Submission, find_submission, last_submission, steps_done, submitted_runs
+
+
+def test_the_last_submission_is_found_again(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    assert last_submission(run) is None
+    for job in ("1", "2"):
+        Submission("slurm", job, log="x").write(run)
+    assert find_submission(run) == Submission("slurm", "2", log="x")
+    assert [path.name for path in (run / "launch").iterdir()] == ["submission.json"]
+
+
+def test_a_folder_that_is_no_submitted_run_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    Submission("ray", "raysubmit_1", "http://h:8265").write(tmp_path / "here")
+    with pytest.raises(UserError, match=r"there is not the folder.*Submitted runs in .*: .*/here\."):
+        find_submission(tmp_path / "there")
+    assert submitted_runs(tmp_path) == [tmp_path / "here"]
+
+
+def test_steps_done_are_the_last_in_the_metrics(tmp_path: Path) -> None:
+    assert steps_done(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 12}\n')
+    assert steps_done(tmp_path) == 12

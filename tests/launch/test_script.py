@@ -1,0 +1,101 @@
+"""The job script: what sbatch reads of it, and what bash does."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.launch.script import SlurmJob, render
+
+JOB = SlurmJob(
+    "quick",
+    recipe=Path("/shared/my runs/recipe.yaml"),
+    command="train",
+    log=Path("/shared/my runs/slurm-%j.out"),
+    events=Path("/shared/my runs/events.jsonl"),
+    nodes=3,
+    gpus_per_node=None,
+    devices_per_node=2,
+    resource="megarl_cpu_device",
+)
+
+
+def asked(script: str) -> set[str]:
+    """The #SBATCH options."""
+    return {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")}
+
+
+def command(script: str, folder: Path) -> list[str]:
+    """The words of the command that the script becomes, as bash splits them."""
+    file = folder / "script"
+    file.write_text(script.replace("exec ", "printf '%s\\n' "))
+    return subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_a_job_on_cpus_asks_for_nodes_and_says_what_a_node_has(tmp_path: Path) -> None:
+    script = render(JOB)
+    assert asked(script) == {
+        "--job-name=quick",
+        '--output="/shared/my runs/slurm-%j.out"',
+        "--open-mode=append",
+        "--nodes=3",
+        "--ntasks-per-node=1",
+        "--signal=B:USR1@300",
+        "--requeue",
+    }
+    words = command(script, tmp_path)
+    driver = words.index("--")
+    assert words[1:3] == ["-m", "megarl.launch.leader"]
+    assert words[words.index("--resource") + 1] == "megarl_cpu_device=2"
+    assert words[words.index("--events") + 1] == "/shared/my runs/events.jsonl"
+    assert words[driver + 2 :] == ["-m", "megarl", "train", "/shared/my runs/recipe.yaml", "--continue"]
+
+
+def test_a_job_on_gpus_asks_slurm_for_them_and_everything_else_as_given(tmp_path: Path) -> None:
+    job = replace(
+        JOB,
+        gpus_per_node=8,
+        time="1-12:00:00",
+        partition="big",
+        account="lab",
+        cpus_per_task=96,
+        memory="0",
+        exclude="n[1-2]",
+        setup="true && true",
+        extra=("--qos=high", "--switches=1"),
+    )
+    script = render(job)
+    assert {
+        *(
+            "--gpus-per-node=8",
+            "--time=1-12:00:00",
+            "--partition=big",
+            "--account=lab",
+            "--cpus-per-task=96",
+            "--mem=0",
+        ),
+        *("--exclude=n[1-2]", "--qos=high", "--switches=1"),
+    } <= asked(script)
+    assert "\ntrue && true\n" in script
+    assert "--resource" not in command(script, tmp_path)
+
+
+def test_sbatch_reads_all_options_because_nothing_else_stands_before_them() -> None:
+    lines = render(replace(JOB, time="10", setup="module load cuda")).splitlines()
+    last = max(index for index, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert all(line.startswith("#") for line in lines[: last + 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(None, "no job script at"), ("{{ job.colour }}", "colour"), ("{% if %}", "cannot be filled in")]
+)
+def test_a_template_that_cannot_be_used_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
+    template = tmp_path / "template"
+    if text is not None:
+        template.write_text(text)
+    with pytest.raises(UserError, match=says):
+        render(JOB, template)

@@ -1,0 +1,98 @@
+"""SLURM's words, without a SLURM: small programs on the path answer as its commands do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import MegarlError, UserError
+from megarl.launch import slurm
+
+JOB = (
+    "JobId=7 JobName=x UserId=u(1) Requeue=1 Restarts=2 BatchFlag=1 ExitCode={code} JobState={state} Reason={reason} "
+    "NodeList=n[1-2] Command=/a b.sh"
+)
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for programs, the only one on the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}")
+    return folder
+
+
+def program(folder: Path, name: str, out: str = "", err: str = "", code: int = 0) -> None:
+    file = folder / name
+    file.write_text(f"#!/bin/bash\nprintf '%s\\n' '{out}'\nprintf '%s\\n' '{err}' >&2\nexit {code}\n")
+    file.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("10:30", 630),
+        ("4:00:00", 14400),
+        ("1-12", 129600),
+        ("2-0:30", 174600),
+        ("1-2:03:04", 93784),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert slurm.seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-5", "1-", "1:60", "two", "1 2"])
+def test_what_is_no_time_limit_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="DAYS-HOURS"):
+        slurm.seconds_of(text)
+
+
+def test_a_machine_without_sbatch_is_told_from_one_with(answers: Path) -> None:
+    with pytest.raises(UserError, match=r"no sbatch.*--dry-run"):
+        slurm.require()
+    program(answers, "sbatch")
+    slurm.require()
+
+
+def test_an_unknown_partition_is_refused_with_those_that_there_are(answers: Path) -> None:
+    program(answers, "sinfo", "long\nshort\nlong")
+    slurm.check_partition("short")
+    with pytest.raises(UserError, match=r"--partition shrt.*Did you mean short\? It has: long, short\."):
+        slurm.check_partition("shrt")
+
+
+def test_a_job_number_is_taken_from_what_sbatch_says(answers: Path, tmp_path: Path) -> None:
+    program(answers, "sbatch", "4711;cluster")
+    assert slurm.submit(tmp_path / "s") == "4711"
+    program(answers, "sbatch", err="sbatch: error: Invalid account", code=1)
+    with pytest.raises(UserError, match="SLURM refuses the job: sbatch: error: Invalid account"):
+        slurm.submit(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "alive", "exit_code"),
+    [
+        ("RUNNING", "0:0", True, 0),
+        ("PENDING", "0:0", True, 0),
+        ("COMPLETED", "0:0", False, 0),
+        ("FAILED", "7:0", False, 7),
+        ("CANCELLED", "0:15", False, 143),
+    ],
+)
+def test_a_jobs_state_is_understood(answers: Path, state: str, code: str, alive: bool, exit_code: int) -> None:
+    program(answers, "scontrol", JOB.format(state=state, code=code, reason="None"))
+    found = slurm.state_of("7")
+    assert found is not None and (found.alive, found.exit_code) == (alive, exit_code)
+    assert found.describe() == f"{state} on n[1-2], queued again 2 times"
+
+
+def test_a_job_that_slurm_has_forgotten_is_not_a_slurm_that_is_silent(answers: Path) -> None:
+    program(answers, "scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    assert slurm.state_of("7") is None
+    program(answers, "scontrol", err="Unable to contact slurm controller", code=1)
+    with pytest.raises(MegarlError, match="SLURM does not answer: Unable to contact"):
+        slurm.state_of("7")

@@ -1,0 +1,125 @@
+"""What is refused before anything is submitted, and what would be submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.launch.record import Submission
+from megarl.launch.submit import SlurmOptions, submit_ray, submit_slurm
+from tests.support.bad_input import Place, good_place
+from tests.support.tiny import write_tiny_model
+
+ON_CPUS = SlurmOptions()
+GPUS = ("cluster.platform=auto", "cluster.devices=14", "rollout.tp=2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("submit") / "model")
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Place:
+    return good_place(tmp_path, model)
+
+
+@pytest.fixture
+def dry_run(place: Place) -> Callable[..., str]:
+    """What `megarl submit --slurm --dry-run` prints."""
+
+    def run(options: SlurmOptions = ON_CPUS, *overrides: str) -> str:
+        said: list[str] = []
+        submit_slurm(place.recipe, overrides, options, resume=False, dry_run=True, say=said.append)
+        assert not place.run.exists()
+        return "".join(said)
+
+    return run
+
+
+def test_devices_on_cpus_are_spread_over_the_nodes(dry_run: Callable[..., str], place: Place) -> None:
+    script = dry_run(SlurmOptions(nodes=3), "cluster.devices=4")
+    assert "--nodes=3" in script and "--resource megarl_cpu_device=2" in script
+    assert f"megarl train {place.run}/launch/recipe.yaml --continue" in script
+
+
+def test_gpus_of_the_nodes_are_those_of_the_recipe(dry_run: Callable[..., str]) -> None:
+    """14 for the ranks, 2 for the server: two nodes of eight."""
+    options = SlurmOptions(nodes=2, gpus_per_node=8)
+    assert "--gpus-per-node=8" in dry_run(options, *GPUS)
+    with pytest.raises(
+        UserError,
+        match=r"--nodes 3 x --gpus-per-node 8 are 24 GPUs.*uses 16 \(cluster\.devices 14 \+ rollout\.servers 1",
+    ):
+        dry_run(replace(options, nodes=3), *GPUS)
+    with pytest.raises(UserError, match=r"cluster\.platform is cpu, and the job would run on cuda"):
+        dry_run(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (SlurmOptions(time="4h"), "--time 4h is not a time limit"),
+        (SlurmOptions(time="5", grace_s=300), r"--time 5 leaves nothing of the --grace of 300 s"),
+        (SlurmOptions(template=Path("nowhere")), "no job script at nowhere"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(dry_run: Callable[..., str], options: SlurmOptions, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        dry_run(options)
+
+
+def test_a_recipe_that_cannot_run_is_refused_here(dry_run: Callable[..., str], place: Place) -> None:
+    with pytest.raises(UserError, match=r"train\.stepz"):
+        dry_run(SlurmOptions(), "train.stepz=1")
+    place.data.unlink()
+    with pytest.raises(UserError, match="no such data file"):
+        dry_run()
+
+
+def test_a_machine_without_slurm_is_told_so_and_nothing_is_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no sbatch on this machine"):
+        submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+    assert not place.run.exists()
+
+
+def test_a_run_whose_job_has_not_ended_is_not_submitted_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, text in (("sbatch", "8"), ("scontrol", "JobState=PENDING Reason=Resources ExitCode=0:0")):
+        (tmp_path / name).write_text(f"#!/bin/bash\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Submission("slurm", "7").write(place.run)
+    with pytest.raises(UserError, match=r"slurm job 7 of .* has not ended.*megarl cancel"):
+        submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+
+
+def test_a_ray_job_needs_paths_that_the_cluster_sees(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def dry_run(*overrides: str, working_dir: Path = place.root) -> None:
+        submit_ray(place.recipe, overrides, "http://h:8265", working_dir, resume=False, dry_run=True, say=said.append)
+
+    dry_run("run.seed=7")
+    assert said == ["MEGARL_RAY_ADDRESS=$RAY_ADDRESS exec python -m megarl train recipe.yaml run.seed=7 --continue"]
+    monkeypatch.chdir(place.root)
+    with pytest.raises(UserError, match=r"run\.dir is runs, relative"):
+        dry_run("run.dir=runs")
+    with pytest.raises(UserError, match=r"model\.path is model, relative"):
+        dry_run("model.path=model")
+    with pytest.raises(UserError, match="not in the folder that is sent"):
+        dry_run(working_dir=place.model)
+
+
+def test_a_ray_cluster_that_does_not_answer_is_named(place: Place) -> None:
+    with pytest.raises(UserError, match=r"The Ray cluster at http://127\.0\.0\.1:9 does not take jobs from here"):
+        submit_ray(place.recipe, (), "http://127.0.0.1:9", place.root, resume=False, dry_run=False, say=print)
+    assert not place.run.exists()
