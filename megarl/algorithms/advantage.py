@@ -157,16 +157,6 @@ def zero_variance_groups(rewards: FloatArray, group_index: IntArray) -> NDArray[
     return _equal(rewards64, groups)
 
 
-def mixed_groups(right: NDArray[np.bool_], group_index: IntArray) -> NDArray[np.bool_]:
-    """Groups with a right and a wrong sample, 0 < number right < size: [G] bool. DAPO's dynamic sampling keeps these alone.
-
-    arXiv 2503.14476, equation 11. By answers, where zero_variance_groups goes by rewards, which shaping may tell apart.
-
-    right: [N] bool. group_index: [N] integers from 0. Raises ValueError where the shapes differ.
-    """
-    return ~zero_variance_groups(np.asarray(right, np.float32), group_index)
-
-
 def _centered(
     rewards: NDArray[np.float64], groups: IntArray, weights: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:

@@ -14,7 +14,6 @@ from megarl.algorithms.advantage import (
     egpo_advantages,
     gpg_advantages,
     group_advantages,
-    mixed_groups,
     opo_advantages,
     reinforce_pp_baseline_advantages,
     remax_advantages,
@@ -290,11 +289,6 @@ def test_egpo_with_equal_uncertainty_is_grpo_where_grpo_has_a_signal(groups: lis
     expected = group_advantages(rewards, index, True)
     lost = zero_variance_groups(rewards, index)[index] & (rewards < 0.5)
     assert advantages == pytest.approx(np.where(lost, -1, expected), abs=1e-6)
-
-
-def test_mixed_groups() -> None:
-    right = np.array([True, False, True, True, False])
-    assert mixed_groups(right, np.array([0, 0, 1, 1, 2])).tolist() == [True, False, False]
 
 
 def test_refuses_what_does_not_fit() -> None:
