@@ -1,0 +1,87 @@
+"""A node's own process, as far as it gets without Ray: what it says, and when it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from megarl.core import janitor
+from megarl.launch.node import NodeSpec, own_address, ray_command
+from megarl.launch.words import parse_line
+from megarl.rollout.process import free_port
+
+FAR = "192.0.2.1"  # no machine has this address (RFC 5737)
+
+
+def start(temp: Path, head: str, deadline_s: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megarl.launch.node", "--head", head, "--run-id", f"test-{temp.parent.name}"]
+    return subprocess.Popen(
+        [*command, "--temp", str(temp), "--deadline", str(deadline_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def words(out: str) -> list[str]:
+    return [message.word for message in map(parse_line, out.splitlines()) if message is not None]
+
+
+def test_a_head_that_is_not_reached_is_named(tmp_path: Path) -> None:
+    node = start(tmp_path / "temp", f"{FAR}:9", 0.5)
+    assert node.wait(30) == 1
+    out, err = node.communicate()
+    assert words(out) == ["started", "failed"]
+    assert f"cannot reach the head at {FAR}:9" in err
+    assert not (tmp_path / "temp").exists()
+
+
+def test_the_end_of_standard_input_is_the_end_of_the_node(tmp_path: Path) -> None:
+    node = start(tmp_path / "temp", f"{FAR}:9", 60.0)
+    assert node.stdout is not None
+    assert words(node.stdout.readline()) == ["started"]
+    out, err = node.communicate(timeout=30)
+    assert (node.returncode, out, err) == (0, "", "")
+    assert not (tmp_path / "temp").exists()
+    assert not janitor.processes_of(f"test-{tmp_path.name}")
+
+
+def test_a_killed_node_leaves_no_folder(tmp_path: Path) -> None:
+    temp = tmp_path / "temp"
+    node = start(temp, f"{FAR}:9", 60.0)
+    assert node.stdout is not None and node.stdin is not None
+    assert words(node.stdout.readline()) == ["started"]
+    while not (guards := [pid for pid in children(node.pid) if "megarl.core.janitor" in command_line(pid)]):
+        assert node.poll() is None
+    node.kill()
+    node.communicate(timeout=30)
+    janitor.await_exit(guards, 10.0)
+    assert not temp.exists()
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def test_the_head_and_its_workers_take_no_port_that_another_job_might_have() -> None:
+    """Ray's defaults are the same on every node: 6379, 10001, 10002 to 19999, 52365."""
+    head = f"127.0.0.1:{free_port()}"
+    spec = NodeSpec(head, "id", Path("/tmp/x"), 4, {"megarl_cpu_device": 2.0}, 1.0)
+    first, second = ray_command(spec, "127.0.0.1"), ray_command(spec, "127.0.0.2")
+    assert "--head" in first and f"--port={head.split(':')[1]}" in first
+    assert f"--address={head}" in second and "--head" not in second
+    for command in (first, second):
+        assert {"--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"} <= set(command)
+        assert '--resources={"megarl_cpu_device": 2.0}' in command
+    [client] = [word for word in first if word.startswith("--ray-client-server-port=")]
+    assert client != "--ray-client-server-port=10001"
+
+
+def test_the_address_on_the_way_to_a_peer_is_this_machines() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
