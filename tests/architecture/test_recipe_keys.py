@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 
 from megarl.recipe.explain import Schema
-from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.load import KINDS
 from tests.architecture.source import modules
 
 SCHEMA = {f"megarl.recipe.{name}" for name in ("schema", "algorithm", "reward", "roles", "run", "section", "supervised")}
@@ -24,5 +23,5 @@ def test_every_key_is_read_outside_the_schema_and_its_rules() -> None:
     }
     # The run's folder is put together from run.dir and run.name by the schema itself.
     read |= {"dir", "name"} if "folder" in read else set()
-    unread = {".".join(keys) for kind in (Recipe, SftRecipe) for keys in Schema(kind).leaves() if keys[-1] not in read}
+    unread = {".".join(keys) for kind in KINDS.values() for keys in Schema(kind).leaves() if keys[-1] not in read}
     assert unread == set()

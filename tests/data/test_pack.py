@@ -148,7 +148,7 @@ def test_a_nan_outside_the_mask_stays_outside() -> None:
 
 
 def test_what_the_recipe_check_excludes_is_asserted() -> None:
-    with pytest.raises(AssertionError, match="a sample of 11 tokens, over micro_batch_tokens=10"):
+    with pytest.raises(AssertionError, match="11 tokens that stay together, over micro_batch_tokens=10"):
         pack([make_sample("a", [0], [1] * 10)], **options(micro_batch_tokens=10))
     with pytest.raises(AssertionError, match="sample a has an empty prompt"):
         pack([make_sample("a", [], [1])], **options())

@@ -7,7 +7,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
 from megarl.data.rows import Row
-from megarl.data.sft import Demonstration, SftSource, check_demonstrations, load_demonstrations, tokenise
+from megarl.data.sft import Demonstration, check_demonstrations, load_demonstrations, parse_demonstration, tokenise
 from megarl.recipe.schema import Data
 from megarl.recipe.supervised import SftData
 
@@ -16,7 +16,7 @@ USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "co
 
 
 def demonstrate(tokenizer: Any, fields: dict[str, Any]) -> Demonstration:
-    (demonstration,) = tokenise([Row(Path("sft.jsonl"), 1, fields)], tokenizer, DATA)
+    (demonstration,) = tokenise([parse_demonstration(Row(Path("sft.jsonl"), 1, fields), DATA)], tokenizer)
     return demonstration
 
 
@@ -118,26 +118,14 @@ def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, A
         check_demonstrations(path, SftData(train=path))
     assert f"{path}, line 2" in str(caught.value)
     assert says in str(caught.value)
-    assert check_demonstrations(path, SftData(train=path), limit=1) == 1
 
 
 def test_long_demonstrations_are_dropped_and_counted(tmp_path: Path, model_folder: Path, chat_tokenizer: Any) -> None:
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps({"prompt": "a", "response": "b" * n}) + "\n" for n in (1, 9, 2, 8)))
     limit = len(demonstrate(chat_tokenizer, {"prompt": "a", "response": "bb"}).token_ids)
-    loaded = load_demonstrations(model_folder, SftData(train=path, max_tokens=limit))
-    assert [item.id for item in loaded.demonstrations] == ["sft.jsonl:1", "sft.jsonl:3"]
+    loaded = load_demonstrations(path, model_folder, SftData(train=path, max_tokens=limit))
+    assert [item.id for item in loaded.rows] == ["sft.jsonl:1", "sft.jsonl:3"]
     assert loaded.num_dropped == 2
-    with pytest.raises(UserError, match=r"all 4 demonstrations are over data\.max_tokens=5"):
-        load_demonstrations(model_folder, SftData(train=path, max_tokens=5))
-
-
-def test_a_source_goes_on_where_it_was(tmp_path: Path, model_folder: Path) -> None:
-    path = tmp_path / "sft.jsonl"
-    path.write_text("".join(json.dumps({"prompt": str(n), "response": "b"}) + "\n" for n in range(5)))
-    loaded = load_demonstrations(model_folder, SftData(train=path))
-    source, resumed = SftSource(loaded, 1), SftSource(loaded, 1)
-    source.take(3)
-    resumed.load_state(source.state())
-    assert [item.id for item in source.take(6)] == [item.id for item in resumed.take(6)]
-    assert source.epoch == 1
+    with pytest.raises(UserError, match=r"all 4 rows are over data\.max_tokens=5"):
+        load_demonstrations(path, model_folder, SftData(train=path, max_tokens=5))

@@ -12,7 +12,7 @@ from megarl.recipe.batch import BatchPlan, nearest_divisors, plan_batches
 from megarl.recipe.load import load_recipe
 from megarl.recipe.roles import Parallel
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import RmRecipe, SftRecipe
 
 
 def make(**changes: int | None) -> Recipe:
@@ -62,7 +62,7 @@ def test_without_mini_batches_a_step_is_one(sft_file: Path) -> None:
     plan = plan_batches(make())
     assert (plan.mini_batch_samples, plan.mini_batches, plan.optimizer_steps) == (32, 1, 5)
     plan = plan_batches(load_recipe(sft_file, [], SftRecipe).recipe)
-    assert plan.supervised
+    assert plan.rows == "demonstration"
     assert (plan.samples, plan.mini_batches, plan.optimizer_steps) == (16, 1, 10)
     assert plan.describe().startswith("each step: 16 demonstrations -> 1 mini-batch of 16 -> micro-batches")
 
@@ -115,6 +115,15 @@ def test_supervised_batch_smaller_than_the_ranks(sft_file: Path) -> None:
     with pytest.raises(UserError, match=r"batch_samples 16 is less than one.* 32 data-parallel ranks") as caught:
         plan_batches(recipe)
     assert "(data.max_tokens)" in str(caught.value)
+
+
+def test_a_micro_batch_holds_a_whole_pair(rm_file: Path) -> None:
+    plan = plan_batches(load_recipe(rm_file, ["data.max_tokens=64", "actor.micro_batch_tokens=128"], RmRecipe).recipe)
+    assert plan.describe().startswith("each step: 16 pairs -> 1 mini-batch of 16 -> micro-batches of at most 128 tokens")
+    with pytest.raises(UserError) as caught:
+        plan_batches(load_recipe(rm_file, ["data.max_tokens=65", "actor.micro_batch_tokens=128"], RmRecipe).recipe)
+    assert "does not hold the longest pair, 130 tokens (twice data.max_tokens)" in str(caught.value)
+    assert "Nearest valid value: 130." in str(caught.value)
 
 
 @given(st.integers(1, 500), st.integers(1, 600), st.integers(1, 40))

@@ -6,9 +6,8 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.recipe.explain import Schema, nearest
-from megarl.recipe.load import detect_kind, load_recipe
+from megarl.recipe.load import KINDS, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import SftRecipe
 
 
 def test_file_overrides_and_defaults(recipe_file: Path) -> None:
@@ -98,14 +97,27 @@ def test_a_mistake_in_the_base_is_reported_there(tmp_path: Path, recipe_file: Pa
         load_recipe(child)
 
 
-def test_each_command_knows_the_other_commands_recipe(recipe_file: Path, sft_file: Path) -> None:
-    assert detect_kind(recipe_file) is Recipe
-    assert detect_kind(sft_file) is SftRecipe
-    with pytest.raises(UserError, match="is a recipe for `megarl sft`, not for `megarl train`"):
-        load_recipe(sft_file)
-    with pytest.raises(UserError, match="is a recipe for `megarl train`, not for `megarl sft`"):
-        load_recipe(recipe_file, [], SftRecipe)
-    assert load_recipe(sft_file, ["train.steps=3"], SftRecipe).recipe.train.steps == 3
+def test_each_command_knows_the_recipes_of_all_others(
+    recipe_file: Path, sft_file: Path, rm_file: Path, dpo_file: Path
+) -> None:
+    files = dict(zip(KINDS, (recipe_file, sft_file, rm_file, dpo_file), strict=True))
+    for wanted, kind in KINDS.items():
+        assert command_of(detect_kind(files[wanted])) == wanted
+        for command, file in files.items():
+            if command == wanted:
+                assert isinstance(load_recipe(file, [], kind).recipe, kind)
+                continue
+            with pytest.raises(UserError) as caught:
+                load_recipe(file, [], kind)
+            assert f"is a recipe for `megarl {command}`, not for `megarl {wanted}`" in str(caught.value)
+            assert f"Run `megarl {command} {file}`." in str(caught.value)
+            assert (f"Recipes for `megarl {wanted}` have a section" in str(caught.value)) == (wanted != "sft")
+
+
+def test_a_recipe_of_no_kind_is_told_what_is_wrong(rm_file: Path) -> None:
+    with pytest.raises(UserError, match=r"Unknown key `rm`.*A recipe has: run, cluster") as caught:
+        load_recipe(rm_file, ["train.stepz=1"])
+    assert "is a recipe for" not in str(caught.value)
 
 
 def test_nearest_prefers_the_same_section() -> None:
@@ -116,7 +128,7 @@ def test_nearest_prefers_the_same_section() -> None:
 
 
 def test_every_key_of_the_schema_says_what_it_means() -> None:
-    for kind in (Recipe, SftRecipe):
+    for kind in KINDS.values():
         schema = Schema(kind)
         silent = [".".join(keys) for keys in schema.leaves() if not schema.meaning(keys)]
         assert silent == []

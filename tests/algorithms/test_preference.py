@@ -1,0 +1,72 @@
+"""Losses of pairs: hand-computed numbers, properties, and loops written from the formulas."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss
+
+LEADS = st.lists(st.floats(-30, 30), min_size=1, max_size=8)
+
+
+def test_bradley_terry_by_hand() -> None:
+    # sigmoid(log 3) = 3/4, sigmoid(-log 3) = 1/4
+    lead = torch.tensor([0.0, math.log(3), -math.log(3)], dtype=torch.float64)
+    expected = torch.tensor([math.log(2), math.log(4 / 3), math.log(4)], dtype=torch.float64)
+    torch.testing.assert_close(bradley_terry_loss(lead), expected)
+
+
+def test_smoothing_by_hand() -> None:
+    # 0.9 log(4/3) + 0.1 log 4
+    lead = torch.tensor([math.log(3)], dtype=torch.float64)
+    assert bradley_terry_loss(lead, 0.1).item() == pytest.approx(0.9 * math.log(4 / 3) + 0.1 * math.log(4))
+
+
+def test_ipo_by_hand() -> None:
+    # h = 3 and beta = 0.25: (3 - 1 / (2 x 0.25))^2 = 1
+    assert ipo_loss(torch.tensor([0.25 * 3.0]), beta=0.25).tolist() == [1.0]
+
+
+@given(LEADS, st.floats(0, 0.49))
+def test_bradley_terry_is_the_slow_loop(leads: list[float], smoothing: float) -> None:
+    found = bradley_terry_loss(torch.tensor(leads, dtype=torch.float64), smoothing)
+    for value, lead in zip(found.tolist(), leads, strict=True):
+        right, wrong = 1 / (1 + math.exp(-lead)), 1 / (1 + math.exp(lead))
+        expected = -(1 - smoothing) * math.log(right) - smoothing * math.log(wrong)
+        assert value == pytest.approx(expected, abs=1e-9)
+
+
+@given(LEADS, st.floats(0.01, 5))
+def test_ipo_is_the_slow_loop(leads: list[float], beta: float) -> None:
+    found = ipo_loss(torch.tensor([beta * h for h in leads], dtype=torch.float64), beta)
+    assert found.tolist() == pytest.approx([(h - 1 / (2 * beta)) ** 2 for h in leads], rel=1e-6, abs=1e-9)
+
+
+@given(LEADS)
+def test_a_pair_the_other_way_round_has_the_opposite_gradient_at_equal_scores(leads: list[float]) -> None:
+    lead = torch.tensor(leads, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(bradley_terry_loss(lead).sum(), lead)
+    # d/dx -log sigmoid(x) = sigmoid(x) - 1: never positive, so that training always widens the lead.
+    torch.testing.assert_close(grad, torch.sigmoid(lead.detach()) - 1)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e30])
+def test_extreme_leads_stay_finite(size: float) -> None:
+    lead = torch.tensor([-size, size], requires_grad=True)
+    loss = bradley_terry_loss(lead, 0.1)
+    (grad,) = torch.autograd.grad(loss.sum(), lead)
+    assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
+
+
+def test_a_tie_counts_half() -> None:
+    assert accuracy(torch.tensor([2.0, 0.0, -1e-9])).tolist() == [1.0, 0.5, 0.0]
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"below 0\.5; got 0\.5"):
+        bradley_terry_loss(torch.zeros(1), 0.5)
+    with pytest.raises(ValueError, match="above 0; got 0"):
+        ipo_loss(torch.zeros(1), 0.0)

@@ -1,0 +1,109 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.data.pairs import check_pairs, load_pairs
+from megarl.data.rows import Row
+from megarl.data.sft import parse_demonstration, tokenise
+from megarl.recipe.supervised import PairData, SftData
+
+ASKED = {"role": "user", "content": "1+1?"}
+GOOD = {"prompt": "1+1?", "chosen": "two", "rejected": "three"}
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant") * len(contents)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "pairs.jsonl"
+
+
+def test_both_sides_are_the_demonstrations_of_sft(file: Path, model_folder: Path, chat_tokenizer: Any) -> None:
+    (pair,) = load_pairs(write(file, GOOD), model_folder, PairData(train=file)).rows
+    for side, text in ((pair.chosen, "two"), (pair.rejected, "three")):
+        row = Row(file, 1, {"prompt": "1+1?", "response": text})
+        (expected,) = tokenise([parse_demonstration(row, SftData(train=file))], chat_tokenizer)
+        assert side.token_ids.tolist() == expected.token_ids.tolist()
+        assert side.loss_mask.tolist() == expected.loss_mask.tolist()
+        assert chat_tokenizer.decode(side.token_ids[side.loss_mask == 1]) == f"{text}<|im_end|>"
+    assert pair.margin == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASKED], "chosen": "two", "rejected": "three"},
+        {"chosen": chat("1+1?", "two"), "rejected": chat("1+1?", "three")},
+        {"prompt": "not read", "chosen": chat("1+1?", "two"), "rejected": chat("1+1?", "three")},
+    ],
+)
+def test_the_same_pair_in_other_words(file: Path, model_folder: Path, row: dict[str, Any]) -> None:
+    data = PairData(train=file)
+    (plain,) = load_pairs(write(file, GOOD), model_folder, data).rows
+    (other,) = load_pairs(write(file, row), model_folder, data).rows
+    assert other.chosen.token_ids.tolist() == plain.chosen.token_ids.tolist()
+    assert other.rejected.loss_mask.tolist() == plain.rejected.loss_mask.tolist()
+
+
+def test_only_the_last_message_of_a_chat_is_compared(file: Path, model_folder: Path, chat_tokenizer: Any) -> None:
+    before = ("1+1?", "two", "sure?")
+    row = {"chosen": chat(*before, "yes"), "rejected": chat(*before, "no")}
+    (pair,) = load_pairs(write(file, row), model_folder, PairData(train=file)).rows
+    assert chat_tokenizer.decode(pair.chosen.token_ids[pair.chosen.loss_mask == 1]) == "yes<|im_end|>"
+
+
+def test_margins_are_read_where_present(file: Path, model_folder: Path) -> None:
+    pairs = load_pairs(
+        write(file, GOOD | {"margin": 2}, GOOD, GOOD | {"margin": None}), model_folder, PairData(train=file)
+    )
+    assert [pair.margin for pair in pairs.rows] == [2.0, 0.0, 0.0]
+    renamed = PairData(train=file, margin_key="gap")
+    pairs = load_pairs(write(file, GOOD | {"margin": 2, "gap": 0.5}), model_folder, renamed)
+    assert [pair.margin for pair in pairs.rows] == [0.5]
+
+
+def test_a_pair_with_a_long_side_is_dropped_and_counted(file: Path, model_folder: Path) -> None:
+    rows = [GOOD, GOOD | {"chosen": "t" * 50}, GOOD | {"rejected": "t" * 50}]
+    data = PairData(train=file, max_tokens=60)
+    pairs = load_pairs(write(file, *rows), model_folder, data)
+    assert (len(pairs), pairs.num_dropped) == (1, 2)
+    with pytest.raises(UserError, match=r"all 3 rows are over data\.max_tokens=3"):
+        load_pairs(file, model_folder, PairData(train=file, max_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (GOOD | {"rejected": "two"}, "'chosen' and 'rejected' are the same answer"),
+        ({"prompt": "a", "chosen": "b"}, "there is no field 'rejected' (one of the two answers of a pair)"),
+        ({"prompt": "a", "choosen": "b", "rejected": "c"}, "Did you mean 'choosen'?"),
+        ({"chosen": "b", "rejected": "c"}, "there is no field 'prompt' (data.prompt_key)"),
+        (GOOD | {"chosen": " "}, "field 'chosen': the response is empty"),
+        (GOOD | {"rejected": 3}, "field 'rejected': the response is a number"),
+        ({"chosen": chat("a", "b"), "rejected": chat("a")}, "field 'rejected': the last message is the user's"),
+        ({"chosen": chat("a", "b"), "rejected": chat("c", "d")}, "differ before their last message"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}', "field 'margin': the margin is nan"),
+        (GOOD | {"margin": "big"}, "field 'margin': the margin is a string"),
+        (GOOD | {"margin": True}, "field 'margin': the margin is a true/false"),
+    ],
+)
+def test_a_bad_row_is_named_without_a_tokenizer(file: Path, row: object, says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_pairs(write(file, GOOD, row), PairData(train=file))
+    assert f"{file}, line 2" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_good_rows_are_counted(file: Path) -> None:
+    assert check_pairs(write(file, GOOD, GOOD), PairData(train=file)) == 2

@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.data.row_set import RowSet, RowSource, kept_rows
+
+
+def test_a_source_goes_on_where_it_was() -> None:
+    rows = RowSet(tuple("abcde"), 0)
+    source, resumed = RowSource(rows, 1), RowSource(rows, 1)
+    assert len(set(source.take(3))) == 3
+    resumed.load_state(source.state())
+    assert source.take(6) == resumed.take(6)
+    assert source.epoch == 1
+
+
+def test_a_source_may_keep_the_order() -> None:
+    assert RowSource(RowSet(tuple("abc"), 0), 1, shuffle=False).take(5) == list("abcab")
+
+
+def test_a_source_refuses_the_place_in_other_rows() -> None:
+    source = RowSource(RowSet(tuple("abc"), 0), 1)
+    with pytest.raises(UserError, match=r"training rows: .*num_rows was 4 and is 3"):
+        source.load_state(RowSource(RowSet(tuple("abcd"), 0), 1).state())
+
+
+def test_rows_that_are_left_are_counted_and_none_is_an_error() -> None:
+    rows = kept_rows(Path("a.jsonl"), ["x"], 2, 8)
+    assert (len(rows), rows.num_dropped) == (1, 2)
+    with pytest.raises(UserError, match=r"a\.jsonl: all 2 rows are over data\.max_tokens=8"):
+        kept_rows(Path("a.jsonl"), [], 2, 8)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.recipe.layouts import role_layouts
+from megarl.recipe.load import load_recipe
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+
+
+@pytest.mark.parametrize(
+    ("given", "mends"),
+    [
+        (["eval.every=5"], ["data.eval=held_out.jsonl"]),
+        (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], ["dpo.loss=sigmoid"]),
+        (["actor.lora={}", "reference.resting=[params]"], ["actor.lora=null"]),
+        (["reference.refresh_every=2"], []),
+        (["deadlines.sync_s=2.0"], []),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused_until_it_counts(
+    dpo_file: Path, given: list[str], mends: list[str]
+) -> None:
+    key = given[-1].partition("=")[0]
+    with pytest.raises(UserError) as caught:
+        load_recipe(dpo_file, given, DpoRecipe)
+    assert f"`{key}` (on the command line) is read by nothing in this configuration" in str(caught.value)
+    if mends:
+        assert load_recipe(dpo_file, given + mends, DpoRecipe)
+
+
+@pytest.mark.parametrize("kind", [SftRecipe, RmRecipe])
+def test_held_out_rows_are_for_every_kind(sft_file: Path, rm_file: Path, kind: Any) -> None:
+    file = rm_file if kind is RmRecipe else sft_file
+    with pytest.raises(UserError, match=r"`eval\.every`.*set data\.eval to a file"):
+        load_recipe(file, ["eval.every=5"], kind)
+
+
+def test_a_reference_under_adapters_has_no_layout_of_its_own(dpo_file: Path) -> None:
+    with pytest.raises(UserError, match=r"Remove reference\.parallel"):
+        load_recipe(dpo_file, ["actor.lora={}", "reference.parallel.tp=1"], DpoRecipe)
+
+
+def test_the_reference_has_a_layout(dpo_file: Path, rm_file: Path) -> None:
+    recipe = load_recipe(dpo_file, ["cluster.devices=2", "reference.parallel.tp=2"], DpoRecipe).recipe
+    assert {role: layout.tp for role, layout in role_layouts(recipe).items()} == {"actor": 1, "reference": 2}
+    assert role_layouts(load_recipe(rm_file, [], RmRecipe).recipe).keys() == {"actor"}
+
+
+@pytest.mark.parametrize("value", ["0.5", "-0.1"])
+def test_more_than_half_of_the_pairs_cannot_be_wrong(dpo_file: Path, value: str) -> None:
+    with pytest.raises(UserError, match=r"`dpo\.label_smoothing`"):
+        load_recipe(dpo_file, [f"dpo.label_smoothing={value}"], DpoRecipe)
