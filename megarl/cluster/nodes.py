@@ -36,6 +36,7 @@ from megarl.core import janitor
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.log import get_logger
 from megarl.core.versions import code_digest, installed
+from megarl.rollout.process import free_port
 
 log = get_logger(__name__)
 
@@ -55,13 +56,14 @@ class Node:
     """One machine.
 
     name: its hostname. address: by which the others reach it. ray_id: Ray's name for it. temp: folder for sockets and
-    temporary files, on its own disk.
+    temporary files, on its own disk. devices: of the platform's, as Ray counts them.
     """
 
     name: str
     address: str
     ray_id: str
     temp: Path
+    devices: int
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -104,6 +106,10 @@ class NodeActor:
     def clock(self) -> float:
         """Seconds since 1970, by this node's clock."""
         return time.time()
+
+    def free_port(self) -> int:
+        """A port that is free on this node's address."""
+        return free_port(self._address)
 
     def probe(self, peers: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
         """Reach other nodes; for each what went wrong, or nothing."""
@@ -167,7 +173,8 @@ class Nodes:
             lines = "\n".join(f"  {names[key]}: {why}" for key, why in failed.items())
             raise DeadlineError(f"No process of the run could be started on these nodes:\n{lines}")
         facts: dict[str, NodeFacts] = answers
-        members = tuple(Node(fact.name, fact.address, key, fact.temp) for key, fact in facts.items())
+        devices = {row["NodeID"]: int(row["Resources"].get(resource, 0)) for row in rows}
+        members = tuple(Node(fact.name, fact.address, key, fact.temp, devices[key]) for key, fact in facts.items())
         nodes = cls(members, facts, actors)
         nodes._check()
         return nodes
@@ -184,6 +191,10 @@ class Nodes:
         sent = time.time()
         remote = ray.get(self.actors[node.ray_id].clock.remote(), timeout=CALL_S)
         return clock_diff(sent, remote, time.time())
+
+    def free_port(self, node: Node) -> int:
+        """A port that is free on a node's address."""
+        return int(ray.get(self.actors[node.ray_id].free_port.remote(), timeout=CALL_S))
 
     def broken(self) -> list[Broken]:
         """Links that do not work now, in either direction, between nodes that Ray has not given up."""

@@ -95,8 +95,9 @@ class Runtime:
                 runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, [folder, *reads])
             else:
                 _start_ray(platform, run_id, num_devices, temp)
-                here = ray.get_runtime_context().get_node_id()
-                runtime.nodes = Nodes((Node(socket.gethostname(), LOOPBACK, here, temp),))
+                here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
+                count = int(devices.get(platform.ray_resource, 0))
+                runtime.nodes = Nodes((Node(socket.gethostname(), LOOPBACK, here, temp, count),))
             runtime.seats = reserve(platform, runtime.nodes.members, num_devices)
         except BaseException:
             runtime.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import ray
@@ -11,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.cluster.nodes import Node
-from megarl.core.errors import DeadlineError
+from megarl.core.errors import DeadlineError, UserError
 from megarl.core.platform import Platform
 
 RESERVE_S = 60.0
@@ -20,11 +21,24 @@ FEW_CPUS = 0.01  # a process that waits for a device most of the time
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place. devices: on its node, where Ray counts them. options: for its actor."""
+    """A process's place. devices: their names on the node, where Ray gives them out. options: for its actor."""
 
     node: Node
-    devices: tuple[int, ...]
+    devices: tuple[str, ...]
     options: dict[str, Any] = field(hash=False)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a process has to start with to see its devices, and no others."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
+
+
+@dataclass(frozen=True)
+class ServerSeat:
+    """A server's place. parts: one a node, the first answers requests. shared: the devices are ranks' as well."""
+
+    parts: tuple[Seat, ...]
+    shared: bool = False
 
 
 def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1) -> tuple[Seat, ...]:
@@ -45,7 +59,9 @@ def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1
     places = {node.ray_id: index for index, node in enumerate(nodes)}
     table = placement_group_table(group)["bundles_to_node_id"]
     devices = _devices(platform, group, count)
-    order = sorted(range(count), key=lambda bundle: (places[table[bundle]], devices[bundle], bundle))
+    order = sorted(
+        range(count), key=lambda bundle: (places[table[bundle]], list(map(_number, devices[bundle])), bundle)
+    )
     uses = {"num_gpus": float(size)} if resource == "GPU" else {"resources": {resource: float(size)}}
     return tuple(
         Seat(
@@ -55,6 +71,46 @@ def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1
         )
         for bundle in order
     )
+
+
+def seat_servers(
+    platform: Platform, nodes: Sequence[Node], ranks: Sequence[Seat], count: int, size: int
+) -> tuple[ServerSeat, ...]:
+    """Places for `count` servers of `size` devices: devices of their own where there are enough, the ranks' otherwise.
+
+    Servers larger than a node take whole nodes. Raises UserError where they cannot be cut evenly, DeadlineError.
+    """
+    if not platform.has_device_memory:
+        return tuple(ServerSeat((seat,)) for seat in beside(nodes, ranks, count))
+    largest = max(node.devices for node in nodes)
+    part = min(size, largest)
+    if size % part:
+        raise UserError(f"rollout.tp {size} is larger than a node of {largest} devices, and no multiple of it.")
+    if sum(node.devices for node in nodes) - len(ranks) >= count * size:
+        seats = reserve(platform, nodes, count * size // part, part)
+        parts = size // part
+        return tuple(ServerSeat(seats[first : first + parts]) for first in range(0, len(seats), parts))
+    if len(ranks) < size:
+        raise UserError(
+            f"{count} servers of rollout.tp {size} fit neither beside the ranks nor on their {len(ranks)} devices. Lower "
+            "rollout.tp or rollout.servers, or take more devices."
+        )
+    chunks = [ranks[first : first + size] for first in range(0, len(ranks) - size + 1, size)]
+    return tuple(ServerSeat(share(chunks[index % len(chunks)]), shared=True) for index in range(count))
+
+
+def share(ranks: Sequence[Seat]) -> tuple[Seat, ...]:
+    """The seats of neighbouring ranks as those of one server, a part for each node. Raises UserError for uneven parts."""
+    parts = []
+    for node, seats in groupby(ranks, key=lambda seat: seat.node):
+        devices = tuple(device for seat in seats for device in seat.devices)
+        parts.append(Seat(node, devices, seat_on(node).options))
+    if len({len(part.devices) for part in parts}) > 1:
+        sizes = ", ".join(f"{len(part.devices)} on {part.node}" for part in parts)
+        raise UserError(
+            f"A server of rollout.tp {len(ranks)} would have uneven parts: {sizes}. Choose another rollout.tp."
+        )
+    return tuple(parts)
 
 
 def beside(nodes: Sequence[Node], taken: Sequence[Seat], count: int) -> tuple[Seat, ...]:
@@ -74,11 +130,15 @@ def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrate
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
-def _devices(platform: Platform, group: PlacementGroup, count: int) -> list[tuple[int, ...]]:
-    """Each bundle's device numbers; Ray hands them out in any order. None where processes stand for devices."""
+def _number(device: str) -> tuple[int, str]:
+    return (int(device), "") if device.isdigit() else (-1, device)
+
+
+def _devices(platform: Platform, group: PlacementGroup, count: int) -> list[tuple[str, ...]]:
+    """Each bundle's devices; Ray hands them out in any order. None where processes stand for devices."""
     if platform.ray_resource != "GPU":
         return [()] * count
-    look = ray.remote(lambda: tuple(sorted(int(device) for device in ray.get_gpu_ids())))
+    look = ray.remote(lambda: tuple(sorted(map(str, ray.get_gpu_ids()), key=_number)))
     size = group.bundle_specs[0]["GPU"]
     return list(
         ray.get(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import ray
 from megarl.cluster.nodes import Node
 from megarl.cluster.process import LOOPBACK, ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import beside, reserve, seat_on
+from megarl.cluster.seats import ServerSeat, seat_on, seat_servers
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import WorkerDiedError
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
@@ -22,7 +23,7 @@ from megarl.core.platform import PlatformName, get_platform
 from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.process import ManagedProcess
 from megarl.rollout.router import RouterProcess, RouterSpec
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec, Span
 
 log = get_logger(__name__)
 
@@ -96,9 +97,10 @@ class RouterActor(_Supervisor):
 
 @dataclass(frozen=True)
 class Server:
-    """One member of the pool."""
+    """One member of the pool. others: beside its parts on other nodes, which answer nobody."""
 
     worker: Worker
+    others: tuple[Worker, ...]
     endpoint: ServerEndpoint
     pid: int  # of the SGLang process itself
 
@@ -112,7 +114,8 @@ class ServerPool:
         self.endpoint = router_endpoint
         self._waiter = waiter
         for server in servers:
-            waiter.watches[server.worker.handle.watch.remote()] = partial(self.drop, server.endpoint)
+            for part in (server.worker, *server.others):
+                waiter.watches[part.handle.watch.remote()] = partial(self.drop, server.endpoint)
         waiter.watches[router.handle.watch.remote()] = self._router_ended
 
     @classmethod
@@ -120,22 +123,8 @@ class ServerPool:
         cls, runtime: Runtime, spec: ServerSpec, count: int, request_timeout_s: float, waiter: Waiter, deadline_s: float
     ) -> LaunchingPool:
         """Start all processes side by side; returns at once, so that ranks can start meanwhile."""
-        nodes = runtime.nodes.members
-        seats = (
-            reserve(runtime.platform, nodes, count, spec.tp)
-            if runtime.platform.has_device_memory
-            else beside(nodes, runtime.seats, count)
-        )
-        workers = []
-        for index, seat in enumerate(seats):
-            process = runtime.process(f"server {index}", seat.node)
-            place = _place(runtime, seat.node)
-            handle = (
-                ray.remote(ServerActor)
-                .options(**seat.options)
-                .remote(process, seat.node.registry, spec, runtime.platform.name, place)
-            )
-            workers.append(Worker(handle, process, ProcessFacts(0, "?")))
+        seats = seat_servers(runtime.platform, runtime.nodes.members, runtime.seats, count, spec.tp)
+        workers = [_start_server(runtime, spec, index, seat) for index, seat in enumerate(seats)]
         process = runtime.process("router")
         place = _place(runtime, runtime.here)
         handle = (
@@ -144,7 +133,8 @@ class ServerPool:
             .remote(process, runtime.here.registry, RouterSpec(request_timeout_s=request_timeout_s), place)
         )
         router = Worker(handle, process, ProcessFacts(0, "?"))
-        starts = [Call(worker, worker.handle.start.remote(deadline_s)) for worker in [*workers, router]]
+        everyone = [*(part for parts in workers for part in parts), router]
+        starts = [Call(worker, worker.handle.start.remote(deadline_s)) for worker in everyone]
         return LaunchingPool(workers, router, starts, waiter, deadline_s)
 
     def drop(self, endpoint: ServerEndpoint, reason: str) -> None:
@@ -160,23 +150,41 @@ class ServerPool:
         log.warning("%s left the pool, %d remain: %s", endpoint.name, len(self.servers), reason.splitlines()[0])
         # Nobody waits for these: the router's own health checks pass over a server that is gone.
         self.router.handle.remove.remote(endpoint.url)
-        gone.worker.handle.stop.remote()
+        for part in (gone.worker, *gone.others):
+            part.handle.stop.remote()
 
     def _router_ended(self, how: str) -> None:
         raise WorkerDiedError(f"The router ({self.endpoint.url}) ended. {how}")
 
     def close(self, timeout_s: float = 15.0) -> None:
         """Ask every process to end, side by side; what does not is killed with the run."""
-        workers = [*(server.worker for server in self.servers), self.router]
+        workers = [*(part for server in self.servers for part in (server.worker, *server.others)), self.router]
         self._waiter.watches.clear()
         ray.wait([worker.handle.stop.remote() for worker in workers], num_returns=len(workers), timeout=timeout_s)
 
 
-def _place(runtime: Runtime, node: Node) -> ProcessPlace:
+def _start_server(runtime: Runtime, spec: ServerSpec, index: int, seat: ServerSeat) -> tuple[Worker, ...]:
+    """A process for each of its parts; the first is the one that answers."""
+    if seat.shared:
+        spec = replace(spec, extra=(*runtime.platform.shared_server_args, *spec.extra))
+    first = seat.parts[0].node
+    meet = f"{first.address}:{runtime.nodes.free_port(first)}" if len(seat.parts) > 1 else ""
+    workers = []
+    for rank, part in enumerate(seat.parts):
+        process = runtime.process(f"server {index}" + (f" part {rank}" if rank else ""), part.node)
+        own = replace(spec, span=Span(len(seat.parts), rank, meet)) if meet else spec
+        place = _place(runtime, part.node, part.env)
+        actor = ray.remote(ServerActor).options(**part.options)
+        handle = actor.remote(process, part.node.registry, own, runtime.platform.name, place)
+        workers.append(Worker(handle, process, ProcessFacts(0, "?")))
+    return tuple(workers)
+
+
+def _place(runtime: Runtime, node: Node, env: Mapping[str, str] | None = None) -> ProcessPlace:
     """Where a server or the router listens and writes."""
     # The nodes speak to each other directly, whatever proxy stands before the rest of the world.
     direct = ",".join(sorted({LOOPBACK, *(runtime.address_of(each) for each in runtime.nodes.members)}))
-    env = {RUN_ID_VARIABLE: runtime.run_id, "NO_PROXY": direct, "no_proxy": direct}
+    env = {RUN_ID_VARIABLE: runtime.run_id, "NO_PROXY": direct, "no_proxy": direct, **(env or {})}
     return ProcessPlace(runtime.logs, runtime.api_key, runtime.address_of(node), env, temp=node.temp)
 
 
@@ -184,7 +192,7 @@ def _place(runtime: Runtime, node: Node) -> ProcessPlace:
 class LaunchingPool:
     """A pool whose processes are starting."""
 
-    workers: list[Worker]
+    servers: list[tuple[Worker, ...]]  # each server's parts, the one that answers first
     router: Worker
     starts: list[Call]
     waiter: Waiter
@@ -192,17 +200,19 @@ class LaunchingPool:
 
     def ready(self) -> ServerPool:
         """Wait until every server and the router are ready, and introduce them to each other."""
+        starting = [call.worker for call in self.starts]
         pids = self._wait(self.starts)
-        everyone = [*self.workers, self.router]
-        facts = self._wait([Call(worker, worker.handle.facts.remote()) for worker in everyone])
-        endpoints = self._wait([Call(worker, worker.handle.endpoint.remote()) for worker in everyone])
-        known = [Worker(worker.handle, worker.spec, fact) for worker, fact in zip(everyone, facts, strict=True)]
-        servers = [
-            Server(worker, endpoint, pid)
-            for worker, endpoint, pid in zip(known[:-1], endpoints[:-1], pids[:-1], strict=True)
-        ]
-        self._wait([Call(known[-1], known[-1].handle.add.remote(server.endpoint)) for server in servers])
-        return ServerPool(servers, known[-1], endpoints[-1], self.waiter)
+        facts = self._wait([Call(worker, worker.handle.facts.remote()) for worker in starting])
+        known = [Worker(worker.handle, worker.spec, fact) for worker, fact in zip(starting, facts, strict=True)]
+        endpoints = self._wait([Call(worker, worker.handle.endpoint.remote()) for worker in known])
+        servers, first = [], 0
+        for parts in self.servers:
+            others = tuple(known[first + 1 : first + len(parts)])
+            servers.append(Server(known[first], others, endpoints[first], pids[first]))
+            first += len(parts)
+        router = known[-1]
+        self._wait([Call(router, router.handle.add.remote(server.endpoint)) for server in servers])
+        return ServerPool(servers, router, endpoints[-1], self.waiter)
 
     def _wait(self, calls: list[Call]) -> list[Any]:
         return self.waiter.wait(calls, phase="start", role="rollout", deadline_s=self.deadline_s)

@@ -30,7 +30,8 @@ class Platform:
     """What one kind of machine needs.
 
     name: cpu or cuda. device: torch's device string for tensors of a rank. backend: torch.distributed's backend.
-    ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`.
+    ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`; shared_server_args:
+    those of a server whose devices are ranks' as well, before the recipe's own.
     env: variables that every rank and server starts with.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
     enough to stay in memory that is at hand, since fresh pages cost more than arithmetic.
@@ -49,6 +50,7 @@ class Platform:
     env: dict[str, str]
     has_transformer_engine: bool
     has_apex: bool
+    shared_server_args: tuple[str, ...] = ()
     chunk_elements: int = 16 * 2**20
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
@@ -106,6 +108,8 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         ray_resource="GPU",
         server_module="megarl.rollout.sglang_server",
         server_args=("--skip-server-warmup",),
+        # By default it would take nearly all of the memory, and the ranks find none. The saver can give it back.
+        shared_server_args=("--mem-fraction-static", "0.3", "--enable-memory-saver"),
         env={},
         has_transformer_engine=_installed("transformer_engine"),
         has_apex=_installed("apex") and _installed("amp_C"),

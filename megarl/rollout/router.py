@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.rollout.client import ServerEndpoint
@@ -110,8 +110,9 @@ class RouterProcess(ManagedProcess):
     def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> str:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
+        direct = build_opener(ProxyHandler({}))  # whatever proxy the environment names: the router is the run's own
         try:
-            with urlopen(Request(self.url + path, data, headers, method=method), timeout=CALL_S) as answer:
+            with direct.open(Request(self.url + path, data, headers, method=method), timeout=CALL_S) as answer:
                 return str(answer.read().decode())
         except HTTPError as error:
             raise MegarlError(f"{self.name} {method} {path} answered {error.code}: {error.read().decode()}") from error

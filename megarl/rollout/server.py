@@ -20,11 +20,21 @@ KEEP_ALIVE_S = 3600
 
 
 @dataclass(frozen=True)
+class Span:
+    """One node's part of a server over several nodes. meet: host:port on the first node, where the parts find each other."""
+
+    num_nodes: int
+    node_rank: int
+    meet: str
+
+
+@dataclass(frozen=True)
 class ServerSpec:
     """What one server serves and how.
 
-    model: HF folder. kv_tokens: KV cache in tokens; None lets SGLang decide. context_length: longest prompt with its
-    response; None is the model's own. weight_version: of the weights in `model`. extra: flags of sglang.launch_server.
+    model: HF folder. tp: over all of its nodes. kv_tokens: KV cache in tokens; None lets SGLang decide. context_length:
+    longest prompt with its response; None is the model's own. weight_version: of the weights in `model`. span: where the
+    server is over several nodes; only the first answers requests. extra: flags of sglang.launch_server.
     """
 
     model: Path
@@ -35,6 +45,7 @@ class ServerSpec:
     context_length: int | None = None
     seed: int = 1
     weight_version: int = 0
+    span: Span | None = None
     extra: tuple[str, ...] = ()
 
     def flags(self, host: str, port: int) -> list[str]:
@@ -54,6 +65,9 @@ class ServerSpec:
             flags += ["--max-total-tokens", str(self.kv_tokens)]
         if self.context_length is not None:
             flags += ["--context-length", str(self.context_length)]
+        if self.span is not None:
+            flags += ["--nnodes", str(self.span.num_nodes), "--node-rank", str(self.span.node_rank)]
+            flags += ["--dist-init-addr", self.span.meet]
         return [*flags, *self.extra]
 
 

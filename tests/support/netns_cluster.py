@@ -121,7 +121,7 @@ class Nodes:
     def ray_address(self) -> str:
         return f"{self.nodes[0].address}:{RAY_PORT}"
 
-    def start_ray(self, index: int, resources: Mapping[str, float], **env: str) -> None:
+    def start_ray(self, index: int, resources: Mapping[str, float], num_gpus: int = 0, **env: str) -> None:
         """Start Ray on a node; returns at once."""
         node = self.nodes[index]
         where = ["--head", f"--port={RAY_PORT}"] if index == 0 else [f"--address={self.ray_address}"]
@@ -129,7 +129,7 @@ class Nodes:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
             *where,
             f"--node-ip-address={node.address}",
-            "--num-cpus=2",
+            *("--num-cpus=2", f"--num-gpus={num_gpus}"),
             f"--resources={json.dumps(dict(resources))}",
             *(["--include-dashboard=false"] if index == 0 else []),
         ]
@@ -145,7 +145,8 @@ class Nodes:
 
     def wait_for_ray(self, count: int) -> None:
         """Until so many nodes have come."""
-        code = f"import ray; ray.init(address={self.ray_address!r}, logging_level='error'); print(sum(node['Alive'] for node in ray.nodes()))"
+        code = f"import ray; ray.init({self.ray_address!r}, logging_level='error'); "
+        code += "print(sum(node['Alive'] for node in ray.nodes()))"
         end = time.monotonic() + START_S
         while self.nodes[0].run([sys.executable, "-c", code]).stdout.strip() != str(count):
             assert time.monotonic() < end, f"{count} nodes did not come within {START_S} s"

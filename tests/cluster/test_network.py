@@ -1,0 +1,69 @@
+"""A peer that answers, one that is not there, one that is silent, and one that garbles."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.cluster.network import PROBE_BYTES, Echo, interface_of, probe, probe_all
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo(HERE)
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    with socket.create_server((HERE, 0)) as listener:
+        yield listener
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def test_interface_of_an_address() -> None:
+    assert interface_of(HERE) == "lo"
+    assert interface_of("203.0.113.9") == ""
+
+
+def test_an_echo_answers_again_and_again(echo: Echo) -> None:
+    assert [probe(HERE, echo.port, 5.0) for _ in range(3)] == ["", "", ""]
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        port = port_of(listener)
+    assert "refused" in probe(HERE, port, 5.0)
+
+
+def test_a_silent_peer_is_given_up(silent: socket.socket) -> None:
+    assert probe(HERE, port_of(silent), 0.2) == "no answer within 0.2 s"
+
+
+@pytest.mark.parametrize("answer", [b"", b"x" * 10, b"x" * PROBE_BYTES])
+def test_other_bytes_are_no_answer(silent: socket.socket, answer: bytes) -> None:
+    def reply() -> None:
+        peer, _ = silent.accept()
+        with peer:
+            received = 0
+            while received < PROBE_BYTES:
+                received += len(peer.recv(PROBE_BYTES))
+            peer.sendall(answer)
+
+    thread = threading.Thread(target=reply)
+    thread.start()
+    assert f"{len(answer)} of {PROBE_BYTES} bytes came back" in probe(HERE, port_of(silent), 5.0)
+    thread.join()
+
+
+def test_peers_are_probed_side_by_side_and_told_apart(echo: Echo, silent: socket.socket) -> None:
+    peers = [(HERE, echo.port), (HERE, port_of(silent)), (HERE, echo.port)]
+    assert probe_all(peers, 0.3) == ["", "no answer within 0.3 s", ""]
+    assert probe_all([], 0.3) == []

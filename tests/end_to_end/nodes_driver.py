@@ -1,0 +1,108 @@
+"""What drivers inside of a cluster do, for tests of several nodes; prints one JSON object, or ends as megarl would.
+
+python -m tests.end_to_end.nodes_driver look FOLDER            # join, look around, leave
+python -m tests.end_to_end.nodes_driver missing FOLDER         # ask for more devices than there are
+python -m tests.end_to_end.nodes_driver stall FOLDER           # join, say `waiting`, wait for a rank that does nothing
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.cluster import waits
+from megarl.cluster.nodes import await_devices
+from megarl.cluster.process import ProcessFacts, configure_process
+from megarl.cluster.runtime import Runtime
+from megarl.cluster.seats import Seat, beside, reserve, seat_servers
+from megarl.core.errors import MegarlError
+from megarl.core.platform import get_platform
+from megarl.core.timing import PhaseTimer
+
+
+class Helper:
+    """An actor that waits for nothing."""
+
+    def __init__(self, spec: object) -> None:
+        self._facts = configure_process(spec)  # type: ignore[arg-type]
+
+    def facts(self) -> ProcessFacts:
+        return self._facts
+
+    def environment(self) -> dict[str, str]:
+        import os
+
+        return {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+    def wait_for_ever(self) -> None:
+        threading.Event().wait()
+
+
+def look(folder: Path) -> dict[str, object]:
+    import ray
+
+    with Runtime.start(get_platform("cpu"), folder, 2) as runtime:
+        members = runtime.nodes.members
+        helper = (
+            ray.remote(Helper).options(**runtime.seats[1].options).remote(runtime.process("h", runtime.seats[1].node))
+        )
+        return {
+            "nodes": [str(node) for node in members],
+            "ranks": [seat.node.name for seat in runtime.seats],
+            "servers": [seat.node.name for seat in beside(members, runtime.seats, 2)],
+            "gpus": gpu_seats(runtime),
+            "facts": vars(ray.get(helper.facts.remote())),
+            "environment": ray.get(helper.environment.remote()),
+        }
+
+
+def gpu_seats(runtime: Runtime) -> dict[str, object]:
+    """Who would sit where on GPUs, of which Ray believes each node to have two."""
+
+    def told(seats: Sequence[Seat]) -> list[tuple[str, tuple[str, ...]]]:
+        return [(seat.node.name, seat.devices) for seat in seats]
+
+    platform = get_platform("cuda")
+    members = [replace(node, devices=2) for node in runtime.nodes.members]
+    ranks = reserve(platform, members, 4)
+    own = seat_servers(platform, members, ranks, 1, 2)[0]
+    return {"ranks": told(ranks), "own": told(own.parts), "own is shared": own.shared}
+
+
+def missing(folder: Path) -> None:
+    import ray
+
+    with Runtime.start(get_platform("cpu"), folder, 1):
+        await_devices("megarl_cpu_device", 1000, deadline_s=0.5)
+        assert ray.is_initialized()
+
+
+def stall(folder: Path) -> None:
+    import ray
+
+    with Runtime.start(get_platform("cpu"), folder, 2) as runtime:
+        node = runtime.nodes.members[1]
+        spec = runtime.process("helper", node)
+        handle = ray.remote(Helper).options(**beside([node], [], 1)[0].options).remote(spec)
+        worker = waits.Worker(handle, spec, ray.get(handle.facts.remote()))
+        print("waiting", flush=True)
+        waiter = waits.Waiter(PhaseTimer(), runtime.nodes)
+        call = waits.Call(worker, handle.wait_for_ever.remote())
+        waiter.wait([call], phase="update", role="actor", deadline_s=600)
+
+
+def main() -> None:
+    command = {"look": look, "missing": missing, "stall": stall}[sys.argv[1]]
+    try:
+        print(json.dumps(command(Path(sys.argv[2]))))
+    except MegarlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Runs over several nodes: who sits where, what is refused before the start, and cables that are cut."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.core.janitor import processes_of
+from tests.end_to_end.harness import POLL_S, RECIPE, Driver, is_rank, is_server
+from tests.support.netns_cluster import Nodes, nodes
+
+pytestmark = pytest.mark.slow
+
+DEVICES = {"megarl_cpu_device": 1.0}
+CUT_S = 60.0  # within which a cut network has to be named
+DRIVER = "tests.end_to_end.nodes_driver"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Nodes]:
+    """Three nodes of one device each, and a fourth that has not started Ray yet."""
+    with nodes(4) as made:
+        for index in range(3):
+            made.start_ray(index, DEVICES, num_gpus=2)
+        made.wait_for_ray(3)
+        yield made
+
+
+def drive(cluster: Nodes, command: str, folder: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", DRIVER, command, str(folder)]
+    return cluster[0].popen(argv, MEGARL_RAY_ADDRESS=cluster.ray_address)
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err
+
+
+def on_node(cluster: Nodes, index: int, pids: list[int]) -> list[int]:
+    """Those of these processes that run on a node."""
+
+    def network(pid: int) -> Path | None:
+        try:
+            return Path(f"/proc/{pid}/ns/net").readlink()
+        except OSError:
+            return None  # it ended meanwhile
+
+    return [pid for pid in pids if network(pid) == network(cluster[index].pid)]
+
+
+def test_ranks_are_in_the_order_of_nodes_and_servers_beside_them(cluster: Nodes, tmp_path: Path) -> None:
+    code, out, err = finish(drive(cluster, "look", tmp_path))
+    assert code == 0, err
+    seen = json.loads(out)
+    assert seen["nodes"] == [f"{node.name} ({node.address})" for node in cluster.nodes[:3]]
+    ranks, names = seen["ranks"], ["node1", "node2", "node3"]
+    assert len(set(ranks)) == 2 and ranks == sorted(ranks)
+    [free] = set(names) - set(ranks)
+    assert seen["servers"] == [free, free]
+    assert seen["facts"]["host"] == ranks[1]
+    assert seen["facts"]["address"] == cluster[names.index(ranks[1])].address
+    first, second = sorted({name for name, _ in seen["gpus"]["ranks"]})
+    assert seen["gpus"]["ranks"] == [[first, ["0"]], [first, ["1"]], [second, ["0"]], [second, ["1"]]]
+    [third] = set(names) - {first, second}
+    assert seen["gpus"]["own"] == [[third, ["0", "1"]]] and not seen["gpus"]["own is shared"]
+    assert seen["environment"] == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+def test_missing_devices_are_counted_by_node(cluster: Nodes, tmp_path: Path) -> None:
+    code, _, err = finish(drive(cluster, "missing", tmp_path))
+    assert code == 1
+    assert "needs 1000 devices (megarl_cpu_device), and 3 are there" in err
+    assert f"node3 ({cluster[2].address}): 1" in err
+
+
+def test_a_folder_of_one_node_alone_is_refused(cluster: Nodes) -> None:
+    """/tmp/ray is each node's own."""
+    code, _, err = finish(drive(cluster, "look", Path("/tmp/ray/alone")))
+    assert code == 2
+    assert f"/tmp/ray/alone is not on node2 ({cluster[1].address})" in err
+
+
+def test_a_link_cut_in_the_middle_or_before_the_start_is_named(cluster: Nodes, tmp_path: Path) -> None:
+    """Between two nodes that Ray's head goes on reaching: nobody but megarl would ever say so."""
+    (tmp_path / "stalled").mkdir()
+    stalled = drive(cluster, "stall", tmp_path / "stalled")
+    assert stalled.stdout is not None
+    assert stalled.stdout.readline() == "waiting\n"
+    cluster.cut_between(1, 2)
+    began = time.monotonic()
+    starting = drive(cluster, "look", tmp_path)
+    link = f"node2 ({cluster[1].address}) cannot reach node3 ({cluster[2].address}) on interface eth0: no answer"
+    for process in (stalled, starting):
+        code, _, err = finish(process)
+        assert time.monotonic() - began < CUT_S
+        assert code == 1 and link in err
+    cluster.mend_between(1, 2)
+
+
+def test_a_run_whose_node_is_cut_off_names_the_node_and_leaves_nothing(cluster: Nodes, inputs: Path) -> None:
+    recipe = inputs / "several.yaml"
+    recipe.write_text(RECIPE.format(folder=inputs))
+    overrides = ["run.name=several", "cluster.devices=2", "train.steps=1000", "data.eval=null"]
+    process = cluster[0].popen(
+        [sys.executable, "-m", "megarl", "train", str(recipe), *overrides], MEGARL_RAY_ADDRESS=cluster.ray_address
+    )
+    driver = Driver(process, inputs / "runs" / "several", set())
+    driver.wait_for_step(2)
+    ranks, servers = driver.pids(is_rank), driver.pids(is_server)
+    counts = [len(on_node(cluster, index, ranks)) for index in range(3)]
+    assert sorted(counts) == [0, 1, 1]
+    assert on_node(cluster, counts.index(0), servers) == servers != []
+    # The last of the nodes with ranks: the first may be the driver's.
+    lost = max(index for index in range(3) if counts[index])
+    cluster[lost].cut()
+    began = time.monotonic()
+    code, _, err = driver.finish(90)
+    print(f"named after {time.monotonic() - began:.0f} s")
+    assert time.monotonic() - began < CUT_S
+    assert code == 1
+    assert f"{cluster[lost].name} ({cluster[lost].address})" in err
+    assert "Traceback" not in err.partition("--- end of")[0]
+    end = time.monotonic() + 20
+    reachable = [index for index in range(3) if index != lost]
+    while left := [pid for index in reachable for pid in on_node(cluster, index, processes_of(driver.run_id()))]:
+        assert time.monotonic() < end, left
+        select.select([], [], [], POLL_S)
+    for index in reachable:
+        assert cluster[index].run(["ls", "/dev/shm"]).stdout.split() == []
+
+
+def test_another_version_on_one_node_is_refused(cluster: Nodes, tmp_path: Path) -> None:
+    package = tmp_path / "other" / "sglang-0.0.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.0.1\n")
+    before = 2  # one was cut off
+    cluster.start_ray(3, DEVICES, PYTHONPATH=str(tmp_path / "other"))
+    cluster.wait_for_ray(before + 1)
+    code, _, err = finish(drive(cluster, "look", tmp_path))
+    assert code == 2
+    assert f"sglang: 0.0.1 on node4 ({cluster[3].address})" in err

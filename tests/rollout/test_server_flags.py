@@ -1,0 +1,32 @@
+"""What SGLang is told: of a server on one node, and of each part of one over several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.rollout.server import ServerSpec, Span
+
+SPEC = ServerSpec(Path("/models/m"), "bfloat16", tp=16, extra=("--x", "1"))
+
+
+def value(flags: list[str], name: str) -> str:
+    assert flags.count(name) == 1, flags
+    return flags[flags.index(name) + 1]
+
+
+def test_a_server_on_one_node_hears_nothing_of_nodes() -> None:
+    flags = SPEC.flags("10.0.0.1", 30000)
+    assert value(flags, "--host") == "10.0.0.1" and value(flags, "--tp-size") == "16"
+    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(flags)
+    assert flags[-2:] == ["--x", "1"], "the recipe's own flags come last, and so win"
+
+
+def test_parts_of_a_server_meet_at_the_first() -> None:
+    parts = [replace(SPEC, span=Span(2, rank, "10.0.0.1:29000")) for rank in range(2)]
+    flags = [part.flags(f"10.0.0.{index + 1}", 30000 + index) for index, part in enumerate(parts)]
+    assert [value(each, "--node-rank") for each in flags] == ["0", "1"]
+    for each in flags:
+        assert value(each, "--nnodes") == "2" and value(each, "--tp-size") == "16"
+        assert value(each, "--dist-init-addr") == "10.0.0.1:29000"
+    assert [value(each, "--host") for each in flags] == ["10.0.0.1", "10.0.0.2"]
