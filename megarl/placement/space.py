@@ -29,7 +29,8 @@ class Space:
 
     tp, pp, cp, ep: sizes of the axes of a Megatron role; tensor parallel stays within a node, and experts are not cut
     by it (etp 1). recompute: activations. rest: whether a role may leave the device while it is not its turn.
-    memory_shares: share of the device's memory that a server may take while it is awake.
+    memory_shares: share of the device's memory that a server may take while it is awake. server_nodes: whole nodes of one
+    server, where none within a node holds the model.
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
@@ -39,6 +40,7 @@ class Space:
     recompute: tuple[Recompute, ...] = ("none", "full")
     rest: tuple[bool, ...] = (False, True)
     memory_shares: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    server_nodes: tuple[int, ...] = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,12 @@ def _shapes(space: Space, config: ModelConfig, node: int) -> Ints:
     return np.array(found, np.int64).reshape(-1, 4)
 
 
-def servers(space: Space, config: ModelConfig, pool_sizes: Sequence[int], node: int) -> Servers:
-    """Every number and size of servers that the model and the numbers of devices allow."""
-    sizes = [size for size in space.tp if node % size == 0 and _cuts_servers(config, size)]
+def servers(
+    space: Space, config: ModelConfig, pool_sizes: Sequence[int], node: int, *, spanning: bool = False
+) -> Servers:
+    """Every number and size of servers that the model and the numbers of devices allow. spanning: each over several nodes."""
+    allowed = [node * nodes for nodes in space.server_nodes] if spanning else [s for s in space.tp if node % s == 0]
+    sizes = [size for size in allowed if _cuts_servers(config, size)]
     rows = [
         (devices, tp, share)
         for devices, tp, share in product(pool_sizes, sizes, space.memory_shares)

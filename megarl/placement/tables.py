@@ -126,10 +126,13 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
 def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RolloutTable:
     """The choices of the rollout."""
     config, rates = workload.models[ROLLOUT], cluster.rates
-    choice = servers(space, config, pool_sizes, cluster.devices_per_node)
-    held = server_bytes(config, choice, cluster, workload.bytes_each)
-    seconds = rollout_seconds(config, choice, held, workload, cluster)
-    works = np.flatnonzero(np.isfinite(seconds.total))
+    for spanning in (False, True):
+        choice = servers(space, config, pool_sizes, cluster.devices_per_node, spanning=spanning)
+        held = server_bytes(config, choice, cluster, workload.bytes_each)
+        seconds = rollout_seconds(config, choice, held, workload, cluster)
+        works = np.flatnonzero(np.isfinite(seconds.total))
+        if len(works):
+            break
     rows = works[within(held.total[works], seconds.total[works], choice.devices[works], cluster, space.memory_shares)]
     rests = np.repeat([rest for rest in (False, True) if cluster.device.rests_on_host or not rest], len(rows))
     rows = np.tile(rows, len(rests) // max(len(rows), 1))
