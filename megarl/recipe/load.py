@@ -127,7 +127,9 @@ def _refuse_other_kind(path: Path, tree: Tree, kind: type[AnyRecipe]) -> None:
     except ValidationError:
         return  # of no kind: what is wrong with it for this one is said
     right, wrong = (f"megarl {command_of(each)}" for each in (other, kind))
-    own = next((f" Recipes for `{wrong}` have a section `{name}`." for name, each in OWN_SECTIONS.items() if each is kind), "")
+    own = next(
+        (f" Recipes for `{wrong}` have a section `{name}`." for name, each in OWN_SECTIONS.items() if each is kind), ""
+    )
     raise UserError(f"{path} is a recipe for `{right}`, not for `{wrong}`. Run `{right} {path}`.{own}")
 
 

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from megarl.data.pack import (
     merge_columns,
     merge_shards,
     pack,
+    pack_pairs,
     pack_sft,
     split_column,
 )
+from megarl.data.pairs import Pair
 from megarl.data.sft import Demonstration
 
 
@@ -70,6 +73,8 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     sample.routing = np.zeros((1, 4), np.int16)
     (shard,) = pack([sample], **options())
     (micro,) = micro_batches(shard)
+    assert micro.margins is None, "samples are no pairs"
+    micro = replace(micro, margins=micro_batches(pack_pairs([make_pair(3, 2)], **pairs_options())[0])[0].margins)
     types = {name: str(getattr(micro, name).dtype) for name in MicroBatch.__dataclass_fields__}
     assert types == {
         "tokens": "int64",
@@ -80,6 +85,7 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
         "rollout_logprobs": "float32",
         "sample_index": "int64",
         "routing": "int16",
+        "margins": "float32",
     }
 
 
@@ -278,3 +284,67 @@ def test_merged_shards_hold_the_micro_batches_of_all(samples: list[Sample], num_
     ]
     for back, column in zip(split_column(together, packed), columns, strict=True):
         assert all(np.array_equal(a, b) for x, y in zip(back, column, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def make_pair(chosen: int, rejected: int, margin: float = 0.0) -> Pair:
+    """Two answers of so many tokens to a prompt of two; the tokens count up from 10 and from 20."""
+
+    def side(first: int, length: int) -> Demonstration:
+        tokens = np.concatenate([[1, 2], np.arange(first, first + length)]).astype(np.int64)
+        return Demonstration("row", tokens, np.array([0, 0] + [1] * length, np.uint8))
+
+    return Pair(side(10, chosen), side(20, rejected), margin)
+
+
+def pairs_options(**changed: Any) -> dict[str, Any]:
+    return {"num_shards": 1, "micro_batch_tokens": 64, "scored": False} | changed
+
+
+def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() -> None:
+    (shard,) = pack_pairs([make_pair(2, 1, 0.5), make_pair(1, 4)], **pairs_options())
+    (micro,) = micro_batches(shard)
+    assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 20, 1, 2, 10, 1, 2, 20, 21, 22, 23]
+    assert micro.cu_seqlens.tolist() == [0, 4, 7, 10, 16]
+    assert micro.loss_mask.tolist() == [0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0]
+    # Each of 4 sequences counts 1/4, dealt to its labels: a pair 1/2.
+    assert micro.weights.tolist() == [0, 1 / 8, 1 / 8, 0, 0, 1 / 4, 0, 0, 1 / 4, 0, 0, *[1 / 16] * 4, 0]
+    assert micro.sample_index.tolist() == [0, 1, 2, 3]
+    assert micro.margins is not None and micro.margins.tolist() == [0.5, 0.0]
+
+
+def test_a_scored_pair_is_marked_at_its_last_tokens() -> None:
+    (shard,) = pack_pairs([make_pair(2, 1)], **pairs_options(scored=True))
+    (micro,) = micro_batches(shard)
+    assert micro.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1]
+    assert micro.weights.tolist() == [0, 0, 0, 0.5, 0, 0, 0.5]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20), st.floats(-3, 3, width=32)), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_the_two_of_a_pair_are_neighbours_whatever_the_cut(
+    sizes: list[tuple[int, int, float]], num_shards: int, scored: bool
+) -> None:
+    pairs = [make_pair(*size) for size in sizes]
+    shards = pack_pairs(pairs, **pairs_options(num_shards=num_shards, micro_batch_tokens=44, scored=scored))
+    assert len({len(micro_batches(shard)) for shard in shards}) == 1
+    seen: list[int] = []
+    for micro in (micro for shard in shards for micro in micro_batches(shard)):
+        assert micro.num_tokens <= 44 and micro.margins is not None
+        assert len(micro.margins) == len(micro.sample_index) // 2
+        if micro.sample_index[0] == FILLER_INDEX:
+            continue
+        found = micro.sample_index.reshape(-1, 2)
+        assert (found[:, 0] % 2 == 0).all() and (found[:, 1] == found[:, 0] + 1).all()
+        assert micro.margins.tolist() == [pairs[index].margin for index in found[:, 0] // 2]
+        sums = np.add.reduceat(micro.weights, micro.cu_seqlens[:-1]).reshape(-1, 2).sum(1)
+        assert sums == pytest.approx(1 / len(pairs), rel=1e-5)
+        seen += found[:, 0].tolist()
+    assert sorted(seen) == [2 * index for index in range(len(pairs))]
+
+
+def test_a_pair_over_the_budget_is_asserted() -> None:
+    with pytest.raises(AssertionError, match="11 tokens that stay together, over micro_batch_tokens=10"):
+        pack_pairs([make_pair(3, 4)], **pairs_options(micro_batch_tokens=10))

@@ -53,24 +53,6 @@ def dpo_file(tmp_path: Path) -> Path:
     return file
 
 
-RM_RECIPE = SFT_RECIPE + "rm: {}\n"
-DPO_RECIPE = SFT_RECIPE + "dpo: {}\n"
-
-
-@pytest.fixture
-def rm_file(tmp_path: Path) -> Path:
-    file = tmp_path / "rm.yaml"
-    file.write_text(RM_RECIPE)
-    return file
-
-
-@pytest.fixture
-def dpo_file(tmp_path: Path) -> Path:
-    file = tmp_path / "dpo.yaml"
-    file.write_text(DPO_RECIPE)
-    return file
-
-
 @pytest.fixture
 def sft_file(tmp_path: Path) -> Path:
     file = tmp_path / "sft.yaml"

@@ -119,7 +119,9 @@ def test_supervised_batch_smaller_than_the_ranks(sft_file: Path) -> None:
 
 def test_a_micro_batch_holds_a_whole_pair(rm_file: Path) -> None:
     plan = plan_batches(load_recipe(rm_file, ["data.max_tokens=64", "actor.micro_batch_tokens=128"], RmRecipe).recipe)
-    assert plan.describe().startswith("each step: 16 pairs -> 1 mini-batch of 16 -> micro-batches of at most 128 tokens")
+    assert plan.describe().startswith(
+        "each step: 16 pairs -> 1 mini-batch of 16 -> micro-batches of at most 128 tokens"
+    )
     with pytest.raises(UserError) as caught:
         plan_batches(load_recipe(rm_file, ["data.max_tokens=65", "actor.micro_batch_tokens=128"], RmRecipe).recipe)
     assert "does not hold the longest pair, 130 tokens (twice data.max_tokens)" in str(caught.value)

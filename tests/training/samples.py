@@ -51,13 +51,14 @@ def shards(
         for index in range(dp):
             mine = mini[index::dp]
             cuts = [mine[first::micro_batches] for first in range(micro_batches) if mine[first::micro_batches]]
-            parts[index].append(MiniBatch(tuple(_pack(cut, denominator) for cut in cuts)))
+            parts[index].append(MiniBatch(tuple(to_micro_batch(cut, denominator) for cut in cuts)))
             for name, column in columns[index].items():
                 column.append([np.concatenate([example.columns[name] for example in cut]) for cut in cuts])
     return [Shard(tuple(part)) for part in parts], columns
 
 
-def _pack(mine: list[Example], denominator: float) -> MicroBatch:
+def to_micro_batch(mine: list[Example], denominator: float) -> MicroBatch:
+    """Sequences end to end; what is trained on weighs 1 over the denominator."""
     mask = np.concatenate([example.mask for example in mine])
     return MicroBatch(
         tokens=np.concatenate([example.tokens for example in mine]),

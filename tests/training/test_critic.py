@@ -18,19 +18,6 @@ LENGTHS = [9, 17, 30, 12]
 CLIP = 0.2
 
 
-@pytest.fixture(scope="module")
-def scored(folder, tmp_path_factory):
-    """The tiny model with a random score head, written by transformers."""
-    target = tmp_path_factory.mktemp("scored") / "model"
-    torch.manual_seed(4)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    model.config.pad_token_id = 0
-    model.save_pretrained(target)
-    for path in folder.glob("token*"):
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
 def critic(folder, **changes):
     optimizer = Optimizer(lr=1e-3, eps=1e-6, clip_grad=0.5)
     spec = RoleSpec(folder, "float32", optimizer=optimizer, total_steps=4, head="score", objective=ValueObjective(CLIP))
