@@ -128,6 +128,7 @@ class SlurmCluster:
 
     def _munge(self) -> list[str]:
         return [
+            "--force",  # its socket may lie in a folder that is not everybody's
             *(f"--key-file={self.root}/munge.key", f"--socket={self.root}/munge.socket"),
             *(f"--{name}-file={self.root}/munged.{name}" for name in ("pid", "log", "seed")),
         ]
@@ -157,7 +158,6 @@ def slurm_cluster(root: Path, count: int, cpus: int = 8) -> Iterator[SlurmCluste
 
 def _write_files(cluster: SlurmCluster, cpus: int) -> None:
     root, login = cluster.root, cluster.login
-    root.chmod(0o755)  # munge wants its socket to be reachable for everybody
     (root / "state").mkdir()
     (root / "munge.key").write_bytes(secrets.token_bytes(64))
     (root / "munge.key").chmod(0o400)
