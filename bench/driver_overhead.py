@@ -27,7 +27,8 @@ from rich.table import Table
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.ranks import RankGroup
-from megarl.cluster.roles import Batch, ColumnRefs, Policy, Reference
+from megarl.cluster.roles import Batch, ColumnRefs, Role
+from megarl.cluster.rollout import Learnable
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.layout import Layout
@@ -113,7 +114,7 @@ class StubCollector:
         tokens = self._samples * TOKENS_PER_SAMPLE
         return BatchInfo(step, version, self._samples, self._samples, 1, 0, tokens, {}), self._shard
 
-    def advantages(self, step: int) -> tuple[None, Column]:
+    def advantages(self, step: int, *columns: Column) -> tuple[None, Column]:
         time.sleep(self._delay_s)
         return None, column_of(self._shard)
 
@@ -127,10 +128,11 @@ class StubRollout:
         info, shard = self.worker.handle.generate.options(num_returns=2).remote(step, weight_version)
         return Batch((shard,), self._wait(info))
 
-    def advantages(self, batch: Batch) -> ColumnRefs:
-        done, column = self.worker.handle.advantages.options(num_returns=2).remote(batch.info.step)
+    def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
+        parts = [part for column in columns.values() for part in column]
+        done, column = self.worker.handle.advantages.options(num_returns=2).remote(batch.info.step, *parts)
         self._wait(done)
-        return (column,)
+        return Learnable({"advantages": (column,)}, {})
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
         raise AssertionError("this recipe has no held-out rows")
@@ -160,6 +162,9 @@ class StubKeeper:
         self.cpu.append(now - self.last_cpu)
         self.last_cpu = now
 
+    def stopping(self) -> bool:
+        return False
+
     def save(self, state: State) -> None:
         """Nothing to save."""
 
@@ -183,8 +188,20 @@ def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, f
         rollout=Rollout(prompts_per_step=samples, samples_per_prompt=1, max_response_tokens=TOKENS_PER_SAMPLE),
         train=Train(steps=STEPS),
     )
-    actor, reference = Policy("actor", ranks, layout, Deadlines()), Reference("reference", ranks, layout, Deadlines())
-    train(Cast(StubRollout(collector, waiter), actor, reference, StubSync(), keeper, timer), recipe, State())
+    reads = frozenset({"old_logprobs", "ref_logprobs", "advantages"})
+    actor, reference = (Role(name, ranks, layout, Deadlines(), reads) for name in ("actor", "reference"))
+    cast = Cast(
+        StubRollout(collector, waiter),
+        actor,
+        reference=reference,
+        critic=None,
+        reward_model=None,
+        teacher=None,
+        sync=StubSync(),
+        keeper=keeper,
+        timer=timer,
+    )
+    train(cast, recipe, State())
     for worker in (rank, collector):
         ray.kill(worker.handle)
     figures = {"outside_waits_s": keeper.outside_waits, "cpu_s": keeper.cpu, "stub_step_s": keeper.wall}

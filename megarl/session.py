@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from megarl.cluster.feeder import Feeder
@@ -17,7 +18,7 @@ from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
 from megarl.core.timing import PhaseTimer
 from megarl.preflight import Preflight
-from megarl.recipe.layouts import num_shards, role_layouts
+from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
@@ -59,10 +60,24 @@ def _reads(recipe: AnyRecipe) -> list[Path]:
     return [path.resolve() for path in paths if path is not None]
 
 
-def _start_ranks(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> RankGroup:
-    deadlines = recipe.deadlines
+def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:
+    """The ranks that host each role: one process a device, pool by pool in the order of the seats."""
+    deadlines, seats = recipe.deadlines, iter(runtime.seats)
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
-    return RankGroup.start(runtime, recipe.cluster.devices, recipe.run.seed, waiter, deadlines.start_s, longest)
+    pools = pools_of(recipe)
+    launching = {
+        name: RankGroup.launch(
+            runtime,
+            list(islice(seats, pool.devices)),
+            "rank" if name == SHARED else f"{name} rank",
+            recipe.run.seed,
+            waiter,
+            deadlines.start_s,
+        )
+        for name, pool in pools.items()
+    }
+    groups = {name: ranks.ready(longest) for name, ranks in launching.items()}
+    return {role: groups[name] for name, pool in pools.items() for role in pool.roles}
 
 
 def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> LaunchingPool:
@@ -81,11 +96,13 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
     return ServerPool.launch(runtime, spec, settings.servers, deadlines.rollout_s, waiter, deadlines.start_s)
 
 
-def _build_roles(specs: dict[str, RoleSpec], ranks: RankGroup, recipe: AnyRecipe) -> dict[str, Role]:
-    roles = {}
-    for name, spec in specs.items():
-        roles[name] = Role(name, ranks, spec.layout, recipe.deadlines, _READS.get(name, frozenset()))
-        roles[name].build(spec)
+def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe: AnyRecipe) -> dict[str, Role]:
+    roles = {
+        name: Role(name, ranks[name], spec.layout, recipe.deadlines, _READS.get(name, frozenset()))
+        for name, spec in specs.items()
+    }
+    for building in [role.build(specs[name]) for name, role in roles.items()]:
+        building.wait()
     return roles
 
 
@@ -96,10 +113,10 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         launching = _launch_servers(runtime, recipe, waiter)
-        ranks = _start_ranks(runtime, recipe, waiter)
+        ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = RolloutPool.start(runtime, recipe, launching.ready(), num_shards(recipe), waiter)
-        yield TrainSession(roles, rollout, WeightSync(ACTOR, ranks, layouts[ACTOR], rollout, recipe))
+        yield TrainSession(roles, rollout, WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe))
         rollout.close()
 
 
@@ -118,6 +135,6 @@ def supervised_session(recipe: SupervisedRecipe, checked: Preflight, timer: Phas
     """Start the ranks and the feeder; on leaving, end everything."""
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
-        ranks = _start_ranks(runtime, recipe, waiter)
+        ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(supervised_specs(recipe, checked), ranks, recipe)
         yield SupervisedSession(roles, Feeder.start(runtime, recipe, num_shards(recipe), waiter))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.supervised import SupervisedRecipe
-from megarl.train import Batch, Keeper, References, State, due
+from megarl.train import Batch, Keeper, Pending, References, State, due
 
 
 class Feeder(Protocol):
@@ -23,9 +23,9 @@ class Feeder(Protocol):
 class Role(Protocol):
     """A model that Megatron holds. Only the one under training is updated and evaluated."""
 
-    def logprobs(self, batch: Any) -> References: ...  # noqa: D102
-    def update(self, batch: Any, columns: dict[str, References]) -> dict[str, float]: ...  # noqa: D102
-    def evaluate(self, batch: Any, columns: dict[str, References]) -> dict[str, float]: ...  # noqa: D102
+    def logprobs(self, batch: Any) -> Pending[References]: ...  # noqa: D102
+    def update(self, batch: Any, columns: dict[str, References]) -> Pending[dict[str, float]]: ...  # noqa: D102
+    def evaluate(self, batch: Any, columns: dict[str, References]) -> Pending[dict[str, float]]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def supervise(cast: SupervisedCast, recipe: SupervisedRecipe, state: State) -> S
                 batch = cast.feeder.take(step)
             columns = score(cast, batch)
             with timer.phase("update"):
-                metrics = cast.model.update(batch, columns)
+                metrics = cast.model.update(batch, columns).wait()
             state = State(step, state.weight_version + 1)
             if held_out is not None and due(step, recipe.eval.every, recipe.train.steps):
                 metrics |= evaluate(cast, held_out)
@@ -70,12 +70,12 @@ def score(cast: SupervisedCast, batch: Batch) -> dict[str, References]:
     if cast.reference is None:
         return {}
     with cast.timer.phase("reference"):
-        return {"ref_logprobs": cast.reference.logprobs(batch)}
+        return {"ref_logprobs": cast.reference.logprobs(batch).wait()}
 
 
 def evaluate(cast: SupervisedCast, held_out: Batch) -> dict[str, float]:
     """What the loss reports of the held-out rows: `rm/accuracy` is `rm/eval_accuracy` then."""
     columns = score(cast, held_out)
     with cast.timer.phase("eval"):
-        metrics = cast.model.evaluate(held_out, columns)
+        metrics = cast.model.evaluate(held_out, columns).wait()
     return {name.replace("/", "/eval_"): value for name, value in metrics.items()}

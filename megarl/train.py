@@ -10,7 +10,7 @@ the weights is decided by pure functions (megarl/algorithms).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, EvalResult
@@ -18,6 +18,7 @@ from megarl.recipe.schema import Recipe
 
 # One reference a shard; what it refers to lives in the object store.
 References = tuple[Any, ...]
+Given_co = TypeVar("Given_co", covariant=True)
 
 
 class Batch(Protocol):
@@ -26,6 +27,12 @@ class Batch(Protocol):
     @property
     def info(self) -> BatchInfo:
         """Counts and metrics."""
+
+
+class Pending(Protocol[Given_co]):
+    """An operation that has begun."""
+
+    def wait(self) -> Given_co: ...  # noqa: D102
 
 
 class Learnable(Protocol):
@@ -51,9 +58,9 @@ class Rollout(Protocol):
 class Role(Protocol):
     """A model that Megatron holds. Only the actor and the critic are updated."""
 
-    def logprobs(self, batch: Any) -> References: ...  # noqa: D102
-    def values(self, batch: Any) -> References: ...  # noqa: D102
-    def update(self, batch: Any, columns: dict[str, References]) -> dict[str, float]: ...  # noqa: D102
+    def logprobs(self, batch: Any) -> Pending[References]: ...  # noqa: D102
+    def values(self, batch: Any) -> Pending[References]: ...  # noqa: D102
+    def update(self, batch: Any, columns: dict[str, References]) -> Pending[dict[str, float]]: ...  # noqa: D102
     def copy_from(self, other: Any) -> None: ...  # noqa: D102
 
 
@@ -110,14 +117,14 @@ def train(cast: Cast, recipe: Recipe, state: State) -> State:
             with timer.phase("advantages"):
                 learnable = rollout.advantages(batch, columns)
             columns, metrics = columns | learnable.columns, dict(learnable.metrics)
+            updates: list[tuple[str, Pending[dict[str, float]]]] = []
             if cast.critic is not None and recipe.critic is not None:
-                for _ in range(recipe.critic.epochs):
-                    with timer.phase("critic"):
-                        metrics |= cast.critic.update(batch, columns)
+                updates += [("critic", cast.critic.update(batch, columns)) for _ in range(recipe.critic.epochs)]
             if recipe.critic is None or step > recipe.critic.warmup_steps:
-                for _ in range(recipe.actor.epochs):
-                    with timer.phase("update"):
-                        metrics |= cast.actor.update(batch, columns)
+                updates += [("update", cast.actor.update(batch, columns)) for _ in range(recipe.actor.epochs)]
+            for phase, update in updates:
+                with timer.phase(phase):
+                    metrics |= update.wait()
             state = State(step, state.weight_version + 1)
             with timer.phase("sync"):
                 metrics |= cast.sync.push(state.weight_version)
@@ -139,21 +146,20 @@ def train(cast: Cast, recipe: Recipe, state: State) -> State:
 
 
 def score(cast: Cast, recipe: Recipe, batch: Any) -> dict[str, References]:
-    """What each role says of the step's samples, before anything learns from them."""
-    columns: dict[str, References] = {}
+    """What each role says of the step's samples, before anything learns from them; roles of different pools at once."""
+    asked: dict[str, tuple[str, Pending[References]]] = {}
     if recipe.algorithm.old_logprobs == "trainer":
-        with cast.timer.phase("logprobs"):
-            columns["old_logprobs"] = cast.actor.logprobs(batch)
+        asked["old_logprobs"] = "logprobs", cast.actor.logprobs(batch)
     if cast.reference is not None:
-        with cast.timer.phase("reference"):
-            columns["ref_logprobs"] = cast.reference.logprobs(batch)
+        asked["ref_logprobs"] = "reference", cast.reference.logprobs(batch)
     if cast.teacher is not None:
-        with cast.timer.phase("teacher"):
-            columns["teacher_logprobs"] = cast.teacher.logprobs(batch)
+        asked["teacher_logprobs"] = "teacher", cast.teacher.logprobs(batch)
     if cast.critic is not None:
-        with cast.timer.phase("values"):
-            columns["values"] = cast.critic.values(batch)
+        asked["values"] = "values", cast.critic.values(batch)
     if cast.reward_model is not None:
-        with cast.timer.phase("reward_model"):
-            columns["scores"] = cast.reward_model.values(batch)
+        asked["scores"] = "reward_model", cast.reward_model.values(batch)
+    columns = {}
+    for name, (phase, pending) in asked.items():
+        with cast.timer.phase(phase):
+            columns[name] = pending.wait()
     return columns

@@ -27,6 +27,19 @@ class Learnable:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Pending:
+    """What has begun; waited for later."""
+
+    name: str
+    calls: list[Any]
+    result: Any
+
+    def wait(self) -> Any:
+        self.calls.append(("wait", self.name))
+        return self.result
+
+
 @dataclass
 class Recorder:
     """Plays every part, and writes down what it is asked for."""
@@ -52,17 +65,17 @@ class Recorder:
         self.calls.append(("evaluate", step, weight_version))
         return EvalResult(1, 1, 1.0, 1.0, {"eval/accuracy": 1.0})
 
-    def logprobs(self, batch: Any) -> tuple[str]:
+    def logprobs(self, batch: Any) -> Pending:
         self.calls.append(("logprobs", self.name))
-        return (self.name,)
+        return Pending(self.name, self.calls, (self.name,))
 
-    def values(self, batch: Any) -> tuple[str]:
+    def values(self, batch: Any) -> Pending:
         self.calls.append(("values", self.name))
-        return (self.name,)
+        return Pending(self.name, self.calls, (self.name,))
 
-    def update(self, batch: Any, columns: dict[str, Any]) -> dict[str, float]:
+    def update(self, batch: Any, columns: dict[str, Any]) -> Pending:
         self.calls.append(("update", self.name, dict(columns)))
-        return {f"{self.name}/loss": 1.0}
+        return Pending(self.name, self.calls, {f"{self.name}/loss": 1.0})
 
     def copy_from(self, other: Any) -> None:
         self.calls.append(("copy", self.name, other.name))
@@ -105,8 +118,11 @@ def test_one_step_reads_like_the_algorithm() -> None:
         ("generate", 3, 5),
         ("logprobs", "actor"),
         ("logprobs", "reference"),
+        ("wait", "actor"),
+        ("wait", "reference"),
         ("advantages", scored),
         ("update", "actor", {**scored, "advantages": ("advantages",), "returns": ("returns",)}),
+        ("wait", "actor"),
         ("push", 6),
         ("evaluate", 3, 6),
         ("save", State(3, 6)),
@@ -125,15 +141,18 @@ def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
         "scores": ("reward_model",),
     }
     learned = {**scored, "advantages": ("advantages",), "returns": ("returns",)}
-    assert calls[1:9] == [
+    # Everybody is asked before anybody is waited for: roles of different pools work at the same time.
+    assert calls[1:16] == [
         ("logprobs", "actor"),
         ("logprobs", "teacher"),
         ("values", "critic"),
         ("values", "reward_model"),
+        *(("wait", name) for name in ("actor", "teacher", "critic", "reward_model")),
         ("advantages", scored),
         ("update", "critic", learned),
         ("update", "critic", learned),
         ("update", "actor", learned),
+        *(("wait", name) for name in ("critic", "critic", "actor")),
     ]
     assert {"critic/loss", "actor/loss"} <= set(keeper.metrics[3])
 

@@ -11,7 +11,8 @@ import ray
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.cluster.seats import Seat
+from megarl.cluster.waits import Call, Pending, Waiter, Worker
 from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.core.platform import PlatformName
 from megarl.core.types import Column, Shard
@@ -131,59 +132,45 @@ class RankGroup:
     waiter: Waiter
 
     @classmethod
-    def start(
-        cls, runtime: Runtime, world_size: int, seed: int, waiter: Waiter, deadline_s: float, collective_s: float
-    ) -> RankGroup:
-        """Start one process on each of the runtime's seats and join them in a process group.
-
-        collective_s: longest time that a rank waits for the others in any later collective.
-        """
-        handles = []
-        for rank, seat in enumerate(runtime.seats):
-            spec = runtime.process(f"rank {rank}", seat.node)
+    def launch(
+        cls, runtime: Runtime, seats: Sequence[Seat], pool: str, seed: int, waiter: Waiter, deadline_s: float
+    ) -> LaunchingRanks:
+        """Start one process on each seat; returns at once, so that others can start meanwhile."""
+        starting = []
+        for rank, seat in enumerate(seats):
+            spec = runtime.process(f"{pool} {rank}", seat.node)
             actor = ray.remote(RankActor).options(**seat.options)
-            handles.append((spec, actor.remote(spec, rank, world_size, runtime.platform.name, seed)))
-        unknown = ProcessFacts(0, "?")
-        starting = [Worker(handle, spec, unknown) for spec, handle in handles]
-        facts = waiter.wait(
-            [Call(worker, worker.handle.facts.remote()) for worker in starting],
-            phase="start",
-            role="ranks",
-            deadline_s=deadline_s,
-        )
-        workers = tuple(Worker(worker.handle, worker.spec, fact) for worker, fact in zip(starting, facts, strict=True))
-        group = cls(workers, waiter)
-        port = group.call(lambda worker, _: worker.handle.free_port.remote(), "start", "ranks", deadline_s, only=[0])[0]
-        group.call(
-            lambda worker, _: worker.handle.rendezvous.remote(workers[0].facts.address, port, collective_s),
-            "rendezvous",
-            "ranks",
-            deadline_s,
-        )
-        return group
+            handle = actor.remote(spec, rank, len(seats), runtime.platform.name, seed)
+            starting.append(Worker(handle, spec, ProcessFacts(0, "?")))
+        calls = [Call(worker, worker.handle.facts.remote()) for worker in starting]
 
-    def call(
+        def with_facts(facts: list[ProcessFacts]) -> tuple[Worker, ...]:
+            return tuple(Worker(worker.handle, worker.spec, fact) for worker, fact in zip(starting, facts, strict=True))
+
+        return LaunchingRanks(Pending(waiter, calls, "start", "ranks", deadline_s, with_facts))
+
+    def ask(
         self,
         remote: Callable[[Worker, int], Any],
         phase: str,
         role: str,
         deadline_s: float,
         only: Sequence[int] | None = None,
-    ) -> list[Any]:
-        """Call every rank (or only some) and wait for the small results; in the order of the ranks."""
+    ) -> Pending[list[Any]]:
+        """Call every rank (or only some): the small results, in the order of the ranks."""
         chosen = range(len(self.workers)) if only is None else only
         calls = [Call(self.workers[rank], remote(self.workers[rank], rank)) for rank in chosen]
-        return self.waiter.wait(calls, phase=phase, role=role, deadline_s=deadline_s)
+        return Pending(self.waiter, calls, phase, role, deadline_s, finish=list)
 
-    def call_columns(
+    def ask_columns(
         self,
         remote: Callable[[Worker, int], Sequence[Any]],
         layout: Layout,
         phase: str,
         role: str,
         deadline_s: float,
-    ) -> tuple[Any, ...]:
-        """Call every rank for columns: returns references in the order of the shards, from the lead ranks; fetches none.
+    ) -> Pending[tuple[Any, ...]]:
+        """Call every rank for columns: references in the order of the shards, from the lead ranks; fetches none.
 
         remote: gives a reference to the call's outcome, then one for each of the rank's shards.
         """
@@ -194,10 +181,35 @@ class RankGroup:
             calls.append(Call(worker, status))
             if is_lead(rank, layout):
                 columns[dp_rank(rank, layout)] = references
-        self.waiter.wait(calls, phase=phase, role=role, deadline_s=deadline_s)
-        return tuple(reference for index in sorted(columns) for reference in columns[index])
+        ordered = tuple(reference for index in sorted(columns) for reference in columns[index])
+        return Pending(self.waiter, calls, phase, role, deadline_s, finish=lambda _: ordered)
 
     def close(self) -> None:
         """End the ranks' processes."""
         for worker in self.workers:
             ray.kill(worker.handle)
+
+
+@dataclass(frozen=True)
+class LaunchingRanks:
+    """Processes that are on their way."""
+
+    starting: Pending[tuple[Worker, ...]]
+
+    def ready(self, collective_s: float) -> RankGroup:
+        """Wait until all are up, and join them in a process group.
+
+        collective_s: longest time that a rank waits for the others in any later collective.
+        """
+        group = RankGroup(self.starting.wait(), self.starting.waiter)
+        deadline_s = self.starting.deadline_s
+        first = group.workers[0]
+        ask_port = group.ask(lambda worker, _: worker.handle.free_port.remote(), "start", "ranks", deadline_s, only=[0])
+        [port] = ask_port.wait()
+        group.ask(
+            lambda worker, _: worker.handle.rendezvous.remote(first.facts.address, port, collective_s),
+            "rendezvous",
+            "ranks",
+            deadline_s,
+        ).wait()
+        return group

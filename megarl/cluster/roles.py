@@ -1,4 +1,8 @@
-"""Typed handles of the Megatron roles: what the loop talks to. Methods take and return references, never tokens."""
+"""Typed handles of the Megatron roles: what the loop talks to. Methods take and return references, never tokens.
+
+What a step asks of a role begins at once and is waited for later: roles of different pools work at the same time, those of
+one pool in the order in which they were asked.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.ranks import RankGroup
+from megarl.cluster.waits import Pending
 from megarl.core.layout import Layout, dp_rank
 from megarl.core.types import BatchInfo
 from megarl.recipe.run import Deadlines
@@ -42,16 +47,16 @@ class Role:
         first = dp_rank(rank, self.layout) * each
         return references[first : first + each]
 
-    def build(self, spec: RoleSpec) -> None:
+    def build(self, spec: RoleSpec) -> Pending[Any]:
         """Build the model on every rank from its HF folder."""
-        self.ranks.call(
+        return self.ranks.ask(
             lambda worker, _: worker.handle.build.remote(self.name, spec), "build", self.name, self.deadlines.start_s
         )
 
-    def logprobs(self, batch: Batch) -> ColumnRefs:
+    def logprobs(self, batch: Batch) -> Pending[ColumnRefs]:
         """Log-probs of every label of the batch, natural log, of the temperature-scaled distribution."""
         each = len(batch.shards) // self.layout.dp
-        return self.ranks.call_columns(
+        return self.ranks.ask_columns(
             lambda worker, rank: worker.handle.logprobs.options(num_returns=1 + each).remote(
                 self.name, None, *self._mine(rank, batch.shards)
             ),
@@ -61,10 +66,10 @@ class Role:
             self.deadlines.train_s,
         )
 
-    def values(self, batch: Batch) -> ColumnRefs:
+    def values(self, batch: Batch) -> Pending[ColumnRefs]:
         """What a score head says at every position of the batch."""
         each = len(batch.shards) // self.layout.dp
-        return self.ranks.call_columns(
+        return self.ranks.ask_columns(
             lambda worker, rank: worker.handle.values.options(num_returns=1 + each).remote(
                 self.name, *self._mine(rank, batch.shards)
             ),
@@ -74,15 +79,15 @@ class Role:
             self.deadlines.train_s,
         )
 
-    def update(self, batch: Batch, columns: dict[str, ColumnRefs]) -> dict[str, float]:
+    def update(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
         """One optimizer step a mini-batch; returns metrics, reduced over all ranks. Columns it does not read stay away."""
         return self._metrics("update", batch, columns)
 
-    def evaluate(self, batch: Batch, columns: dict[str, ColumnRefs]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
         """What the role's loss reports of the batch, as `update` does; nothing is learned."""
         return self._metrics("evaluate", batch, columns)
 
-    def _metrics(self, method: str, batch: Batch, columns: dict[str, ColumnRefs]) -> dict[str, float]:
+    def _metrics(self, method: str, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
         names = tuple(name for name in columns if name in self.reads)
 
         def remote(worker: Any, rank: int) -> Any:
@@ -90,60 +95,60 @@ class Role:
             mine = [column for name in names for column in self._mine(rank, columns[name])]
             return getattr(worker.handle, method).remote(self.name, names, len(shards), *shards, *mine)
 
-        results: list[dict[str, float]] = self.ranks.call(remote, method, self.name, self.deadlines.train_s)
-        return results[0]
+        asked = self.ranks.ask(remote, method, self.name, self.deadlines.train_s)
+        return asked.then(lambda results: results[0])
 
     def copy_from(self, other: Role) -> None:
         """Take the weights of a role of the same layout."""
-        self.ranks.call(
+        self.ranks.ask(
             lambda worker, _: worker.handle.copy_weights.remote(other.name, self.name),
             "refresh",
             self.name,
             self.deadlines.train_s,
-        )
+        ).wait()
 
     def save(self, folder: Path, *, wait: bool = True) -> None:
         """Write a distributed checkpoint: weights, optimizer, schedule. wait: off, it is whole after `finish_save`."""
-        self.ranks.call(
+        self.ranks.ask(
             lambda worker, _: worker.handle.save.remote(self.name, folder, wait),
             "save",
             self.name,
             self.deadlines.save_s,
-        )
+        ).wait()
 
     def finish_save(self) -> None:
         """Wait until a checkpoint that is being written is whole."""
-        self.ranks.call(
+        self.ranks.ask(
             lambda worker, _: worker.handle.finish_save.remote(self.name), "save", self.name, self.deadlines.save_s
-        )
+        ).wait()
 
     def load(self, folder: Path) -> None:
         """Read a distributed checkpoint."""
-        self.ranks.call(
+        self.ranks.ask(
             lambda worker, _: worker.handle.load.remote(self.name, folder), "load", self.name, self.deadlines.save_s
-        )
+        ).wait()
 
     def export(self, source: Path, target: Path) -> None:
         """Write the weights as an HF folder; config and tokenizer come from `source`."""
-        self.ranks.call(
+        self.ranks.ask(
             lambda worker, _: worker.handle.export_hf.remote(self.name, source, target),
             "export",
             self.name,
             self.deadlines.save_s,
-        )
+        ).wait()
 
     def export_adapters(self, target: Path) -> None:
         """Write the LoRA adapters in PEFT's format."""
-        self.ranks.call(
+        self.ranks.ask(
             lambda worker, _: worker.handle.export_adapters.remote(self.name, target),
             "export",
             self.name,
             self.deadlines.save_s,
-        )
+        ).wait()
 
     def peak_bytes(self) -> int:
         """Largest memory that any rank has held."""
-        peaks: list[int] = self.ranks.call(
+        peaks: list[int] = self.ranks.ask(
             lambda worker, _: worker.handle.peak_bytes.remote(), "memory", self.name, self.deadlines.train_s
-        )
+        ).wait()
         return max(peaks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -18,6 +18,9 @@ from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec, tail
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.timing import PhaseTimer
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 STACK_WAIT_S = 2.0
 LINKS_EVERY_S = 10.0  # between two looks at the network while waiting
@@ -44,6 +47,33 @@ class Call:
 
     worker: Worker
     result: Any
+
+
+@dataclass(frozen=True)
+class Pending(Generic[T]):
+    """Calls under way, of one operation of a role. finish: makes of their results what the operation gives."""
+
+    waiter: Waiter
+    calls: Sequence[Call]
+    phase: str
+    role: str
+    deadline_s: float
+    finish: Callable[[list[Any]], T]
+
+    def wait(self) -> T:
+        """What the operation gives, once every call has ended. Raises what `Waiter.wait` raises."""
+        return self.finish(self.waiter.wait(self.calls, phase=self.phase, role=self.role, deadline_s=self.deadline_s))
+
+    def then(self, finish: Callable[[T], U]) -> Pending[U]:
+        """The same calls, which give something else."""
+        return Pending(
+            self.waiter,
+            self.calls,
+            self.phase,
+            self.role,
+            self.deadline_s,
+            lambda results: finish(self.finish(results)),
+        )
 
 
 @dataclass

@@ -33,7 +33,7 @@ class WeightSync:
         """
         settings, deadline_s = self.recipe.sync, self.recipe.deadlines.sync_s
         endpoints = [server.endpoint for server in self.rollout.servers.servers]
-        reports: list[SyncReport | None] = self.ranks.call(
+        reports: list[SyncReport | None] = self.ranks.ask(
             lambda worker, _: worker.handle.send_weights.remote(
                 self.role, weight_version, endpoints, settings.bucket_mb * 2**20, deadline_s
             ),
@@ -41,7 +41,7 @@ class WeightSync:
             self.role,
             # Rank 0 gives up one attempt after `deadline_s`; one more may follow for every server that failed.
             deadline_s * (1 + len(endpoints)),
-        )
+        ).wait()
         report = reports[0]
         if report is None:
             raise SyncError(f"Rank 0 sent nothing for weight version {weight_version}.")
@@ -58,13 +58,13 @@ class WeightSync:
     def verify(self, weight_version: int) -> dict[str, float]:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
         shard = self.rollout.probe()
-        column = self.ranks.call_columns(
+        column = self.ranks.ask_columns(
             lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, shard),
             self.layout,
             "sync",
             self.role,
             self.recipe.deadlines.sync_s,
-        )[0]
+        ).wait()[0]
         tolerance = self.recipe.sync.tolerance or TOLERANCES[self.recipe.model.dtype]
         result = self.rollout.verify(column, tolerance, weight_version)
         for server in list(self.rollout.servers.servers):

@@ -21,6 +21,11 @@ def _distills(recipe: Recipe) -> bool:
     return "distill" in (recipe.algorithm.advantage, recipe.algorithm.policy_loss)
 
 
+def _apart(recipe: Recipe) -> bool:
+    """Whether actor and reference are in different pools."""
+    return any("reference" in pool.roles and "actor" not in pool.roles for pool in recipe.placement.pools.values())
+
+
 ALGORITHM_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("algorithm.kl_kind", "algorithm.kl_in"),
@@ -187,6 +192,15 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "Remove reference.parallel"
         ),
         (Recipe, DpoRecipe),
+    ),
+    Contradiction(
+        "placement.pools",
+        lambda r: (r.actor.lora is not None or r.reference.refresh_every is not None) and _apart(r),
+        lambda r: (
+            "under actor.lora, or with reference.refresh_every, the reference lives on what the actor's ranks have. Put both "
+            "into one pool"
+        ),
+        RL,
     ),
     Contradiction(
         "reference.refresh_every",

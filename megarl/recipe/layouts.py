@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+from megarl.core.errors import UserError
 from megarl.core.layout import Layout
+from megarl.recipe.placement import Pool, RoleName
 from megarl.recipe.roles import Critic, Parallel, Reference, RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe
+
+SHARED = "ranks"  # the name of the one pool, where the recipe names none
 
 
 def layout_of(parallel: Parallel, devices: int) -> Layout:
@@ -28,16 +32,36 @@ def layout_of(parallel: Parallel, devices: int) -> Layout:
 
 def role_layouts(recipe: AnyRecipe) -> dict[str, Layout]:
     """The layout of every Megatron role, by the section that decides it. Raises UserError."""
-    devices = recipe.cluster.devices
-    layouts = {"actor": layout_of(recipe.actor.parallel, devices)}
-    for role, section in _sections(recipe).items():
-        if section is not None:
-            own = section.parallel
-            layouts[role] = layouts["actor"] if own is None else layout_of(own, devices)
-    return layouts
+    devices = {role: pool.devices for pool in pools_of(recipe).values() for role in pool.roles}
+    sections = {role: section for role, section in _sections(recipe).items() if section is not None}
+    own = {role: section.parallel or recipe.actor.parallel for role, section in sections.items()}
+    parallels = {"actor": recipe.actor.parallel, **own}
+    return {role: layout_of(parallel, devices[role]) for role, parallel in parallels.items()}
 
 
-def _sections(recipe: AnyRecipe) -> dict[str, Reference | Critic | RewardModel | Teacher | None]:
+def pools_of(recipe: AnyRecipe) -> dict[str, Pool]:
+    """The pools of devices, each with the roles that the run has. Raises UserError unless each role is in exactly one."""
+    roles: list[RoleName] = ["actor", *(role for role, section in _sections(recipe).items() if section is not None)]
+    named = recipe.placement.pools if isinstance(recipe, Recipe) else {}
+    if not named:
+        return {SHARED: Pool(devices=recipe.cluster.devices, roles=tuple(roles))}
+    hosted = [role for pool in named.values() for role in pool.roles]
+    problems = [
+        *(f"{role} is in no pool" for role in roles if role not in hosted),
+        *(f"{role} is in more than one pool" for role in sorted(set(hosted)) if hosted.count(role) > 1),
+        *(f"{role} is in a pool, and the run has none" for role in sorted(set(hosted) - set(roles))),
+    ]
+    total = sum(pool.devices for pool in named.values())
+    if total != recipe.cluster.devices:
+        problems.append(f"the pools have {total} devices together, and cluster.devices is {recipe.cluster.devices}")
+    if problems:
+        raise UserError(
+            f"placement.pools does not fit the run: {'; '.join(problems)}. The run's roles: {', '.join(roles)}."
+        )
+    return dict(named)
+
+
+def _sections(recipe: AnyRecipe) -> dict[RoleName, Reference | Critic | RewardModel | Teacher | None]:
     """The sections of the roles beside the actor; None for those that the recipe does not ask for."""
     if isinstance(recipe, DpoRecipe):
         return {"reference": recipe.reference}

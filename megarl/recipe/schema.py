@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
@@ -107,6 +108,7 @@ class Recipe(Section):
     critic: Critic | None = Field(None, description="the value model; there by itself where the advantage is gae")
     reward_model: RewardModel | None = Field(None, description="a model that scores responses, beside the graders")
     teacher: Teacher | None = Field(None, description="the model to distill from")
+    placement: Placement = Placement()
     sync: Sync = Sync()
     eval: Eval = Eval()
     train: Train

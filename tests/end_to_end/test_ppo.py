@@ -67,7 +67,7 @@ def test_checkpoints_hold_all_that_changes_and_a_run_goes_on_with_it(trained: Dr
     assert rows[4]["reward/kl_coef"] < before[3]["reward/kl_coef"]
 
 
-def test_the_critic_is_exported_and_scores_another_run(trained: Driver, inputs: Path) -> None:
+def test_the_critic_is_exported_and_scores_a_run_with_pools_of_devices(trained: Driver, inputs: Path) -> None:
     critic = trained.folder / "hf_critic"
     model = AutoModelForSequenceClassification.from_pretrained(critic)
     assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
@@ -76,6 +76,8 @@ def test_the_critic_is_exported_and_scores_another_run(trained: Driver, inputs: 
         *("run.name=scored", "algorithm.advantage=rloo", "algorithm.policy_loss=distill", "algorithm.kl_coef=0"),
         *(f"teacher.path={inputs}/model", f"reward_model.path={critic}", "reward_model.weight=0.5", "train.steps=2"),
         "algorithm.old_logprobs=rollout",
+        "cluster.devices=2",
+        "placement.pools={policy: {devices: 1, roles: [actor]}, others: {devices: 1, roles: [teacher, reward_model]}}",
     )
     code, _, error = driver.finish()
     assert code == 0, error
@@ -83,3 +85,8 @@ def test_the_critic_is_exported_and_scores_another_run(trained: Driver, inputs: 
     assert all("reward/model_score" in row and "perf/teacher_s" in row for row in rows)
     assert rows[0]["actor/pg_loss"] == pytest.approx(0, abs=1e-4)  # the teacher is the policy itself
     assert "perf/logprobs_s" not in rows[0]
+    assert {path.name for path in (driver.folder / "logs").glob("*rank_*.log")} == {
+        "policy_rank_0.log",
+        "others_rank_0.log",
+    }
+    driver.assert_nothing_left()

@@ -11,6 +11,7 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.rules import CONTRADICTIONS, OWNED_FLAGS, UNREAD_RULES
 from megarl.recipe.supervised import SftRecipe
 
+REMOTE = "reward.graders.x={kind: remote, url: 'http://h'}"
 UNREAD = [
     (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.kl_in=reward"], ["algorithm.kl_coef=0.1"]),
@@ -39,6 +40,9 @@ UNREAD = [
     (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),
     (["eval.samples_per_prompt=1"], ["data.eval=held_out.jsonl"]),
     (["eval.max_prompts=5"], ["data.eval=held_out.jsonl"]),
+    (["eval.by=math"], ["data.eval=held_out.jsonl"]),
+    ([REMOTE, "reward.workers=2"], ["reward.graders.y={kind: rule, fn: math}"]),
+    ([REMOTE, "reward.timeout_s=2"], ["reward.graders.y={kind: rule, fn: math}"]),
 ]
 
 
@@ -98,6 +102,13 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (
             ["algorithm.kl_coef=0.1", "reference.refresh_every=1", "reference.parallel.tp=2", "cluster.devices=2"],
             "which needs the actor's layout",
+        ),
+        (
+            [
+                *("algorithm.kl_coef=0.1", "reference.refresh_every=1", "cluster.devices=2"),
+                "placement.pools={a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [reference]}}",
+            ],
+            "Put both into one pool",
         ),
         (["algorithm.policy_loss=distill"], "there is nobody to distill from"),
         (["algorithm.correction={}", "algorithm.old_logprobs=rollout"], "there is no ratio between the two"),
