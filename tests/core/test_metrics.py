@@ -50,6 +50,10 @@ def test_every_phase_has_a_metric() -> None:
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
-    check_names(["reward/mean", "perf/step_s"])
+    check_names(["reward/mean", "perf/step_s", "reward/by/style_2/mean"])
     with pytest.raises(MegarlError, match=r"reward/meen \(nearest: reward/mean\)"):
         check_names(["reward/mean", "reward/meen"])
+    for name in ("reward/by/style/median", "reward/by/a b/mean", "reward/by/mean", "x/reward/by/style/mean"):
+        with pytest.raises(MegarlError, match=name):
+            check_names([name])
+    assert format_value("reward/by/style/mean", 0.25) == "0.250"

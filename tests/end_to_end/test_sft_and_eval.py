@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.harness import RECIPE
+from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +23,14 @@ model: {{path: {folder}/model, dtype: float32}}
 data: {{train: {folder}/data/sft.jsonl, max_tokens: 128}}
 actor: {{micro_batch_tokens: 512, optimizer: {{lr: 3.0e-3}}}}
 train: {{steps: 6, batch_samples: 16, save_every: 3}}
+"""
+
+GRADERS = """
+reward:
+  graders:
+    right: {kind: rule, fn: "tests.end_to_end.rewards:share_of_digits"}
+    far: {kind: remote, key_env: GRADERS_KEY, weight: 0.5}
+    style: {kind: judge, model: m, key_env: GRADERS_KEY, weight: -0.25}
 """
 
 
@@ -35,7 +45,7 @@ def megarl(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_sft_lowers_the_loss_and_its_export_can_be_evaluated(inputs: Path) -> None:
+def test_sft_lowers_the_loss_and_its_export_can_be_evaluated(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = inputs / "sft.yaml"
     recipe.write_text(SFT_RECIPE.format(folder=inputs))
     done = megarl("sft", str(recipe))
@@ -47,9 +57,32 @@ def test_sft_lowers_the_loss_and_its_export_can_be_evaluated(inputs: Path) -> No
     assert resumed.returncode == 0, resumed.stderr
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
 
-    (inputs / "eval.yaml").write_text(RECIPE.format(folder=inputs))
-    done = megarl("eval", str(inputs / "eval.yaml"), "run.name=evaluated", f"model.path={folder / 'hf'}")
+    evaluate(inputs, folder / "hf", monkeypatch)
+
+
+def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`megarl eval`, graded by a rule, a reward server and a judge; their key comes from the environment alone."""
+    key = "secret-of-the-test"
+    monkeypatch.setenv("GRADERS_KEY", key)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    recipe = inputs / "eval.yaml"
+    recipe.write_text(re.sub(r"(?m)^reward: .*$", GRADERS, RECIPE.format(folder=inputs)))
+    remote, judge = FakeRemote(score=lambda _: 0.25), FakeJudge(reply=lambda _: "Score: 8")
+    with in_thread(remote, judge):
+        servers = (f"reward.graders.far.url={remote.url}", f"reward.graders.style.url={judge.url}")
+        done = megarl("eval", str(recipe), "run.name=evaluated", f"model.path={model}", "eval.by=style", *servers)
     assert done.returncode == 0, done.stderr
     assert "8 answers to 8 prompts" in done.stdout
-    figures = json.loads((inputs / "runs" / "evaluated-eval" / "eval.json").read_text())
-    assert 0 <= figures["eval/accuracy"] <= 1 and figures["eval/response_len_mean"] > 0
+    folder = inputs / "runs" / "evaluated-eval"
+    figures = json.loads((folder / "eval.json").read_text())
+    assert figures["eval/accuracy"] == 1.0 and figures["eval/response_len_mean"] > 0
+    rows = [json.loads(line) for path in inputs.rglob("eval_*.jsonl") for line in path.read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        assert row["parts"]["far"] == 0.25 and row["parts"]["style"] == 0.8
+        assert row["reward"] == pytest.approx(row["parts"]["right"] + 0.5 * 0.25 - 0.25 * 0.8)
+    assert set(remote.keys) == set(judge.keys) == {f"Bearer {key}"}
+    texts = [
+        path.read_text(errors="replace") for path in inputs.rglob("*.*") if path.suffix in (".log", ".json", ".jsonl")
+    ]
+    assert not any(key in text for text in (done.stdout, done.stderr, *texts))

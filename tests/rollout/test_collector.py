@@ -21,6 +21,7 @@ from megarl.rollout.client import ServerClient
 from megarl.rollout.collector import Collector
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
+from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
 from tests.support.fake_sglang import END, FakeSglang, generation
 
 T = TypeVar("T")
@@ -301,6 +302,100 @@ def test_a_grader_that_raises_is_counted_apart_from_a_zero(tmp_path: Path) -> No
     assert info.metrics["reward/failures"] == 2
     assert info.num_samples == 6
     assert info.metrics["reward/mean"] == 7.0
+
+
+def graded_by(
+    recipe_with: Callable[[str, str], Recipe],
+    remote: FakeRemote,
+    judge: FakeJudge,
+    call: Callable[[Collector, FakeSglang], Awaitable[T]],
+) -> T:
+    """`collect`, beside a reward server and a judge whose addresses the recipe is made with."""
+    with in_thread(remote, judge):
+        return collect(alternating, recipe_with(remote.url, judge.url), call)
+
+
+def with_graders(folder: Path, remote: str, judge: str, **sections: dict[str, Any]) -> Recipe:
+    common = {"timeout_s": 10.0, "retries": 0, "key_env": "GRADERS_KEY"}
+    graders = {
+        "right": {"kind": "rule", "fn": "exact", "weight": 2.0},
+        "far": {"kind": "remote", "url": remote, "weight": 0.5, **common},
+        "style": {"kind": "judge", "url": judge, "model": "m", "weight": -1.0, **common},
+    }
+    return make_recipe(folder, reward={"graders": graders}, **sections)
+
+
+@pytest.fixture
+def graders_key(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("GRADERS_KEY", "secret-of-the-test")
+    return "secret-of-the-test"
+
+
+def test_several_graders_give_a_weighted_sum_and_are_logged_by_themselves(tmp_path: Path, graders_key: str) -> None:
+    # The reward server cannot grade prompt 2, the judge does not know what to say of prompt 3.
+    remote = FakeRemote(score=lambda item: None if item["prompt"] == "text of p2" else 0.4)
+    judge = FakeJudge(reply=lambda question: "Hm." if "text of p3" in question else "Score: 5")
+    _, info = graded_by(
+        lambda *urls: with_graders(tmp_path, *urls), remote, judge, lambda collector, _: collector.generate(1, 0)
+    )
+    # What is left is prompt 0, right and wrong, and prompt 1, right twice.
+    right, wrong = 2.0 * 1 + 0.5 * 0.4 - 0.5, 0.5 * 0.4 - 0.5
+    assert info.num_samples == 4
+    assert info.metrics["reward/mean"] == pytest.approx((3 * right + wrong) / 4)
+    assert info.metrics["reward/failures"] == 4
+    assert {name: value for name, value in info.metrics.items() if name.startswith("reward/by/")} == pytest.approx(
+        {
+            "reward/by/right/mean": 3 / 4,
+            "reward/by/right/std": (3 / 4 * 1 / 4) ** 0.5,
+            "reward/by/right/failures": 0,
+            "reward/by/far/mean": 0.4,
+            "reward/by/far/std": 0,
+            "reward/by/far/failures": 2,
+            "reward/by/style/mean": 0.5,
+            "reward/by/style/std": 0,
+            "reward/by/style/failures": 2,
+        }
+    )
+    text = (tmp_path / "run/samples/step_000001.jsonl").read_text()
+    rows = {row["id"]: row for row in map(json.loads, text.splitlines())}
+    assert rows["1/p1/0"]["parts"] == {"right": 1.0, "far": 0.4, "style": 0.5}
+    assert rows["1/p1/0"]["reward"] == pytest.approx(right)
+    assert rows["1/p2/0"]["parts"] == {"right": 0.0, "far": None, "style": 0.5}
+    assert (rows["1/p2/0"]["reward"], rows["1/p2/0"]["grade_failure"]) == (0.0, "far: not a number: None")
+    assert "style: no score: the judge replied 'Hm.'" in rows["1/p3/0"]["grade_failure"]
+    assert graders_key not in text and set(remote.keys) == set(judge.keys) == {f"Bearer {graders_key}"}
+
+
+def test_a_step_that_nobody_can_grade_stops_with_the_first_failure(tmp_path: Path, graders_key: str) -> None:
+    judge = FakeJudge(reply=lambda _: "I would rather not.")
+    with pytest.raises(
+        MegarlError, match=r"Step 1: no sample can be used\. 8 of 8 .* the first: grader style: no score: the judge"
+    ):
+        graded_by(lambda *urls: with_graders(tmp_path, *urls), FakeRemote(), judge, lambda c, _: c.generate(1, 0))
+
+
+def test_graders_that_are_not_there_stop_the_start(tmp_path: Path, graders_key: str) -> None:
+    remote, judge = FakeRemote((404, "nothing here")), FakeJudge((401, f"unknown key {graders_key}"))
+    with pytest.raises(MegarlError, match=r"far \(remote\): .*answered 404: nothing here; style \(judge\)") as caught:
+        graded_by(lambda *urls: with_graders(tmp_path, *urls), remote, judge, lambda c, _: c.generate(1, 0))
+    assert graders_key not in str(caught.value)
+
+
+def test_evaluation_may_ask_one_grader_what_is_right(tmp_path: Path, graders_key: str) -> None:
+    # Prompt 8 is answered right and prompt 9 is not. The judge knows nothing of prompt 8.
+    def result(folder: Path, **settings: str) -> Any:
+        judge = FakeJudge(reply=lambda question: "Hm." if "text of p8" in question else "Score: 10")
+        return graded_by(
+            lambda *urls: with_graders(folder, *urls, eval=settings), FakeRemote(), judge, lambda c, _: c.evaluate(1, 0)
+        )
+
+    # Of the rewards one is missing and the other is 0.5 - 1; each counts as 0 answers right.
+    whole = result(tmp_path)
+    assert (whole.accuracy, whole.reward, whole.metrics["eval/failures"]) == (0.0, -0.25, 1.0)
+    assert result(tmp_path / "right", by="right").accuracy == 0.5
+    assert result(tmp_path / "far", by="far").accuracy == 1.0
+    assert result(tmp_path / "style", by="style").accuracy == 0.5
 
 
 def test_a_step_without_any_answer_stops_with_the_reason(tmp_path: Path) -> None:

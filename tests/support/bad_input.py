@@ -224,6 +224,26 @@ REWARD = (
     Bad("reward that is no name", ("reward.fn='maths'", "Did you mean 'math'?"), ("reward.fn=maths",)),
     Bad("reward that does not import", ("no_such_module_here",), ("reward.fn=no_such_module_here:f",)),
     Bad("reward that is not there", ("'sqroot'", "Did you mean 'sqrt'?"), ("reward.fn=cmath:sqroot",)),
+    Bad(
+        "grader without its key",
+        ("`reward.graders.far.key_env`", "MEGARL_TEST_NO_SUCH_KEY", "not set"),
+        ("reward.graders.far={kind: remote, url: 'http://host/grade', key_env: MEGARL_TEST_NO_SUCH_KEY}",),
+    ),
+    Bad(
+        "judge whose template has another variable",
+        ("`reward.graders.judge.template`", "'respons'", "Did you mean 'response'?"),
+        ("reward.graders.judge={kind: judge, url: 'http://host/v1', model: m, template: '{{ respons }}'}",),
+    ),
+    Bad(
+        "address that is none",
+        ("`reward.graders.far.url`", "http://host:8000/grade"),
+        ("reward.graders.far={kind: remote, url: 'host:8000'}",),
+    ),
+    Bad(
+        "two ways to say who grades",
+        ("`reward.fn`", "reward.graders is given"),
+        ("reward.fn=exact", "reward.graders.own={kind: rule, fn: math}"),
+    ),
     Bad("reward with other parameters", ("copy:copy", "prompt, response, answer, metadata"), ("reward.fn=copy:copy",)),
 )
 

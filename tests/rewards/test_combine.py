@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from megarl.core.errors import MegarlError, UserError
+from megarl.core.metrics import check_names
+from megarl.recipe.reward import Reward
+from megarl.rewards.combine import Combined, Graders, part_metrics
+from tests.rollout.samples import make_sample
+from tests.support.fake_graders import HANG, FakeGrader, FakeJudge, FakeRemote
+
+T = TypeVar("T")
+KEY = "secret-of-the-test"
+
+
+def reward_of(remote: str = "", judge: str = "", **keys: Any) -> Reward:
+    """A rule with weight 1, a remote with 0.5 and a judge with -0.25: those that have an address."""
+    common = {"timeout_s": 5.0, "retries": 0, **keys}
+    graders: dict[str, Any] = {"right": {"kind": "rule", "fn": "exact"}}
+    if remote:
+        graders["long"] = {"kind": "remote", "url": remote, "weight": 0.5, **common}
+    if judge:
+        graders["rude"] = {"kind": "judge", "url": judge, "weight": -0.25, "model": "m", **common}
+    return Reward.model_validate({"graders": graders})
+
+
+def talk(remote: FakeRemote, judge: FakeJudge, call: Callable[[Graders], Awaitable[T]], **keys: Any) -> T:
+    async def go() -> T:
+        async with remote, judge:
+            graders = Graders.open(reward_of(remote.url, judge.url, **keys))
+            try:
+                await graders.start()
+                return await call(graders)
+            finally:
+                await graders.close()
+
+    return asyncio.run(go())
+
+
+def made() -> tuple[FakeRemote, FakeJudge]:
+    """A remote that gives 0.1 a character, and a judge that gives 8 of 10."""
+    return FakeRemote(score=lambda item: len(item["response"]) / 10), FakeJudge(reply=lambda _: "Score: 8")
+
+
+def test_the_reward_is_the_weighted_sum_of_what_all_say() -> None:
+    right, wrong = talk(*made(), lambda g: asyncio.gather(g.grade("", "42", "42", {}), g.grade("", "4200", "42", {})))
+    assert right == Combined(pytest.approx(1 + 0.5 * 0.2 - 0.25 * 0.8), {"right": 1.0, "long": 0.2, "rude": 0.8}, None)
+    assert wrong == Combined(pytest.approx(0.5 * 0.4 - 0.25 * 0.8), {"right": 0.0, "long": 0.4, "rude": 0.8}, None)
+
+
+def test_one_that_fails_leaves_no_reward_and_keeps_what_the_others_say() -> None:
+    def score(item: dict[str, Any]) -> Any:
+        return None if "null" in item["response"] else 0.5
+
+    remote, judge = FakeRemote(score=score), FakeJudge(reply=lambda q: "Hm." if "dunno" in q else "Score: 10")
+
+    async def call(graders: Graders) -> list[Combined]:
+        return [await graders.grade("", response, "42", {}) for response in ("42", "null", "dunno null", "42")]
+
+    good, one, two, again = talk(remote, judge, call)
+    assert good == again == Combined(1.0, {"right": 1.0, "long": 0.5, "rude": 1.0}, None)
+    assert one == Combined(0.0, {"right": 0.0, "long": None, "rude": 1.0}, "long: not a number: None")
+    assert two.parts == {"right": 0.0, "long": None, "rude": None}
+    assert two.failure == "long: not a number: None; rude: no score: the judge replied 'Hm.'"
+
+
+def test_all_grade_at_the_same_time() -> None:
+    # Each server holds its first response, after the start's call, until the other has one as well.
+    both = asyncio.Barrier(2)
+    combined = talk(FakeRemote(None, both), FakeJudge(None, both), lambda g: g.grade("", "42", "42", {}))
+    assert combined.failure is None
+
+
+def test_who_is_not_there_at_the_start_is_named_with_all_the_others() -> None:
+    with pytest.raises(MegarlError) as caught:
+        talk(FakeRemote((401, f"no key {KEY}")), FakeJudge(HANG), lambda g: g.start(), timeout_s=0.2)
+    text = str(caught.value)
+    assert "long (remote): error: http://127.0.0.1" in text and "answered 401: no key" in text
+    assert "rude (judge): timeout: no answer from http://127.0.0.1" in text
+    assert "correct url and key_env in reward.graders" in text
+
+
+def test_a_rule_that_cannot_start_is_the_users_error_and_the_others_are_closed() -> None:
+    reward = Reward.model_validate({"graders": {"own": {"kind": "rule", "fn": "math:sqroot"}}})
+
+    async def go() -> None:
+        await Graders.open(reward).start()
+
+    with pytest.raises(UserError, match=r"reward\.graders\.own\.fn='math:sqroot'.*Did you mean 'sqrt'"):
+        asyncio.run(go())
+
+
+def test_the_short_form_is_one_rule_by_the_name_of_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go(fn: str, response: str) -> Combined:
+        graders = Graders.open(Reward(fn=fn))
+        try:
+            await graders.start()
+            return await graders.grade("", response, "aaaa", {})
+        finally:
+            await graders.close()
+
+    monkeypatch.chdir(Path(__file__).parent)
+    assert asyncio.run(go("exact", "aaaa")) == Combined(1.0, {"exact": 1.0}, None)
+    failed = Combined(0.0, {"naughty": None}, "naughty: error: ValueError: boom")
+    assert asyncio.run(go("grading:naughty", "raise")) == failed
+
+
+def test_the_key_goes_to_the_servers_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRADERS_KEY", f"{KEY}\n")
+    remote, judge = FakeRemote(None, (403, f"{KEY} may not")), FakeJudge()
+    with caplog.at_level(0):
+        combined = talk(remote, judge, lambda g: g.grade("", "", "", {}), key_env="GRADERS_KEY")
+    fakes: tuple[FakeGrader, ...] = (remote, judge)
+    assert [set(fake.keys) for fake in fakes] == [{f"Bearer {KEY}"}] * 2
+    assert combined.failure is not None and "403: [hidden] may not" in combined.failure
+    assert KEY not in caplog.text and KEY not in repr(combined)
+    assert KEY not in repr(reward_of(remote.url, judge.url, key_env="GRADERS_KEY"))
+
+
+def test_scores_and_failures_of_each_grader() -> None:
+    samples = [make_sample(f"g{index}") for index in range(5)]
+    parts: list[dict[str, float | None]] = [
+        {"a": 1.0, "b": 0.5},
+        {"a": 0.0, "b": -0.5},
+        {"a": None, "b": 0.9},
+        {"a": None, "b": None},
+        {},  # never generated
+    ]
+    for sample, each in zip(samples, parts, strict=True):
+        sample.reward_parts = each
+    metrics = part_metrics(samples, samples[:2])
+    assert metrics == {
+        "reward/by/a/mean": 0.5,
+        "reward/by/a/std": 0.5,
+        "reward/by/a/failures": 2.0,
+        "reward/by/b/mean": 0.0,
+        "reward/by/b/std": 0.5,
+        "reward/by/b/failures": 1.0,
+    }
+    check_names(metrics)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import asyncio
+import datetime
+from typing import Any
+
+import pytest
+
+from megarl.rewards.http import CallError, JsonClient
+from tests.support.fake_graders import DROP, HANG, Act, FakeGrader
+
+KEY = "secret-of-the-test"
+
+
+async def post(fake: FakeGrader, body: object = "x", **settings: Any) -> Any:
+    client = JsonClient(fake.url, **{"key": None, "timeout_s": 20.0, "retries": 3, "backoff_s": 0.001, **settings})
+    try:
+        return await client.post({"body": body})
+    finally:
+        await client.close()
+
+
+def called(*script: Act, **settings: Any) -> tuple[Any, FakeGrader]:
+    """What a call gave (its error as text), and the server."""
+
+    async def go() -> tuple[Any, FakeGrader]:
+        async with FakeGrader(*script) as fake:
+            try:
+                return await post(fake, **settings), fake
+            except CallError as error:
+                return str(error), fake
+
+    return asyncio.run(go())
+
+
+def test_the_key_is_a_bearer_token_and_dates_are_text() -> None:
+    answer, fake = called(key=KEY, body=datetime.date(2024, 2, 29))
+    assert answer == {"echo": {"body": "2024-02-29"}}
+    assert fake.keys == [f"Bearer {KEY}"]
+    assert called(key=None)[1].keys == [None]
+
+
+@pytest.mark.parametrize("act", [(500, "oops"), (503, ""), (429, "slower"), DROP, (429, "", {"Retry-After": "0"})])
+def test_what_may_pass_is_tried_again(act: Act) -> None:
+    answer, fake = called(act, act, act)
+    assert answer == {"echo": {"body": "x"}}
+    assert len(fake.bodies) == 4
+
+
+def test_attempts_are_bounded_and_the_last_answer_is_shown() -> None:
+    answer, fake = called((500, "a"), (500, "b"), (500, "c" * 1000), retries=2)
+    assert answer == f"error: {fake.url} answered 500: {'c' * 300}"
+    assert len(fake.bodies) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 307, 204])
+def test_what_will_not_pass_is_not_tried_again(status: int) -> None:
+    answer, fake = called((status, "" if status == 204 else "no", {"Location": "/elsewhere"}))
+    assert f"answered {status}: " in answer
+    assert len(fake.bodies) == 1
+
+
+def test_an_answer_that_is_no_json_is_shown() -> None:
+    answer, fake = called((200, "<html>welcome"))
+    assert answer == f"error: {fake.url} answered what is not JSON: '<html>welcome'"
+
+
+def test_a_hang_ends_at_the_deadline() -> None:
+    answer, fake = called(HANG, timeout_s=0.05)
+    assert answer == f"timeout: no answer from {fake.url} within 0.05 s"
+    assert len(fake.bodies) == 1
+
+
+def test_the_deadline_is_over_all_attempts_and_the_server_says_how_long_to_wait() -> None:
+    answer, fake = called((429, "quota", {"Retry-After": "3600"}), timeout_s=0.3)
+    assert answer.endswith(f"within 0.3 s; before that: error: {fake.url} answered 429: quota")
+    assert len(fake.bodies) == 1
+
+
+def test_nobody_there_is_named() -> None:
+    async def go() -> None:
+        async with FakeGrader() as fake:
+            pass
+        with pytest.raises(CallError, match=rf"error: no answer from {fake.url}: ClientConnectorError: Cannot connect"):
+            await post(fake, retries=1)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("act", [(401, f"no such key: {KEY}"), (500, f"{KEY}!"), (200, f"{{{KEY}")])
+def test_a_server_that_repeats_the_key_does_not_give_it_away(act: Act) -> None:
+    answer, fake = called(act, key=KEY, retries=0)
+    assert KEY not in answer and "[hidden]" in answer
+    assert KEY not in repr(vars(CallError(answer)))
+    assert fake.keys == [f"Bearer {KEY}"]
