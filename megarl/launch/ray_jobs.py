@@ -25,24 +25,34 @@ class RayJobs:
 
     def __init__(self, address: str) -> None:
         """address: of its dashboard, http://HEAD:8265. Raises UserError where nothing answers or a token is wanted."""
+        from ray.exceptions import AuthenticationError
         from ray.job_submission import JobSubmissionClient
 
         self._address = address
         try:
+            # It asks for the cluster's version.
             self._client: Any = JobSubmissionClient(address)
-            self._client.get_version()
+        except AuthenticationError as error:
+            given = "set, and another's" if os.environ.get("RAY_AUTH_TOKEN") else "not set"
+            raise UserError(
+                f"The Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (which is "
+                f"{given})."
+            ) from error
         except (OSError, RuntimeError, ValueError) as error:
-            raise self._refused(error) from error
+            raise UserError(
+                f"The Ray cluster at {address} does not take jobs from here: {str(error).rstrip('.')}. Its dashboard has to "
+                "be there (ray[default]), and to be reachable."
+            ) from error
 
-    def submit(self, entrypoint: str, working_dir: Path, env: dict[str, str], name: str) -> str:
+    def submit(self, entrypoint: str, working_dir: Path, name: str) -> str:
         """Pack the folder, send it and queue the command, which runs in it; returns the submission's id."""
-        runtime_env = {"working_dir": str(working_dir), "excludes": EXCLUDED, "env_vars": env}
+        runtime_env = {"working_dir": str(working_dir), "excludes": EXCLUDED}
         try:
             return str(
                 self._client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env, metadata={"megarl_run": name})
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise self._refused(error) from error
+            raise UserError(f"The Ray cluster at {self._address} refuses the job: {error}") from error
 
     def state(self, job: str) -> tuple[str, int | None]:
         """Ray's word for it, and the driver's exit code once there is one. Raises UserError for a job it does not know."""
@@ -79,13 +89,3 @@ class RayJobs:
     def stop(self, job: str) -> None:
         """Have the job ended: its driver gets SIGTERM."""
         self._client.stop_job(job)
-
-    def _refused(self, error: Exception) -> UserError:
-        text = str(error).strip() or type(error).__name__
-        hint = "Is its dashboard there, and reachable from here?"
-        if "401" in text or "403" in text or "uthenticat" in text:
-            given = "is set" if os.environ.get("RAY_AUTH_TOKEN") else "is not set"
-            hint = f"It wants a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's (RAY_AUTH_TOKEN {given})."
-        return UserError(
-            f"The Ray cluster at {self._address} does not take jobs from here: {text.splitlines()[0]}. {hint}"
-        )

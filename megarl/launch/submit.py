@@ -16,8 +16,8 @@ from megarl.launch.ray_jobs import RayJobs
 from megarl.launch.record import EVENTS, FOLDER, Submission, last_submission
 from megarl.launch.script import TEMPLATE, SlurmJob, render
 from megarl.launch.watch import is_alive
-from megarl.preflight import preflight, preflight_sft
-from megarl.recipe.load import Loaded, detect_kind, load_recipe
+from megarl.preflight import preflight, preflight_supervised
+from megarl.recipe.load import Loaded, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
 
@@ -99,7 +99,7 @@ def submit_ray(
         say(entrypoint)
         return run
     _refuse_second(run)
-    job = RayJobs(address).submit(entrypoint, working_dir, {}, loaded.recipe.run.name)
+    job = RayJobs(address).submit(entrypoint, working_dir, loaded.recipe.run.name)
     Submission("ray", job, address=address).write(run)
     say(f"Ray job {job} at {address}: {loaded.recipe.run.name}")
     return run
@@ -139,7 +139,7 @@ def _checked(
             f"cluster.platform is {said}, and the job would run on {platform}: GPUs are asked for by --gpus-per-node, and "
             "a job without it runs on CPUs. Let both say the same."
         )
-    check: Any = preflight if kind is Recipe else preflight_sft
+    check: Any = preflight if kind is Recipe else preflight_supervised
     return loaded, check(loaded.recipe, resume=resume, here=False).platform
 
 
@@ -157,7 +157,9 @@ def _check_times(options: SlurmOptions) -> None:
 def _check_paths(recipe: AnyRecipe, path: Path, working_dir: Path) -> None:
     """On a Ray cluster the job's folder is a copy that goes with the job."""
     if not path.absolute().is_relative_to(working_dir.absolute()):
-        raise UserError(f"The recipe {path} is not in the folder that is sent, {working_dir}: see --working-dir.")
+        raise UserError(
+            f"The recipe {path} is not in the folder that is sent, {working_dir}, which is the one that megarl was called in."
+        )
     for key, value in (("run.dir", recipe.run.dir), ("model.path", recipe.model.path)):
         if not value.is_absolute():
             raise UserError(
@@ -177,7 +179,7 @@ def _refuse_second(run: Path) -> None:
 
 
 def _command(recipe: AnyRecipe) -> str:
-    return "train" if isinstance(recipe, Recipe) else "sft"
+    return command_of(type(recipe))
 
 
 def _slurm_job(recipe: AnyRecipe, platform: Platform, options: SlurmOptions, per_node: int, run: Path) -> SlurmJob:
