@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -120,5 +121,8 @@ def cancel(job: str) -> None:
 def _ask(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     if done.returncode:
-        raise MegarlError(f"{command[0]} failed: {done.stderr.strip()}")
+        raise UserError(
+            f"SLURM does not answer here: {done.stderr.strip()} (`{shlex.join(command)}`). Call megarl on a login node of "
+            "the cluster."
+        )
     return done.stdout

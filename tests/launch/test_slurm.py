@@ -65,6 +65,12 @@ def test_an_unknown_partition_is_refused_with_those_that_there_are(answers: Path
         slurm.check_partition("shrt")
 
 
+def test_commands_without_a_cluster_are_told_so(answers: Path) -> None:
+    program(answers, "sinfo", err="sinfo: fatal: Could not establish a configuration source", code=1)
+    with pytest.raises(UserError, match=r"SLURM does not answer here: sinfo: fatal.*login node"):
+        slurm.check_partition("main")
+
+
 def test_a_job_number_is_taken_from_what_sbatch_says(answers: Path, tmp_path: Path) -> None:
     program(answers, "sbatch", "4711;cluster")
     assert slurm.submit(tmp_path / "s") == "4711"
