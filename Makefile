@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
 # Named after the content, not its date: a checkout that changes no pin installs nothing.
 INSTALLED := $(VENV)/installed-$(shell cat $(LOCK) setup.py | sha256sum | cut -c1-16)
+# Not .venv's, which is for CPUs.
+GPU_PYTHON ?= python3
 INPUTS := .cache/quickstart
 SFT_RUN := runs/quickstart-sft
 RUN := runs/quickstart
@@ -20,7 +22,7 @@ RUN := runs/quickstart
 # Two OpenMP threads beside other busy processes run many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help setup quickstart slurm test test-fast lint format lock bench clean
+.PHONY: help setup quickstart slurm test test-fast lint format lock bench gpu-check clean
 
 help: ## This list
 	@printf 'megarl: make <target>\n\n'
@@ -102,6 +104,9 @@ lock: ## Compile requirements/cpu.lock anew; needs uv (requirements/README.md)
 
 bench: $(INSTALLED) ## All benchmarks, one after the other; results in bench/results/
 	for script in bench/*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python -m bench.$$(basename "$$script" .py); done
+
+gpu-check: ## What works on this machine's GPUs, with the python3 that has CUDA's packages; GPU_PYTHON=... names another
+	@$(GPU_PYTHON) -m tools.gpu_check
 
 clean: ## Remove caches and the quickstart's inputs; runs/ and .venv stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info $(INPUTS)

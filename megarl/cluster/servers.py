@@ -165,8 +165,7 @@ class ServerPool:
 
 def _start_server(runtime: Runtime, spec: ServerSpec, index: int, seat: ServerSeat) -> tuple[Worker, ...]:
     """A process for each of its parts; the first is the one that answers."""
-    if seat.shared:
-        spec = replace(spec, extra=(*runtime.platform.shared_server_args, *spec.extra))
+    spec = replace(spec, shares_devices=seat.shared)
     first = seat.parts[0].node
     meet = f"{first.address}:{runtime.nodes.free_port(first)}" if len(seat.parts) > 1 else ""
     workers = []

@@ -29,12 +29,16 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """Where a server (or the router) answers. tp: its tensor-parallel size: its ranks in a weight sync."""
+    """Where a server (or the router) answers. tp: its tensor-parallel size: its ranks in a weight sync.
+
+    shares_devices: its devices are ranks' as well.
+    """
 
     name: str
     url: str
     api_key: str = field(repr=False)
     tp: int = 1
+    shares_devices: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class ServerSpec:
 
     model: HF folder. tp: over all of its nodes. kv_tokens: KV cache in tokens; None lets SGLang decide. context_length:
     longest prompt with its response; None is the model's own. weight_version: of the weights in `model`. span: where the
-    server is over several nodes; only the first answers requests. extra: flags of sglang.launch_server.
+    server is over several nodes; only the first answers requests. shares_devices: with ranks, and so their memory. extra:
+    flags of sglang.launch_server.
     """
 
     model: Path
@@ -46,6 +47,7 @@ class ServerSpec:
     seed: int = 1
     weight_version: int = 0
     span: Span | None = None
+    shares_devices: bool = False
     extra: tuple[str, ...] = ()
 
     def flags(self, host: str, port: int) -> list[str]:
@@ -93,7 +95,9 @@ class ServerProcess(ManagedProcess):
         self.spec = spec
         port = free_port(place.host)
         self._temp = Path(tempfile.mkdtemp(prefix="server-", dir=place.temp))
-        self._endpoint = ServerEndpoint(name, f"http://{place.host}:{port}", place.api_key, spec.tp)
+        self._endpoint = ServerEndpoint(
+            name, f"http://{place.host}:{port}", place.api_key, spec.tp, spec.shares_devices
+        )
         super().__init__(
             Command(
                 name=name,
@@ -101,6 +105,7 @@ class ServerProcess(ManagedProcess):
                     sys.executable,
                     *("-m", platform.server_module),
                     *platform.server_args,
+                    *(platform.shared_server_args if spec.shares_devices else ()),
                     *spec.flags(place.host, port),
                 ),
                 log=place.logs / f"{name.replace(' ', '_')}.log",

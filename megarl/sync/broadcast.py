@@ -52,9 +52,10 @@ class SyncReport:
 class BroadcastSender:
     """The sending end. Every rank of the trainer makes one and calls `send`: gathering is collective, rank 0 sends.
 
-    host: this node's address, as the servers reach it. control: the trainer ranks' own process group, over which rank 0
-    tells the others whether to gather once more; None where there is one rank. timeout_s: longest single attempt.
-    join_s: how long a broadcast waits for its members; gloo cannot be told to give up earlier.
+    host: this node's address, as the servers reach it. backend: for servers on devices of their own; NCCL refuses two
+    processes on one device, so that gloo serves those that share the ranks'. control: the trainer ranks' own process
+    group, over which rank 0 tells the others whether to gather once more; None where there is one rank. timeout_s: longest
+    single attempt. join_s: how long a broadcast waits for its members; gloo cannot be told to give up earlier.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class BroadcastSender:
             await _everyone(clients, lambda client: client.destroy_group(old, _left(end)))
         self._groups_made += 1
         name = f"megarl-{id(self):x}-{self._groups_made}"
+        backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
         places, world_size = seats(servers)
         place = MeetingPlace(self._host, world_size, _left(end))
         calls = {
@@ -166,7 +168,7 @@ class BroadcastSender:
                     rank_offset=seat.rank_offset,
                     world_size=world_size,
                     group=name,
-                    backend=self._backend,
+                    backend=backend,
                     # Longer than giving up takes, so that who answers it can be told from who does not.
                     deadline_s=_left(end) + 3 * self._grace_s,
                 )
@@ -181,7 +183,7 @@ class BroadcastSender:
                     break
                 await asyncio.sleep(ARRIVAL_POLL_S)
             if come:
-                self._group = await asyncio.to_thread(connect, name, servers, place, self._backend)
+                self._group = await asyncio.to_thread(connect, name, servers, place, backend)
         except RuntimeError as error:
             reason = f"the group could not be made: {error}"
         first = _failures(calls)

@@ -27,9 +27,10 @@ signal.pause()
 DRIVER = """
 import os, pathlib, signal, subprocess, sys
 from megarl.core import janitor
-run_id, registry, folder, segment = sys.argv[1:]
+run_id, registry, folder, segment, detached = sys.argv[1:]
 os.environ[janitor.RUN_ID_VARIABLE] = run_id
-janitor.start(run_id, pathlib.Path(registry), folders=[pathlib.Path(folder)])
+process = janitor.start(run_id, pathlib.Path(registry), folders=[pathlib.Path(folder)], detached=detached == "detached")
+assert (process.poll() is not None) == (detached == "detached"), "who is no child has ended as one"
 command = [sys.executable, "-c", pathlib.Path(folder, "sleeper.py").read_text(), segment]
 child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
@@ -92,13 +93,13 @@ def test_registered_segments_are_removed_after_their_process_is_gone(run_id: str
     assert not segment.exists()
 
 
-def test_a_killed_driver_leaves_nothing(run_id: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("detached", ["attached", "detached"])
+def test_a_killed_driver_leaves_nothing(run_id: str, tmp_path: Path, detached: str) -> None:
     folder, segment = tmp_path / "temporary", f"megarl-test-{run_id}"
     folder.mkdir()
     (folder / "sleeper.py").write_text(SLEEPER)
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, run_id, str(tmp_path / "registry"), str(folder), segment], stdout=subprocess.PIPE
-    )
+    words = [run_id, str(tmp_path / "registry"), str(folder), segment, detached]
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, *words], stdout=subprocess.PIPE)
     assert driver.stdout is not None
     child = int(driver.stdout.readline())
     watch = os.pidfd_open(child)

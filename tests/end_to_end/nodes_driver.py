@@ -19,7 +19,7 @@ from megarl.cluster.nodes import await_devices
 from megarl.cluster.process import ProcessFacts, configure_process
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.seats import Seat, beside, reserve, seat_servers
-from megarl.core.errors import MegarlError
+from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.platform import get_platform
 from megarl.core.timing import PhaseTimer
 
@@ -45,7 +45,9 @@ class Helper:
 def look(folder: Path) -> dict[str, object]:
     import ray
 
-    with Runtime.start(get_platform("cpu"), folder, 2) as runtime:
+    # Ray tells nobody of GPUs where the platform hides them.
+    platform = replace(get_platform("cpu"), env={"OMP_NUM_THREADS": "1"})
+    with Runtime.start(platform, folder, 2) as runtime:
         members = runtime.nodes.members
         helper = (
             ray.remote(Helper).options(**runtime.seats[1].options).remote(runtime.process("h", runtime.seats[1].node))
@@ -55,6 +57,7 @@ def look(folder: Path) -> dict[str, object]:
             "ranks": [seat.node.name for seat in runtime.seats],
             "servers": [seat.node.name for seat in beside(members, runtime.seats, 2)],
             "gpus": gpu_seats(runtime),
+            "missing": missing(),
             "facts": vars(ray.get(helper.facts.remote())),
             "environment": ray.get(helper.environment.remote()),
         }
@@ -73,12 +76,13 @@ def gpu_seats(runtime: Runtime) -> dict[str, object]:
     return {"ranks": told(ranks), "own": told(own.parts), "own is shared": own.shared}
 
 
-def missing(folder: Path) -> None:
-    import ray
-
-    with Runtime.start(get_platform("cpu"), folder, 1):
+def missing() -> str:
+    """What is said when more devices are asked for than there are."""
+    try:
         await_devices("megarl_cpu_device", 1000, deadline_s=0.5)
-        assert ray.is_initialized()
+    except DeadlineError as error:
+        return str(error)
+    return ""
 
 
 def stall(folder: Path) -> None:
@@ -96,7 +100,7 @@ def stall(folder: Path) -> None:
 
 
 def main() -> None:
-    command = {"look": look, "missing": missing, "stall": stall}[sys.argv[1]]
+    command = {"look": look, "stall": stall}[sys.argv[1]]
     try:
         print(json.dumps(command(Path(sys.argv[2]))))
     except MegarlError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.rollout.server import ServerSpec, Span
+from megarl.core.platform import get_platform
+from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec, Span
 
+KEY = "secret"
 SPEC = ServerSpec(Path("/models/m"), "bfloat16", tp=16, extra=("--x", "1"))
 
 
@@ -20,6 +22,20 @@ def test_a_server_on_one_node_hears_nothing_of_nodes() -> None:
     assert value(flags, "--host") == "10.0.0.1" and value(flags, "--tp-size") == "16"
     assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(flags)
     assert flags[-2:] == ["--x", "1"], "the recipe's own flags come last, and so win"
+
+
+def test_a_server_on_the_ranks_devices_leaves_them_memory_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
+    place = ProcessPlace(tmp_path, KEY, temp=tmp_path)
+    alone, shared = (
+        ServerProcess("server 0", replace(SPEC, shares_devices=shares), get_platform("cuda"), place)
+        for shares in (False, True)
+    )
+    assert "--mem-fraction-static" not in alone.command.argv
+    argv = shared.command.argv
+    assert argv.index("--mem-fraction-static") < argv.index("--x"), "the last one wins"
+    assert "--enable-memory-saver" in argv
+    assert shared.endpoint.shares_devices and not alone.endpoint.shares_devices
+    assert KEY not in " ".join(argv)
 
 
 def test_parts_of_a_server_meet_at_the_first() -> None:

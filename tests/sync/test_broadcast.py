@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.process import free_port
 from megarl.sync.broadcast import BroadcastSender, Bucket, SyncReport
+from megarl.sync.group import BackendName
 from tests.sync.receiver import Receiver
 
 WEIGHTS: dict[str, Tensor] = {
@@ -56,9 +58,9 @@ def serving(*receivers: Receiver) -> Iterator[None]:
         thread.join()
 
 
-def make_sender(timeout_s: float = 20.0, grace_s: float = 5.0) -> BroadcastSender:
+def make_sender(timeout_s: float = 20.0, grace_s: float = 5.0, backend: BackendName = "gloo") -> BroadcastSender:
     return BroadcastSender(
-        rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=timeout_s, grace_s=grace_s, join_s=0.5
+        rank=0, host="127.0.0.1", device="cpu", backend=backend, timeout_s=timeout_s, grace_s=grace_s, join_s=0.5
     )
 
 
@@ -77,6 +79,14 @@ def holds(receiver: Receiver, version: int) -> bool:
         and all(receiver.weights[name].equal(tensor) for name, tensor in WEIGHTS.items())
         and all(receiver.weights[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items())
     )
+
+
+def test_servers_on_the_ranks_devices_are_reached_without_nccl() -> None:
+    one = Receiver("server 0")
+    with serving(one):
+        report = make_sender(backend="nccl").send(buckets, 1, [replace(one.endpoint, shares_devices=True)])
+        assert report is not None and report.ok == ("server 0",)
+        assert holds(one, 1)
 
 
 def test_all_servers_receive_all_weights_and_the_version() -> None:
