@@ -156,6 +156,7 @@ class Leader:
         for number in (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signal)
         # A secret of this start, which every process inherits: it is on no command line and in no file.
+        os.environ.pop("RAY_ADDRESS", None)  # of another Ray
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **HEALTH_CHECKS}
         self._note("started")
         nodes = Nodes(self._allocation, self._plan, self._head, self._events)
@@ -215,8 +216,9 @@ class Leader:
             if message is not None:
                 nodes.hear(message)
             elif source == "driver ended":
-                self._note("driver ended")
-                return number if number >= 0 else 128 - number
+                code = number if number >= 0 else 128 - number
+                self._note("driver ended", exit_code=code)
+                return code
             elif source == "signal":
                 self._ended = self._ended or number != STOP_SIGNAL
                 driver.send_signal(number)
@@ -231,7 +233,7 @@ class Leader:
                 source, _, message = self._events.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 break
-            if message is not None:
+            if message is not None and message.word != "failed":
                 silent.discard(message.node)
             elif source == "signal":
                 return []
@@ -254,8 +256,9 @@ class Leader:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.sigtimedwait([], REQUEUE_S)
 
-    def _note(self, event: str) -> None:
-        line = {"job": self._allocation.job, "restart": self._allocation.restart, "event": event, "time": time.time()}
+    def _note(self, event: str, **more: int) -> None:
+        place = {"job": self._allocation.job, "restart": self._allocation.restart}
+        line = {**place, "event": event, "time": time.time(), **more}
         with self._plan.events.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

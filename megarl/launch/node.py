@@ -96,7 +96,10 @@ class Node:
         """Start, say so, and wait for the end of standard input. Raises NodeError."""
         spec = self._spec
         self._say("started")
-        spec.temp.mkdir(mode=0o700)
+        try:
+            spec.temp.mkdir(mode=0o700)
+        except OSError as error:
+            raise self._failed(f"{self._name} cannot make the folder {spec.temp}: {error.strerror}") from error
         # Outlives this process where it is killed alone, and removes what it has left.
         guard = janitor.start(spec.run_id, self._registry, folders=[spec.temp])
         try:
@@ -108,13 +111,16 @@ class Node:
             self._say("ready")
             self._await(ray, None)
         except NodeError as error:
-            print(f"megarl: {error}", file=sys.stderr, flush=True)
-            self._say("failed")
-            raise
+            raise self._failed(str(error)) from error
         finally:
             janitor.clean(spec.run_id, self._registry, folders=[spec.temp], but=[guard.pid])
             guard.kill()
             guard.wait()
+
+    def _failed(self, why: str) -> NodeError:
+        print(f"megarl: {why}", file=sys.stderr, flush=True)
+        self._say("failed")
+        return NodeError(why)
 
     def _start_ray(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as log:

@@ -53,6 +53,14 @@ def submitted_runs(folder: Path) -> list[Path]:
     return sorted(file.parent.parent for file in folder.glob(f"*/{FOLDER}/{FILE}"))
 
 
+def last_exit_code(run: Path, job: str) -> int | None:
+    """Of the last driver of a SLURM job, as the job's leader wrote it down; None where none has ended."""
+    file = run / FOLDER / EVENTS
+    events = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    codes = [event["exit_code"] for event in events if event["job"] == job and "exit_code" in event]
+    return int(codes[-1]) if codes else None
+
+
 def steps_done(run: Path) -> int | None:
     """The last step in the run's metrics; None where there is none yet."""
     file = run / METRICS

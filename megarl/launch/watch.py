@@ -9,11 +9,10 @@ from pathlib import Path
 from megarl.core.errors import UserError
 from megarl.launch import slurm
 from megarl.launch.ray_jobs import ENDED, RayJobs
-from megarl.launch.record import Submission, find_submission, steps_done
+from megarl.launch.record import Submission, find_submission, last_exit_code, steps_done
 
 POLL_S = 0.3
 ASK_EVERY_S = 3.0  # how often SLURM is asked whether a job still runs, while its log is shown
-UNKNOWN = "not known any more"
 
 Write = Callable[[str], object]
 
@@ -29,12 +28,13 @@ def is_alive(submission: Submission) -> bool:
         return False  # that cluster is gone, and the job with it
 
 
-def describe(submission: Submission) -> str:
-    """The job's state in its scheduler's words."""
+def describe(run: Path, submission: Submission) -> str:
+    """The state of a run's job in its scheduler's words."""
     if submission.kind == "slurm":
         state = slurm.state_of(submission.job)
         if state is None:
-            return UNKNOWN
+            left = last_exit_code(run, submission.job)
+            return "ended, and SLURM has forgotten it" + ("" if left is None else f", exit code {left}")
         code = f", exit code {state.exit_code}" if not state.alive else ""
         return state.describe() + code
     name, ended_with = RayJobs(submission.address).state(submission.job)
@@ -45,7 +45,7 @@ def status(run: Path) -> tuple[str, str, str]:
     """Job, state and steps done of a run, for people."""
     submission = find_submission(run)
     steps = steps_done(run)
-    return f"{submission.kind} {submission.job}", describe(submission), "-" if steps is None else str(steps)
+    return f"{submission.kind} {submission.job}", describe(run, submission), "-" if steps is None else str(steps)
 
 
 def show_logs(run: Path, *, follow: bool, write: Write) -> None:
@@ -64,7 +64,7 @@ def show_logs(run: Path, *, follow: bool, write: Write) -> None:
     elif log.is_file():
         write(log.read_text(errors="replace"))
     else:
-        raise UserError(f"{log} is not there yet: {describe(submission)}.")
+        raise UserError(f"{log} is not there yet: {describe(run, submission)}.")
 
 
 def follow_file(file: Path, alive: Callable[[], bool], write: Write, ask_every_s: float = ASK_EVERY_S) -> None:
@@ -91,7 +91,10 @@ def exit_code(run: Path) -> int:
         return RayJobs(submission.address).exit_code(submission.job)
     state = slurm.state_of(submission.job)
     if state is None:
-        raise UserError(f"SLURM does not know job {submission.job} any more; its log is {submission.log}.")
+        left = last_exit_code(run, submission.job)
+        if left is None:
+            raise UserError(f"SLURM does not know job {submission.job} any more; its log is {submission.log}.")
+        return left
     return state.exit_code or int(state.name != "COMPLETED")
 
 

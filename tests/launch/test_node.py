@@ -38,6 +38,15 @@ def test_a_head_that_is_not_reached_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "temp").exists()
 
 
+def test_a_folder_that_is_there_already_is_nobodys_to_take(tmp_path: Path) -> None:
+    (tmp_path / "temp").mkdir()
+    node = start(tmp_path / "temp", f"{FAR}:9", 60.0)
+    assert node.wait(30) == 1
+    out, err = node.communicate()
+    assert words(out) == ["started", "failed"] and "cannot make the folder" in err
+    assert (tmp_path / "temp").exists()
+
+
 def test_the_end_of_standard_input_is_the_end_of_the_node(tmp_path: Path) -> None:
     node = start(tmp_path / "temp", f"{FAR}:9", 60.0)
     assert node.stdout is not None

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.launch.record import Submission, find_submission, last_submission, steps_done, submitted_runs
+from megarl.launch.record import (
+    Submission,
+    find_submission,
+    last_exit_code,
+    last_submission,
+    steps_done,
+    submitted_runs,
+)
 
 
 def test_the_last_submission_is_found_again(tmp_path: Path) -> None:
@@ -30,3 +38,11 @@ def test_steps_done_are_the_last_in_the_metrics(tmp_path: Path) -> None:
     assert steps_done(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 12}\n')
     assert steps_done(tmp_path) == 12
+
+
+def test_the_exit_code_of_a_job_is_that_of_its_last_driver(tmp_path: Path) -> None:
+    assert last_exit_code(tmp_path, "7") is None
+    (tmp_path / "launch").mkdir()
+    lines = [{"job": "6", "exit_code": 3}, {"job": "7", "exit_code": 75}, {"job": "7", "event": "started"}]
+    (tmp_path / "launch" / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert last_exit_code(tmp_path, "7") == 75 and last_exit_code(tmp_path, "5") is None
