@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bad_input import ALL, Bad, Place, good_place
+from tests.support.bad_input import ALL, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.tiny import write_tiny_qwen
 
 pytestmark = pytest.mark.slow
@@ -46,6 +46,20 @@ def test_train_refuses_with_one_paragraph(tmp_path: Path, model_folder: Path, ba
     for part in bad.expected(place):
         assert part in run.stderr
     # A run's first act is to make its folder, for the logs of what it starts.
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("bad", PAIRS[::3], ids=lambda bad: bad.name)
+def test_rm_refuses_with_one_paragraph(tmp_path: Path, model_folder: Path, bad: Bad) -> None:
+    place = pairs_place(tmp_path, model_folder)
+    bad.spoil(place)
+    before = sorted(tmp_path.rglob("*"))
+    run = megarl(
+        "rm", str(place.recipe), *(text.replace("{root}", str(tmp_path)) for text in bad.overrides), folder=tmp_path
+    )
+    assert_one_paragraph(run)
+    for part in bad.expected(place):
+        assert part in run.stderr
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
-from megarl.preflight import Preflight, check_devices, check_run_folder, preflight, preflight_eval, preflight_sft
+from megarl.preflight import Preflight, check_devices, check_run_folder, preflight, preflight_eval, preflight_supervised
 from megarl.recipe.load import load_recipe
-from megarl.recipe.supervised import SftRecipe
-from tests.support.bad_input import ALL, Bad, Place, good_place
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from tests.support.bad_input import ALL, GOOD_PAIR, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.tiny import write_tiny_qwen
 
 
@@ -40,13 +41,17 @@ def test_a_good_run_is_described(place: Place) -> None:
     assert not place.run.exists()
 
 
-@pytest.mark.parametrize("bad", ALL, ids=lambda bad: bad.name)
-def test_bad_input_is_refused_before_anything_starts(place: Place, bad: Bad) -> None:
+@pytest.mark.parametrize("bad", [*ALL, *PAIRS], ids=lambda bad: bad.name)
+def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, model_folder: Path, bad: Bad) -> None:
+    place = (pairs_place if bad in PAIRS else good_place)(tmp_path, model_folder)
     bad.spoil(place)
     before = sorted(place.root.rglob("*"))
     overrides = [text.replace("{root}", str(place.root)) for text in bad.overrides]
     with pytest.raises(UserError) as caught:
-        run(place, *overrides, resume=bad.resume)
+        if bad in PAIRS:
+            preflight_supervised(load_recipe(place.recipe, overrides, RmRecipe).recipe)
+        else:
+            run(place, *overrides, resume=bad.resume)
     for part in bad.expected(place):
         assert part in str(caught.value)
     assert "\n\n" not in str(caught.value)
@@ -82,14 +87,36 @@ train: {{steps: 2, batch_samples: 4}}
 def test_supervised_runs(place: Place) -> None:
     place.recipe.write_text(SFT.format(root=place.root))
     place.write_rows(*({"prompt": f"{n}", "response": f"{n}"} for n in range(4)), {"prompt": "1", "response": "1" * 99})
-    found = preflight_sft(load_recipe(place.recipe, [], SftRecipe).recipe)
+    found = preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe)
     assert (found.rows, found.dropped) == (4, 1)
     assert "4 demonstrations" in found.lines()[0]
     with pytest.raises(UserError, match=r"longer than the model's context of 2048"):
-        preflight_sft(load_recipe(place.recipe, ["data.max_tokens=3000"], SftRecipe).recipe)
+        preflight_supervised(load_recipe(place.recipe, ["data.max_tokens=3000"], SftRecipe).recipe)
     place.write_rows({"prompt": "1"})
     with pytest.raises(UserError, match=r"train\.jsonl, line 1.*data\.response_key"):
-        preflight_sft(load_recipe(place.recipe, [], SftRecipe).recipe)
+        preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe)
+
+
+def test_runs_on_pairs(tmp_path: Path, model_folder: Path) -> None:
+    place = pairs_place(tmp_path, model_folder)
+    place.write_rows(*(GOOD_PAIR for _ in range(4)), GOOD_PAIR | {"rejected": "1" * 99})
+    found = preflight_supervised(load_recipe(place.recipe, [f"data.eval={place.data}"], RmRecipe).recipe)
+    assert (found.rows, found.dropped, found.eval_rows) == (4, 1, 4)
+    assert "4 pairs" in found.lines()[0]
+
+
+def test_a_reward_model_is_no_policy(tmp_path: Path, model_folder: Path) -> None:
+    place = pairs_place(tmp_path, model_folder)
+    place.edit_config(architectures=["Qwen3ForSequenceClassification"], id2label={"0": "SCORE"})
+    place.edit_weights(_give_score_head)
+    assert preflight_supervised(load_recipe(place.recipe, ["actor.lora={}"], RmRecipe).recipe).model.head == "score"
+    place.recipe.write_text(place.recipe.read_text().replace("\nrm:", "\ndpo:"))
+    with pytest.raises(UserError, match=r"is a reward model: it has one score a token.*megarl rm"):
+        preflight_supervised(load_recipe(place.recipe, [], DpoRecipe).recipe)
+
+
+def _give_score_head(tensors: dict[str, Any]) -> None:
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:1].copy()
 
 
 def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:

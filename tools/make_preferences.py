@@ -55,7 +55,7 @@ def make_preferences(
     digits: int = 3,
     num_train: int = 16384,
     num_eval: int = 500,
-    worked_share: float = 0.5,
+    worked_share: float = 0.85,
     mixed_share: float = 0.5,
 ) -> None:
     """Write train.jsonl and eval.jsonl; no problem appears twice. The same arguments give the same bytes.
@@ -67,7 +67,9 @@ def make_preferences(
             raise ValueError(f"{name}={share}: a share lies between 0 and 1")
     wanted, there_are = num_train + num_eval, num_problems(digits)
     if wanted > there_are:
-        raise ValueError(f"{wanted} pairs wanted, but with digits={digits} there are {there_are} problems: ask for fewer")
+        raise ValueError(
+            f"{wanted} pairs wanted, but with digits={digits} there are {there_are} problems: ask for fewer"
+        )
     rng = random.Random(seed)
     source = draw_problems(rng, digits)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,7 @@ def main(
     digits: Annotated[int, typer.Option(min=1, max=4, help="Digits of each number.")] = 3,
     train: Annotated[int, typer.Option(min=1, help="Pairs to train on.")] = 16384,
     held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out pairs.")] = 500,
-    worked_share: Annotated[float, typer.Option(help="Share of answers that work column by column, 0 to 1.")] = 0.5,
+    worked_share: Annotated[float, typer.Option(help="Share of answers that work column by column, 0 to 1.")] = 0.85,
     mixed_share: Annotated[float, typer.Option(help="Share of pairs whose styles are drawn apart, 0 to 1.")] = 0.5,
 ) -> None:
     """Write preference pairs for the quickstart's addition task, train and held-out, no problem twice.

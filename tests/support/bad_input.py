@@ -23,6 +23,15 @@ train:
   steps: 2
 """
 
+RM_RECIPE = """\
+run: {{dir: {root}/runs, name: r}}
+cluster: {{platform: cpu}}
+model: {{path: {root}/model, dtype: float32}}
+data: {{train: {root}/train.jsonl, max_tokens: 64}}
+rm: {{}}
+train: {{steps: 2, batch_samples: 4}}
+"""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -75,6 +84,15 @@ def good_place(root: Path, model: Path) -> Place:
     return place
 
 
+def pairs_place(root: Path, model: Path) -> Place:
+    """Inputs of a run of `megarl rm` that preflight lets through."""
+    place = good_place(root, model)
+    place.write_rows(*(GOOD_PAIR for _ in range(4)))
+    place.recipe.write_text(RM_RECIPE.format(root=root))
+    return place
+
+
+GOOD_PAIR = {"prompt": "1+1=?", "chosen": "2", "rejected": "3"}
 Break = Callable[[Place], object]
 
 
@@ -96,6 +114,45 @@ def _row(place: Place, row: object) -> None:
     good = {"prompt": "1+1=?", "answer": "2"}
     place.write_rows(good, good, row, good)
 
+
+def _pair(place: Place, row: object) -> None:
+    place.write_rows(GOOD_PAIR, GOOD_PAIR, row, GOOD_PAIR)
+
+
+# For `megarl rm`.
+PAIRS = (
+    Bad(
+        "chosen and rejected alike",
+        ("train.jsonl, line 3", "the same answer", "Leave the row out"),
+        spoil=lambda p: _pair(p, GOOD_PAIR | {"rejected": "2"}),
+    ),
+    Bad(
+        "rejected missing",
+        ("train.jsonl, line 3", "no field 'rejected'", "Did you mean 'reject'?"),
+        spoil=lambda p: _pair(p, {"prompt": "1", "chosen": "1", "reject": "2"}),
+    ),
+    Bad(
+        "margin that is no number",
+        ("train.jsonl, line 3, field 'margin'", "is nan", "a finite number"),
+        spoil=lambda p: _pair(p, GOOD_PAIR | {"margin": float("nan")}),
+    ),
+    Bad(
+        "held-out pairs missing",
+        ("{root}/held_out.jsonl", "no such data file"),
+        ("data.eval={root}/held_out.jsonl",),
+    ),
+    Bad(
+        "micro-batch that holds no pair",
+        ("actor.micro_batch_tokens 100", "twice data.max_tokens", "Nearest valid value: 128"),
+        ("actor.micro_batch_tokens=100",),
+    ),
+    Bad("adapters beside a new head", ("score head begins at zero", "Remove actor.lora"), ("actor.lora={}",)),
+    Bad(
+        "demonstrations given to rm",
+        ("is a recipe for `megarl sft`, not for `megarl rm`", "have a section `rm`"),
+        spoil=lambda p: p.recipe.write_text(p.recipe.read_text().replace("rm: {}\n", "")),
+    ),
+)
 
 DATA = (
     Bad("data file missing", ("{root}/train.jsonl", "no such data file"), spoil=lambda p: p.data.unlink()),
@@ -157,6 +214,11 @@ RECIPE_KEYS = (
         "not YAML",
         ("{root}/recipe.yaml:13", "not YAML"),
         spoil=lambda p: p.recipe.write_text(p.recipe.read_text() + "]\n"),
+    ),
+    Bad(
+        "rm recipe given to train",
+        ("is a recipe for `megarl rm`, not for `megarl train`", "Run `megarl rm {root}/recipe.yaml`"),
+        spoil=lambda p: p.recipe.write_text(RM_RECIPE.format(root=p.root)),
     ),
     Bad("a key that nothing reads", ("`eval.every`", "set data.eval to a file"), ("eval.every=2",)),
     Bad("adapters on no linear", ("linear_qvk", "linear_qkv, linear_proj"), ("actor.lora.targets=[linear_qvk]",)),

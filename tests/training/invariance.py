@@ -48,9 +48,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mla": ("deepseek_v3", {"num_hidden_layers": 4}),
     "critic": ("qwen3", {"num_hidden_layers": 4}),
+    "reward": ("qwen3", {"num_hidden_layers": 4}),
+    "preference": ("qwen3", {"num_hidden_layers": 4}),
 }
-# Has a score head in the vocabulary's place: its log-probs are values, and its loss is the clipped value loss.
-CRITIC = "critic"
+# Have a score head in the vocabulary's place: what is read of them are values, in the place of log-probs.
+CRITIC, REWARD = "critic", "reward"
+# Learns from pairs, as the reward model does.
+PREFERENCE = "preference"
 # A copy of another model of which one tensor is a little larger.
 PERTURBED, PERTURBED_FROM = "perturbed", "dense"
 PERTURBED_TENSOR, PERTURBATION = "model.layers.2.self_attn.o_proj.weight", 1e-4
@@ -174,7 +178,8 @@ def write_models(root: Path) -> None:
 
     for name, (family, overrides) in (MODELS | {PERTURBED: MODELS[PERTURBED_FROM]}).items():
         write_tiny_model(root / name, family, vocab_size=VOCAB, **overrides)
-    _give_score_head(root / CRITIC)
+    for name in (CRITIC, REWARD):
+        _give_score_head(root / name)
     [file] = (root / PERTURBED).glob("*.safetensors")
     tensors = load_file(file)
     tensors[PERTURBED_TENSOR] *= 1 + PERTURBATION

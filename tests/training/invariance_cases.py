@@ -85,6 +85,10 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
     ("critic", 2): [{"tp": 2}, {"tp": 2, **SP}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {}],
     ("critic", 4): [{"tp": 2, **SP, "pp": 2}, {"cp": 2, "pp": 2}],
+    ("reward", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}, {}],
+    ("reward", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
+    ("preference", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}, {}],
+    ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
 }
 RECOMPUTED = [

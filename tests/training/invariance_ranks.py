@@ -14,14 +14,17 @@ import torch.distributed as dist
 from megarl.core.layout import Layout
 from megarl.core.types import Column, Shard
 from megarl.recipe.roles import Optimizer
+from megarl.recipe.supervised import Dpo
 from megarl.training.rank import Rank
-from megarl.training.spec import ValueObjective
+from megarl.training.spec import DpoObjective, Objective, RewardObjective, ValueObjective
 from tests.training.harness import OPTIMIZER, actor_spec, weights
 from tests.training.invariance import (
     CRITIC,
     MICRO_BATCHES,
     PERTURBED,
     PERTURBED_FROM,
+    PREFERENCE,
+    REWARD,
     Case,
     Kind,
     Result,
@@ -44,6 +47,7 @@ from tests.training.invariance_cases import (
     scored_shard,
     together_name,
 )
+from tests.training.pairs import pair_shards
 from tests.training.samples import Example, shards
 
 # Gradients stay whole on each rank, and the weights as they are: the step is far below rounding.
@@ -51,6 +55,12 @@ STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
 # A bias that decides which experts are chosen, and that no gradient reaches.
 BIAS_OF_CHOICE = "e_score_correction_bias"
 ADAM = OPTIMIZER.model_copy(update={"eps": ADAM_EPS})
+# What is learned in the place of the policy loss.
+OBJECTIVES: dict[str, Objective] = {
+    CRITIC: ValueObjective(0.2),
+    REWARD: RewardObjective(center_coef=0.05),
+    PREFERENCE: DpoObjective(Dpo(beta=0.3, label_smoothing=0.1)),
+}
 Reference = dict[str, Result]
 
 
@@ -64,6 +74,7 @@ class World:
 
     def __init__(self, rank: Rank, root: Path) -> None:
         self.rank, self.root = rank, root
+        self.models: dict[str, str] = {}  # of each role
 
     def build(
         self, role: str, case: Case, *, optimizer: Optimizer = ADAM, frozen: bool = False, balance: float = 0.0
@@ -71,17 +82,17 @@ class World:
         """The role with the weights of the case's model."""
         spec = actor_spec(self.root / case.model, case.layout)
         spec = replace(spec, recompute=case.recompute, aux_loss_coef=balance)
-        if case.model == CRITIC:
-            spec = replace(spec, head="score", objective=ValueObjective(0.2))
+        if case.model in OBJECTIVES:
+            spec = replace(spec, objective=OBJECTIVES[case.model])
+        if case.model in (CRITIC, REWARD):
+            spec = replace(spec, head="score")
+        self.models[role] = case.model
         self.rank.build(role, replace(spec, optimizer=None if frozen else optimizer))
-
-    def is_critic(self, role: str) -> bool:
-        """Whether it has a score head."""
-        return self.rank.engine(role).config.head == "score"
 
     def read(self, role: str, shard: Shard) -> Column | None:
         """What the role says of each label."""
-        return self.rank.values(role, shard) if self.is_critic(role) else self.rank.logprobs(role, shard)
+        scores = self.rank.engine(role).config.head == "score"
+        return self.rank.values(role, shard) if scores else self.rank.logprobs(role, shard)
 
     def layout(self, role: str) -> Layout:
         """Of a role that was built."""
@@ -89,10 +100,14 @@ class World:
 
     def step(self, role: str, mini: list[Example], micro_batches: int, *, same_shard: bool = False) -> dict[str, float]:
         """One update; checks that all ranks report the same. same_shard: every rank wrongly takes the first."""
-        parts, columns = shards([mini], dp=self.layout(role).dp, micro_batches=micro_batches)
+        model, dp = self.models[role], self.layout(role).dp
+        if model in (REWARD, PREFERENCE):
+            parts, columns = pair_shards(mini, dp, micro_batches, scored=model == REWARD)
+        else:
+            parts, columns = shards([mini], dp=dp, micro_batches=micro_batches)
         mine = 0 if same_shard else self.rank.engine(role).groups.place.dp
         given = columns[mine]
-        if self.is_critic(role):
+        if model == CRITIC:
             # Old values near the critic's own, so that the clip does not decide everything.
             given = {"values": given["advantages"], "returns": given["old_logprobs"]}
         metrics = self.rank.update(role, parts[mine], given)

@@ -1,0 +1,128 @@
+"""The supervised loop asks everybody in order, and looks at held-out rows before, during and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.timing import PhaseTimer
+from megarl.core.types import BatchInfo
+from megarl.recipe.run import Model
+from megarl.recipe.supervised import HeldOut, PairData, Rm, RmRecipe, SftTrain
+from megarl.sft import SupervisedCast, supervise
+from megarl.train import State
+
+
+@dataclass(frozen=True)
+class Done:
+    """What has begun, and is done when it is waited for."""
+
+    result: Any
+
+    def wait(self) -> Any:
+        return self.result
+
+
+@dataclass
+class Recorder:
+    """Plays every part, and writes down what it is asked for."""
+
+    calls: list[Any]
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    stop_after: int = 99  # the step in which somebody asks
+
+    @property
+    def info(self) -> BatchInfo:
+        return BatchInfo(0, 0, 2, 1, 1, 10, 10, {"data/epoch": 0.0})
+
+    def take(self, step: int) -> Any:
+        self.calls.append(("take", step))
+        return self
+
+    def held_out(self) -> Any:
+        self.calls.append("held out")
+        return "held-out rows"
+
+    def logprobs(self, batch: Any) -> Done:
+        self.calls.append("reference")
+        return Done(("reference's",))
+
+    def update(self, batch: Any, columns: dict[str, Any]) -> Done:
+        self.calls.append(("update", dict(columns)))
+        return Done({"rm/loss": 1.0})
+
+    def evaluate(self, batch: Any, columns: dict[str, Any]) -> Done:
+        assert batch == "held-out rows"
+        self.calls.append(("evaluate", dict(columns)))
+        return Done({"rm/loss": 2.0, "rm/accuracy": 0.5})
+
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        self.calls.append(("record", step))
+        self.metrics[step] = metrics
+
+    def save(self, state: State) -> None:
+        self.calls.append(("save", state))
+
+    def stopping(self) -> bool:
+        return any(call == ("take", self.stop_after) for call in self.calls)
+
+
+def recipe(*, held_out: bool, every: int | None = None, **train: Any) -> RmRecipe:
+    file = Path("rows.jsonl")
+    return RmRecipe(
+        model=Model(path=Path("model")),
+        data=PairData(train=file, eval=file if held_out else None),
+        rm=Rm(),
+        eval=HeldOut(every=every),
+        train=SftTrain(steps=3, batch_samples=2, **train),
+    )
+
+
+def run(
+    settings: RmRecipe, steps_done: int = 0, *, reference: bool = False, stop_after: int = 99
+) -> tuple[Recorder, State]:
+    recorder = Recorder([], stop_after=stop_after)
+    cast = SupervisedCast(recorder, recorder, recorder if reference else None, recorder, PhaseTimer())
+    return recorder, supervise(cast, settings, State(steps_done, steps_done))
+
+
+def test_a_step_without_a_reference_or_held_out_rows() -> None:
+    recorder, end = run(recipe(held_out=False, save_every=2))
+    step = [("update", {})]
+    assert recorder.calls == [
+        *[("take", 1), *step, ("record", 1)],
+        *[("take", 2), *step, ("save", State(2, 2)), ("record", 2)],
+        *[("take", 3), *step, ("save", State(3, 3)), ("record", 3)],
+    ]
+    assert end == State(3, 3)
+    assert recorder.metrics[1]["rm/loss"] == 1.0 and "perf/update_s" in recorder.metrics[1]
+
+
+def test_the_reference_speaks_before_the_update() -> None:
+    recorder, _ = run(recipe(held_out=False), 2, reference=True)
+    assert recorder.calls[:3] == [("take", 3), "reference", ("update", {"ref_logprobs": ("reference's",)})]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, [0, 3]), (2, [0, 2, 3]), (1, [0, 1, 2, 3])])
+def test_held_out_rows_are_looked_at_before_during_and_after(every: int | None, steps: list[int]) -> None:
+    recorder, _ = run(recipe(held_out=True, every=every))
+    seen = {step: row for step, row in recorder.metrics.items() if "rm/eval_accuracy" in row}
+    assert list(seen) == steps
+    assert all((row["rm/eval_loss"], row["rm/eval_accuracy"]) == (2.0, 0.5) for row in seen.values())
+    assert recorder.calls.count("held out") == 1, "rows are packed once"
+    assert all(row["rm/loss"] == 1.0 for step, row in recorder.metrics.items() if step)
+
+
+def test_a_run_that_goes_on_does_not_look_at_the_beginning_again() -> None:
+    recorder, _ = run(recipe(held_out=True), 1, reference=True)
+    assert list(recorder.metrics) == [2, 3]
+    assert ("evaluate", {"ref_logprobs": ("reference's",)}) in recorder.calls
+
+
+def test_a_run_stops_with_its_step_saved_when_asked() -> None:
+    recorder, end = run(recipe(held_out=False), stop_after=2)
+    assert end == State(2, 2)
+    assert recorder.calls[-2:] == [("save", State(2, 2)), ("record", 2)]
