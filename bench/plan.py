@@ -22,7 +22,7 @@ from megarl.placement.lengths import lognormal
 from megarl.placement.partitions import Partition
 from megarl.placement.search import Found, Result, search
 from megarl.placement.tables import build_tables
-from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT, Workload
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Workload
 
 RESULT = Path(__file__).parent / "results" / "plan.json"
 LIMITS_S = {16: 0.2, 128: 0.2, 1024: 2.0, 16384: 20.0}
@@ -36,7 +36,7 @@ FINDINGS = {
     "13B, critic and reward 70B": {64: COLOCATE, 96: SPLIT, 128: "actor+rollout+reference+reward | critic"},
 }
 PARTITIONS: dict[str, Partition] = {
-    COLOCATE: (ROLES,),
+    COLOCATE: ((ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD),),
     SPLIT: ((ACTOR, ROLLOUT, REFERENCE), (CRITIC, REWARD)),
     ALONE: ((ACTOR, ROLLOUT), (REFERENCE,), (CRITIC,), (REWARD,)),
     "actor+rollout+reference+reward | critic": ((ACTOR, ROLLOUT, REFERENCE, REWARD), (CRITIC,)),

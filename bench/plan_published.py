@@ -127,6 +127,7 @@ class Row:
             np.array([int(self.values["devices"])]),
             np.array([int(self.values["server_tp"])]),
             np.array([self.number("memory_share")]),
+            np.array([int(self.values["devices"])]),
         )
 
 

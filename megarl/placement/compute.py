@@ -85,26 +85,46 @@ def score_seconds(
     """Log-probs (or values, without a head) of a step's samples."""
     dealt = batches(workload.samples, workload, choice)
     one = forward_pass(config, choice, dealt.tokens, workload, cluster, head=head)
-    return _pipelined(one, one, dealt.count, choice, 1.0, 1.0)
+    return _pipelined(one, dealt.count, choice, cluster, 1.0, 1.0)
 
 
 def update_seconds(
-    config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool = True
+    config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool = True, epochs: int = 1
 ) -> Seconds:
-    """All optimizer steps of one step."""
-    updates = workload.mini_batches
-    dealt = batches(workload.samples * workload.epochs / updates, workload, choice)
+    """All optimizer steps of one step. epochs: times that the role goes through the samples."""
+    updates = workload.mini_batches * epochs
+    dealt = batches(workload.samples / workload.mini_batches, workload, choice)
     one = forward_pass(config, choice, dealt.tokens, workload, cluster, head=head)
     again = np.where(choice.recompute == 2, 1.0, 0.0)
     half = np.where(choice.recompute == 1, 0.1, again)
-    passes = _pipelined(one, one, dealt.count * updates, choice, 1 + BACKWARD + half, 2 + again, updates=updates)
+    passes = _pipelined(
+        one, dealt.count * updates, choice, cluster, 1 + BACKWARD + half, 2 + again, updates=updates, calls=epochs
+    )
     sizes = role_bytes(config, choice, workload.bytes_each, trained=True, head=head)
     gradients, optimizer = _step_seconds(sizes.weights / workload.bytes_each, choice, workload, cluster)
     return Seconds(**{**vars(passes), "gradients": updates * gradients, "optimizer": updates * optimizer})
 
 
+def crowding(devices: Any, cluster: Cluster) -> Any:
+    """How many times slower each of a pool's devices is while all of them work: those of a node may share its cores."""
+    return np.maximum(np.minimum(devices, cluster.devices_per_node) / cluster.rates.at_once, 1.0)
+
+
+def core_share(devices: Any, cluster: Cluster) -> Any:
+    """Share of the cluster's cores that a pool keeps busy; 0 where devices are devices."""
+    return np.minimum(devices / (cluster.rates.at_once * cluster.nodes), 1.0)
+
+
 def _pipelined(
-    one: Pass, edge: Pass, count: Any, choice: Layouts, compute: Any, moves: Any, *, updates: float = 1.0
+    one: Pass,
+    count: Any,
+    choice: Layouts,
+    cluster: Cluster,
+    compute: Any,
+    moves: Any,
+    *,
+    updates: float = 1.0,
+    calls: int = 1,
 ) -> Seconds:
     """`count` micro-batches through the pipeline. compute, moves: a pass's cost in units of a forward pass."""
     parts = {
@@ -113,13 +133,15 @@ def _pipelined(
         "tensor": one.tensor * moves,
         "context": one.context * moves,
         "expert": one.expert * moves,
-        "pipeline": edge.pipeline * np.minimum(moves, 2.0),
+        "pipeline": one.pipeline * np.minimum(moves, 2.0),
     }
-    bubble = (choice.pp - 1) * updates * sum(parts.values())
+    crowd, micro = crowding(choice.devices, cluster), sum(parts.values())
+    # Ranks that wait leave shared cores to the others.
+    bubble = np.maximum(((choice.pp - 1) * updates - (crowd - 1) * count) * micro, 0.0)
+    spent = {name: seconds * count * crowd for name, seconds in parts.items()}
+    spent["launch"] = spent["launch"] + cluster.rates.call_s * calls
     zero = np.zeros(len(choice))
-    return Seconds(
-        **{name: seconds * count for name, seconds in parts.items()}, bubble=bubble, gradients=zero, optimizer=zero
-    )
+    return Seconds(**spent, bubble=bubble, gradients=zero, optimizer=zero)
 
 
 def forward_pass(
@@ -141,7 +163,7 @@ def forward_pass(
     dense = (each.projections + each.mlp - experts) * share + (each.logits if head else 0.0)
     compute = here / cut * (dense / (peak * rates.matmul * filled) + each.attention * share / (peak * rates.attention))
     moe_share = len(config.moe_layers) / config.num_layers
-    launch = stage * (rates.layer_s * (1 - moe_share) + rates.expert_layer_s * moe_share)
+    launch = stage * (rates.layer_s * (1 - moe_share) + rates.expert_layer_s * moe_share) + rates.micro_s
     width = config.hidden_size * workload.bytes_each
     expert_s: Any = 0.0
     if moe is not None:
@@ -187,4 +209,5 @@ def _step_seconds(held: Any, choice: Layouts, workload: Workload, cluster: Clust
     memory = cluster.device.memory_bytes_s * cluster.rates.memory
     # Gradients are scaled and their norm taken; weights, moments and masters are read and written once.
     passes = held * 3 * GRADIENT_BYTES + held / ranks * 30
-    return gradients, passes / memory + cluster.rates.update_s
+    crowd = crowding(choice.devices, cluster)
+    return gradients * crowd, (passes / memory + cluster.rates.update_s) * crowd

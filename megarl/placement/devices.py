@@ -6,6 +6,7 @@ cluster file replaces either by what was measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -52,7 +53,10 @@ class Rates:
     decode_layer_s and decode_expert_layer_s (one layer of one decode step), decode_s (the rest of a decode step), hop_s
     (one hop of a collective), update_s (one optimizer step), wake_s (a server going to sleep and coming back), barrier_s
     (one stage of a step: dispatch, packing, metrics), request_s (one sample's way through router, client and grader).
-    copy_bytes_s: weights from the ranks into servers on the same devices. reserved_bytes: context, communicators.
+    micro_s (one micro-batch's forward pass beside its layers), call_s (one pass or update of a role), sync_s (one weight
+    sync). copy_bytes_s: weights from the ranks into servers on the same devices.
+    at_once: devices of a node that work at full speed at the same time, and servers_at_once likewise servers' devices:
+    processes that stand for devices share cores. reserved_bytes: context, communicators.
     server_bytes: what a server holds beside weights and KV cache; resting_bytes: of it while it sleeps.
     fragmentation: share of the memory that the allocator cannot use.
 
@@ -80,6 +84,11 @@ class Rates:
     wake_s: float = 3.0
     barrier_s: float = 1.0
     request_s: float = 0.0
+    micro_s: float = 0.0
+    call_s: float = 0.0
+    sync_s: float = 0.0
+    at_once: float = math.inf
+    servers_at_once: float = math.inf
     copy_bytes_s: float = 4 * GB
     reserved_bytes: float = 2.0 * GIB
     server_bytes: float = 3.0 * GIB

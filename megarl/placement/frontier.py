@@ -14,7 +14,11 @@ from megarl.placement.space import Ints, Mask
 
 # A step takes `add + max(beside, prepare + train)`. add: what nothing else runs beside. prepare, train: the two stages in
 # which pools work side by side. beside: what runs along with both stages, where the rollout is asynchronous.
-COSTS = ("add", "prepare", "train", "beside")
+# prepare_load, train_load: seconds that all cores of shared ones would need for a stage's work: those of pools add up, and a
+# stage lasts at least so long. Nothing where devices are devices.
+COSTS = ("add", "prepare", "train", "beside", "prepare_load", "train_load")
+# The columns of which pools side by side wait for the slowest; the others add up.
+SLOWEST = slice(1, 4)
 # After so many rounds a filter keeps what is left unseen: the answer stays exact, and the time bounded.
 MOST_ROUNDS = 400
 # Up to so many rows all pairs are compared at once.
@@ -25,7 +29,7 @@ SMALL = 300
 class Choices:
     """[N] choices of what shares a pool. devices: of the pool. rest: bytes while it waits. extra: bytes more while active.
 
-    cost: [N, 4] seconds of one step, as COSTS names them. rows: [N, R] which choice of each role.
+    cost: [N, 6] seconds of one step, as COSTS names them. rows: [N, R] which choice of each role.
     """
 
     devices: Ints
@@ -49,7 +53,8 @@ def undominated(cost: Floats, groups: Ints | None = None) -> Ints:
         return alive
     groups = np.zeros(len(cost), np.int64) if groups is None else groups
     spread = np.ptp(cost, axis=0)
-    score = ((cost - cost.min(axis=0)) / np.where(spread > 0, spread, 1)).sum(axis=1)
+    cost, spread = cost[:, spread > 0], spread[spread > 0]
+    score = ((cost - cost.min(axis=0)) / spread).sum(axis=1)
     alive = alive[np.lexsort((score, groups))]
     cost, groups = cost[alive], groups[alive]
     if len(cost) <= SMALL:
@@ -128,11 +133,12 @@ def as_pool(choices: Choices, usable: float, most: int) -> Pools:
 
 
 def beside(left: Pools, right: Pools, most: int) -> Pools:
-    """Both at the same time on devices of their own, `most` in all. What adds adds; stages wait for the slower one."""
+    """Both at the same time on devices of their own, `most` in all. Stages wait for the slower one; the rest adds up."""
     room = np.searchsorted(right.devices, most - left.devices, "right")  # right is sorted by devices
     first = np.repeat(np.arange(len(left)), room)
     second = np.arange(len(first)) - np.repeat(np.cumsum(room) - room, room)
     one, other = left.cost[first], right.cost[second]
-    cost = np.column_stack([one[:, 0] + other[:, 0], np.maximum(one[:, 1:], other[:, 1:])])
+    cost = one + other
+    cost[:, SLOWEST] = np.maximum(one[:, SLOWEST], other[:, SLOWEST])
     picks = np.concatenate([left.picks[first], right.picks[second]], axis=1)
     return Pools(left.devices[first] + right.devices[second], cost, picks)

@@ -91,6 +91,9 @@ class _Step:
         self._sizes = model_sizes(config)
         self._kv = kv_bytes(config, choice.tp, self._bytes)
         self._flops = forward_flops(config, [1]).linear
+        # Servers of one node may share its cores.
+        here = np.minimum(choice.used, cluster.devices_per_node)
+        self._crowd = np.maximum(here / cluster.rates.servers_at_once, 1.0)
 
     def seconds(self, batch: Any, context: Any) -> Any:
         """batch: [N] or [N, Q]; context: alike, or one number."""
@@ -104,7 +107,7 @@ class _Step:
         tensor = 2 * config.num_layers * all_reduce_s(self._cluster, message, tp, 1)
         moe = len(config.moe_layers)
         launch = (config.num_layers - moe) * rates.decode_layer_s + moe * rates.decode_expert_layer_s + rates.decode_s
-        return np.maximum(weights, compute) + cache + tensor + launch
+        return (np.maximum(weights, compute) + cache + tensor + launch) * self._crowd[wide]
 
     def _weights_read(self, batch: Any) -> Any:
         """Parameters that a step of this batch meets: of the experts those that some token chose."""
@@ -120,4 +123,4 @@ def _prefill_seconds(config: ModelConfig, choice: Servers, workload: Workload, c
     """Prompts are read once for all samples of a group: the servers share prefixes."""
     rate = cluster.device.peak_flops(workload.dtype) * cluster.rates.prefill
     flops = forward_flops(config, [max(1, round(workload.prompt_tokens))]).total
-    return workload.prompts * flops / (choice.devices * rate)
+    return workload.prompts * flops / (choice.used * rate)

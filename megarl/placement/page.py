@@ -6,9 +6,16 @@ from html import escape
 from string import Template
 
 from megarl.placement.plan import PlacementPlan, Plan, PoolPlan
-from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TEACHER
 
-_COLOURS = {ACTOR: "#4063d8", ROLLOUT: "#389826", REFERENCE: "#9558b2", CRITIC: "#cb3c33", REWARD: "#c07a00"}
+_COLOURS = {
+    ACTOR: "#4063d8",
+    ROLLOUT: "#389826",
+    REFERENCE: "#9558b2",
+    CRITIC: "#cb3c33",
+    REWARD: "#c07a00",
+    TEACHER: "#607080",
+}
 _WIDTH, _ROW, _LEFT = 960, 26, 150
 _PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Placement: $title</title>

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TEACHER
 
 Pool = tuple[str, ...]
 Partition = tuple[Pool, ...]
 Name = Literal["colocate", "hybrid", "split", "standalone", "mixed"]
 NAMES: tuple[Name, ...] = ("colocate", "hybrid", "split", "standalone")
-_SPLIT = ((ACTOR, REFERENCE), (CRITIC, REWARD), (ROLLOUT,))
+_SPLIT = ((ACTOR, REFERENCE, TEACHER), (CRITIC, REWARD), (ROLLOUT,))
 
 
 def partitions(roles: Sequence[str]) -> Iterator[Partition]:
@@ -29,8 +29,8 @@ def partitions(roles: Sequence[str]) -> Iterator[Partition]:
 def names_of(partition: Partition) -> tuple[Name, ...]:
     """The names that a partition goes by; with few roles, several. `mixed` where it has none.
 
-    colocate: one pool. standalone: every role alone. split: actor and reference, critic and reward, rollout apart.
-    hybrid: actor and rollout share a pool, and others have their own.
+    colocate: one pool. standalone: every role alone. split: actor with reference and teacher, critic
+    with reward model, rollout apart. hybrid: actor and rollout share a pool, and others have their own.
     """
     roles = {role for pool in partition for role in pool}
     split = {tuple(role for role in pool if role in roles) for pool in _SPLIT} - {()}

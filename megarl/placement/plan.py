@@ -9,14 +9,14 @@ import numpy as np
 
 from megarl.core.errors import UserError
 from megarl.placement.cluster import Cluster
-from megarl.placement.compute import score_seconds, update_seconds
+from megarl.placement.compute import core_share
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.memory import role_bytes, server_bytes
 from megarl.placement.partitions import NAMES, Name, Partition, names_of
 from megarl.placement.search import Bound, Found, Result, search
 from megarl.placement.space import RECOMPUTE, Space
-from megarl.placement.tables import AllTables, build_tables, gather_seconds, has_head, sync_seconds
+from megarl.placement.tables import AllTables, build_tables, gather_seconds, has_head, stage_seconds, sync_seconds
 from megarl.placement.workload import ACTOR, ROLLOUT, TRAINED, Workload
 
 # Stages of a step: generation, preparation, training; each is waited for.
@@ -132,7 +132,7 @@ def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster:
         reserved = cluster.rates.reserved_bytes
         pools.append(PoolPlan(found.devices[index], first, roles, peaks[fullest] + reserved, fullest))
         first += found.devices[index]
-    phases = {phase: _phase(phase, pools) for phase in PHASES}
+    phases = {phase: _phase(phase, pools, cluster) for phase in PHASES}
     phases["between stages"] = STAGES * cluster.rates.barrier_s
     if found.asynchronous:
         # The rollout runs beside both stages: only what it takes longer than they do is waited for.
@@ -140,10 +140,13 @@ def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster:
     return PlacementPlan(names_of(found.partition), found.asynchronous, tuple(pools), sum(phases.values()), phases)
 
 
-def _phase(phase: str, pools: list[PoolPlan]) -> float:
+def _phase(phase: str, pools: list[PoolPlan], cluster: Cluster) -> float:
     """Seconds of a phase: roles of a pool after one another; stages side by side over pools, everything else in turn."""
     sums = [sum(role.seconds.get(phase, 0.0) for role in pool.roles) for pool in pools]
-    return max(sums) if phase in ("prepare", "train") else sum(sums)
+    if phase not in ("prepare", "train"):
+        return sum(sums)
+    shares = [float(core_share(pool.devices, cluster)) for pool in pools]
+    return max(*sums, sum(seconds * share for seconds, share in zip(sums, shares, strict=True)))
 
 
 def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, cluster: Cluster) -> RolePlan:
@@ -153,12 +156,9 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
     held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
     cost = table.choices.cost[row]
     parts: dict[str, dict[str, float]] = {}
-    if cost[1]:
-        score = score_seconds(config, choice, workload, cluster, head=head)
-        parts["prepare"] = {name: float(value[0]) for name, value in vars(score).items()}
-    if trained:
-        update = update_seconds(config, choice, workload, cluster, head=head)
-        parts["train"] = {name: float(value[0]) for name, value in vars(update).items()}
+    for stage, seconds in zip(("prepare", "train"), stage_seconds(role, choice, workload, cluster), strict=True):
+        if seconds is not None:
+            parts[stage] = {name: float(value[0]) for name, value in vars(seconds).items()}
     rests = bool(table.rests[row])
     gather = float(gather_seconds(config, choice, workload, cluster)[0]) if role == ACTOR else 0.0
     layout = choice.layout(0)

@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from megarl.placement.frontier import Choices, Pools, as_pool, beside, join
+from megarl.placement.frontier import COSTS, SLOWEST, Choices, Pools, as_pool, beside, join
 from megarl.placement.lengths import Floats
 from megarl.placement.partitions import Partition, Pool, partitions
 from megarl.placement.space import Ints
@@ -123,8 +123,9 @@ def _look(
 
 
 def step_seconds(cost: Floats) -> Floats:
-    """[N] seconds of a step from [N, 4] costs."""
-    seconds: Floats = cost[:, 0] + np.maximum(cost[:, 3], cost[:, 1] + cost[:, 2])
+    """[N] seconds of a step from [N, 6] costs."""
+    stages = np.maximum(cost[:, 1], cost[:, 4]) + np.maximum(cost[:, 2], cost[:, 5])
+    seconds: Floats = cost[:, 0] + np.maximum(cost[:, 3], stages)
     return seconds
 
 
@@ -134,7 +135,7 @@ class _PoolTable:
 
     pools: Pools
     choices: Choices
-    least: Floats  # [N, 4] the smallest of each column up to this row
+    least: Floats  # [N, 6] the smallest of each column up to this row
 
 
 def _joined(tables: Tables, usable: float) -> dict[Pool, list[Choices]]:
@@ -172,7 +173,7 @@ class _Least:
             costs = np.concatenate([kind.cost for kind in kinds])[order]
             self._sizes[role] = sizes[order]
             # A first row of its own stands for too few devices.
-            self._least[role] = np.concatenate([np.full((1, 4), np.inf), np.minimum.accumulate(costs, axis=0)])
+            self._least[role] = np.concatenate([np.full((1, len(COSTS)), np.inf), np.minimum.accumulate(costs, axis=0)])
 
     def _of(self, role: str, devices: Ints) -> Floats:
         return self._least[role][np.searchsorted(self._sizes[role], devices, "right")]
@@ -184,10 +185,11 @@ class _Least:
         for role in self._least:
             if role in pool:
                 continue
-            joins, apart = self._of(role, choices.devices), self._of(role, left)
-            cost[:, 0] += np.minimum(joins[:, 0], apart[:, 0])
-            both = np.minimum(choices.cost[:, 1:] + joins[:, 1:], np.maximum(choices.cost[:, 1:], apart[:, 1:]))
-            cost[:, 1:] = np.maximum(cost[:, 1:], both)
+            joins, apart, own = self._of(role, choices.devices), self._of(role, left), choices.cost[:, SLOWEST]
+            stages = np.minimum(own + joins[:, SLOWEST], np.maximum(own, apart[:, SLOWEST]))
+            stages = np.maximum(cost[:, SLOWEST], stages)
+            cost += np.minimum(joins, apart)
+            cost[:, SLOWEST] = stages
         return step_seconds(cost)
 
 
@@ -265,6 +267,7 @@ def _bounds(have: Pools, coming: list[_PoolTable], devices: int) -> Floats:
         at = np.searchsorted(table.pools.devices, left, "right") - 1
         fits &= at >= 0
         least = table.least[np.maximum(at, 0)]
-        cost[:, 0] += least[:, 0]
-        cost[:, 1:] = np.maximum(cost[:, 1:], least[:, 1:])
+        stages = np.maximum(cost[:, SLOWEST], least[:, SLOWEST])
+        cost += least
+        cost[:, SLOWEST] = stages
     return np.where(fits, step_seconds(cost), np.inf)

@@ -87,11 +87,15 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Servers:
-    """[N] choices of the rollout. tp: devices of one server. share: of the device's memory while it is awake."""
+    """[N] choices of the rollout. devices: of the pool. tp: devices of one server. share: of a device's memory while awake.
+
+    used: devices that servers are on.
+    """
 
     devices: Ints
     tp: Ints
     share: NDArray[np.float64]
+    used: Ints
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -99,11 +103,11 @@ class Servers:
     @property
     def count(self) -> Ints:
         """Servers."""
-        return self.devices // self.tp
+        return self.used // self.tp
 
     def take(self, rows: Ints | Mask) -> Servers:
         """Some of the choices."""
-        return Servers(self.devices[rows], self.tp[rows], self.share[rows])
+        return Servers(self.devices[rows], self.tp[rows], self.share[rows], self.used[rows])
 
 
 def layouts(
@@ -151,18 +155,30 @@ def _shapes(space: Space, config: ModelConfig, node: int) -> Ints:
 
 
 def servers(
-    space: Space, config: ModelConfig, pool_sizes: Sequence[int], node: int, *, spanning: bool = False
+    space: Space,
+    config: ModelConfig,
+    pool_sizes: Sequence[int],
+    node: int,
+    *,
+    spanning: bool = False,
+    fewer: bool = False,
 ) -> Servers:
-    """Every number and size of servers that the model and the numbers of devices allow. spanning: each over several nodes."""
+    """Every number and size of servers that the model and the numbers of devices allow.
+
+    spanning: each over several nodes. fewer: also on half of a pool's devices, a quarter and so on, which is worth it only
+    where devices share cores.
+    """
     allowed = [node * nodes for nodes in space.server_nodes] if spanning else [s for s in space.tp if node % s == 0]
     sizes = [size for size in allowed if _cuts_servers(config, size)]
     rows = [
-        (devices, tp, share)
+        (devices, tp, share, used)
         for devices, tp, share in product(pool_sizes, sizes, space.memory_shares)
-        if devices % tp == 0
+        for used in ([devices >> power for power in range(devices.bit_length())] if fewer else [devices])
+        if used % tp == 0
     ]
-    table = np.array(rows, np.float64).reshape(-1, 3)
-    return Servers(table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), table[:, 2])
+    table = np.array(rows, np.float64).reshape(-1, 4)
+    whole = table.astype(np.int64)
+    return Servers(whole[:, 0], whole[:, 1], table[:, 2], whole[:, 3])
 
 
 def _cuts_servers(config: ModelConfig, tp: int) -> bool:

@@ -14,8 +14,8 @@ import numpy as np
 
 from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
-from megarl.placement.compute import score_seconds, update_seconds
-from megarl.placement.frontier import Choices
+from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
+from megarl.placement.frontier import COSTS, Choices
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.links import group_bytes_s
 from megarl.placement.memory import RESTING_SHARE, role_bytes, server_bytes
@@ -83,7 +83,8 @@ def build_tables(
 def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RoleTable:
     """The choices of one Megatron role."""
     config, trained, head = workload.models[role], role in TRAINED, has_head(role)
-    most_dp = workload.samples * workload.epochs // workload.mini_batches if trained else workload.samples
+    # All roles share a step's micro-batches: none has more ranks to deal a mini-batch to than it has samples.
+    most_dp = workload.samples // workload.mini_batches
     choice = layouts(
         space,
         config,
@@ -96,14 +97,14 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
     held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
     choice = choice.take(held.state + held.working <= cluster.usable_bytes)
     held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
-    cost = np.zeros((len(choice), 4))
-    if role != ACTOR or workload.scores:
-        cost[:, 1] = score_seconds(config, choice, workload, cluster, head=head).total
-    if trained:
-        cost[:, 2] = update_seconds(config, choice, workload, cluster, head=head).total
+    cost = np.zeros((len(choice), len(COSTS)))
+    score, update = stage_seconds(role, choice, workload, cluster)
+    cost[:, 1] = 0.0 if score is None else score.total
+    cost[:, 2] = 0.0 if update is None else update.total
     if role == ACTOR:
         cost[:, 0] = gather_seconds(config, choice, workload, cluster)
     total = cost.sum(axis=1)
+    cost[:, 4:] = cost[:, 1:3] * core_share(choice.devices, cluster)[:, None]
     kept = [
         np.column_stack([rows, np.full(len(rows), rests)])
         for rests in (space.rest if cluster.device.rests_on_host else (False,))
@@ -123,11 +124,26 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
     )
 
 
+def stage_seconds(
+    role: str, choice: Layouts, workload: Workload, cluster: Cluster
+) -> tuple[Seconds | None, Seconds | None]:
+    """Seconds of a role's work before the updates, and of its updates; None where it has none."""
+    config, head = workload.models[role], has_head(role)
+    score = update = None
+    if role != ACTOR or workload.scores:
+        score = score_seconds(config, choice, workload, cluster, head=head)
+    if role in TRAINED:
+        epochs = workload.epochs if role == ACTOR else workload.critic_epochs
+        update = update_seconds(config, choice, workload, cluster, head=head, epochs=epochs)
+    return score, update
+
+
 def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RolloutTable:
     """The choices of the rollout."""
     config, rates = workload.models[ROLLOUT], cluster.rates
+    fewer = bool(np.isfinite(rates.servers_at_once))
     for spanning in (False, True):
-        choice = servers(space, config, pool_sizes, cluster.devices_per_node, spanning=spanning)
+        choice = servers(space, config, pool_sizes, cluster.devices_per_node, spanning=spanning, fewer=fewer)
         held = server_bytes(config, choice, cluster, workload.bytes_each)
         seconds = rollout_seconds(config, choice, held, workload, cluster)
         works = np.flatnonzero(np.isfinite(seconds.total))
@@ -143,7 +159,7 @@ def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes
     rest = np.where(rests, np.minimum(rates.resting_bytes, whole), whole)
 
     def choices(add: Any, beside: Any) -> Choices:
-        cost = np.zeros((len(rest), 4))
+        cost = np.zeros((len(rest), len(COSTS)))
         cost[:, 0], cost[:, 3] = add, beside
         return Choices(choice.devices, rest, whole - rest, cost, np.arange(len(rest))[:, None])
 
@@ -181,7 +197,7 @@ def sync_seconds(config: ModelConfig, workload: Workload, cluster: Cluster) -> t
     device, rates = cluster.device, cluster.rates
     # A broadcast is as fast as its slowest link, however many servers listen.
     link = device.between_bytes_s * rates.network if cluster.nodes > 1 else device.inside_bytes_s * rates.links
-    return total / min(link, rates.copy_bytes_s * 2), total / rates.copy_bytes_s
+    return rates.sync_s + total / min(link, rates.copy_bytes_s * 2), rates.sync_s + total / rates.copy_bytes_s
 
 
 def gather_seconds(config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster) -> Any:

@@ -13,8 +13,9 @@ from megarl.models.hf_config import parse_model_config
 from megarl.placement.lengths import Lengths, lognormal
 from megarl.recipe.schema import Recipe
 
-ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD = "actor", "rollout", "reference", "critic", "reward"
-ROLES = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD)
+ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD = "actor", "rollout", "reference", "critic", "reward_model"
+TEACHER = "teacher"
+ROLES = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD, TEACHER)
 TRAINED = (ACTOR, CRITIC)
 # Where nothing is known of the responses: this share of the limit on average, and this spread (standard deviation/mean).
 ASSUMED_MEAN, ASSUMED_SPREAD = 0.4, 0.7
@@ -25,7 +26,8 @@ class Workload:
     """One step of a run.
 
     models: of every role; the rollout's is the actor's. prompt_tokens: mean of a prompt. mini_batches: optimizer steps
-    of one step. epochs: times that the samples are gone through. longest_sample: tokens of prompt and response at most.
+    of one pass over a step's samples. epochs: times that the actor goes through them; critic_epochs: that the critic does.
+    longest_sample: tokens of prompt and response at most.
     micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
     once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
     log-probs are computed again before the update.
@@ -40,6 +42,7 @@ class Workload:
     longest_sample: int
     micro_tokens: tuple[int, ...]
     epochs: int = 1
+    critic_epochs: int = 1
     max_running: int = 1024
     dtype: str = "bfloat16"
     staleness: int = 0
@@ -66,8 +69,13 @@ class Workload:
         return 4 if self.dtype == "float32" else 2
 
 
-def recipe_workload(recipe: Recipe, model: ModelConfig, responses: Lengths | None = None) -> Workload:
-    """The workload of a recipe. responses: their lengths where they are known; else log-normal, and said so."""
+def recipe_workload(
+    recipe: Recipe, model: ModelConfig, responses: Lengths | None = None, prompt_tokens: float | None = None
+) -> Workload:
+    """The workload of a recipe. model: the actor's; those of other folders are read.
+
+    responses: their lengths where they are known; else log-normal, and said so. prompt_tokens: mean, where it is known.
+    """
     rollout, actor = recipe.rollout, recipe.actor
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
@@ -75,20 +83,28 @@ def recipe_workload(recipe: Recipe, model: ModelConfig, responses: Lengths | Non
     models = {ACTOR: model, ROLLOUT: model}
     if recipe.algorithm.kl_coef > 0:
         models[REFERENCE] = model
+    if recipe.critic is not None:
+        models[CRITIC] = model if recipe.critic.path is None else read_model(recipe.critic.path)
+    if recipe.reward_model is not None:
+        models[REWARD] = read_model(recipe.reward_model.path)
+    if recipe.teacher is not None:
+        models[TEACHER] = read_model(recipe.teacher.path)
     mini_batch = actor.mini_batch_samples or samples
     given = max(actor.micro_batch_tokens, longest)
     return Workload(
         models=models,
         prompts=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
-        mini_batches=max(1, samples // mini_batch) * actor.epochs,
-        prompt_tokens=recipe.data.max_prompt_tokens / 2,
+        mini_batches=max(1, samples // mini_batch),
+        prompt_tokens=prompt_tokens or recipe.data.max_prompt_tokens / 2,
         responses=responses or lognormal(ASSUMED_MEAN * limit, ASSUMED_SPREAD, limit),
         longest_sample=longest,
         micro_tokens=tuple(sorted({longest, max(longest, given // 2), given, given * 2})),
         epochs=actor.epochs,
+        critic_epochs=1 if recipe.critic is None else recipe.critic.epochs,
         max_running=rollout.max_running_requests,
         dtype=recipe.model.dtype,
+        scores=recipe.algorithm.old_logprobs == "trainer",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
 from megarl.placement.lengths import lognormal
-from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT, Workload
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Workload
 
 GRPO = (ACTOR, ROLLOUT, REFERENCE)
 PPO = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD)
@@ -51,7 +51,7 @@ QWEN_30B_A3B = model(
 LATENT = model(4, 512, 8, 8, 1024, 1000, head_dim=48, mla=Mla(None, 128, 32, 16, 32))
 
 
-def workload(config: ModelConfig = LLAMA_7B, roles: tuple[str, ...] = ROLES, **more: object) -> Workload:
+def workload(config: ModelConfig = LLAMA_7B, roles: tuple[str, ...] = PPO, **more: object) -> Workload:
     values: dict[str, object] = {
         "models": dict.fromkeys(roles, config),
         "prompts": 1024,

@@ -28,7 +28,7 @@ def choice(
 
 
 def servers(devices: int, tp: int, share: float) -> Servers:
-    return Servers(np.array([devices]), np.array([tp]), np.array([share]))
+    return Servers(np.array([devices]), np.array([tp]), np.array([share]), np.array([devices]))
 
 
 def test_parameters_are_those_of_the_published_models() -> None:

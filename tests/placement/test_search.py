@@ -21,7 +21,7 @@ from tests.placement.samples import GRPO, PPO, QWEN_7B, QWEN_30B_A3B, workload
 
 def whole(tables: Tables, partition: Partition, pick: dict[str, int], usable: float, flows: bool) -> tuple[int, float]:
     """Devices and seconds of one placement, written from the definition; too many devices stand for an impossible one."""
-    devices, add, prepare, train, beside = 0, 0.0, 0.0, 0.0, 0.0
+    devices, add, prepare, train, beside, loads = 0, 0.0, 0.0, 0.0, 0.0, np.zeros(2)
     for pool in partition:
         rows = []
         for role in pool:
@@ -38,7 +38,8 @@ def whole(tables: Tables, partition: Partition, pick: dict[str, int], usable: fl
         costs = np.array([table.cost[row] for table, row in rows]).sum(axis=0)
         add += costs[0]
         prepare, train, beside = max(prepare, costs[1]), max(train, costs[2]), max(beside, costs[3])
-    return devices, add + max(beside, prepare + train)
+        loads += costs[4:]
+    return devices, add + max(beside, max(prepare, loads[0]) + max(train, loads[1]))
 
 
 def brute_force(tables: Tables, devices: int, usable: float) -> dict[Partition, float]:
@@ -68,8 +69,9 @@ def choices(draw: st.DrawFn, most: int) -> Choices:
         return np.array(draw(figures), np.float64)
 
     sizes = draw(st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=rows, max_size=rows))
-    cost = np.array([column() for _ in range(4)]).T.reshape(rows, 4)
+    cost = np.array([column() for _ in range(6)]).T.reshape(rows, 6)
     cost[:, 3] = 0
+    cost[:, 4:] *= draw(st.booleans())
     return Choices(np.array(sizes, np.int64), column(), column(), cost, np.arange(rows)[:, None])
 
 
@@ -81,7 +83,7 @@ def made_up(draw: st.DrawFn) -> Tables:
     if draw(st.booleans()):
         flowing = choices(draw, most)
         flowing.cost[:, 3] = flowing.cost[:, 1] * 3
-        flowing.cost[:, 1:3] = 0
+        flowing.cost[:, [1, 2, 4, 5]] = 0
     return Tables({role: choices(draw, most) for role in roles}, choices(draw, most), flowing)
 
 
@@ -136,9 +138,9 @@ def test_partitions_are_as_many_as_bell_says_and_all_different() -> None:
 def test_names_of_placements() -> None:
     assert names_of((PPO,)) == ("colocate",)
     assert names_of(tuple((role,) for role in PPO)) == ("standalone",)
-    assert names_of((("actor", "reference"), ("critic", "reward"), ("rollout",))) == ("split",)
-    assert names_of((("actor", "rollout"), ("reference", "critic", "reward"))) == ("hybrid",)
-    assert names_of((("actor",), ("rollout", "reference", "critic", "reward"))) == ("mixed",)
+    assert names_of((("actor", "reference"), ("critic", "reward_model"), ("rollout",))) == ("split",)
+    assert names_of((("actor", "rollout"), ("reference", "critic", "reward_model"))) == ("hybrid",)
+    assert names_of((("actor",), ("rollout", "reference", "critic", "reward_model"))) == ("mixed",)
     assert names_of((("actor",), ("rollout",))) == ("standalone", "split")
 
 
