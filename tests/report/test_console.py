@@ -74,10 +74,11 @@ def test_quick_steps_share_a_line() -> None:
     run, out = console()
     with run:
         for step in range(1, 11):
-            accuracy = {"eval/accuracy": 0.5} if step == 7 else {}
-            run.step(step, {"sft/loss": 1.0, "perf/step_s": 0.25} | accuracy)
+            evaluated = {"rm/eval_accuracy": 0.5, "perf/eval_s": 0.1} if step == 7 else {}
+            run.step(step, {"rm/loss": 1.0, "perf/step_s": 0.25} | evaluated)
     # The first, every fourth from there, the evaluated one, and the last.
     assert [int(line.split("/")[0]) for line in lines(out)] == [1, 5, 7, 10]
+    assert "acc 0.500" in lines(out)[2]
 
 
 def test_a_supervised_step_shows_its_loss() -> None:
