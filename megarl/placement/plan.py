@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from megarl.placement.compute import core_share
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.memory import role_bytes, server_bytes
-from megarl.placement.partitions import NAMES, Name, Partition, names_of
-from megarl.placement.search import Bound, Found, Result, search
+from megarl.placement.partitions import NAMES, Name, Partition, Pool, names_of
+from megarl.placement.search import Allowed, Bound, Found, Result, search
 from megarl.placement.space import RECOMPUTE, Space
 from megarl.placement.tables import AllTables, build_tables, gather_seconds, has_head, stage_seconds, sync_seconds
 from megarl.placement.workload import ACTOR, ROLLOUT, TRAINED, Workload
@@ -82,36 +82,90 @@ class Plan:
 
 
 def make_plan(
-    workload: Workload, cluster: Cluster, *, top: int = 5, name: str | None = None, space: Space | None = None
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    top: int = 5,
+    name: str | None = None,
+    space: Space | None = None,
+    allowed: Allowed | None = None,
 ) -> Plan:
-    """The best placement, and the best of `top` partitions in all.
+    """The best placement, and the best of `top` partitions in all. All roles share the size of a micro-batch.
 
-    name: only placements of that name. Raises UserError: an unknown name; nothing fits, with the smallest cluster that works.
+    name: only placements of that name. allowed: only such partitions. Raises UserError: an unknown name; nothing fits, with
+    the smallest cluster that works.
     """
     if name is not None and name not in NAMES:
         raise UserError(
             f"There is no placement named {name!r}. Names: {', '.join(NAMES)}; without a name all are tried."
         )
-    tables = build_tables(workload, cluster, space)
-    result = _search(tables, workload, cluster, top, name)
-    if not result.found:
-        raise UserError(_infeasible(tables, workload, cluster, name, space))
-    plans = [placement_plan(found, tables, workload, cluster) for found in result.found]
-    best = plans[0]
-    return Plan(cluster, workload.tokens, best, tuple((p, _lost(p, best)) for p in plans[1:]), result.others)
+    asked = _Asked(top, name, space, allowed)
+    looks = [_look(replace(workload, micro_tokens=(tokens,)), cluster, asked) for tokens in workload.micro_tokens]
+    best: dict[frozenset[Pool], tuple[Found, _Look]] = {}
+    for look in looks:
+        for found in look.result.found:
+            key = frozenset(found.partition)
+            if key not in best or found.seconds < best[key][0].seconds:
+                best[key] = found, look
+    if not best:
+        raise UserError(_infeasible(looks[0].tables, workload, cluster, asked))
+    # What one size of micro-batches cut away was behind `top` partitions of it: it cannot come before these.
+    ranked = sorted(best.values(), key=lambda pair: pair[0].seconds)[:top]
+    plans = [placement_plan(found, look.tables, look.workload, cluster) for found, look in ranked]
+    others = tuple((plan, _lost(plan, plans[0])) for plan in plans[1:])
+    shown = {frozenset(found.partition) for found, _ in ranked}
+    return Plan(cluster, workload.tokens, plans[0], others, _bounds(looks, best, shown))
 
 
-def _search(tables: AllTables, workload: Workload, cluster: Cluster, top: int, name: str | None) -> Result:
-    def allowed(partition: Partition) -> bool:
-        return name is None or name in names_of(partition)
+@dataclass(frozen=True)
+class _Asked:
+    """What a search is asked for."""
 
-    return search(
+    top: int
+    name: str | None
+    space: Space | None
+    allowed: Allowed | None
+
+    def wants(self, partition: Partition) -> bool:
+        """Whether a partition is among them."""
+        named = self.name is None or self.name in names_of(partition)
+        return named and (self.allowed is None or self.allowed(partition))
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One size of micro-batches, and what was found with it."""
+
+    workload: Workload
+    tables: AllTables
+    result: Result
+
+
+def _look(workload: Workload, cluster: Cluster, asked: _Asked) -> _Look:
+    tables = build_tables(workload, cluster, asked.space)
+    result = search(
         tables.searched(asynchronous=workload.staleness > 0),
         devices=cluster.num_devices,
         usable=cluster.usable_bytes,
-        top=top,
-        allowed=allowed,
+        top=asked.top,
+        allowed=asked.wants,
     )
+    return _Look(workload, tables, result)
+
+
+def _bounds(
+    looks: list[_Look], best: Mapping[frozenset[Pool], tuple[Found, _Look]], shown: set[frozenset[Pool]]
+) -> tuple[Bound, ...]:
+    """What is known of the partitions that are not shown, over all sizes of micro-batches."""
+    least: dict[frozenset[Pool], Bound] = {}
+    for bound in (bound for look in looks for bound in look.result.others):
+        key = frozenset(bound.partition)
+        if key not in least or bound.seconds < least[key].seconds:
+            least[key] = bound
+    for key, (found, _) in best.items():
+        if key not in least or found.seconds < least[key].seconds:
+            least[key] = Bound(found.partition, found.seconds)
+    return tuple(sorted((each for key, each in least.items() if key not in shown), key=lambda each: each.seconds))
 
 
 def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster: Cluster) -> PlacementPlan:
@@ -230,9 +284,9 @@ def _lost(plan: PlacementPlan, best: PlacementPlan) -> str:
     return text
 
 
-def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, name: str | None, space: Space | None) -> str:
+def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: _Asked) -> str:
     """What is missing, and the smallest number of nodes that works."""
-    what = f"No {name or ''} placement".replace("  ", " ")
+    what = f"No {asked.name or ''} placement".replace("  ", " ")
     lacking = [role for role, table in tables.roles.items() if not len(table.choices)]
     lacking += [] if len(tables.rollout.apart) else [ROLLOUT]
     why = (
@@ -244,7 +298,7 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, name: s
         f"{what} of {', '.join(workload.roles)} fits on {cluster.describe()}: {why} into the "
         f"{cluster.usable_bytes / GIB:.1f} GiB that roles can use of each device. "
     )
-    smallest = _smallest(workload, cluster, name, space)
+    smallest = _smallest(workload, cluster, asked)
     if smallest is None:
         return text + (
             f"No cluster of up to {MOST_NODES} such nodes works either: take devices with more memory, shorter samples "
@@ -253,17 +307,28 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, name: s
     return text + f"The smallest cluster of this kind that works: {smallest.describe()}."
 
 
-def _smallest(workload: Workload, cluster: Cluster, name: str | None, space: Space | None) -> Cluster | None:
-    def works(nodes: int) -> bool:
-        bigger = cluster.of_nodes(nodes)
-        return bool(_search(build_tables(workload, bigger, space), workload, bigger, 1, name).found)
+def smallest_cluster(workload: Workload, cluster: Cluster) -> Cluster | None:
+    """The fewest nodes of this kind that hold the run under some placement; None where no number of them does."""
+    asked = _Asked(1, None, None, None)
+    return (
+        cluster.of_nodes(1) if _works(1, workload, cluster, asked) else _smallest(workload, cluster.of_nodes(1), asked)
+    )
 
+
+def _works(nodes: int, workload: Workload, cluster: Cluster, asked: _Asked) -> bool:
+    # Small micro-batches hold least.
+    small = replace(workload, micro_tokens=(min(workload.micro_tokens),))
+    return bool(_look(small, cluster.of_nodes(nodes), replace(asked, top=1)).result.found)
+
+
+def _smallest(workload: Workload, cluster: Cluster, asked: _Asked) -> Cluster | None:
+    """More nodes than this cluster has."""
     low, high = cluster.nodes, cluster.nodes * 2
-    while not works(high):
+    while not _works(high, workload, cluster, asked):
         low, high = high, high * 2
         if high > MOST_NODES:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if works(middle) else (middle, high)
+        low, high = (low, middle) if _works(middle, workload, cluster, asked) else (middle, high)
     return cluster.of_nodes(high)

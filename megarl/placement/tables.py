@@ -17,6 +17,7 @@ from megarl.placement.cluster import Cluster
 from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
 from megarl.placement.frontier import COSTS, Choices
 from megarl.placement.generation import rollout_seconds
+from megarl.placement.lengths import Floats
 from megarl.placement.links import group_bytes_s
 from megarl.placement.memory import RESTING_SHARE, role_bytes, server_bytes
 from megarl.placement.search import Tables
@@ -81,7 +82,7 @@ def build_tables(
 
 
 def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RoleTable:
-    """The choices of one Megatron role."""
+    """The choices of one Megatron role that a device holds; within each budget of memory the fastest."""
     config, trained, head = workload.models[role], role in TRAINED, has_head(role)
     # All roles share a step's micro-batches: none has more ranks to deal a mini-batch to than it has samples.
     most_dp = workload.samples // workload.mini_batches
@@ -97,31 +98,42 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
     held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
     choice = choice.take(held.state + held.working <= cluster.usable_bytes)
     held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
-    cost = np.zeros((len(choice), len(COSTS)))
-    score, update = stage_seconds(role, choice, workload, cluster)
-    cost[:, 1] = 0.0 if score is None else score.total
-    cost[:, 2] = 0.0 if update is None else update.total
-    if role == ACTOR:
-        cost[:, 0] = gather_seconds(config, choice, workload, cluster)
-    total = cost.sum(axis=1)
-    cost[:, 4:] = cost[:, 1:3] * core_share(choice.devices, cluster)[:, None]
+    total = _costs(role, choice, workload, cluster)[:, :3].sum(axis=1)
     kept = [
         np.column_stack([rows, np.full(len(rows), rests)])
         for rests in (space.rest if cluster.device.rests_on_host else (False,))
         for rows in [within(held.state + held.working, total, choice.devices, cluster, _BUDGETS[rests])]
     ]
     rows, rests = np.concatenate(kept).T
-    choice, cost = choice.take(rows), cost[rows]
-    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    return price_role(role, choice.take(rows), rests > 0, workload, cluster)
+
+
+def price_role(role: str, choice: Layouts, rests: Mask, workload: Workload, cluster: Cluster) -> RoleTable:
+    """Bytes and seconds of these choices, whether a device holds them or not."""
+    config, trained = workload.models[role], role in TRAINED
+    cost = _costs(role, choice, workload, cluster)
+    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=has_head(role))
     # A frozen role's weights are on the host anyway: they only come back.
     ways = (2 if trained else 1) * rests
     cost[:, 0] += held.moved * ways / (cluster.device.host_bytes_s * cluster.rates.host)
-    rest = held.state * np.where(rests > 0, RESTING_SHARE, 1.0)
+    rest = held.state * np.where(rests, RESTING_SHARE, 1.0)
     return RoleTable(
         layouts=choice,
-        rests=rests > 0,
+        rests=rests,
         choices=Choices(choice.devices, rest, held.state + held.working - rest, cost, np.arange(len(choice))[:, None]),
     )
+
+
+def _costs(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> Floats:
+    """[N, 6] seconds of a role that stays on its devices."""
+    cost = np.zeros((len(choice), len(COSTS)))
+    score, update = stage_seconds(role, choice, workload, cluster)
+    cost[:, 1] = 0.0 if score is None else score.total
+    cost[:, 2] = 0.0 if update is None else update.total
+    if role == ACTOR:
+        cost[:, 0] = gather_seconds(workload.models[role], choice, workload, cluster)
+    cost[:, 4:] = cost[:, 1:3] * core_share(choice.devices, cluster)[:, None]
+    return cost
 
 
 def stage_seconds(
@@ -152,8 +164,15 @@ def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes
     rows = works[within(held.total[works], seconds.total[works], choice.devices[works], cluster, space.memory_shares)]
     rests = np.repeat([rest for rest in (False, True) if cluster.device.rests_on_host or not rest], len(rows))
     rows = np.tile(rows, len(rests) // max(len(rows), 1))
-    choice, whole = choice.take(rows), held.total[rows]
-    total, flow = seconds.total[rows], seconds.flow[rows]
+    return price_rollout(choice.take(rows), rests, workload, cluster)
+
+
+def price_rollout(choice: Servers, rests: Mask, workload: Workload, cluster: Cluster) -> RolloutTable:
+    """Bytes and seconds of these choices, whether a device holds them or not."""
+    config, rates = workload.models[ROLLOUT], cluster.rates
+    held = server_bytes(config, choice, cluster, workload.bytes_each)
+    seconds = rollout_seconds(config, choice, held, workload, cluster)
+    whole, total, flow = held.total, seconds.total, seconds.flow
     apart, shared = sync_seconds(config, workload, cluster)
     wake = rates.wake_s * rests
     rest = np.where(rests, np.minimum(rates.resting_bytes, whole), whole)
