@@ -17,6 +17,7 @@ from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 JOB_S = 120.0
+OURS = ("-m megarl", "raylet", "gcs_server", "ray::", "ray.scripts", "sglang")
 SFT = """
 run: {{name: sft, dir: {folder}/runs}}
 cluster: {{platform: cpu, devices: 2}}
@@ -65,7 +66,7 @@ def assert_nothing_left(slurm: SlurmCluster, *nodes: Node) -> None:
     def left() -> list[str]:
         found = []
         for node in nodes:
-            found += [line for line in processes(node).splitlines() if "ray" in line or "megarl" in line]
+            found += [line for line in processes(node).splitlines() if any(each in line for each in OURS)]
             found += node.run(["find", str(slurm.disk), "/dev/shm", "-mindepth", "1"]).stdout.split()
         return found
 
