@@ -4,6 +4,7 @@
 
 PPO with its critic on three seeds; GRPO, RLOO, REINFORCE++, GSPO and DAPO on one. Every number is read from the runs' own
 metrics.jsonl; seconds are wall time of the commands, starts included, without the warm start, which all share.
+`--only` makes some of the curves anew and keeps the others.
 Writes a table, bench/results/learning_curves.json and bench/results/learning_curves.png.
 """
 
@@ -61,8 +62,8 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
     for result in results:
         label = f"{result['algorithm']}, seed {result['seed']}"
         style = "--" if result["seed"] > 1 else "-"
-        left.plot([*result["accuracy"]], [*result["accuracy"].values()], style, marker="o", markersize=3, label=label)
-        right.plot([*result["reward"]], [*result["reward"].values()], style, label=label)
+        for axes, values, mark in ((left, result["accuracy"], "o"), (right, result["reward"], "")):
+            axes.plot([*map(int, values)], [*values.values()], style, marker=mark, markersize=3, label=label)
     for axes, title in ((left, "held-out accuracy, greedy, 200 prompts"), (right, "reward in training")):
         axes.set(title=title, xlabel="step", ylim=(-0.02, 1.04))
         axes.grid(alpha=0.25)
@@ -82,12 +83,33 @@ def main(
     for seed in sorted({seed for _, seeds in chosen.values() for seed in seeds}):
         if anew or not (folder / f"seed-{seed}" / "sft" / "hf").exists():
             warm_start(seed, folder.resolve() / f"seed-{seed}")
-    results = []
     for name, (recipe, seeds) in chosen.items():
         for seed in seeds:
-            results.append(run(name, recipe, seed, folder.resolve() / f"seed-{seed}"))
-            last = results[-1]
+            last = run(name, recipe, seed, folder.resolve() / f"seed-{seed}")
             typer.echo(f"{name}, seed {seed}: {last['before']:.3f} -> {last['after']:.3f} in {last['seconds']:.0f} s")
+            results = keep(last)
+    show(results)
+    draw(results, RESULTS / "learning_curves.png")
+
+
+def keep(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Put a curve among those that are there, in the place of its last one; all of them, in the order of CURVES."""
+    target = RESULTS / "learning_curves.json"
+    results = json.loads(target.read_text()) if target.exists() else []
+    key = ("algorithm", "seed")
+    results = [each for each in results if [each[name] for name in key] != [result[name] for name in key]]
+    # Steps are numbers here and text in a file: as a file has it.
+    results = sorted(
+        [*results, json.loads(json.dumps(result))],
+        key=lambda each: (list(CURVES).index(each["algorithm"]), each["seed"]),
+    )
+    RESULTS.mkdir(exist_ok=True)
+    target.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """A line a curve."""
     table = Table(title="the quickstart's task, held-out accuracy")
     for column in ("algorithm", "seed", "before", "after", "seconds", f"learned (<= {BEFORE} to >= {AFTER})"):
         table.add_column(column, justify="right")
@@ -98,9 +120,6 @@ def main(
             *(f"{row['seconds']:.0f}", "yes" if learned else "NO"),
         )
     Console().print(table)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "learning_curves.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, RESULTS / "learning_curves.png")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import detect_kind, load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
 from tools.make_arithmetic import Problem
@@ -23,6 +23,12 @@ def grpo() -> Recipe:
 @pytest.fixture(scope="module")
 def warm_start() -> SftRecipe:
     return load_recipe(RECIPES / "quickstart_sft.yaml", [], SftRecipe).recipe
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("quickstart*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_quickstart_is_read(path: Path) -> None:
+    loaded = load_recipe(path, [], detect_kind(path))
+    assert path.stem == "quickstart_base" or loaded.recipe.run.name == path.stem.replace("_", "-")
 
 
 def test_the_quickstart_trains_what_its_warm_start_exports(grpo: Recipe, warm_start: SftRecipe) -> None:
