@@ -208,7 +208,9 @@ def _pack_mini_batch(
 ) -> list[MiniBatch]:
     """The part of each shard: equally many micro-batches in each."""
     lengths = [sum(len(sequence.tokens) for sequence in unit) for unit in units]
-    assert max(lengths, default=0) <= budget, f"{max(lengths)} tokens that stay together, over micro_batch_tokens={budget}"
+    assert max(lengths, default=0) <= budget, (
+        f"{max(lengths)} tokens that stay together, over micro_batch_tokens={budget}"
+    )
     sequences = [sequence for unit in units for sequence in unit]
     counts, groups = [s.mask.sum() for s in sequences], np.array([s.group for s in sequences], np.int64)
     weights = sample_weights(counts, reduction, max_response_tokens, np.unique(groups, return_inverse=True)[1])
