@@ -116,7 +116,9 @@ _METRICS: dict[str, MetricSpec] = {
         "nats", "-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, mean over pairs", ".4f"
     ),
     "rm/accuracy": MetricSpec(
-        "fraction", "pairs with the chosen answer's score above the rejected one's / pairs; equal scores count half", ".3f"
+        "fraction",
+        "pairs with the chosen answer's score above the rejected one's / pairs; equal scores count half",
+        ".3f",
     ),
     "rm/margin": MetricSpec("score", "chosen answer's score - rejected one's, mean over pairs", ".3f"),
     "rm/score": MetricSpec("score", "score after an answer's last token, mean over chosen and rejected ones", ".3f"),
@@ -124,7 +126,9 @@ _METRICS: dict[str, MetricSpec] = {
     "rm/lr": MetricSpec("1", "as actor/lr, of the reward model", ".2e"),
     "dpo/loss": MetricSpec("nats", "loss of pairs as dpo.loss says, mean over pairs; ipo has no unit", ".4f"),
     "dpo/accuracy": MetricSpec(
-        "fraction", "pairs with the chosen answer's reward above the rejected one's / pairs; equal ones count half", ".3f"
+        "fraction",
+        "pairs with the chosen answer's reward above the rejected one's / pairs; equal ones count half",
+        ".3f",
     ),
     "dpo/margin": MetricSpec("nats", "chosen_reward - rejected_reward", ".3f"),
     "dpo/chosen_reward": MetricSpec(
@@ -173,6 +177,7 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
 }
+
 
 def _held_out() -> Iterator[tuple[str, MetricSpec]]:
     """What supervised runs report of the held-out rows: `rm/eval_accuracy` is `rm/accuracy` of these."""
