@@ -18,6 +18,7 @@ from rich.table import Table
 
 from megarl.core.keys import wandb_key_place
 from megarl.core.platform import Platform, PlatformName, cuda_device_count, get_platform, num_local_devices
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 from megarl.core.versions import installed, matches, pins
 
 BOTH: tuple[PlatformName, ...] = ("cpu", "cuda")
@@ -98,7 +99,7 @@ def diagnose(platform: Platform | None = None) -> Diagnosis:
     wanted = pins()
     findings = [_python(), *_devices(platform)]
     findings += [_part(part, platform.name, wanted.get(part.distribution)) for part in PARTS]
-    findings += [_apex(platform.name), _wandb_key()]
+    findings += [_apex(platform.name), _wandb_key(), _ray()]
     if not wanted:
         cost = "versions cannot be checked: install megarl with `pip install -e .`"
         findings.append(Finding("pins", Level.NOTE, "megarl runs from a folder and is not installed", cost=cost))
@@ -203,6 +204,17 @@ def _wandb_key() -> Finding:
     if place:
         return Finding("wandb key", Level.OK, f"in {place}")
     return Finding("wandb key", Level.NOTE, "none", "", "report.wandb writes offline; send it later with `wandb sync`")
+
+
+def _ray() -> Finding:
+    """Whether a run would start a Ray or join one."""
+    address = os.environ.get(RAY_ADDRESS_VARIABLE)
+    if not address:
+        return Finding("nodes", Level.OK, "a run stays on this machine")
+    if not os.environ.get("RAY_AUTH_TOKEN"):
+        cost = "a Ray that asks for a token does not let the run in: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        return Finding("nodes", Level.NOTE, f"a run joins the Ray at {address}", "its token", cost)
+    return Finding("nodes", Level.OK, f"a run joins the Ray at {address}")
 
 
 def _shared_memory() -> Finding:

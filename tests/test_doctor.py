@@ -132,6 +132,17 @@ def test_wandb_key(monkeypatch: pytest.MonkeyPatch, no_key: Path) -> None:
     assert "secret-key" not in str(dataclasses.asdict(finding))
 
 
+@pytest.mark.parametrize(("token", "level"), [("", Level.NOTE), ("secret", Level.OK)])
+def test_the_ray_that_a_run_would_join(monkeypatch: pytest.MonkeyPatch, token: str, level: Level) -> None:
+    monkeypatch.delenv("MEGARL_RAY_ADDRESS", raising=False)
+    assert find(diagnose(CPU), "nodes").found == "a run stays on this machine"
+    monkeypatch.setenv("MEGARL_RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    finding = find(diagnose(CPU), "nodes")
+    assert finding.level is level
+    assert "10.0.0.1:6379" in finding.found and "secret" not in finding.found
+
+
 def test_without_an_installation_pins_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "pins", dict)
     diagnosis = diagnose(CPU)

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.checks import (
@@ -84,8 +84,8 @@ class NodeActor:
         self._echo: Echo | None = None
         janitor.start(run_id, self._temp / REGISTRY, folders=[self._temp], detached=True)
 
-    def facts(self, paths: Sequence[Path]) -> NodeFacts:
-        """What has to be equal on all nodes, and which of these paths are not there."""
+    def facts(self, paths: Mapping[Path, Path]) -> NodeFacts:
+        """What has to be equal on all nodes, and which paths are not there. paths: by what tells that it is there."""
         interface = interface_of(self._address)
         if interface and self._echo is None:
             self._echo = Echo(self._address)
@@ -100,7 +100,7 @@ class NodeActor:
                 "megarl's code": code_digest(),
                 **{name: installed(name) or "not installed" for name in COMPARED},
             },
-            missing=tuple(path for path in paths if not path.exists()),
+            missing=tuple(path for witness, path in paths.items() if not witness.exists()),
         )
 
     def clock(self) -> float:
@@ -151,10 +151,11 @@ class Nodes:
     actors: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def join(cls, run_id: str, resource: str, num_devices: int, paths: Sequence[Path]) -> Nodes:
+    def join(cls, run_id: str, resource: str, num_devices: int, paths: Mapping[Path, Path]) -> Nodes:
         """Look at every node of the Ray that was joined, once it has all devices.
 
-        paths: what all nodes have to see. Raises DeadlineError, MegarlError and UserError that name nodes.
+        paths: what all nodes have to see, by what tells that they do. Raises DeadlineError, MegarlError and UserError that
+        name nodes.
         """
         rows = await_devices(resource, num_devices)
         actors = {
@@ -168,7 +169,7 @@ class Nodes:
             for row in rows
         }
         names = {row["NodeID"]: name_of(row) for row in rows}
-        answers, failed = _ask({key: actor.facts.remote(list(paths)) for key, actor in actors.items()}, ACTORS_S)
+        answers, failed = _ask({key: actor.facts.remote(paths) for key, actor in actors.items()}, ACTORS_S)
         if failed:
             lines = "\n".join(f"  {names[key]}: {why}" for key, why in failed.items())
             raise DeadlineError(f"No process of the run could be started on these nodes:\n{lines}")
@@ -189,12 +190,18 @@ class Nodes:
 
     def _clock_diff(self, node: Node) -> float:
         sent = time.time()
-        remote = ray.get(self.actors[node.ray_id].clock.remote(), timeout=CALL_S)
+        remote = self._tell(node, self.actors[node.ray_id].clock.remote())
         return clock_diff(sent, remote, time.time())
+
+    def _tell(self, node: Node, call: Any) -> Any:
+        answers, failed = _ask({"": call}, CALL_S)
+        if failed:
+            raise DeadlineError(f"{node}: {failed['']}")
+        return answers[""]
 
     def free_port(self, node: Node) -> int:
         """A port that is free on a node's address."""
-        return int(ray.get(self.actors[node.ray_id].free_port.remote(), timeout=CALL_S))
+        return int(self._tell(node, self.actors[node.ray_id].free_port.remote()))
 
     def broken(self) -> list[Broken]:
         """Links that do not work now, in either direction, between nodes that Ray has not given up."""
@@ -303,8 +310,8 @@ def _ask(calls: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], di
             continue
         try:
             answers[key] = ray.get(ref)
-        except RayActorError as error:
-            failed[key] = f"its process ended: {error}"
-        except RayError as error:
+        except RayTaskError as error:
             raise MegarlError(f"A node's own actor failed: {error}") from error
+        except RayError as error:
+            failed[key] = f"its process is gone: {error}"
     return answers, failed

@@ -92,7 +92,9 @@ class Runtime:
         try:
             if address:
                 _join_ray(address, run_id, platform)
-                runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, [folder, *reads])
+                with _witness(folder, run_id) as witness:
+                    paths = {witness: folder, **{path: path for path in (Path.cwd(), *reads)}}
+                    runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, paths)
             else:
                 _start_ray(platform, run_id, num_devices, temp)
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
@@ -155,6 +157,17 @@ def _join_ray(address: str, run_id: str, platform: Platform) -> None:
     # Ray's processes are not this run's; its workers are, and carry its id.
     env = {**platform.env, janitor.RUN_ID_VARIABLE: run_id}
     _init(f"at {address}", address=address, namespace=run_id, runtime_env={"env_vars": env})
+
+
+@contextmanager
+def _witness(folder: Path, run_id: str) -> Iterator[Path]:
+    """A file that is on every node where the folder is the same one: another of that name has no such file."""
+    witness = folder / f".{run_id}"
+    witness.touch()
+    try:
+        yield witness
+    finally:
+        witness.unlink()
 
 
 def _init(where: str, **settings: Any) -> None:

@@ -1,18 +1,21 @@
 """What drivers inside of a cluster do, for tests of several nodes; prints one JSON object, or ends as megarl would.
 
 python -m tests.end_to_end.nodes_driver look FOLDER            # join, look around, leave
-python -m tests.end_to_end.nodes_driver missing FOLDER         # ask for more devices than there are
 python -m tests.end_to_end.nodes_driver stall FOLDER           # join, say `waiting`, wait for a rank that does nothing
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import ray
 
 from megarl.cluster import waits
 from megarl.cluster.nodes import await_devices
@@ -34,8 +37,6 @@ class Helper:
         return self._facts
 
     def environment(self) -> dict[str, str]:
-        import os
-
         return {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
 
     def wait_for_ever(self) -> None:
@@ -43,8 +44,6 @@ class Helper:
 
 
 def look(folder: Path) -> dict[str, object]:
-    import ray
-
     # Ray tells nobody of GPUs where the platform hides them.
     platform = replace(get_platform("cpu"), env={"OMP_NUM_THREADS": "1"})
     with Runtime.start(platform, folder, 2) as runtime:
@@ -60,6 +59,7 @@ def look(folder: Path) -> dict[str, object]:
             "missing": missing(),
             "facts": vars(ray.get(helper.facts.remote())),
             "environment": ray.get(helper.environment.remote()),
+            "stacks": stacks(runtime, helper, members.index(runtime.seats[1].node)),
         }
 
 
@@ -76,6 +76,18 @@ def gpu_seats(runtime: Runtime) -> dict[str, object]:
     return {"ranks": told(ranks), "own": told(own.parts), "own is shared": own.shared}
 
 
+def stacks(runtime: Runtime, helper: Any, index: int) -> str:
+    """What is said of a process that does not answer, wherever it is."""
+    worker = waits.Worker(helper, runtime.process("h", runtime.nodes.members[index]), ray.get(helper.facts.remote()))
+    try:
+        waits.Waiter(PhaseTimer(), runtime.nodes).wait(
+            [waits.Call(worker, helper.wait_for_ever.remote())], phase="x", role="y", deadline_s=0.5
+        )
+    except DeadlineError as error:
+        return str(error)
+    return ""
+
+
 def missing() -> str:
     """What is said when more devices are asked for than there are."""
     try:
@@ -86,8 +98,6 @@ def missing() -> str:
 
 
 def stall(folder: Path) -> None:
-    import ray
-
     with Runtime.start(get_platform("cpu"), folder, 2) as runtime:
         node = runtime.nodes.members[1]
         spec = runtime.process("helper", node)

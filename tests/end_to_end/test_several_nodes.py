@@ -72,6 +72,7 @@ def test_ranks_are_in_the_order_of_nodes_and_servers_beside_them(cluster: Nodes,
     assert seen["gpus"]["own"] == [[third, ["0", "1"]]] and not seen["gpus"]["own is shared"]
     assert "needs 1000 devices (megarl_cpu_device), and 3 are there" in seen["missing"]
     assert f"node3 ({cluster[2].address}): 1" in seen["missing"]
+    assert "in wait_for_ever" in seen["stacks"], "the stacks of a process of another node"
     assert seen["environment"] == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
 
 
