@@ -170,9 +170,12 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, help="With --device: nodes.")] = 1,
     devices_per_node: Annotated[int | None, typer.Option(min=1, help="With --device: devices of a node.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the best placements to show.")] = 5,
-    placement: Annotated[str | None, typer.Option(help="Only colocate, hybrid, split or standalone.")] = None,
+    placement: Annotated[str, typer.Option(help="auto; or only colocate, hybrid, split or standalone.")] = "auto",
     response_mean: Annotated[float | None, typer.Option(help="Mean response, tokens.")] = None,
     response_spread: Annotated[float, typer.Option(min=0, help="Standard deviation over mean.")] = 0.7,
+    from_run: Annotated[Path | None, typer.Option(help="Run whose measurements calibrate the rates.")] = None,
+    simulate: Annotated[int, typer.Option(min=0, help="Also play so many steps: lengths drawn, devices failing.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --simulate: of what is drawn.")] = 1,
     explain: Annotated[bool, typer.Option("--explain", help="Show where seconds and bytes go, and what lost.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page there.")] = None,
@@ -183,20 +186,39 @@ def plan(
 
     Example: megarl plan recipes/quickstart.yaml --device H100 --nodes 2 --explain
     """
-    from megarl.placement.command import choose_cluster, run_plan
+    from megarl.placement.simulate import Conditions
+    from megarl.plan_commands import PlanOptions, choose_cluster, run_plan
 
-    run_plan(
-        recipe,
-        overrides or [],
-        choose_cluster(cluster, device, nodes, devices_per_node),
+    options = PlanOptions(
         top=top,
         name=placement,
         response_mean=response_mean,
         response_spread=response_spread,
         explain=explain,
+        from_run=from_run,
+        simulate=simulate,
+        conditions=Conditions(seed=seed),
         as_text=json,
         html=html,
     )
+    run_plan(recipe, overrides or [], choose_cluster(cluster, device, nodes, devices_per_node, from_run), options)
+
+
+@app.command()
+def profile(
+    out: Annotated[Path, typer.Option(help="Cluster file to write.")] = Path("cluster.yaml"),
+    servers: Annotated[int, typer.Option(min=0, max=2, help="SGLang servers to time; 0 leaves generation out.")] = 2,
+    timeout: Timeout = 600,
+) -> None:
+    """Measure this machine with small reference models, in about a minute, for `megarl plan --cluster`.
+
+    Times matrix products, memory, collectives, passes and updates on 1, 2, 4... ranks, and answers of real servers.
+
+    Example: megarl profile --out cluster.yaml
+    """
+    from megarl.profiling.command import run_profile
+
+    run_profile(out, servers, timeout)
 
 
 @app.command()

@@ -7,6 +7,7 @@ the length distribution, and the step ends with the longest response of all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from megarl.placement.links import all_reduce_s
 from megarl.placement.memory import ServerBytes
 from megarl.placement.sizes import kv_bytes, kv_span, model_sizes
 from megarl.placement.space import Servers
-from megarl.placement.workload import Workload
+from megarl.placement.workload import ROLLOUT, Workload
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ def rollout_seconds(
     never = np.where(holds, 0.0, np.inf)
     requests = workload.samples * cluster.rates.request_s
     return RolloutSeconds(prefill + never, full, tail, requests, flow + requests + never, cap)
+
+
+def step_model(workload: Workload, cluster: Cluster, tp: int, servers: int) -> Callable[[Any, float], Any]:
+    """Seconds of one decode step on each of so many servers, by [Q] sequences in its batch and their context, tokens."""
+    used = np.array([servers * tp], np.int64)
+    choice = Servers(used, np.array([tp], np.int64), np.ones(1), used)
+    step = _Step(workload.models[ROLLOUT], choice, workload, cluster)
+    return lambda batch, context: step.seconds(batch[None, :], context)[0]
 
 
 class _Step:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from megarl.core.layout import Layout
 from megarl.core.platform import PlatformName
+from megarl.rollout.client import ServerEndpoint
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -29,7 +30,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """What `world_size` ranks of this machine measure together. port: where they meet. repeats: of each timing."""
+    """What `world_size` ranks of this machine measure together. port: where they meet. repeats: of each timing.
+
+    servers: that the weights of every model are sent to, by one rank.
+    """
 
     platform: PlatformName
     dtype: Dtype
@@ -39,6 +43,7 @@ class Job:
     port: int
     deadline_s: float
     repeats: int = 3
+    servers: tuple[ServerEndpoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,9 @@ class Raw:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one number of ranks measured."""
+    """What one number of ranks measured. sync_s: seconds of sending the first model's weights to servers; None without."""
 
     world_size: int
     raw: Raw
     timed: tuple[Timed, ...]
+    sync_s: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -65,7 +66,7 @@ def write_reference_model(folder: Path, size: Size) -> Path:
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:
     words = {str(index): index for index in range(vocab)}
-    raw = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -76,6 +77,6 @@ def _write_tokenizer(folder: Path, vocab: int) -> None:
         "decoder": None,
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "0"},
     }
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": str(vocab - 1), "unk_token": "0"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))

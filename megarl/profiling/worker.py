@@ -23,7 +23,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.profiling.job import Case, Job, Measured, Raw, Timed
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
-from megarl.training.rank import Rank
+from megarl.training.rank import EXPORT_BUCKET_BYTES, Rank
 from megarl.training.spec import PolicyObjective, RoleSpec
 
 ROLE = "reference"
@@ -45,7 +45,8 @@ def measure(rank: int, job: Job) -> Measured:
     own.rendezvous("127.0.0.1", job.port, job.deadline_s)
     try:
         raw = _raw(platform, job)
-        return Measured(job.world_size, raw, tuple(_time_case(own, platform, job, case) for case in job.cases))
+        timed = tuple(_time_case(own, platform, job, case) for case in job.cases)
+        return Measured(job.world_size, raw, timed, _sync_s(own, platform, job) if job.servers else None)
     finally:
         own.close()
 
@@ -111,6 +112,25 @@ def _time_case(rank: Rank, platform: Platform, job: Job, case: Case) -> Timed:
     score_s = _seconds(platform, job.world_size, job.repeats, lambda: rank.logprobs(ROLE, shard))
     update_s = _seconds(platform, job.world_size, job.repeats, lambda: rank.update(ROLE, shard, columns))
     return Timed(case, score_s, update_s)
+
+
+def _sync_s(rank: Rank, platform: Platform, job: Job) -> float:
+    """Median seconds of sending the first model, which the servers have, to all of them; the first time is not counted."""
+    from megarl.sync.broadcast import BroadcastSender
+
+    rank.build(ROLE, RoleSpec(job.models[0], job.dtype))
+    sender = BroadcastSender(
+        rank=0, host="127.0.0.1", device=platform.device, backend=platform.backend, timeout_s=job.deadline_s
+    )
+    try:
+        seconds = []
+        for version in range(1, 2 + job.repeats):
+            report = sender.send(lambda: rank.buckets(ROLE, EXPORT_BUCKET_BYTES), version, job.servers)
+            assert report is not None and not report.failed, report
+            seconds.append(report.seconds)
+        return statistics.median(seconds[1:])
+    finally:
+        sender.close()
 
 
 def _spec(folder: Path, job: Job, layout: Layout, algorithm: Algorithm) -> RoleSpec:

@@ -1,0 +1,158 @@
+"""What a run that was made says of its placement: measured beside predicted, rates calibrated by it, and whether another
+placement would now be predicted faster. Not for launching anything.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from megarl.core.errors import UserError
+from megarl.placement.apply import plan_recipe
+from megarl.placement.calibrate import Pairs, fit
+from megarl.placement.cluster import Cluster
+from megarl.placement.lengths import Lengths, counted, lognormal
+from megarl.placement.local import run_cluster
+from megarl.placement.plan import STAGES, PlacementPlan
+from megarl.placement.recipe_plan import predict_recipe
+from megarl.placement.workload import ASSUMED_SPREAD, Workload, read_model, recipe_workload
+from megarl.recipe.load import load_recipe
+from megarl.recipe.save import RECIPE_FILE
+from megarl.recipe.schema import Recipe
+from megarl.report.history import METRICS_FILE, Row, read_history
+
+# A plan's phases, and the loop's phases that they are made of (core/metrics.py).
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("rollout",),
+    "sync": ("sync",),
+    "prepare": ("logprobs", "reference", "teacher", "values", "reward_model", "advantages"),
+    "train": ("critic", "update"),
+}
+# What only some steps have.
+SOMETIMES = ("eval", "save")
+BETWEEN = "between stages"
+# Fewer lengths than this say too little of a distribution's tail.
+FEWEST_LENGTHS = 64
+# Another placement is worth a line where it is predicted to take less than this share of the time.
+WORTH = 0.95
+_TRAINING = ("matmul", "layer_s", "micro_s", "update_s")
+_SERVING = ("decode_layer_s", "decode_s", "request_s", "prefill")
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run as it was: recipe, workload with the lengths that it met, and median seconds of its steps by a plan's phases.
+
+    The first step is left out where there are more: caches are cold in it.
+    """
+
+    folder: Path
+    recipe: Recipe
+    workload: Workload
+    seconds: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step without evaluations and checkpoints."""
+        return sum(self.seconds.values())
+
+
+def read_run(folder: Path) -> PastRun:
+    """Read a run's folder. Raises UserError: not a run of `megarl train`, or no step is done."""
+    recipe = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
+    steps = [row for row in read_history(folder / METRICS_FILE) if row["step"] > 0 and "perf/rollout_s" in row]
+    if not steps:
+        raise UserError(f"{folder} has no step yet: nothing was measured that a plan could learn from.")
+    steps = steps[1:] or steps
+    seconds = {
+        phase: _median(sum(row.get(f"perf/{name}_s", 0.0) for name in names) for row in steps)
+        for phase, names in PHASES.items()
+    }
+    whole = _median(row["perf/step_s"] - sum(row.get(f"perf/{name}_s", 0.0) for name in SOMETIMES) for row in steps)
+    seconds[BETWEEN] = max(0.0, whole - sum(seconds.values()))
+    prompts = _median(row["rollout/prompt_len_mean"] for row in steps)
+    workload = recipe_workload(recipe, read_model(recipe.model.path), _lengths(folder, recipe, steps), prompts)
+    return PastRun(folder, recipe, workload, seconds)
+
+
+def _sum(row: Row, phases: Iterable[str]) -> float:
+    return sum(float(row.get(f"perf/{phase}_s", 0.0)) for phase in phases)
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(statistics.median(values))
+
+
+def _lengths(folder: Path, recipe: Recipe, steps: list[Row]) -> Lengths:
+    """Those of the samples that the run wrote down; where these are few, a log-normal with the mean of all."""
+    limit = recipe.rollout.max_response_tokens
+    files = sorted((folder / "samples").glob("step_*.jsonl"))
+    found = [json.loads(line)["response_tokens"] for file in files for line in file.read_text().splitlines()]
+    if len(found) >= FEWEST_LENGTHS:
+        return counted(found, limit)
+    mean = _median(row["rollout/response_len_mean"] for row in steps)
+    return lognormal(min(mean, limit * 0.999), ASSUMED_SPREAD, limit)
+
+
+def cluster_of_run(run: PastRun) -> Cluster:
+    """The cluster that the run was on, by the table of devices. Raises UserError where the table lacks its devices."""
+    cluster = run_cluster(run.recipe)
+    if cluster is None:
+        raise UserError("This machine's devices are not in the table of devices: give --cluster FILE or --device NAME.")
+    return cluster
+
+
+def calibrated(run: PastRun, cluster: Cluster) -> Cluster:
+    """The cluster with rates under which the run's own placement is predicted as it was measured."""
+
+    def pairs(*phases: str) -> Callable[[Cluster], Pairs]:
+        def of(each: Cluster) -> Pairs:
+            predicted = predict_recipe(run.recipe, run.workload, each).phases
+            return [(float(predicted[phase]), run.seconds[phase]) for phase in phases if run.seconds[phase] > 0]
+
+        return of
+
+    sync_s = run.seconds["sync"] - float(predict_recipe(run.recipe, run.workload, cluster).phases["sync"])
+    rates = replace(
+        cluster.rates, barrier_s=run.seconds[BETWEEN] / STAGES, sync_s=max(0.0, cluster.rates.sync_s + sync_s)
+    )
+    cluster = replace(cluster, rates=rates)
+    names = [name for name in (*_TRAINING, *_SERVING) if getattr(rates, name) > 0]
+    cluster = fit(cluster, [name for name in names if name in _TRAINING], pairs("prepare", "train"))
+    return fit(cluster, [name for name in names if name in _SERVING], pairs("rollout"))
+
+
+def compare(run: PastRun, cluster: Cluster) -> Table:
+    """What was predicted of the run's placement beside what was measured, by phase."""
+    predicted = predict_recipe(run.recipe, run.workload, cluster)
+    table = Table(title=f"One step of {run.folder}", title_justify="left")
+    for column in ("phase", "predicted, s", "measured, s", "error"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    rows = {**{name: (float(predicted.phases[name]), seconds) for name, seconds in run.seconds.items()}}
+    rows["whole step"] = (float(predicted.step_s), run.step_s)
+    for name, (mine, theirs) in rows.items():
+        error = f"{mine / theirs - 1:+.0%}" if theirs else ""
+        table.add_row(name, f"{mine:.3g}", f"{theirs:.3g}", error, end_section=name == BETWEEN)
+    return table
+
+
+def advice(folder: Path, cluster: Cluster | None = None) -> str | None:
+    """A line where another placement on the run's own devices is predicted faster, calibrated by the run; else None.
+
+    cluster: that it was on; default: by the table of devices. Raises UserError where nothing is known of it.
+    """
+    run = read_run(folder)
+    known = calibrated(run, cluster or cluster_of_run(run))
+    best: PlacementPlan = plan_recipe(run.recipe, run.workload, known, top=1).best
+    mine = predict_recipe(run.recipe, run.workload, known).step_s
+    if best.step_s >= WORTH * mine:
+        return None
+    return (
+        f"Another placement is predicted to take {best.step_s:.3g} s a step instead of {mine:.3g} s: {best.describe()}. "
+        f"See it by: megarl plan {folder / RECIPE_FILE} --from-run {folder}"
+    )

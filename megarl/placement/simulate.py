@@ -1,0 +1,179 @@
+"""Plays the steps of a whole run on a placement: lengths are drawn, devices fail, an asynchronous rollout runs ahead.
+
+A prediction says what a step takes on average; this says how far steps spread, what failures cost, and how much of its time
+each pool works. Same seed, same run. It does not model what a prediction does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from megarl.placement.cluster import Cluster
+from megarl.placement.generation import step_model
+from megarl.placement.lengths import Floats
+from megarl.placement.plan import PlacementPlan, PoolPlan, RolePlan
+from megarl.placement.workload import ROLLOUT, Workload
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a run is played.
+
+    hours_between_failures: of one device. The default is what Llama 3's training on 16,384 H100 met: 419 unexpected
+    interruptions in 54 days (arXiv 2407.21783, section 3.3.4). restart_s: from a failure to the next step's start. save_every:
+    steps between checkpoints; a failure loses what came after the last.
+    """
+
+    hours_between_failures: float = 50_700.0
+    restart_s: float = 600.0
+    save_every: int = 10
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Played:
+    """A run that was played.
+
+    step_s: [N] seconds of each step that counted, waits for samples included. rollout_s: [N] of its generation; tail_s: [N]
+    of it, while fewer than a quarter of the sequences that a server holds still ran. busy_s: seconds of work by pool.
+    failures: how many there were; lost_s: steps done twice and restarts.
+    """
+
+    total_s: float
+    step_s: Floats
+    rollout_s: Floats
+    tail_s: Floats
+    busy_s: tuple[float, ...]
+    failures: int
+    lost_s: float
+
+
+def simulate(
+    placement: PlacementPlan, workload: Workload, cluster: Cluster, steps: int, conditions: Conditions
+) -> Played:
+    """Play so many steps."""
+    random = np.random.default_rng(conditions.seed)
+    drawn = [_draw_step(placement, workload, cluster, random) for _ in range(steps)]
+    rollout, tail, stages = (np.array([step[index] for step in drawn]) for index in range(3))
+    fixed = sum(float(placement.phases[phase]) for phase in ("sync", "sleep and wake", "between stages"))
+    ends = _schedule(rollout, stages + fixed, workload.staleness if placement.asynchronous else None)
+    step_s = np.diff(ends, prepend=0.0)
+    total, lost, failures = _with_failures(step_s, placement, conditions, random)
+    busy = tuple(
+        float(
+            np.sum(rollout) * any(role.role == ROLLOUT for role in pool.roles)
+            + np.sum(stages) * _stage_share(pool, placement)
+        )
+        for pool in placement.pools
+    )
+    return Played(total, step_s, rollout, tail, busy, failures, lost)
+
+
+def _draw_step(
+    placement: PlacementPlan, workload: Workload, cluster: Cluster, random: np.random.Generator
+) -> tuple[float, float, float]:
+    """Seconds of one step's rollout, of its tail, and of both stages, for lengths that are drawn."""
+    lengths = workload.responses
+    tokens = np.interp(random.random(workload.samples), lengths.levels, lengths.values)
+    rollout = next(role for pool in placement.pools for role in pool.roles if role.role == ROLLOUT)
+    generation, tail = _rollout_seconds(tokens, rollout, workload, cluster)
+    expected = workload.samples * (workload.prompt_tokens + lengths.mean)
+    share = (workload.samples * workload.prompt_tokens + float(tokens.sum())) / expected
+    stages = float(placement.phases["prepare"] + placement.phases["train"]) * share
+    return generation, tail, stages
+
+
+def _rollout_seconds(tokens: Floats, rollout: RolePlan, workload: Workload, cluster: Cluster) -> tuple[float, float]:
+    """Seconds until the slowest server has answered everything, and of it the tail.
+
+    Samples are dealt to servers in turn. A server runs as many as it holds; whoever ends gives its place to the next.
+    """
+    count, cap = int(rollout.choice["servers"]), int(rollout.choice["running"])
+    each = -(-len(tokens) // count)
+    dealt = np.zeros(count * each)
+    dealt[: len(tokens)] = tokens
+    queues = dealt.reshape(each, count).T
+    slots = queues[:, :cap].copy()
+    rows = np.arange(count)
+    for index in range(cap, each):
+        slots[rows, np.argmin(slots, axis=1)] += queues[:, index]
+    ends = np.sort(slots, axis=1)
+    width = np.diff(ends, prepend=0.0, axis=1)
+    running = np.arange(ends.shape[1], 0, -1)
+    seconds = step_model(workload, cluster, int(rollout.choice["tp"]), count)
+    context = workload.prompt_tokens + workload.responses.mean / 2
+    spent = width * seconds(running.astype(np.float64), context)[None, :]
+    slowest = int(np.argmax(spent.sum(axis=1)))
+    fixed = sum(float(rollout.parts.get("rollout", {}).get(name, 0.0)) for name in ("prefill", "requests"))
+    tail = float(spent[slowest, running < max(cap / 4, 1)].sum())
+    return float(spent[slowest].sum()) + fixed, tail
+
+
+def _schedule(rollout: Floats, rest: Floats, staleness: int | None) -> Floats:
+    """[N] when each step ends. staleness: how many versions samples may be old; None where the rollout is waited for."""
+    if staleness is None:
+        ends: Floats = np.cumsum(rollout + rest)
+        return ends
+    generated, trained = 0.0, [0.0] * (staleness + 1)
+    for one, other in zip(rollout, rest, strict=True):
+        # A rollout needs the weights of `staleness` steps ago, an update needs its samples.
+        generated = max(generated, trained[-1 - staleness]) + one
+        trained.append(max(trained[-1], generated) + other)
+    return np.array(trained[staleness + 1 :])
+
+
+def _with_failures(
+    step_s: Floats, placement: PlacementPlan, conditions: Conditions, random: np.random.Generator
+) -> tuple[float, float, int]:
+    """Seconds of the whole run, of them lost, and failures. What fails stops the run, which goes on from a checkpoint."""
+    devices = sum(pool.devices for pool in placement.pools)
+    mean_s = conditions.hours_between_failures * HOUR_S / devices
+    clock, failures, step, since_saved = 0.0, 0, 0, 0.0
+    lost, next_failure = 0.0, random.exponential(mean_s)
+    saved = 0
+    while step < len(step_s):
+        if clock + step_s[step] > next_failure:
+            failures += 1
+            lost += since_saved + (next_failure - clock) + conditions.restart_s
+            clock = next_failure + conditions.restart_s
+            next_failure = clock + random.exponential(mean_s)
+            step, since_saved = saved, 0.0
+            continue
+        clock += step_s[step]
+        since_saved += step_s[step]
+        step += 1
+        if step % conditions.save_every == 0:
+            saved, since_saved = step, 0.0
+    return clock, lost, failures
+
+
+def _stage_share(pool: PoolPlan, placement: PlacementPlan) -> float:
+    """Share of the two stages that a pool works in."""
+    both = float(placement.phases["prepare"] + placement.phases["train"])
+    own = sum(float(role.seconds.get(stage, 0.0)) for role in pool.roles for stage in ("prepare", "train"))
+    return min(1.0, own / both) if both else 0.0
+
+
+def render_simulation(played: Played, placement: PlacementPlan) -> Table:
+    """The run as a table."""
+    table = Table(title=f"{len(played.step_s)} steps, played", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    low, middle, high = np.quantile(played.step_s, (0.05, 0.5, 0.95))
+    rows = {
+        "whole run": f"{played.total_s / HOUR_S:.2f} h",
+        "step, 5% / median / 95%": f"{low:.4g} / {middle:.4g} / {high:.4g} s",
+        "step, predicted": f"{placement.step_s:.4g} s",
+        "tail of the rollout": f"{played.tail_s.sum() / max(played.rollout_s.sum(), 1e-12):.0%} of generation",
+        "failures": f"{played.failures}, {played.lost_s / HOUR_S:.2f} h lost ({played.lost_s / played.total_s:.1%})",
+    }
+    for pool, busy in zip(placement.pools, played.busy_s, strict=True):
+        rows[f"{'+'.join(role.role for role in pool.roles)} on {pool.devices}"] = f"{busy / played.total_s:.0%} busy"
+    for what, value in rows.items():
+        table.add_row(what, value)
+    return table

@@ -1,0 +1,95 @@
+"""Times real SGLang servers behind the router: few and many requests, short and long answers, one server and two."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.platform import Platform
+from megarl.profiling.job import Dtype
+from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
+from megarl.rollout.process import start_all
+from megarl.rollout.router import RouterProcess, RouterSpec
+from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+
+PROMPT_TOKENS = 16
+# Requests and tokens of an answer.
+CASES = ((8, 32), (64, 32), (64, 8))
+REPEATS = 3
+MAX_RUNNING = 64
+CACHE_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Median seconds until so many requests for so many tokens each were answered. servers: that shared them."""
+
+    servers: int
+    requests: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Servers that are up, and their router."""
+
+    servers: tuple[ServerProcess, ...]
+    router: RouterProcess
+
+    @property
+    def endpoints(self) -> tuple[ServerEndpoint, ...]:
+        """Of the servers."""
+        return tuple(server.endpoint for server in self.servers)
+
+    def measure(self, vocab: int) -> list[Generated]:
+        """All cases with one server behind the router, then with every one."""
+        found = []
+        for count, server in enumerate(self.servers, 1):
+            self.router.add(server.endpoint)
+            if count in (1, len(self.servers)):
+                found += asyncio.run(_measure(self.router.endpoint, count, vocab))
+        return found
+
+
+@contextmanager
+def serving(
+    model: Path, dtype: Dtype, platform: Platform, count: int, folder: Path, deadline_s: float
+) -> Iterator[Pool]:
+    """Servers of a model, and a router that knows none of them yet; all ended on leaving. folder: for logs."""
+    place = ProcessPlace(folder / "logs", secrets.token_hex(16), temp=folder)
+    spec = ServerSpec(model, dtype, max_running_requests=MAX_RUNNING, kv_tokens=CACHE_TOKENS)
+    servers = tuple(ServerProcess(f"server {index}", spec, platform, place) for index in range(count))
+    router = RouterProcess(RouterSpec(), place)
+    start_all([*servers, router], deadline_s)
+    try:
+        yield Pool(servers, router)
+    finally:
+        for process in (*servers, router):
+            process.stop()
+
+
+async def _measure(endpoint: ServerEndpoint, servers: int, vocab: int) -> list[Generated]:
+    found = []
+    async with ServerClient(endpoint) as client:
+        for requests, tokens in CASES:
+            # The first has connections to make.
+            seconds = [await _ask(client, requests, tokens, vocab) for _ in range(1 + REPEATS)][1:]
+            found.append(Generated(servers, requests, tokens, statistics.median(seconds)))
+    return found
+
+
+async def _ask(client: ServerClient, requests: int, tokens: int, vocab: int) -> float:
+    # Prompts of their own: none is answered from the cache of another.
+    prompts = [[random.randrange(vocab - 1) for _ in range(PROMPT_TOKENS)] for _ in range(requests)]
+    sampling = Sampling(tokens)
+    began = time.perf_counter()
+    await asyncio.gather(*(client.generate(prompt, sampling) for prompt in prompts))
+    return time.perf_counter() - began
