@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from megarl.core.errors import UserError
 from megarl.placement.cluster import Cluster
+from megarl.placement.devices import DEVICES
+from megarl.placement.local import run_cluster
 from megarl.placement.partitions import Partition
-from megarl.placement.plan import Plan, RolePlan, make_plan
-from megarl.placement.recipe_plan import FRACTION_FLAG
-from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Workload
+from megarl.placement.plan import PlacementPlan, Plan, RolePlan, make_plan
+from megarl.placement.recipe_plan import FRACTION_FLAG, check_fits
+from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Workload, read_model, recipe_workload
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.placement import Pool
 from megarl.recipe.roles import Parallel
@@ -17,6 +21,38 @@ from megarl.recipe.schema import Recipe
 
 AUTO = "auto"
 _PARTS = {True: ("grads", "params", "optimizer"), False: ("params",)}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A recipe as it runs, and what is predicted of it: None where nothing is known of the devices.
+
+    plan: what was searched; None where the recipe's own placement is kept.
+    """
+
+    recipe: Recipe
+    predicted: PlacementPlan | None = None
+    plan: Plan | None = None
+
+
+def place(recipe: Recipe) -> Placed:
+    """Do what placement.name asks for, or check that the recipe's own placement fits.
+
+    Raises UserError: what does not fit, with the smallest cluster that works; devices that nothing is known of.
+    """
+    cluster, name = run_cluster(recipe), recipe.placement.name
+    if cluster is None:
+        if name is None:
+            return Placed(recipe)
+        raise UserError(
+            f"placement.name {name} asks for a search, and this machine's devices are not in the table of devices: "
+            f"{', '.join(DEVICES)}. Describe them in a cluster file (docs/placement.md) and name it by cluster.file."
+        )
+    workload = recipe_workload(recipe, read_model(recipe.model.path))
+    if name is None:
+        return Placed(recipe, check_fits(recipe, workload, cluster))
+    plan = plan_recipe(recipe, workload, cluster, name)
+    return Placed(apply_plan(recipe, plan), plan.best, plan)
 
 
 def plan_recipe(recipe: Recipe, workload: Workload, cluster: Cluster, name: str = AUTO, *, top: int = 5) -> Plan:
@@ -52,7 +88,8 @@ def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:
         update={
             **{role: getattr(recipe, role).model_copy(update=update) for role, update in values.items()},
             "cluster": recipe.cluster.model_copy(update={"devices": devices}),
-            "placement": recipe.placement.model_copy(update={"pools": pools if len(pools) > 1 else {}}),
+            # What was found is what the saved recipe says: it is not searched for again.
+            "placement": recipe.placement.model_copy(update={"name": None, "pools": pools if len(pools) > 1 else {}}),
         }
     )
     plan_batches(placed)

@@ -19,34 +19,33 @@ _NAMES = {"A100": "A100-80", "H100": "H100", "H200": "H200", "B200": "B200", "L4
 HOST = "cpu"
 
 
-def run_cluster(recipe: Recipe, file: Path | None = None) -> Cluster | None:
-    """The cluster of a file, or what this machine has of the recipe's devices; None for devices that the table lacks.
+def run_cluster(recipe: Recipe) -> Cluster | None:
+    """The cluster of cluster.file; else what this machine has. None for devices that the table lacks.
 
     Raises UserError for a file that cannot be used.
     """
-    if file is not None:
-        return read_cluster(file)
-    platform, devices = get_platform(recipe.cluster.platform), recipe.cluster.devices
+    platform, wanted, file = get_platform(recipe.cluster.platform), recipe.cluster.devices, recipe.cluster.file
     here = num_local_devices(platform)
     if here is None:
-        return host_cluster(devices)
+        return host_cluster(wanted, file)
+    if file is not None:
+        return read_cluster(file)
     name = device_name()
-    if name is None or here == 0:
-        return None
-    per_node = min(here, devices)
-    return make_cluster(name, -(-devices // per_node), per_node)
+    return None if name is None or not here else make_cluster(name, -(-wanted // here), here)
 
 
-def host_cluster(devices: int) -> Cluster:
-    """This machine, with processes that stand for devices: they share its cores and its memory."""
-    cluster = make_cluster(HOST, 1, devices)
+def host_cluster(devices: int, file: Path | None = None) -> Cluster:
+    """This machine, with so many processes that stand for devices: they share its cores and its memory.
+
+    file: where its figures are; default: the table's.
+    """
+    cluster = make_cluster(HOST, 1) if file is None else read_cluster(file)
     memory = psutil.virtual_memory().total / devices
-    cores = float(len(os.sched_getaffinity(0)))
-    return replace(
-        cluster,
-        device=replace(cluster.device, memory_bytes=memory),
-        rates=replace(cluster.rates, at_once=cores, servers_at_once=cores),
-    )
+    if file is None:
+        cores = float(len(os.sched_getaffinity(0)))
+        cluster = replace(cluster, rates=replace(cluster.rates, at_once=cores, servers_at_once=cores))
+    device = replace(cluster.device, memory_bytes=memory)
+    return replace(cluster, nodes=1, devices_per_node=devices, device=device)
 
 
 def device_name() -> str | None:

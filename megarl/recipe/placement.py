@@ -21,6 +21,11 @@ class Pool(Section):
 class Placement(Section):
     """Which roles share devices; roles of different pools work at the same time."""
 
+    name: Literal["auto", "colocate", "hybrid", "split", "standalone"] | None = Field(
+        None,
+        description="search pools, layouts and servers before the start: auto among all placements, else of that name; "
+        "default: the recipe's own",
+    )
     pools: dict[str, Pool] = Field(
         {}, description="pools by name, together cluster.devices; default: one pool that hosts every role"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UNREAD
 from megarl.recipe.reward import Rule
@@ -10,9 +10,34 @@ from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
 
+# What a search decides, by role.
+SEARCHED_KEYS = (
+    ("placement.pools",),
+    ("actor.parallel", "actor.recompute", "actor.resting"),
+    ("reference.parallel", "reference.resting"),
+    ("critic.parallel", "critic.recompute", "critic.resting"),
+    ("reward_model.parallel", "reward_model.resting"),
+    ("teacher.parallel", "teacher.resting"),
+    ("rollout.servers", "rollout.tp"),
+)
+
+
+def _placed_by_hand(section: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.placement.name is None or getattr(recipe, section) is None
+
+
 UNREAD_RULES: tuple[Unread, ...] = (
     *ALGORITHM_UNREAD,
     *SUPERVISED_UNREAD,
+    *(
+        Unread(
+            keys,
+            _placed_by_hand(keys[0].partition(".")[0]),
+            "placement.name decides it: remove that one to place the run by hand",
+            (Recipe,),
+        )
+        for keys in SEARCHED_KEYS
+    ),
     Unread(
         ("actor.optimizer.beta1", "actor.optimizer.beta2", "actor.optimizer.eps"),
         lambda r: r.actor.optimizer.name == "adam",

@@ -30,6 +30,12 @@ class Cluster(Section):
     devices: PositiveInt = Field(
         1, description="devices in the colocated pool; on cpu, one process counts as one device"
     )
+    file: UserPath | None = Field(
+        None,
+        strict=False,
+        description="cluster file to plan and check memory with (`megarl profile` writes one); default: what is known of "
+        "this machine",
+    )
     peak_tflops: PositiveFloat | None = Field(
         None, description="what one device could do in model.dtype, TFLOP/s; gives perf/mfu"
     )

@@ -16,6 +16,12 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
         SUPERVISED,
     ),
     Unread(
+        ("cluster.file",),
+        lambda r: False,
+        "a supervised run has one role, and nothing to place: it belongs to recipes of `megarl train`",
+        SUPERVISED,
+    ),
+    Unread(
         ("eval.every",),
         lambda r: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",

@@ -43,6 +43,24 @@ UNREAD = [
     (["eval.by=math"], ["data.eval=held_out.jsonl"]),
     ([REMOTE, "reward.workers=2"], ["reward.graders.y={kind: rule, fn: math}"]),
     ([REMOTE, "reward.timeout_s=2"], ["reward.graders.y={kind: rule, fn: math}"]),
+    *(
+        (["placement.name=auto", *needs, key], ["placement.name=null"])
+        for key, *needs in (
+            ("placement.pools.a={devices: 1, roles: [actor]}",),
+            ("actor.parallel.tp=1",),
+            ("actor.recompute=full",),
+            ("actor.resting=[params]",),
+            ("rollout.servers=1",),
+            ("rollout.tp=1",),
+            ("critic.parallel.pp=1", "algorithm.advantage=gae"),
+            ("critic.recompute=full", "algorithm.advantage=gae"),
+            ("critic.resting=[params]", "algorithm.advantage=gae"),
+            ("reward_model.parallel.tp=1", "reward_model.path=m"),
+            ("reward_model.resting=[params]", "reward_model.path=m"),
+            ("teacher.parallel.tp=1", "teacher.path=m", "algorithm.policy_loss=distill"),
+            ("teacher.resting=[params]", "teacher.path=m", "algorithm.policy_loss=distill"),
+        )
+    ),
 ]
 
 
@@ -63,6 +81,11 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "critic.epochs": "critic",
         "algorithm.settings.scale": "algorithm.settings",
         "teacher.path": "teacher",
+        "placement.pools.a": "placement.pools",
+        "actor.parallel.tp": "actor.parallel",
+        "critic.parallel.pp": "critic.parallel",
+        "reward_model.parallel.tp": "reward_model.parallel",
+        "teacher.parallel.tp": "teacher.parallel",
         "algorithm.kl_control.target": "algorithm.kl_control",
     }
     names = [given[-1].partition("=")[0] for given, _ in UNREAD]
@@ -72,12 +95,19 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "report.samples",
         "reward.fn",  # in test_reward.py: no further key makes it count
         "dpo.label_smoothing",
+        "cluster.file",
     }
     assert {key for rule in UNREAD_RULES for key in rule.keys} == tested
     for rule in (*UNREAD_RULES, *CONTRADICTIONS):
         for key in getattr(rule, "keys", ()) or (rule.key,):  # type: ignore[union-attr]
             for kind in rule.kinds:
                 assert Schema(kind).node(tuple(key.split("."))) is not None, f"{key} in {kind.__name__}"
+
+
+def test_a_supervised_run_has_nothing_to_place(sft_file: Path, recipe_file: Path) -> None:
+    with pytest.raises(UserError, match=r"cluster.file.*read by nothing"):
+        load_recipe(sft_file, ["cluster.file=c.yaml"], SftRecipe)
+    assert load_recipe(recipe_file, ["cluster.file=c.yaml"])
 
 
 @pytest.mark.parametrize("key", ["deadlines.rollout_s=5", "deadlines.sync_s=5", "report.samples=5"])
