@@ -46,7 +46,6 @@ UNREAD = [
     *(
         (["placement.name=auto", *needs, key], ["placement.name=null"])
         for key, *needs in (
-            ("placement.pools.a={devices: 1, roles: [actor]}",),
             ("actor.parallel.tp=1",),
             ("actor.recompute=full",),
             ("actor.resting=[params]",),
@@ -81,7 +80,6 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "critic.epochs": "critic",
         "algorithm.settings.scale": "algorithm.settings",
         "teacher.path": "teacher",
-        "placement.pools.a": "placement.pools",
         "actor.parallel.tp": "actor.parallel",
         "critic.parallel.pp": "critic.parallel",
         "reward_model.parallel.tp": "reward_model.parallel",
@@ -96,12 +94,20 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "reward.fn",  # in test_reward.py: no further key makes it count
         "dpo.label_smoothing",
         "cluster.file",
+        "placement.pools",
     }
     assert {key for rule in UNREAD_RULES for key in rule.keys} == tested
     for rule in (*UNREAD_RULES, *CONTRADICTIONS):
         for key in getattr(rule, "keys", ()) or (rule.key,):  # type: ignore[union-attr]
             for kind in rule.kinds:
                 assert Schema(kind).node(tuple(key.split("."))) is not None, f"{key} in {kind.__name__}"
+
+
+def test_pools_are_given_or_searched_for(recipe_file: Path) -> None:
+    pools = "placement.pools={all: {devices: 1, roles: [actor]}}"
+    assert load_recipe(recipe_file, [pools])
+    with pytest.raises(UserError, match=r"placement\.pools.*placement\.name decides it"):
+        load_recipe(recipe_file, [pools, "placement.name=auto"])
 
 
 def test_a_supervised_run_has_nothing_to_place(sft_file: Path, recipe_file: Path) -> None:
