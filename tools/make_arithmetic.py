@@ -39,19 +39,23 @@ class Problem(NamedTuple):
         """The answer at once."""
         return f"#### {self.answer}"
 
-    def worked(self, slip: tuple[int, int] | None = None) -> str:
+    def worked(self, sums_of: Problem | None = None) -> str:
         """The sum column by column, from the ones up: digit + digit + carry; then the answer.
 
         Every line is equally long: a digit is then always found at the same distance, which is learned quickly.
-        slip: (column, sum of its two digits): a mistake there, and everything after it follows from that.
+        sums_of: another problem, whose columns are added in the place of this one's: a wrong answer that looks right.
         """
-        lines, answer, carry = [], "", 0
-        for place, (left, right) in enumerate(zip(str(self.left)[::-1], str(self.right)[::-1], strict=False)):
-            digits = slip[1] if slip is not None and slip[0] == place else int(left) + int(right)
-            total = digits + carry
-            lines.append(f"{COLUMNS[place]} {left}+{right}+{carry}={total:02d}")
-            answer, carry = f"{total % 10}{answer}", total // 10
-        return "\n".join([*lines, f"#### {carry or ''}{answer}"])
+        added = sums_of or self
+        lines, carry = [], 0
+        for column, (left, right), digits in zip(COLUMNS, self.columns(), added.columns(), strict=False):
+            total = sum(map(int, digits)) + carry
+            lines.append(f"{column} {left}+{right}+{carry}={total:02d}")
+            carry = total // 10
+        return "\n".join([*lines, added.direct()])
+
+    def columns(self) -> list[tuple[str, str]]:
+        """The digits above each other, from the ones up."""
+        return list(zip(str(self.left)[::-1], str(self.right)[::-1], strict=False))
 
 
 def num_problems(digits: int) -> int:

@@ -1,9 +1,9 @@
 """Writes preference pairs for the quickstart's task: a right answer to an addition, and a wrong one that looks like it.
 
-Two files of `prompt`, `chosen`, `rejected`: train.jsonl and eval.jsonl, and no problem is in both. A wrong answer has one
-slip: in one column two other digits are added, drawn as digits of problems are, and everything after it follows from that.
-Right and wrong answers have the same styles equally often, and figures of the same range: who does not look at the sums is
-right half of the time. In some pairs the two have different styles, so that scores can be compared across styles as well.
+Two files of `prompt`, `chosen`, `rejected`: train.jsonl and eval.jsonl, and no problem is in both. A wrong answer has the sums
+of another problem under this one's digits, carried as they come. So the figures of wrong answers are drawn as those of right
+ones are, and so are their styles: who does not compare sums with digits is right half of the time. In some pairs the two have
+different styles, so that scores can be compared across styles as well.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import typer
 from tools.make_arithmetic import Problem, draw_problems, num_problems, write_jsonl
 
 
-def draw_slip(problem: Problem, rng: random.Random) -> tuple[int, int]:
-    """A column, and the sum of two other digits in the place of its own; a number's first digit is never 0."""
-    columns = list(zip(str(problem.left)[::-1], str(problem.right)[::-1], strict=True))
-    place = rng.randrange(len(columns))
-    lowest = 1 if place == len(columns) - 1 else 0
+def draw_other(problem: Problem, rng: random.Random) -> Problem:
+    """Another problem of as many digits, with another answer."""
+    digits = len(str(problem.left))
     while True:
-        other = rng.randint(lowest, 9) + rng.randint(lowest, 9)
-        if other != sum(map(int, columns[place])):
-            return place, other
+        other = Problem(*(rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2)))
+        if other.answer != problem.answer:
+            return other
 
 
 def in_style(worked: str, style: str) -> str:
@@ -44,7 +42,7 @@ def prefer(problem: Problem, rng: random.Random, worked_share: float, mixed_shar
     return {
         "prompt": problem.question,
         "chosen": in_style(problem.worked(), style),
-        "rejected": in_style(problem.worked(draw_slip(problem, rng)), other),
+        "rejected": in_style(problem.worked(sums_of=draw_other(problem, rng)), other),
     }
 
 
@@ -54,8 +52,8 @@ def make_preferences(
     seed: int = 1,
     digits: int = 3,
     num_train: int = 16384,
-    num_eval: int = 500,
-    worked_share: float = 0.85,
+    num_eval: int = 400,
+    worked_share: float = 0.8,
     mixed_share: float = 0.5,
 ) -> None:
     """Write train.jsonl and eval.jsonl; no problem appears twice. The same arguments give the same bytes.
@@ -84,8 +82,8 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the pairs. The same seed gives the same bytes.")] = 1,
     digits: Annotated[int, typer.Option(min=1, max=4, help="Digits of each number.")] = 3,
     train: Annotated[int, typer.Option(min=1, help="Pairs to train on.")] = 16384,
-    held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out pairs.")] = 500,
-    worked_share: Annotated[float, typer.Option(help="Share of answers that work column by column, 0 to 1.")] = 0.85,
+    held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out pairs.")] = 400,
+    worked_share: Annotated[float, typer.Option(help="Share of answers that work column by column, 0 to 1.")] = 0.8,
     mixed_share: Annotated[float, typer.Option(help="Share of pairs whose styles are drawn apart, 0 to 1.")] = 0.5,
 ) -> None:
     """Write preference pairs for the quickstart's addition task, train and held-out, no problem twice.

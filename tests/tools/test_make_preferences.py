@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tools.make_arithmetic import Problem
-from tools.make_preferences import draw_slip, main, make_preferences
+from tools.make_preferences import draw_other, main, make_preferences
 
 Rows = list[dict[str, str]]
 NUMBERS = st.integers(100, 999)
@@ -39,22 +39,23 @@ def is_worked(answer: str) -> bool:
     return answer.startswith("ones")
 
 
-def test_a_slip_by_hand() -> None:
-    # 7 + 8 + 1 is 16; with 4 + 1 in the place of 7 + 8 the tens are 06, and nothing is carried.
-    assert Problem(174, 189).worked((1, 5)) == "ones 4+9+0=13\ntens 7+8+1=06\nhundreds 1+1+0=02\n#### 263"
+def test_a_wrong_answer_by_hand() -> None:
+    # Under the digits of 174 + 189, the sums of 523 + 119: 3 + 9 = 12, 2 + 1 + 1 = 4, 5 + 1 = 6.
+    wrong = Problem(174, 189).worked(sums_of=Problem(523, 119))
+    assert wrong == "ones 4+9+0=12\ntens 7+8+1=04\nhundreds 1+1+0=06\n#### 642"
 
 
 @given(NUMBERS, NUMBERS, st.integers(0, 1000))
-def test_a_slip_is_one_wrong_sum_and_everything_else_follows(left: int, right: int, seed: int) -> None:
+def test_a_wrong_answer_follows_from_its_sums_and_not_from_its_digits(left: int, right: int, seed: int) -> None:
     problem = Problem(left, right)
-    *lines, answer = problem.worked(draw_slip(problem, random.Random(seed))).splitlines()
+    *lines, answer = problem.worked(sums_of=draw_other(problem, random.Random(seed))).splitlines()
     wrong, carry, digits = 0, 0, ""
     for line in lines:
         a, b, c, total = map(int, re.findall(r"\d+", line))
         assert c == carry
         wrong += a + b + c != total
         carry, digits = total // 10, str(total % 10) + digits
-    assert wrong == 1
+    assert wrong >= 1
     assert answer == f"#### {carry or ''}{digits}" and answer != problem.direct()
     assert [line.partition("=")[0].split("+")[:2] for line in lines] == [
         line.partition("=")[0].split("+")[:2] for line in problem.worked().splitlines()[:-1]
@@ -71,11 +72,11 @@ def test_the_chosen_answer_is_right_and_the_rejected_one_is_not(folder: Path) ->
 def test_styles_say_nothing_about_which_is_right(folder: Path) -> None:
     rows = read(folder, "train")
     chosen, rejected = ([is_worked(row[side]) for row in rows] for side in ("chosen", "rejected"))
-    assert sum(chosen) / len(rows) == pytest.approx(0.85, abs=0.03)
-    assert sum(rejected) / len(rows) == pytest.approx(0.85, abs=0.03)
-    # Half of the pairs draw styles apart: 2 x 0.85 x 0.15 of these differ.
+    assert sum(chosen) / len(rows) == pytest.approx(0.8, abs=0.03)
+    assert sum(rejected) / len(rows) == pytest.approx(0.8, abs=0.03)
+    # Half of the pairs draw styles apart: 2 x 0.8 x 0.2 of these differ.
     differ = sum(one != other for one, other in zip(chosen, rejected, strict=True)) / len(rows)
-    assert differ == pytest.approx(0.5 * 2 * 0.85 * 0.15, abs=0.03)
+    assert differ == pytest.approx(0.5 * 2 * 0.8 * 0.2, abs=0.03)
 
 
 def test_no_problem_appears_twice_and_the_same_seed_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
