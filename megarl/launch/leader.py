@@ -32,6 +32,7 @@ from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
 from megarl.rollout.process import GUARD, free_port
 
 SILENT_S = 5 * ALIVE_EVERY_S  # a node that says nothing for so long is lost
+SRUN = ("srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none")
 CLOSE_S = 20.0  # longest orderly end of the nodes
 REQUEUE_S = 60.0  # longest wait for SLURM to end a job that it queues again
 
@@ -84,15 +85,15 @@ class Nodes:
         self.names = allocation.nodes
         self.said: dict[str, Message] = {}
         self.heard: dict[str, float] = {}
-        count = str(len(allocation.nodes))
-        command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none"]
-        command += [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
-        command += [f"--cpus-per-task={allocation.cpus}"] if allocation.cpus else []
-        command += [sys.executable, "-m", "megarl.launch.node", "--head", head, "--run-id", f"job-{allocation.name}"]
-        command += ["--temp", str(plan.temp / f"megarl-{allocation.name}"), "--deadline", str(plan.start_s)]
+        self._node = [sys.executable, "-m", "megarl.launch.node", "--head", head, "--run-id", f"job-{allocation.name}"]
+        self._node += ["--temp", str(plan.temp / f"megarl-{allocation.name}"), "--deadline", str(plan.start_s)]
         for resource in plan.resources:
-            command += ["--resource", resource]
-        self._srun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._node += ["--resource", resource]
+        cpus = [f"--cpus-per-task={allocation.cpus}"] if allocation.cpus else []
+        everywhere = [*SRUN, f"--nodes={len(self.names)}", f"--ntasks={len(self.names)}", "--ntasks-per-node=1", *cpus]
+        self._srun = subprocess.Popen(
+            [*everywhere, *self._node], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._srun.stdout is not None
         threading.Thread(target=self._listen, args=(self._srun.stdout, events), daemon=True).start()
 
@@ -120,8 +121,8 @@ class Nodes:
             return f"{name} (nothing was heard of it)"
         return f"{name} ({self.said[name].address}: reached, but Ray is not up)"
 
-    def close(self) -> None:
-        """End Ray on every node, in order; what does not end is killed."""
+    def close(self, lost: Sequence[str]) -> None:
+        """End Ray on every node, in order; what does not end is killed. lost: nodes that cannot be reached."""
         assert self._srun.stdin is not None
         self._srun.stdin.close()
         try:
@@ -129,6 +130,19 @@ class Nodes:
         except subprocess.TimeoutExpired:
             self._srun.kill()  # SLURM ends the rest with the job
             self._srun.wait()
+        if self._srun.returncode:
+            self._sweep([name for name in self.said if name not in lost])
+
+    def _sweep(self, names: Sequence[str]) -> None:
+        """Where SLURM has killed the nodes' processes, they had no time to remove their folders."""
+        each = [*SRUN, "--nodes=1", "--ntasks=1"]
+        steps = [subprocess.Popen([*each, f"--nodelist={name}", *self._node, "--sweep"]) for name in names]
+        end = time.monotonic() + CLOSE_S
+        for step in steps:
+            try:
+                step.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                step.kill()
 
 
 def reached_address(peer: str) -> str:
@@ -160,15 +174,17 @@ class Leader:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **HEALTH_CHECKS}
         self._note("started")
         nodes = Nodes(self._allocation, self._plan, self._head, self._events)
+        lost: list[str] = []
         try:
             self._await_nodes(nodes)
             self._note("nodes ready")
             code = self._drive(nodes)
-            lost = self._lost(nodes) if code not in (0, StoppedError.exit_code) and not self._ended else []
+            if code not in (0, StoppedError.exit_code) and not self._ended:
+                lost = self._lost(nodes)
         except StoppedError:
-            code, lost = StoppedError.exit_code, []
+            code = StoppedError.exit_code
         finally:
-            nodes.close()
+            nodes.close(lost)
             self._note("nodes ended")
         if lost:
             print(f"megarl: lost {', '.join(lost)}: SLURM queues the job again", file=sys.stderr, flush=True)

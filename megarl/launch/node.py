@@ -53,6 +53,11 @@ class NodeSpec:
     deadline_s: float
 
     @property
+    def registry(self) -> Path:
+        """File with names of shared memory to remove in the end."""
+        return self.temp / "shared_memory.txt"
+
+    @property
     def head_place(self) -> tuple[str, int]:
         """Host and port."""
         host, _, port = self.head.rpartition(":")
@@ -90,7 +95,7 @@ class Node:
         self._address = own_address(spec.head_place[0])
         self._name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._log = spec.temp / "ray_start.log"
-        self._registry = spec.temp / "shared_memory.txt"
+        self._registry = spec.registry
 
     def run(self) -> None:
         """Start, say so, and wait for the end of standard input. Raises NodeError."""
@@ -194,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temp", required=True, type=Path, help="folder to make, on this node's own disk; short")
     parser.add_argument("--resource", type=_resource, action="append", default=[], help="name=count, beside GPUs")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds until Ray has to run here")
+    parser.add_argument("--sweep", action="store_true", help="only remove what a node that was killed has left")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
@@ -206,6 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dict(options.resource),
         options.deadline,
     )
+    if options.sweep:
+        janitor.clean(spec.run_id, spec.registry, folders=[spec.temp])
+        return 0
     try:
         Node(spec).run()
     except EndOfJob:

@@ -22,6 +22,8 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
 
 Say = Callable[[str], object]
+# What is left of a socket's path: /megarl-JOB-RESTART/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
+LONGEST_TEMP = 107 - len("/megarl-12345678-99/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def submit_slurm(
     dry_run: say the script instead.
     """
     _check_times(options)
+    _check_temp(options.temp)
     if not dry_run:
         slurm.require()
         if options.partition is not None:
@@ -151,6 +154,14 @@ def _check_times(options: SlurmOptions) -> None:
         raise UserError(
             f"--time {options.time} leaves nothing of the --grace of {options.grace_s} s in which the run is asked to stop "
             "before its limit. Raise the limit, or lower --grace; it should last for a step and its checkpoint."
+        )
+
+
+def _check_temp(temp: Path) -> None:
+    if len(str(temp)) > LONGEST_TEMP or not temp.is_absolute():
+        raise UserError(
+            f"--temp {temp}: wanted is an absolute path of at most {LONGEST_TEMP} characters on every node's own disk. Ray puts "
+            "sockets below it, and the system allows their paths 107."
         )
 
 

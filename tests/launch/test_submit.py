@@ -65,6 +65,8 @@ def test_gpus_of_the_nodes_are_those_of_the_recipe(dry_run: Callable[..., str]) 
     [
         (SlurmOptions(time="4h"), "--time 4h is not a time limit"),
         (SlurmOptions(time="5", grace_s=300), r"--time 5 leaves nothing of the --grace of 300 s"),
+        (SlurmOptions(temp=Path("scratch")), "--temp scratch: wanted is an absolute path"),
+        (SlurmOptions(temp=Path("/local/scratch/of/somebody")), r"of at most 2\d characters"),
         (SlurmOptions(template=Path("nowhere")), "no job script at nowhere"),
     ],
 )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.support.netns_cluster import Node, Nodes, nodes
 
@@ -52,7 +53,7 @@ AccountingStorageType=accounting_storage/none
 PartitionName={partition} Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 # The nodes know each other by name, and each has a disk of its own there.
-SETTLE = "mount --bind {root}/hosts /etc/hosts; mkdir -p {root}/disk; mount -t tmpfs tmpfs {root}/disk"
+SETTLE = "mount --bind {root}/hosts /etc/hosts; mount -t tmpfs tmpfs {disk}"
 
 
 @dataclass
@@ -61,6 +62,7 @@ class SlurmCluster:
 
     nodes: Nodes
     root: Path
+    disk: Path  # another folder on every node; its name is short, as sockets in it want it
 
     @property
     def login(self) -> Node:
@@ -69,11 +71,6 @@ class SlurmCluster:
     @property
     def compute(self) -> list[Node]:
         return self.nodes.nodes[1:]
-
-    @property
-    def disk(self) -> Path:
-        """A folder that is another one on every node."""
-        return self.root / "disk"
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes.nodes if node.name == name)
@@ -95,7 +92,7 @@ class SlurmCluster:
 
     def start(self, node: Node) -> None:
         """Settle a node that has come up, and start SLURM on it."""
-        done = node.run(["bash", "-ec", SETTLE.format(root=self.root)])
+        done = node.run(["bash", "-ec", SETTLE.format(root=self.root, disk=self.disk)])
         assert done.returncode == 0, done.stderr
         if node is self.login:
             self._daemon(node, "munged", "--foreground", *self._munge())
@@ -146,8 +143,8 @@ class SlurmCluster:
 @contextmanager
 def slurm_cluster(root: Path, count: int, cpus: int = 8) -> Iterator[SlurmCluster]:
     """So many compute nodes and a login node, ready for jobs; `root` is a folder that all of them see."""
-    with nodes(count + 1) as machines:
-        cluster = SlurmCluster(machines, root)
+    with nodes(count + 1) as machines, TemporaryDirectory(prefix="mg-") as disk:
+        cluster = SlurmCluster(machines, root, Path(disk))
         _write_files(cluster, cpus)
         for node in machines.nodes:
             cluster.start(node)
