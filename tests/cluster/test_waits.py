@@ -11,6 +11,9 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from megarl.cluster import waits
+from megarl.cluster.checks import Broken
+from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
@@ -114,3 +117,26 @@ def test_a_watched_process_that_ends_is_noticed_during_another_wait(workers: lis
         )
     assert len(seen) == 1
     assert waiter.watches == {}
+
+
+class Cut(Nodes):
+    """Nodes of which one link is broken."""
+
+    def broken(self) -> list[Broken]:
+        return [Broken("n1 (10.0.0.1)", "n2 (10.0.0.2)", "eth0", "no answer")]
+
+
+LINK = r"n1 \(10\.0\.0\.1\) cannot reach n2 \(10\.0\.0\.2\) on interface eth0"
+
+
+def test_a_wait_over_a_broken_link_ends_and_names_it(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "LINKS_EVERY_S", 0.2)
+    calls = [Call(workers[1], workers[1].handle.hang_in_this_function.remote())]
+    with pytest.raises(MegarlError, match=LINK):
+        Waiter(PhaseTimer(), Cut()).wait(calls, phase="x", role="y", deadline_s=60)
+
+
+def test_a_failure_is_explained_by_the_network(workers: list[Worker]) -> None:
+    calls = [Call(workers[0], workers[0].handle.raise_bug.remote())]
+    with pytest.raises(MegarlError, match=f"(?s){LINK}.*ZeroDivisionError"):
+        Waiter(PhaseTimer(), Cut()).wait(calls, phase="x", role="y", deadline_s=60)

@@ -1,0 +1,57 @@
+"""What is made of what nodes and links say; the nodes themselves are in tests/end_to_end/test_several_nodes.py."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megarl.cluster.checks import Broken
+from megarl.cluster.nodes import GONE, Nodes, _natural
+
+LINK = Broken("a", "b", "eth0", "no answer")
+OTHER = Broken("b", "c", "eth0", "no answer")
+
+
+class Scripted(Nodes):
+    """Nodes whose links are broken as the test says, look by look."""
+
+    def __init__(self, *looks: list[Broken]) -> None:
+        super().__init__()
+        self.looks = list(looks)
+
+    def broken(self) -> list[Broken]:
+        return self.looks.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("looks", "certain"),
+    [
+        ([[]], []),
+        ([[LINK], []], []),
+        ([[LINK], [OTHER]], []),
+        ([[LINK, OTHER], [Broken("a", "b", "eth0", "refused")]], [Broken("a", "b", "eth0", "refused")]),
+    ],
+)
+def test_a_link_is_broken_where_two_looks_say_so(looks: list[list[Broken]], certain: list[Broken]) -> None:
+    nodes = Scripted(*looks)
+    assert nodes.broken_for_certain() == certain
+    assert nodes.looks == []
+
+
+def test_a_run_on_one_machine_has_no_links_and_loses_no_nodes() -> None:
+    assert Nodes().broken() == [] and Nodes().lost() == {}
+
+
+def test_a_signal_reaches_a_process_of_this_machine_or_says_that_it_is_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    assert Nodes().signal("127.0.0.1", process.pid, signal.SIGKILL) == ""
+    assert process.wait(5) == -signal.SIGKILL
+    assert Nodes().signal("127.0.0.1", process.pid, signal.SIGKILL) == GONE
+
+
+def test_addresses_are_in_the_order_of_numbers() -> None:
+    addresses = ["10.0.0.10", "10.0.0.9", "node-b", "10.0.0.2"]
+    assert sorted(addresses, key=_natural) == ["node-b", "10.0.0.2", "10.0.0.9", "10.0.0.10"]
