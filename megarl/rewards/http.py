@@ -48,7 +48,10 @@ class JsonClient:
 
         Raises CallError: no answer in time, no connection, a status other than 200, or an answer that is not JSON.
         """
-        data = json.dumps(body, default=str).encode()
+        try:
+            data = json.dumps(body, default=str).encode()
+        except (TypeError, ValueError) as error:  # keys that are no text, or a value that holds itself
+            raise CallError(f"error: what would be sent is not JSON: {error}") from None
         last = ""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -77,11 +80,11 @@ class JsonClient:
         try:
             # A redirect could take the key elsewhere: it is an answer like any other that is not 200.
             async with self._open().post(self.url, data=data, allow_redirects=False) as answer:
-                status, text = answer.status, await answer.text(errors="replace")
+                status, text = answer.status, self._clean(await answer.text(errors="replace"))
                 pause_s = _seconds(answer.headers.get("Retry-After"))
         except (aiohttp.ClientError, OSError) as error:
             reason = self._clean(f"{type(error).__name__}: {error}")
-            raise _AgainError(f"error: no answer from {self.url}: {reason}") from None
+            raise _AgainError(f"error: no answer from {self.url}: {reason[:ANSWER_SHOWN]}") from None
         if status == TOO_MANY or status >= 500:
             raise _AgainError(self._said(status, text), pause_s)
         if status != 200:
@@ -89,14 +92,14 @@ class JsonClient:
         try:
             return json.loads(text)
         except ValueError:
-            raise CallError(f"error: {self.url} answered what is not JSON: {self._clean(text)!r}") from None
+            raise CallError(f"error: {self.url} answered what is not JSON: {text[:ANSWER_SHOWN]!r}") from None
 
     def _said(self, status: int, text: str) -> str:
-        return f"error: {self.url} answered {status}: {self._clean(text)}"
+        return f"error: {self.url} answered {status}: {text[:ANSWER_SHOWN]}"
 
     def _clean(self, text: str) -> str:
-        """The beginning of what somebody else wrote, without the key."""
-        return (text.replace(self._key, HIDDEN) if self._key else text)[:ANSWER_SHOWN]
+        """What somebody else wrote, without the key."""
+        return text.replace(self._key, HIDDEN) if self._key else text
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -65,8 +65,7 @@ class RemoteGrader:
         for task in self._sending:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
-        for future in list(self._unanswered):
-            future.set_exception(MegarlError("the remote grader is closed"))
+        self._refuse(MegarlError("the remote grader is closed"))
         await self._client.close()
 
     def _send(self) -> None:
@@ -82,8 +81,15 @@ class RemoteGrader:
 
     def _came_back(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # a mistake of this program's: nobody may wait for ever because of it
+            self._refuse(error)
         if self._timer is None:
             self._send()
+
+    def _refuse(self, error: BaseException) -> None:
+        for future in list(self._unanswered):
+            future.set_exception(error)
 
     async def _post(self, jobs: list[_Job]) -> None:
         try:

@@ -145,6 +145,18 @@ def test_at_the_start_the_server_has_to_speak_the_protocol() -> None:
         talk(lambda: FakeRemote((200, "{}")), call)
 
 
+def test_nobody_waits_for_ever_where_the_client_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    async def call(grader: RemoteGrader, _: FakeRemote) -> list[Any]:
+        asked = [grader.grade("", str(n), "", {}) for n in range(3)]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), timeout=5)
+
+    monkeypatch.setattr(JsonClient, "post", broken)
+    assert [str(each) for each in talk(FakeRemote, call, batch=1)] == ["broken"] * 3
+
+
 def test_a_caller_that_gives_up_harms_nobody() -> None:
     async def call(grader: RemoteGrader, _: FakeRemote) -> list[Grade]:
         with pytest.raises(TimeoutError):
