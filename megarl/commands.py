@@ -23,7 +23,9 @@ from megarl.core.log import setup_logging
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
 from megarl.models.flops import mfu
-from megarl.preflight import CHECKPOINTS, Preflight, preflight, preflight_eval, preflight_supervised
+from megarl.past_run import advice
+from megarl.placement.apply import place
+from megarl.preflight import CHECKPOINTS, preflight, preflight_eval, preflight_supervised
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import KINDS, Loaded, detect_kind, load_recipe
@@ -132,7 +134,7 @@ class Open:
 
 
 @contextmanager
-def _opened(loaded: Loaded[R], checked: Preflight, resume: bool) -> Iterator[Open]:
+def _opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
     """The run's folder, log, writers and console; closed in the end, whatever happens."""
     recipe = loaded.recipe
     folder = recipe.run.folder
@@ -140,7 +142,7 @@ def _opened(loaded: Loaded[R], checked: Preflight, resume: bool) -> Iterator[Ope
     committed = checkpoints.latest() if resume else None
     save_recipe(loaded, folder)
     out = Console()
-    for line in checked.lines():
+    for line in lines:
         out.print(line, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
@@ -164,12 +166,15 @@ def _resumes(folder: Path, resume: bool, go_on: bool) -> bool:
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl train`."""
     loaded = load_recipe(path, overrides, Recipe)
+    if loaded.recipe.placement.name is not None:
+        loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
     resume = _resumes(recipe.run.folder, resume, go_on)
     checked = preflight(recipe, resume=resume)
+    predicted = place(recipe).predicted
     from megarl.session import train_session
 
-    with _opened(loaded, checked, resume) as run:
+    with _opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
         timer = run.timer
         with timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, timer))
@@ -201,6 +206,8 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
             with timer.phase("export"):
                 source = (recipe.critic.path or recipe.model.path).resolve()
                 roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
+        if predicted is not None and (line := advice(recipe.run.folder)) is not None:
+            Console().print(line, highlight=False, soft_wrap=True)
 
 
 def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
@@ -211,7 +218,7 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
     checked = preflight_supervised(recipe, resume=resume)
     from megarl.session import supervised_session
 
-    with _opened(loaded, checked, resume) as run:
+    with _opened(loaded, checked.lines(), resume) as run:
         with run.timer.phase("start"):
             session = run.stack.enter_context(supervised_session(recipe, checked, run.timer))
             keeper = Keeper(

@@ -59,6 +59,12 @@ class PlacementPlan:
     step_s: float
     phases: Mapping[str, float]
 
+    def summary(self) -> str:
+        """The prediction in one line."""
+        phases = ", ".join(f"{name} {seconds:.2g}" for name, seconds in self.phases.items() if seconds > 0)
+        peaks = ", ".join(f"{pool.peak_bytes / GIB:.2g} GiB ({pool.peak_role})" for pool in self.pools)
+        return f"predicted: {self.describe()}; {self.step_s:.3g} s a step ({phases}); peak of a device: {peaks}"
+
     def describe(self) -> str:
         """`hybrid: actor+rollout on 24, critic on 8`."""
         pools = ", ".join(f"{'+'.join(role.role for role in pool.roles)} on {pool.devices}" for pool in self.pools)

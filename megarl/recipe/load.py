@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, overload
@@ -48,6 +48,10 @@ class Loaded(Generic[R]):
     sources: dict[str, str]
     path: Path
     overrides: tuple[str, ...]
+
+    def with_recipe(self, recipe: R) -> Loaded[R]:
+        """The same, with what a search has decided in it."""
+        return replace(self, recipe=recipe, resolved=resolve(recipe))
 
 
 @overload
