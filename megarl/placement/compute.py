@@ -135,10 +135,12 @@ def _pipelined(
         "expert": one.expert * moves,
         "pipeline": one.pipeline * np.minimum(moves, 2.0),
     }
-    crowd, micro = crowding(choice.devices, cluster), sum(parts.values())
-    # Ranks that wait leave shared cores to the others.
-    bubble = np.maximum(((choice.pp - 1) * updates - (crowd - 1) * count) * micro, 0.0)
-    spent = {name: seconds * count * crowd for name, seconds in parts.items()}
+    crowd = crowding(choice.devices, cluster)
+    own, whole = parts["compute"] + parts["launch"], sum(parts.values())
+    # Ranks that wait, for a message or for their turn in the pipeline, leave shared cores to the others.
+    bubble = np.maximum((choice.pp - 1) * updates * whole - (crowd - 1) * count * own, 0.0)
+    spent = {name: seconds * count for name, seconds in parts.items()}
+    spent["compute"], spent["launch"] = spent["compute"] * crowd, spent["launch"] * crowd
     spent["launch"] = spent["launch"] + cluster.rates.call_s * calls
     zero = np.zeros(len(choice))
     return Seconds(**spent, bubble=bubble, gradients=zero, optimizer=zero)
@@ -163,7 +165,10 @@ def forward_pass(
     dense = (each.projections + each.mlp - experts) * share + (each.logits if head else 0.0)
     compute = here / cut * (dense / (peak * rates.matmul * filled) + each.attention * share / (peak * rates.attention))
     moe_share = len(config.moe_layers) / config.num_layers
-    launch = stage * (rates.layer_s * (1 - moe_share) + rates.expert_layer_s * moe_share) + rates.micro_s
+    sequences = tokens / (workload.prompt_tokens + workload.responses.mean)
+    each_layer = rates.layer_s * (1 - moe_share) + rates.expert_layer_s * moe_share
+    each_sequence = np.where(choice.cp > 1, rates.cut_sequence_s, rates.sequence_s)
+    launch = stage * (each_layer + sequences * each_sequence) + rates.micro_s
     width = config.hidden_size * workload.bytes_each
     expert_s: Any = 0.0
     if moe is not None:
@@ -209,5 +214,4 @@ def _step_seconds(held: Any, choice: Layouts, workload: Workload, cluster: Clust
     memory = cluster.device.memory_bytes_s * cluster.rates.memory
     # Gradients are scaled and their norm taken; weights, moments and masters are read and written once.
     passes = held * 3 * GRADIENT_BYTES + held / ranks * 30
-    crowd = crowding(choice.devices, cluster)
-    return gradients * crowd, (passes / memory + cluster.rates.update_s) * crowd
+    return gradients, (passes / memory + cluster.rates.update_s) * crowding(choice.devices, cluster)

@@ -50,15 +50,16 @@ class Rates:
     prefill, memory (reads in decode), links (inside a node), network (between nodes), host (copies to and from it).
     Where a share is reached by half: half_tokens (tokens of a micro-batch on one rank), half_expert_tokens (tokens of
     one expert). Seconds at any size: layer_s (one layer's forward pass), expert_layer_s (the same with experts),
-    decode_layer_s and decode_expert_layer_s (one layer of one decode step), decode_s (the rest of a decode step), hop_s
-    (one hop of a collective), update_s (one optimizer step), wake_s (a server going to sleep and coming back), barrier_s
-    (one stage of a step: dispatch, packing, metrics), request_s (one sample's way through router, client and grader).
-    micro_s (one micro-batch's forward pass beside its layers), call_s (one pass or update of a role), sync_s (one weight
-    sync). copy_bytes_s: weights from the ranks into servers on the same devices.
-    at_once: devices of a node that work at full speed at the same time, and servers_at_once likewise servers' devices:
-    processes that stand for devices share cores. reserved_bytes: context, communicators.
-    server_bytes: what a server holds beside weights and KV cache; resting_bytes: of it while it sleeps.
-    fragmentation: share of the memory that the allocator cannot use.
+    decode_layer_s and decode_expert_layer_s (one layer of one decode step), decode_sequence_s (in it one sequence,
+    where attention takes them one by one), decode_s (the rest of a decode step), hop_s (one hop of a collective),
+    update_s (one optimizer step), wake_s (a server going to sleep and coming back), barrier_s (one stage of a step:
+    dispatch, packing, metrics), request_s (one sample's way through router, client and grader). micro_s (one micro-
+    batch's forward pass beside its layers), sequence_s (one sequence in one layer, where attention takes packed ones
+    one by one), cut_sequence_s (the same under context parallel), call_s (one pass or update of a role), sync_s (one
+    weight sync). copy_bytes_s: weights from the ranks into servers on the same devices. at_once: devices of a node
+    that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for
+    devices share cores. reserved_bytes: context, communicators. server_bytes: what a server holds beside weights and
+    KV cache; resting_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
 
     The defaults are of H100 with Megatron, fitted to published measurements (docs/placement.md says which and how well);
     other GPUs are assumed to reach the same shares.
@@ -85,6 +86,9 @@ class Rates:
     barrier_s: float = 1.0
     request_s: float = 0.0
     micro_s: float = 0.0
+    sequence_s: float = 0.0
+    decode_sequence_s: float = 0.0
+    cut_sequence_s: float = 0.0
     call_s: float = 0.0
     sync_s: float = 0.0
     at_once: float = math.inf
@@ -164,9 +168,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 name="cpu",
                 memory_bytes=6 * GIB,
                 flops=150e9,
-                fp32_flops=80e9,
-                memory_bytes_s=10 * GB,
-                inside_bytes_s=1.5 * GB,
+                fp32_flops=100e9,
+                memory_bytes_s=40 * GB,
+                inside_bytes_s=1 * GB,
                 between_bytes_s=0.1 * GB,
                 host_bytes_s=5 * GB,
                 per_node=2,
@@ -178,26 +182,32 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 
 _CPU_RATES = Rates(
-    matmul=1.0,
-    experts=0.7,
+    matmul=0.65,
+    experts=0.4,
     attention=0.5,
     prefill=0.8,
     memory=0.8,
-    links=0.6,
+    links=1.0,
     network=0.6,
     host=0.6,
-    half_tokens=20.0,
+    half_tokens=14.0,
     half_expert_tokens=20.0,
-    layer_s=0.4e-3,
+    layer_s=1e-3,
     expert_layer_s=1.5e-3,
-    decode_layer_s=0.5e-3,
+    decode_layer_s=0.4e-3,
     decode_expert_layer_s=2e-3,
-    decode_s=3e-3,
-    hop_s=300e-6,
-    update_s=0.05,
+    decode_s=2e-3,
+    hop_s=2e-3,
+    update_s=0.006,
     wake_s=0.05,
-    barrier_s=0.05,
-    request_s=0.5e-3,
+    barrier_s=0.01,
+    request_s=1e-3,
+    micro_s=0.1e-3,
+    sequence_s=0.1e-3,
+    cut_sequence_s=0.2e-3,
+    decode_sequence_s=40e-6,
+    call_s=2e-3,
+    sync_s=0.04,
     copy_bytes_s=0.3 * GB,
     reserved_bytes=1.0 * GIB,
     server_bytes=1.5 * GIB,

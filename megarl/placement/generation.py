@@ -116,6 +116,7 @@ class _Step:
         tensor = 2 * config.num_layers * all_reduce_s(self._cluster, message, tp, 1)
         moe = len(config.moe_layers)
         launch = (config.num_layers - moe) * rates.decode_layer_s + moe * rates.decode_expert_layer_s + rates.decode_s
+        launch = launch + config.num_layers * batch * rates.decode_sequence_s
         return (np.maximum(weights, compute) + cache + tensor + launch) * self._crowd[wide]
 
     def _weights_read(self, batch: Any) -> Any:

@@ -21,20 +21,29 @@ from megarl.profiling.job import Case, Dtype, Measured, Raw
 from megarl.profiling.servers import CACHE_TOKENS, MAX_RUNNING, PROMPT_TOKENS, Generated
 
 TRAINING = (
+    "at_once",
     "matmul",
     "layer_s",
-    "micro_s",
+    "sequence_s",
+    "cut_sequence_s",
     "update_s",
     "half_tokens",
     "hop_s",
     "links",
+    "micro_s",
     "call_s",
-    "at_once",
-    "attention",
 )
-SERVING = ("decode_layer_s", "decode_s", "request_s", "prefill", "servers_at_once", "memory")
+SERVING = ("servers_at_once", "decode_sequence_s", "decode_layer_s", "decode_s", "request_s", "prefill")
 # Where a fit starts which the table has no figure for, seconds.
-STARTS = {"micro_s": 1e-4, "call_s": 1e-3, "sync_s": 1e-2, "request_s": 1e-4}
+STARTS = {
+    "micro_s": 1e-4,
+    "sequence_s": 1e-5,
+    "cut_sequence_s": 1e-5,
+    "decode_sequence_s": 1e-5,
+    "call_s": 1e-3,
+    "sync_s": 1e-2,
+    "request_s": 1e-4,
+}
 # Devices that lose less than this share to each other do not share cores.
 LOST = 0.1
 
@@ -99,14 +108,15 @@ def _devices(base: Cluster, found: Findings) -> Cluster:
         moved = (large - small) * (counts[1] - 1) / counts[1]
         seconds = max(raw.all_gather_s[large] - raw.all_gather_s[small], 1e-9)
         device = replace(device, inside_bytes_s=moved / seconds)
-        at_once = counts[-1] * found.raw(counts[-1]).flops / alone.flops
+        at_once = max(count * found.raw(count).flops / alone.flops for count in counts)
         shares = at_once < (1 - LOST) * counts[-1]
         rates = replace(rates, hop_s=raw.all_gather_s[small], at_once=max(at_once, 1.0) if shares else np.inf)
     servers = max((each.servers for each in found.generated), default=1)
     synced = [each.sync_s for each in found.ranks if each.sync_s is not None]
     rates = replace(
         rates,
-        servers_at_once=float(servers) if np.isfinite(rates.at_once) else np.inf,
+        # Below their number, for above it the fit would feel no slope.
+        servers_at_once=0.9 * servers if np.isfinite(rates.at_once) else np.inf,
         sync_s=synced[0] if synced else rates.sync_s,
     )
     return replace(base, device=device, rates=rates, devices_per_node=max(base.devices_per_node, counts[-1]))

@@ -42,7 +42,7 @@ class Job:
     world_size: int
     port: int
     deadline_s: float
-    repeats: int = 3
+    repeats: int = 5
     servers: tuple[ServerEndpoint, ...] = ()
 
 

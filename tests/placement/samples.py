@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
 from megarl.placement.lengths import lognormal
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Workload
@@ -64,3 +67,24 @@ def workload(config: ModelConfig = LLAMA_7B, roles: tuple[str, ...] = PPO, **mor
         **more,
     }
     return Workload(**values)  # type: ignore[arg-type]
+
+
+def write_config(
+    folder: Path, *, layers: int = 28, hidden: int = 3584, heads: int = 28, ffn: int = 18944, vocab: int = 152064
+) -> Path:
+    """The config.json of a Qwen2, all that a plan reads of a model; the folder. Default: the 7B."""
+    values = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2 if heads < 16 else 4,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder

@@ -16,7 +16,7 @@ from megarl.placement.cluster import make_cluster
 from megarl.placement.page import page
 from megarl.placement.plan import PHASES, make_plan
 from megarl.placement.report import as_json, render
-from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload
+from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
 
 CLUSTER = make_cluster("H100", 2)
 
@@ -81,31 +81,13 @@ def test_tables_json_and_page_show_every_role() -> None:
     assert "http" not in drawn and "<script" not in drawn
 
 
-def config(folder: Path) -> Path:
-    values = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_hidden_layers": 28,
-        "hidden_size": 3584,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "eos_token_id": 0,
-    }
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
 def plan_command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "megarl", "plan", *words], capture_output=True, text=True, check=False)
 
 
 def test_the_command_plans_from_config_json_alone(tmp_path: Path) -> None:
     html = tmp_path / "plan.html"
-    model = f"model.path={config(tmp_path)}"
+    model = f"model.path={write_config(tmp_path)}"
     run = plan_command("recipes/quickstart.yaml", model, "--device", "H100", "--json", "--html", str(html))
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["best"]["step_s"] > 0
@@ -123,7 +105,7 @@ def test_the_command_plans_from_config_json_alone(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_refuses_with_one_paragraph(tmp_path: Path, words: list[str], part: str) -> None:
-    run = plan_command("recipes/quickstart.yaml", f"model.path={config(tmp_path)}", *words)
+    run = plan_command("recipes/quickstart.yaml", f"model.path={write_config(tmp_path)}", *words)
     assert run.returncode == 2
     assert part in run.stderr
     assert "Traceback" not in run.stderr

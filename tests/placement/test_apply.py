@@ -1,0 +1,108 @@
+"""Plans as recipes: what is applied is predicted as the plan was, and what cannot fit is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.placement.apply import apply_plan, place, plan_recipe
+from megarl.placement.cluster import make_cluster
+from megarl.placement.local import host_cluster
+from megarl.placement.recipe_plan import check_fits, predict_recipe
+from megarl.placement.workload import read_model, recipe_workload
+from megarl.recipe.layouts import pools_of, role_layouts
+from megarl.recipe.load import load_recipe, resolve
+from megarl.recipe.schema import Recipe
+from tests.placement.samples import write_config
+
+LARGE = (
+    "model.dtype=bfloat16",
+    "rollout.prompts_per_step=256",
+    "rollout.max_response_tokens=4096",
+    "actor.mini_batch_samples=512",
+    "actor.micro_batch_tokens=8192",
+)
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    model = f"model.path={write_config(folder)}"
+    return load_recipe(Path("recipes/quickstart.yaml"), [model, *overrides], Recipe).recipe
+
+
+@pytest.mark.parametrize("name", ["auto", "colocate", "split", "standalone"])
+def test_an_applied_plan_is_predicted_as_it_was_planned(tmp_path: Path, name: str) -> None:
+    cluster = make_cluster("H100", 2)
+    before = recipe(tmp_path, *LARGE, "algorithm.advantage=gae")
+    plan = plan_recipe(before, recipe_workload(before, read_model(tmp_path)), cluster, name)
+    after = apply_plan(before, plan)
+    again = predict_recipe(after, recipe_workload(after, read_model(tmp_path)), cluster)
+    for phase in ("prepare", "train"):
+        assert again.phases[phase] == pytest.approx(plan.best.phases[phase])
+    layouts = role_layouts(after)
+    for pool in plan.best.pools:
+        for role in pool.roles:
+            if role.role in layouts:
+                assert layouts[role.role].world_size == pool.devices
+                assert (layouts[role.role].tp, layouts[role.role].pp) == (role.choice["tp"], role.choice["pp"])
+    assert resolve(after)["rollout"]["servers"] == after.rollout.servers
+
+
+def small(folder: Path, *overrides: str) -> Recipe:
+    before = recipe(folder, *overrides)
+    write_config(folder, layers=2, hidden=256, heads=8, ffn=768, vocab=320)
+    return before
+
+
+def test_processes_that_share_cores_are_placed_and_pools_named(tmp_path: Path) -> None:
+    before = small(tmp_path, "cluster.devices=4", "algorithm.advantage=gae")
+    plan = plan_recipe(before, recipe_workload(before, read_model(tmp_path)), host_cluster(4), "split")
+    after = apply_plan(before, plan)
+    pools = {name: (pool.devices, pool.roles) for name, pool in pools_of(after).items()}
+    assert {roles for _, roles in pools.values()} == {("actor", "reference"), ("critic",)}
+    assert sum(devices for devices, _ in pools.values()) == after.cluster.devices
+    assert after.placement.name is None
+
+
+@pytest.mark.parametrize("tie", ["actor.lora.rank=8", "reference.refresh_every=2"])
+def test_a_reference_that_is_tied_to_the_actor_stays_with_it(tmp_path: Path, tie: str) -> None:
+    before = recipe(tmp_path, *LARGE, tie)
+    plan = plan_recipe(before, recipe_workload(before, read_model(tmp_path)), make_cluster("H100", 2))
+    [pool] = [pool for pool in plan.best.pools if "actor" in {role.role for role in pool.roles}]
+    assert "reference" in {role.role for role in pool.roles}
+    assert apply_plan(before, plan).reference.parallel is None
+
+
+def test_a_placement_of_the_recipe_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    given = recipe(tmp_path, *LARGE, "cluster.devices=1")
+    work, small = recipe_workload(given, read_model(tmp_path)), make_cluster("H100", 1, 1)
+    with pytest.raises(UserError, match=r"actor.*needs .* GiB of each device") as caught:
+        check_fits(given, work, small)
+    assert "The smallest cluster of this kind that holds the run, placed best: " in str(caught.value)
+    cut = recipe(tmp_path, *LARGE, "cluster.devices=8", "actor.parallel.tp=4", "rollout.server_args=[]")
+    check_fits(cut, recipe_workload(cut, read_model(tmp_path)), make_cluster("H100", 1))
+
+
+def test_processes_take_from_one_memory(tmp_path: Path) -> None:
+    huge = recipe(tmp_path, "cluster.devices=2", "rollout.servers=4", "rollout.kv_tokens=16000000")
+    with pytest.raises(UserError, match="this machine's processes can use"):
+        place(huge)
+
+
+def test_place_keeps_a_recipe_that_fits_and_searches_when_asked(tmp_path: Path) -> None:
+    kept = small(tmp_path, "cluster.devices=2")
+    assert place(kept).recipe is kept
+    assert place(kept).plan is None
+    placed = place(small(tmp_path, "cluster.devices=2", "placement.name=auto"))
+    assert placed.plan is not None
+    assert placed.predicted is placed.plan.best
+    assert placed.recipe.placement.name is None
+
+
+def test_a_cluster_file_says_what_processes_reach(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("device: cpu\nmeasured: {at_once: 1.5, layer_s: 0.25}\n")
+    cluster = host_cluster(4, file)
+    assert (cluster.nodes, cluster.devices_per_node) == (1, 4)
+    assert (cluster.rates.at_once, cluster.rates.layer_s) == (1.5, 0.25)

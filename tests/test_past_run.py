@@ -1,0 +1,107 @@
+"""What a run says of its placement: medians by a plan's phases, calibrated rates, and advice only where it is worth it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megarl.core.errors import UserError
+from megarl.past_run import BETWEEN, advice, calibrated, cluster_of_run, compare, read_run
+from megarl.placement.cluster import Cluster
+from megarl.placement.local import host_cluster
+from megarl.placement.recipe_plan import predict_recipe
+from megarl.placement.workload import read_model, recipe_workload
+from megarl.recipe.load import load_recipe
+from megarl.recipe.save import RECIPE_FILE
+from megarl.recipe.schema import Recipe
+from megarl.recipe.source import dump_yaml
+from tests.placement.samples import write_config
+
+MEASURED = {
+    "perf/rollout_s": 1.0,
+    "perf/logprobs_s": 0.3,
+    "perf/reference_s": 0.2,
+    "perf/advantages_s": 0.01,
+    "perf/update_s": 0.8,
+    "perf/sync_s": 0.1,
+    "perf/step_s": 2.44,
+}
+
+
+def run_folder(folder: Path, *overrides: str, rows: list[dict[str, float]] | None = None) -> Path:
+    """A finished run of the quickstart's recipe with these rows of metrics."""
+    model = folder / "model"
+    model.mkdir()
+    write_config(model, layers=2, hidden=256, heads=8, ffn=768, vocab=320)
+    loaded = load_recipe(Path("recipes/quickstart.yaml"), [f"model.path={model}", *overrides], Recipe)
+    (folder / RECIPE_FILE).write_text(dump_yaml(loaded.resolved))
+    lengths = {"rollout/prompt_len_mean": 15.0, "rollout/response_len_mean": 20.0}
+    if rows is None:
+        rows = [{name: 9 * value for name, value in MEASURED.items()}, MEASURED, MEASURED]
+    lines = [{"step": 0}, *({"step": step, **lengths, **row} for step, row in enumerate(rows, 1))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_medians_leave_out_the_first_step_and_what_only_some_steps_have(tmp_path: Path) -> None:
+    some = {**MEASURED, "perf/eval_s": 5.0, "perf/step_s": MEASURED["perf/step_s"] + 5.0}
+    run = read_run(run_folder(tmp_path, rows=[{**MEASURED, "perf/rollout_s": 60.0}, some, some]))
+    expected = {"rollout": 1.0, "sync": 0.1, "prepare": 0.51, "train": 0.8, BETWEEN: 0.03}
+    assert run.seconds == pytest.approx(expected)
+    assert run.step_s == pytest.approx(2.44)
+    assert run.workload.prompt_tokens == 15.0
+    assert run.workload.responses.mean == pytest.approx(20.0, rel=0.01)
+
+
+def test_lengths_are_counted_where_a_run_wrote_enough_of_them(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    (folder / "samples").mkdir()
+    lines = "".join(json.dumps({"response_tokens": 5 + 30 * (index % 2)}) + "\n" for index in range(64))
+    (folder / "samples" / "step_000001.jsonl").write_text(lines)
+    responses = read_run(folder).workload.responses
+    assert responses.mean == pytest.approx(20, rel=0.05)
+    assert responses.values[0] == 5 and responses.values[-1] == 35
+
+
+def test_calibrated_rates_predict_the_run_itself(tmp_path: Path) -> None:
+    run = read_run(run_folder(tmp_path))
+    before = cluster_of_run(run)
+    after = predict_recipe(run.recipe, run.workload, calibrated(run, before)).phases
+    assert {phase: float(after[phase]) for phase in run.seconds} == pytest.approx(dict(run.seconds), rel=0.12)
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(compare(run, before))
+    text = console.export_text()
+    assert "prepare" in text and "2.44" in text and "%" in text
+
+
+def predicted_rows(folder: Path, overrides: tuple[str, ...], cluster: Cluster) -> list[dict[str, float]]:
+    """Metrics as a run has them that goes just as the model says."""
+    recipe = load_recipe(Path("recipes/quickstart.yaml"), [f"model.path={folder}", *overrides], Recipe).recipe
+    workload = recipe_workload(recipe, read_model(folder), None, 15.0)
+    phases = predict_recipe(recipe, workload, cluster).phases
+    names = {"rollout": "rollout", "prepare": "logprobs", "train": "update", "sync": "sync"}
+    row = {f"perf/{name}_s": float(phases[phase]) for phase, name in names.items()}
+    return [{**row, "perf/step_s": float(sum(phases.values()))}] * 3
+
+
+def test_advice_comes_where_another_placement_is_faster(tmp_path: Path) -> None:
+    bad = ("cluster.devices=4", "actor.parallel.pp=2", "actor.parallel.tp=2", "actor.micro_batch_tokens=128")
+    write_config(tmp_path, layers=2, hidden=256, heads=8, ffn=768, vocab=320)
+    folder = run_folder(tmp_path, *bad, rows=predicted_rows(tmp_path, bad, host_cluster(4)))
+    said = advice(folder)
+    assert said is not None
+    assert "a step instead of" in said and f"--from-run {folder}" in said
+
+
+def test_no_advice_for_the_best_placement(tmp_path: Path) -> None:
+    one = ("cluster.devices=1",)
+    write_config(tmp_path, layers=2, hidden=256, heads=8, ffn=768, vocab=320)
+    assert advice(run_folder(tmp_path, *one, rows=predicted_rows(tmp_path, one, host_cluster(1)))) is None
+
+
+def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no step yet"):
+        read_run(run_folder(tmp_path, rows=[]))
