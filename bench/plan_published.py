@@ -7,6 +7,10 @@ Rows are in bench/published/rows.csv: Megatron with vLLM on H100, from ISEEKYAN/
 second row of a family is for calibration, the others are held out. Average lengths were not published: each family's mean
 and spread are inferred from its calibration rows. Rows with a fixed micro-batch (not packed) do not say its size: they
 are used for memory verdicts alone.
+
+bench/published/nemo_rl.csv has rows of NVIDIA-NeMo/RL v0.6 (docs/about/performance-summary.md, Apache-2.0): whole steps of GRPO
+on DGX H100. Nothing is fitted to them. Published are the layouts and the mean length of a whole sample; that prompts have 150
+tokens of it, and how devices are shared out where generation runs ahead, is not: the search shares them out.
 """
 
 from __future__ import annotations
@@ -26,12 +30,16 @@ from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import lognormal
 from megarl.placement.memory import role_bytes, server_bytes
-from megarl.placement.space import RECOMPUTE, Layouts, Servers
-from megarl.placement.workload import ACTOR, ROLLOUT, Workload
+from megarl.placement.partitions import Partition
+from megarl.placement.plan import make_plan
+from megarl.placement.space import RECOMPUTE, Layouts, Servers, Space
+from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, Workload
 
 FOLDER = Path(__file__).parent
 ROWS = FOLDER / "published" / "rows.csv"
+NEMO_ROWS = FOLDER / "published" / "nemo_rl.csv"
 RESULT = FOLDER / "results" / "plan_published.json"
+NEMO_SAMPLES = 32
 PROMPT_TOKENS, LONGEST_PROMPT, LONGEST_RESPONSE, SAMPLES = 150.0, 2048, 8192, 16
 QUANTITIES = ("generation_s", "update_s", "score_s", "step_s")
 FITTED = (
@@ -215,6 +223,45 @@ def rank_correlation(pairs: list[tuple[float, float]]) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
+def nemo_rl() -> list[dict[str, object]]:
+    """Whole steps of NeMo-RL, predicted with its layouts."""
+    found = []
+    with NEMO_ROWS.open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        longest = int(row["train_max_seq_len"])
+        responses = lognormal(float(row["avg_seq_len"]) - PROMPT_TOKENS, 0.5, longest - PROMPT_TOKENS)
+        staleness = 0 if row["policy"] == "on" else int(row["policy"].split("-")[0])
+        work = Workload(
+            models={ACTOR: QWEN_30B_A3B, ROLLOUT: QWEN_30B_A3B, REFERENCE: QWEN_30B_A3B},
+            prompts=int(row["gen_gbs"]) // NEMO_SAMPLES,
+            samples_per_prompt=NEMO_SAMPLES,
+            mini_batches=int(row["gen_gbs"]) // int(row["train_gbs"]),
+            prompt_tokens=PROMPT_TOKENS,
+            responses=responses,
+            longest_sample=longest,
+            micro_tokens=(longest, 2 * longest),
+            max_running=256,
+            staleness=staleness,
+        )
+        space = Space(
+            tp=tuple({int(row["train_tp"]), int(row["gen_tp"])}),
+            pp=(int(row["train_pp"]),),
+            cp=(int(row["train_cp"]),),
+            ep=(int(row["train_ep"]),),
+        )
+        cluster = make_cluster("H100", int(row["num_gpus"]) // 8)
+        apart = {frozenset({ROLLOUT}), frozenset({ACTOR, REFERENCE})}
+
+        def runs(partition: Partition, apart: set[frozenset[str]] = apart, staleness: int = staleness) -> bool:
+            return set(map(frozenset, partition)) == apart if staleness else len(partition) == 1
+
+        best = make_plan(work, cluster, space=space, allowed=runs).best
+        line = {"row": f"{row['policy']} policy, {row['num_gpus']} devices", "placement": best.describe()}
+        found.append({**line, "predicted_s": best.step_s, "measured_s": float(row["step_s"])})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", action="store_true")
@@ -259,7 +306,10 @@ def main() -> None:
     print(f"\nmemory verdicts right: {right} of {len(verdicts)} (usable {base.usable_bytes / GIB:.1f} GiB)")
     for verdict in verdicts:
         print(verdict)
-    RESULT.write_text(json.dumps({"summary": result, "memory": verdicts}, indent=1))
+    steps = nemo_rl()
+    for line in steps:
+        print(line)
+    RESULT.write_text(json.dumps({"summary": result, "memory": verdicts, "nemo_rl": steps}, indent=1))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ def rollout_seconds(
         width * any_alive * step.seconds(np.maximum(start * share, 1.0), workload.prompt_tokens + age), axis=1
     )
     prefill = _prefill_seconds(config, choice, workload, cluster)
-    flow = prefill + each * mean / np.maximum(cap, 1) * step.seconds(np.maximum(cap, 1), context)
+    # Samples of as many steps as they may be old are in flight beside this one's.
+    most = np.maximum(np.minimum(np.minimum(room, workload.max_running), each * (1 + workload.staleness)), 1)
+    flow = prefill + each * mean / most * step.seconds(most, context)
     holds = held.cache_tokens >= workload.longest_sample
     never = np.where(holds, 0.0, np.inf)
     requests = workload.samples * cluster.rates.request_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
-from megarl.placement.compute import batches, score_seconds, update_seconds
+from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import counted, lognormal
 from megarl.placement.links import all_gather_s, group_bytes_s
@@ -103,6 +105,31 @@ def test_the_heaviest_rank_has_the_longest_sample() -> None:
     work = workload(samples_per_prompt=1, prompts=16)
     one_each = batches(16, work, choice(16))
     assert one_each.tokens[0] == pytest.approx(512 + work.responses.longest_of(16))
+
+
+def test_processes_that_share_cores_slow_each_other_down_but_wait_side_by_side() -> None:
+    work, many = workload(QWEN_7B, mini_batches=1), replace(CLUSTER, nodes=1)
+    shared = replace(many, rates=replace(many.rates, at_once=4.0))
+    alone, both = (update_seconds(QWEN_7B, choice(8, tp=2), work, cluster) for cluster in (many, shared))
+    assert both.compute[0] == pytest.approx(2 * alone.compute[0])
+    assert both.launch[0] == pytest.approx(2 * alone.launch[0])
+    assert both.tensor[0] == alone.tensor[0]
+    # A pipeline's bubble is time in which others have the core.
+    alone, both = (update_seconds(QWEN_7B, choice(8, pp=4), work, cluster) for cluster in (many, shared))
+    assert alone.bubble[0] > 0
+    assert both.bubble[0] < alone.bubble[0]
+    assert core_share(np.array([2, 8]), shared).tolist() == [0.5, 1.0]
+    assert core_share(np.array([2, 8]), many).tolist() == [0.0, 0.0]
+
+
+def test_samples_that_may_be_older_fill_the_servers() -> None:
+    one = servers(8, 1, 0.8)
+    held = server_bytes(QWEN_7B, one, CLUSTER, 2)
+    flows = [
+        float(rollout_seconds(QWEN_7B, one, held, workload(QWEN_7B, prompts=128, staleness=old), CLUSTER).flow[0])
+        for old in (0, 1, 3)
+    ]
+    assert flows[0] > flows[1] > flows[2]
 
 
 def test_rollout_is_bound_by_cache_then_by_the_longest_response() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.placement.calibrate import with_rates
 from megarl.placement.cluster import Cluster, make_cluster, read_cluster
 from megarl.placement.devices import GIB
-from megarl.profiling.command import cases, cluster_file
+from megarl.profiling.command import cases, cluster_file, run_profile
 from megarl.profiling.fit import Findings, Fitted, error_words, fit_cluster, serving_pairs, training_pairs
 from megarl.profiling.job import Case, Measured, Raw, Timed
 from megarl.profiling.servers import CASES, Generated
@@ -83,3 +84,11 @@ def test_cases_are_layouts_of_all_ranks_and_fill_their_micro_batches(count: int)
     assert {case.layout.world_size for case in found} == {count}
     assert all(case.sequences >= case.layout.dp and case.micro_tokens >= case.tokens for case in found)
     assert Case(0, Layout(world_size=count), 64, 32, 64 * 32 + 16) in found
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("device: cpu\n")
+    with pytest.raises(UserError, match="is there already"):
+        run_profile(file, 0, 1.0)
+    assert file.read_text() == "device: cpu\n"
