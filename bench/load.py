@@ -4,24 +4,25 @@
 
 A random bfloat16 checkpoint of about 2 GB is written to a temporary folder, and removed at the end. For each layout every
 rank is a fresh process that builds its part of the model and loads it; its peak is beyond what it held after the imports and
-the rendezvous, mapped files included, and is held against its share: the bytes of its parameters. Speed is the bytes of all
-ranks over the slowest rank's seconds of loading, next to `cat` of the same files in the same state: dropped from the page
-cache by posix_fadvise (cold), or in it (warm). From disk, `cat` writes to /dev/null. From the cache that is no measure for a
-load: it copies everything onto one buffer of 128 KiB, and never takes a page of memory. So there `cat` writes into new memory
-as a load does, to a file in /dev/shm; its speed into /dev/null is told beside it.
+the rendezvous, mapped files included, and is held against its share: the bytes of its parameters. A turn times the slowest
+rank's loading and, of the same files in the same state, two `cat`s: into /dev/null, and into new memory (a file in /dev/shm),
+which a load has to take as well. Cold files were dropped from the page cache just before, by posix_fadvise; warm ones are in
+it. Ratios are of speeds, the median over turns. From disk, the load is held against `cat` into /dev/null. From the cache
+that is no measure of a load: it copies everything onto one buffer of 128 KiB, and never takes a page of memory.
 Exit code 0 only where every peak is under the share plus 10%, and every speed at least half of cat's.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import torch
 import typer
@@ -30,7 +31,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from bench.support.measure import in_fresh_ranks, peak, write
+from bench.support.measure import in_fresh_ranks, peak, ratios, summary, write
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
@@ -78,26 +79,32 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def prepare(paths: Iterable[Path], state: str) -> None:
-    """Bring the files into the page cache, or out of it."""
+def drop(paths: Iterable[Path]) -> None:
+    """Take the files out of the page cache."""
     for path in paths:
         with path.open("rb") as file:
-            if state == "cold":
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while state == "warm" and file.read(2**24):
-                continue
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def cat(paths: list[Path], state: str, *, keep: bool) -> float:
-    """Seconds of `cat`, into new memory (keep) or into nothing."""
-    prepare(paths, state)
-    with tempfile.TemporaryFile(dir=MEMORY) if keep else Path(os.devnull).open("wb") as sink:
+def cat(paths: list[Path], sink: IO[bytes]) -> float:
+    """Seconds of `cat`."""
+    with sink:
         began = time.perf_counter()
         subprocess.run(["cat", *map(str, paths)], stdout=sink, check=True)
         return time.perf_counter() - began
 
 
-def load(rank: int, layout: Layout, port: int, folder: Path) -> dict[str, float]:
+def into_nothing(paths: list[Path]) -> float:
+    """Seconds of `cat` into /dev/null, which also brings the files into the page cache."""
+    return cat(paths, Path(os.devnull).open("wb"))
+
+
+def into_memory(paths: list[Path]) -> float:
+    """Seconds of `cat` into a new file in memory."""
+    return cat(paths, tempfile.TemporaryFile(dir=MEMORY))
+
+
+def load(rank: int, layout: Layout, port: int, folder: Path, state: str) -> dict[str, float]:
     """One rank's part, built and loaded in this process."""
     from megarl.models.bootstrap import prepare_megatron
 
@@ -112,6 +119,8 @@ def load(rank: int, layout: Layout, port: int, folder: Path) -> dict[str, float]
     torch.distributed.barrier()
     with peak() as held, groups.active():
         chunks = build_gpt(config, layout, groups.collection, dtype=torch.bfloat16, platform=platform)
+        if state == "cold" and rank == 0:
+            drop(files(folder))
         torch.distributed.barrier()
         began = time.perf_counter()
         load_hf_weights(chunks, config, folder, layout, rank)
@@ -122,52 +131,57 @@ def load(rank: int, layout: Layout, port: int, folder: Path) -> dict[str, float]
 
 
 def measure(layout: Layout, folder: Path, state: str, repeats: int) -> dict[str, Any]:
-    """All ranks of a layout, and cat, in turns; the fastest of each."""
-    paths, size = files(folder), sum(path.stat().st_size for path in files(folder))
-    cats, into_nothing, loads = [], [], []
+    """All ranks of a layout, and both cats, in turns."""
+    paths = files(folder)
+    loads = []
+    seconds: dict[str, list[float]] = {"load": [], "cat into memory": [], "cat into nothing": []}
+    into_nothing(paths)
     for _ in range(repeats):
-        cats.append(cat(paths, state, keep=state == "warm"))
-        into_nothing.append(cat(paths, state, keep=False))
-        prepare(paths, state)
-        loads.append(in_fresh_ranks(layout.world_size, load, layout, free_port(), folder))
+        for name, run in (("cat into memory", into_memory), ("cat into nothing", into_nothing)):
+            if state == "cold":
+                drop(paths)
+            seconds[name].append(run(paths))
+        loads.append(in_fresh_ranks(layout.world_size, load, layout, free_port(), folder, state))
+        seconds["load"].append(max(rank["seconds"] for rank in loads[-1]))
     ranks = [rank for each in loads for rank in each]
-    fastest = min(loads, key=lambda each: max(rank["seconds"] for rank in each))
-    speed = sum(rank["share_bytes"] for rank in fastest) / max(rank["seconds"] for rank in fastest)
     return {
         "layout": str(layout),
         "state": state,
-        "checkpoint_bytes": size,
+        "checkpoint_bytes": sum(path.stat().st_size for path in paths),
         "peak_over_share": max(rank["peak_bytes"] / rank["share_bytes"] for rank in ranks),
         "share_bytes": max(rank["share_bytes"] for rank in ranks),
-        "bytes_per_s": {"load": speed, "cat": size / min(cats), "into /dev/null": size / min(into_nothing)},
-        "speed_over_cat": speed / (size / min(cats)),
-        "runs": {"load": loads, "cat_s": cats, "into_nothing_s": into_nothing},
+        "over_cat_into_memory": summary(ratios(seconds, "cat into memory", "load")),
+        "over_cat_into_nothing": summary(ratios(seconds, "cat into nothing", "load")),
+        "seconds": seconds,
+        "ranks": loads,
     }
 
 
 def is_good(row: dict[str, Any]) -> bool:
     """Whether memory and speed are within bounds."""
-    return row["peak_over_share"] < SHARE_BOUND and row["speed_over_cat"] >= SPEED_BOUND
+    speed = row["over_cat_into_nothing" if row["state"] == "cold" else "over_cat_into_memory"]["median"]
+    return bool(row["peak_over_share"] < SHARE_BOUND and speed >= SPEED_BOUND)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title=f"Loading a checkpoint of {rows[0]['checkpoint_bytes'] / 1e9:.2f} GB")
-    for column in ("layout", "files", "largest share", "peak / share", "load", "cat", "load / cat", "cat > /dev/null"):
+    for column in ("layout", "files", "share", "peak / share", *rows[0]["seconds"], "load / memory", "load / nothing"):
         table.add_column(column, justify="right")
     for row in rows:
-        speeds = row["bytes_per_s"]
+        speeds = [row["checkpoint_bytes"] / statistics.median(each) / 1e9 for each in row["seconds"].values()]
+        both = (row["over_cat_into_memory"], row["over_cat_into_nothing"])
         table.add_row(
             *(row["layout"], row["state"], f"{row['share_bytes'] / 1e9:.2f} GB", f"{row['peak_over_share']:.3f}"),
-            *(f"{speeds[side] / 1e9:.2f} GB/s" for side in ("load", "cat")),
-            *(f"{row['speed_over_cat']:.2f}", f"{speeds['into /dev/null'] / 1e9:.2f} GB/s"),
+            *(f"{speed:.2f} GB/s" for speed in speeds),
+            *(f"{each['median']:.2f} ({each['lowest']:.2f}-{each['highest']:.2f})" for each in both),
         )
-    Console(width=110).print(table)
+    Console(width=140).print(table)
 
 
 def main(
     *,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the fastest counts, and the highest peak.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns; the highest peak counts.")] = 3,
     folder: Annotated[Path | None, typer.Option(help="Where the checkpoint goes; the file system counts.")] = None,
     quick: Annotated[bool, typer.Option(help="A small checkpoint on one rank: does it run at all?")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the result; bench/results where not given.")] = None,

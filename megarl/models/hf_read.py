@@ -1,13 +1,13 @@
 """Slices of HF's tensors, from mapped files straight into the memory of the parameters that they are for.
 
 A tensor is copied a few MiB at a time, and the pages that were read are let go: beside its parameters a rank holds one
-such block, whatever the file's size.
+such block of each tensor that it reads at the time, whatever the file's size.
 """
 
 from __future__ import annotations
 
 import mmap
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
@@ -22,27 +22,25 @@ BLOCK_BYTES = 4 * 2**20
 
 
 class HfReader(AbstractContextManager["HfReader"]):
-    """Reads tensors of an index; files are mapped when they are first needed, and let go when the block ends.
+    """Reads tensors of an index, also of several threads at once; its files are mapped until the block ends.
 
     check_finite: look for NaN and infinite values in what is read; `not_finite` then holds their tensors' names.
     """
 
     def __init__(self, index: dict[str, TensorInfo], *, check_finite: bool) -> None:
         self._index, self._check_finite = index, check_finite
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._open = ExitStack()
+        self._maps = {path: _mapped(path) for path in {info.file for info in index.values()}}
         self.not_finite: list[str] = []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._maps.clear()
-        self._open.close()
 
     def read(self, name: str, rows: slice, columns: slice | None, target: Tensor) -> None:
         """Copy these rows and columns of a tensor into `target`, of that shape, cast to its dtype."""
         info = self._index[name]
-        stored, mapped = self._stored(info), self._map(info.file)
+        stored, mapped = self._stored(info), self._maps[info.file]
         row_bytes = stored[0].nbytes if stored.dim() > 1 else stored.itemsize
         step = max(1, BLOCK_BYTES // row_bytes)
         sums = []
@@ -58,15 +56,14 @@ class HfReader(AbstractContextManager["HfReader"]):
         if sums and not torch.stack(sums).isfinite().all() and not target.isfinite().all():
             self.not_finite.append(name)
 
-    def _map(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            with path.open("rb") as file:
-                # Writable, though nobody writes: torch warns of memory that is not.
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[path]
-
     def _stored(self, info: TensorInfo) -> Tensor:
         """The whole tensor as it lies in the mapped file."""
         count = torch.Size(info.shape).numel()
-        flat = torch.frombuffer(self._map(info.file), dtype=DTYPES[info.dtype], count=count, offset=info.offset)
+        flat = torch.frombuffer(self._maps[info.file], dtype=DTYPES[info.dtype], count=count, offset=info.offset)
         return flat.view(info.shape)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        # Writable, though nobody writes: torch warns of memory that is not.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
