@@ -15,7 +15,7 @@ from megarl.placement.space import Ints, Mask
 # A step takes `add + max(beside, prepare + train)`. add: what nothing else runs beside. prepare, train: the two stages in
 # which pools work side by side. beside: what runs along with both stages, where the rollout is asynchronous.
 # prepare_load, train_load: seconds that all cores of shared ones would need for a stage's work: those of pools add up, and a
-# stage lasts at least so long. Nothing where devices are devices.
+# stage lasts at least so long. These two columns are left out where devices are devices.
 COSTS = ("add", "prepare", "train", "beside", "prepare_load", "train_load")
 # The columns of which pools side by side wait for the slowest; the others add up.
 SLOWEST = slice(1, 4)
@@ -29,7 +29,7 @@ SMALL = 300
 class Choices:
     """[N] choices of what shares a pool. devices: of the pool. rest: bytes while it waits. extra: bytes more while active.
 
-    cost: [N, 6] seconds of one step, as COSTS names them. rows: [N, R] which choice of each role.
+    cost: [N, 6] or [N, 4] seconds of one step, as COSTS names them. rows: [N, R] which choice of each role.
     """
 
     devices: Ints

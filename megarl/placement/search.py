@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from megarl.placement.frontier import COSTS, SLOWEST, Choices, Pools, as_pool, beside, join
+from megarl.placement.frontier import SLOWEST, Choices, Pools, as_pool, beside, join
 from megarl.placement.lengths import Floats
 from megarl.placement.partitions import Partition, Pool, partitions
 from megarl.placement.space import Ints
@@ -123,9 +123,11 @@ def _look(
 
 
 def step_seconds(cost: Floats) -> Floats:
-    """[N] seconds of a step from [N, 6] costs."""
-    stages = np.maximum(cost[:, 1], cost[:, 4]) + np.maximum(cost[:, 2], cost[:, 5])
-    seconds: Floats = cost[:, 0] + np.maximum(cost[:, 3], stages)
+    """[N] seconds of a step from [N, 6] or [N, 4] costs."""
+    stages = cost[:, 1:3]
+    if cost.shape[1] > SLOWEST.stop:
+        stages = np.maximum(stages, cost[:, SLOWEST.stop :])
+    seconds: Floats = cost[:, 0] + np.maximum(cost[:, 3], stages[:, 0] + stages[:, 1])
     return seconds
 
 
@@ -135,7 +137,7 @@ class _PoolTable:
 
     pools: Pools
     choices: Choices
-    least: Floats  # [N, 6] the smallest of each column up to this row
+    least: Floats  # the smallest of each column up to this row
 
 
 def _joined(tables: Tables, usable: float) -> dict[Pool, list[Choices]]:
@@ -173,7 +175,9 @@ class _Least:
             costs = np.concatenate([kind.cost for kind in kinds])[order]
             self._sizes[role] = sizes[order]
             # A first row of its own stands for too few devices.
-            self._least[role] = np.concatenate([np.full((1, len(COSTS)), np.inf), np.minimum.accumulate(costs, axis=0)])
+            self._least[role] = np.concatenate(
+                [np.full((1, costs.shape[1]), np.inf), np.minimum.accumulate(costs, axis=0)]
+            )
 
     def _of(self, role: str, devices: Ints) -> Floats:
         return self._least[role][np.searchsorted(self._sizes[role], devices, "right")]

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
-from megarl.placement.frontier import COSTS, Choices
+from megarl.placement.frontier import COSTS, SLOWEST, Choices
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
 from megarl.placement.links import group_bytes_s
@@ -125,15 +125,21 @@ def price_role(role: str, choice: Layouts, rests: Mask, workload: Workload, clus
 
 
 def _costs(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> Floats:
-    """[N, 6] seconds of a role that stays on its devices."""
-    cost = np.zeros((len(choice), len(COSTS)))
+    """[N, 4] or [N, 6] seconds of a role that stays on its devices."""
+    cost = _no_costs(len(choice), cluster)
     score, update = stage_seconds(role, choice, workload, cluster)
     cost[:, 1] = 0.0 if score is None else score.total
     cost[:, 2] = 0.0 if update is None else update.total
     if role == ACTOR:
         cost[:, 0] = gather_seconds(workload.models[role], choice, workload, cluster)
-    cost[:, 4:] = cost[:, 1:3] * core_share(choice.devices, cluster)[:, None]
+    if cost.shape[1] > SLOWEST.stop:
+        cost[:, SLOWEST.stop :] = cost[:, 1:3] * core_share(choice.devices, cluster)[:, None]
     return cost
+
+
+def _no_costs(rows: int, cluster: Cluster) -> Floats:
+    """Costs of 0, with the columns of loads only where devices share cores."""
+    return np.zeros((rows, len(COSTS) if np.isfinite(cluster.rates.at_once) else SLOWEST.stop))
 
 
 def stage_seconds(
@@ -178,7 +184,7 @@ def price_rollout(choice: Servers, rests: Mask, workload: Workload, cluster: Clu
     rest = np.where(rests, np.minimum(rates.resting_bytes, whole), whole)
 
     def choices(add: Any, beside: Any) -> Choices:
-        cost = np.zeros((len(rest), len(COSTS)))
+        cost = _no_costs(len(rest), cluster)
         cost[:, 0], cost[:, 3] = add, beside
         return Choices(choice.devices, rest, whole - rest, cost, np.arange(len(rest))[:, None])
 

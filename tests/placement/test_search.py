@@ -38,7 +38,7 @@ def whole(tables: Tables, partition: Partition, pick: dict[str, int], usable: fl
         costs = np.array([table.cost[row] for table, row in rows]).sum(axis=0)
         add += costs[0]
         prepare, train, beside = max(prepare, costs[1]), max(train, costs[2]), max(beside, costs[3])
-        loads += costs[4:]
+        loads += costs[4:] if len(costs) > 4 else 0.0
     return devices, add + max(beside, max(prepare, loads[0]) + max(train, loads[1]))
 
 
