@@ -120,9 +120,9 @@ def _give_score_head(tensors: dict[str, Any]) -> None:
 
 
 def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:
-    Checkpoints(tmp_path / "checkpoints", keep_last=1).save(
-        5, lambda folder: (folder / "weights").touch(), {"weight_version": 5}
-    )
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    (checkpoints.begin(5, ["actor"])["actor"] / "weights").touch()
+    checkpoints.commit(5, {"weight_version": 5})
     check_run_folder(tmp_path, 6, resume=True)
     check_run_folder(tmp_path, 5, resume=True)  # its export is missing
     (tmp_path / "hf").mkdir()
