@@ -48,6 +48,10 @@ class Broken:
         return f"{self.source} cannot reach {self.target} on interface {self.interface}: {self.reason}"
 
 
+class BrokenLinkError(MegarlError):
+    """Nodes of the run cannot reach each other: names both ends, the interface, and how it shows."""
+
+
 def check_interfaces(nodes: Sequence[NodeFacts]) -> None:
     """Every node's address is on one of its interfaces. Raises UserError."""
     for node in nodes:
@@ -106,9 +110,9 @@ def clock_diff(sent: float, remote: float, received: float) -> float:
 
 
 def check_links(broken: Sequence[Broken]) -> None:
-    """No link is broken. Raises MegarlError that names nodes, addresses and interfaces."""
+    """No link is broken. Raises BrokenLinkError."""
     if broken:
-        raise MegarlError(describe_links(broken))
+        raise BrokenLinkError(describe_links(broken))
 
 
 def describe_links(broken: Sequence[Broken]) -> str:

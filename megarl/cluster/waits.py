@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from megarl.cluster.checks import check_links, describe_links, describe_lost
+from megarl.cluster.checks import BrokenLinkError, check_links, describe_links, describe_lost
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec, tail
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
@@ -90,13 +90,14 @@ class Waiter:
     def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
         """Results in the order of the calls.
 
-        Raises WorkerDiedError, DeadlineError, or the call's own MegarlError with the worker's name in front. The first
-        failure is raised at once, whatever the other calls still do; where the network explains it, it comes first.
+        Raises WorkerDiedError, DeadlineError, BrokenLinkError, or the call's own MegarlError with the worker's name in
+        front. The first failure is raised at once, whatever the other calls still do; where the network explains it, it
+        comes first.
         """
         with self.timer.waiting():
             try:
                 return self._wait(calls, phase, role, deadline_s)
-            except UserError:
+            except (UserError, BrokenLinkError):
                 raise
             except MegarlError as error:
                 if network := self._network():

@@ -65,5 +65,5 @@ def test_other_bytes_are_no_answer(silent: socket.socket, answer: bytes) -> None
 
 def test_peers_are_probed_side_by_side_and_told_apart(echo: Echo, silent: socket.socket) -> None:
     peers = [(HERE, echo.port), (HERE, port_of(silent)), (HERE, echo.port)]
-    assert probe_all(peers, 0.3) == ["", "no answer within 0.3 s", ""]
+    assert probe_all(peers, 2.0) == ["", "no answer within 2 s", ""]
     assert probe_all([], 0.3) == []

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from megarl.cluster import waits
-from megarl.cluster.checks import Broken
+from megarl.cluster.checks import Broken, BrokenLinkError
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
@@ -132,8 +132,9 @@ LINK = r"n1 \(10\.0\.0\.1\) cannot reach n2 \(10\.0\.0\.2\) on interface eth0"
 def test_a_wait_over_a_broken_link_ends_and_names_it(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "LINKS_EVERY_S", 0.2)
     calls = [Call(workers[1], workers[1].handle.hang_in_this_function.remote())]
-    with pytest.raises(MegarlError, match=LINK):
+    with pytest.raises(BrokenLinkError, match=LINK) as caught:
         Waiter(PhaseTimer(), Cut()).wait(calls, phase="x", role="y", deadline_s=60)
+    assert str(caught.value).count("cannot reach") == 1
 
 
 def test_a_failure_is_explained_by_the_network(workers: list[Worker]) -> None:
