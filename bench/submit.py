@@ -68,8 +68,9 @@ def measure(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, float]:
     submitted = time.time()
     end = time.monotonic() + JOB_S
     while not _finished(run):
-        assert time.monotonic() < end, "the run did not finish"
-        select.select([], [], [], 0.2)
+        left = cluster.run("squeue", "--noheader").stdout.strip()
+        assert left and time.monotonic() < end, cluster.megarl("logs", str(run)).stdout
+        select.select([], [], [], 1.0)
     events = {
         each["event"]: each["time"]
         for each in map(json.loads, (run / "launch" / "events.jsonl").read_text().splitlines())

@@ -238,7 +238,7 @@ class Leader:
             elif source == "signal":
                 self._ended = self._ended or number != STOP_SIGNAL
                 driver.send_signal(number)
-            else:
+            elif not self._ended:
                 print(f"megarl: srun ended (exit code {number}) while the driver runs", file=sys.stderr, flush=True)
 
     def _lost(self, nodes: Nodes) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from megarl.core.errors import MegarlError, UserError
 
 COMMAND_S = 60.0
+ONLY_THERE = "call megarl on a login node of the SLURM cluster."
 TIME_FORMS = (
     "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS"
 )
@@ -85,9 +86,7 @@ def check_partition(name: str) -> None:
 
 def submit(script: Path) -> str:
     """Submit a script; returns the job's id. Raises UserError with SLURM's own words where it refuses."""
-    done = subprocess.run(
-        ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=COMMAND_S, check=False
-    )
+    done = _run(["sbatch", "--parsable", str(script)])
     if done.returncode:
         raise UserError(f"SLURM refuses the job: {done.stderr.strip()}. The script is {script}.")
     return done.stdout.strip().partition(";")[0]
@@ -95,9 +94,7 @@ def submit(script: Path) -> str:
 
 def state_of(job: str) -> JobState | None:
     """What SLURM knows of a job; None where it has forgotten it."""
-    done = subprocess.run(
-        ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True, timeout=COMMAND_S, check=False
-    )
+    done = _run(["scontrol", "show", "job", job, "--oneliner"])
     if done.returncode and "Invalid job id" in done.stderr:
         return None
     if done.returncode:
@@ -118,11 +115,15 @@ def cancel(job: str) -> None:
     _ask(["scancel", job])
 
 
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    except FileNotFoundError as error:
+        raise UserError(f"There is no {command[0]} on this machine: {ONLY_THERE}") from error
+
+
 def _ask(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    done = _run(command)
     if done.returncode:
-        raise UserError(
-            f"SLURM does not answer here: {done.stderr.strip()} (`{shlex.join(command)}`). Call megarl on a login node of "
-            "the cluster."
-        )
+        raise UserError(f"SLURM does not answer here: {done.stderr.strip()} (`{shlex.join(command)}`): {ONLY_THERE}")
     return done.stdout

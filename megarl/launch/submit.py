@@ -59,7 +59,7 @@ def submit_slurm(
         slurm.require()
         if options.partition is not None:
             slurm.check_partition(options.partition)
-    loaded, platform = _checked(path, overrides, "cuda" if options.gpus_per_node else "cpu", resume)
+    loaded, platform = _checked(path, overrides, "cuda" if options.gpus_per_node else "cpu", resume, dry_run)
     recipe = loaded.recipe
     per_node = check_fit(recipe, platform, options)
     run: Path = recipe.run.folder.absolute()
@@ -67,7 +67,6 @@ def submit_slurm(
     if dry_run:
         say(script)
         return run
-    _refuse_second(run)
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(f"# Resolved from {path} when it was submitted.\n{dump_yaml(loaded.resolved)}")
@@ -86,22 +85,16 @@ def submit_ray(
 
     dry_run: say the command instead.
     """
-    loaded, _ = _checked(path, overrides, None, resume)
+    loaded, _ = _checked(path, overrides, None, resume, dry_run)
     run: Path = loaded.recipe.run.folder
     _check_paths(loaded.recipe, path, working_dir)
-    words = [
-        "python",
-        "-m",
-        "megarl",
-        _command(loaded.recipe),
-        str(path.absolute().relative_to(working_dir.absolute())),
-    ]
+    recipe = str(path.absolute().relative_to(working_dir.absolute()))
+    words = ["python", "-m", "megarl", _command(loaded.recipe), recipe, *overrides, "--continue"]
     # Ray gives its job the cluster's address under a name of its own.
-    entrypoint = f"{RAY_ADDRESS_VARIABLE}=$RAY_ADDRESS exec {shlex.join([*words, *overrides, '--continue'])}"
+    entrypoint = f"{RAY_ADDRESS_VARIABLE}=$RAY_ADDRESS exec {shlex.join(words)}"
     if dry_run:
         say(entrypoint)
         return run
-    _refuse_second(run)
     job = RayJobs(address).submit(entrypoint, working_dir, loaded.recipe.run.name)
     Submission("ray", job, address=address).write(run)
     say(f"Ray job {job} at {address}: {loaded.recipe.run.name}")
@@ -129,7 +122,7 @@ def check_fit(recipe: AnyRecipe, platform: Platform, options: SlurmOptions) -> i
 
 
 def _checked(
-    path: Path, overrides: Sequence[str], platform: Literal["cpu", "cuda"] | None, resume: bool
+    path: Path, overrides: Sequence[str], platform: Literal["cpu", "cuda"] | None, resume: bool, dry_run: bool
 ) -> tuple[Loaded[Any], Platform]:
     """The recipe, checked as far as it can be where it will not run. platform: of the nodes; None: the recipe's."""
     kind = detect_kind(path, overrides)
@@ -142,6 +135,8 @@ def _checked(
             f"cluster.platform is {said}, and the job would run on {platform}: GPUs are asked for by --gpus-per-node, and "
             "a job without it runs on CPUs. Let both say the same."
         )
+    if not dry_run:
+        _refuse_second(loaded.recipe.run.folder)
     check: Any = preflight if kind is Recipe else preflight_supervised
     return loaded, check(loaded.recipe, resume=resume, here=False).platform
 

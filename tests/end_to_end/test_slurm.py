@@ -16,7 +16,7 @@ from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
-JOB_S = 120.0
+JOB_S = 240.0
 OURS = ("-m megarl", "raylet", "gcs_server", "ray::", "ray.scripts", "sglang")
 SFT = """
 run: {{name: sft, dir: {folder}/runs}}

@@ -65,6 +65,11 @@ def test_an_unknown_partition_is_refused_with_those_that_there_are(answers: Path
         slurm.check_partition("shrt")
 
 
+def test_a_job_is_not_asked_for_where_there_is_no_slurm(answers: Path) -> None:
+    with pytest.raises(UserError, match="There is no scontrol on this machine"):
+        slurm.state_of("7")
+
+
 def test_commands_without_a_cluster_are_told_so(answers: Path) -> None:
     program(answers, "sinfo", err="sinfo: fatal: Could not establish a configuration source", code=1)
     with pytest.raises(UserError, match=r"SLURM does not answer here: sinfo: fatal.*login node"):
