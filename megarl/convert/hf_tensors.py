@@ -24,4 +24,5 @@ def hf_tensors(folder: Path, dtype: str) -> Iterator[tuple[str, Tensor]]:
                 kept = torch.float32 if rule.is_buffer else getattr(torch, dtype)
                 tensor = torch.empty(source.shape, dtype=kept)
                 reader.read(source.name, slice(0, source.shape[0]), None, tensor)
+                reader.finish()
                 yield source.name, tensor

@@ -1,12 +1,13 @@
 """Slices of HF's tensors, from mapped files straight into the memory of the parameters that they are for.
 
 A tensor is copied a few MiB at a time, and the pages that were read are let go: beside its parameters a rank holds one
-such block of each tensor that it reads at the time, whatever the file's size.
+such block a reader, whatever the file's size.
 """
 
 from __future__ import annotations
 
 import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -19,42 +20,55 @@ from megarl.models.hf_files import TensorInfo
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Small enough to stay in a core's cache between the copy and the check, large enough to hide the calls.
 BLOCK_BYTES = 4 * 2**20
+# Blocks at once: files are waited for, and new memory is taken, side by side.
+NUM_READERS = 4
 
 
 class HfReader(AbstractContextManager["HfReader"]):
-    """Reads tensors of an index, also of several threads at once; its files are mapped until the block ends.
+    """Reads tensors of an index, several blocks at once; its files are mapped until the block of code ends.
 
-    check_finite: look for NaN and infinite values in what is read; `not_finite` then holds their tensors' names.
+    check_finite: look for NaN and infinite values in what is read.
     """
 
     def __init__(self, index: dict[str, TensorInfo], *, check_finite: bool) -> None:
         self._index, self._check_finite = index, check_finite
         self._maps = {path: _mapped(path) for path in {info.file for info in index.values()}}
-        self.not_finite: list[str] = []
+        self._pool = ThreadPoolExecutor(NUM_READERS)
+        self._pending: list[tuple[str, Future[bool]]] = []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._pool.shutdown(cancel_futures=True)
         self._maps.clear()
 
     def read(self, name: str, rows: slice, columns: slice | None, target: Tensor) -> None:
-        """Copy these rows and columns of a tensor into `target`, of that shape, cast to its dtype."""
+        """Begin to copy these rows and columns of a tensor into `target`, of that shape, cast to its dtype.
+
+        What is in `target` counts when `finish` has returned.
+        """
         info = self._index[name]
-        stored, mapped = self._stored(info), self._maps[info.file]
-        row_bytes = stored[0].nbytes if stored.dim() > 1 else stored.itemsize
+        row_bytes = torch.Size(info.shape[1:]).numel() * DTYPES[info.dtype].itemsize
         step = max(1, BLOCK_BYTES // row_bytes)
-        sums = []
         for start in range(rows.start, rows.stop, step):
-            stop = min(start + step, rows.stop)
-            block = target[start - rows.start : stop - rows.start]
-            block.copy_(stored[start:stop] if columns is None else stored[start:stop, columns])
-            if self._check_finite:
-                sums.append(block.sum())
-            first = (info.offset + start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, first, info.offset + stop * row_bytes - first)
+            block = slice(start, min(start + step, rows.stop))
+            part = target.detach()[block.start - rows.start : block.stop - rows.start]
+            self._pending.append((name, self._pool.submit(self._copy, info, block, columns, part, row_bytes)))
+
+    def finish(self) -> list[str]:
+        """Wait for everything that was begun. Returns the names of tensors that have values which are not finite."""
+        found = {name for name, block in self._pending if not block.result()}
+        self._pending.clear()
+        return sorted(found)
+
+    def _copy(self, info: TensorInfo, rows: slice, columns: slice | None, target: Tensor, row_bytes: int) -> bool:
+        """Copy one block; returns False where it was to be checked and is not finite."""
+        stored, mapped = self._stored(info), self._maps[info.file]
+        target.copy_(stored[rows] if columns is None else stored[rows, columns])
+        first = (info.offset + rows.start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, first, info.offset + rows.stop * row_bytes - first)
         # A sum may overflow where all values are finite, so it only says where to look closer.
-        if sums and not torch.stack(sums).isfinite().all() and not target.isfinite().all():
-            self.not_finite.append(name)
+        return not self._check_finite or bool(target.sum().isfinite()) or bool(target.isfinite().all())
 
     def _stored(self, info: TensorInfo) -> Tensor:
         """The whole tensor as it lies in the mapped file."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -28,8 +27,6 @@ from megarl.models.rules import LayerSpec, Rule, expected_tensors, rules
 Bucket = list[tuple[str, Tensor]]
 Value = Callable[[str, Tensor], Tensor]
 
-# Tensors that are read at once: files are waited for, and new memory taken, side by side.
-NUM_READERS = 4
 HEAD_NAME = "output_layer.weight"
 BUFFERS = ("mlp.router.expert_bias",)
 LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
@@ -93,20 +90,16 @@ def load_hf_weights(
     index = check_weights(expected_tensors(stored), folder, stored)
     where, dealing, held = place(rank, layout), Dealing(config, layout), global_tensors(chunks, layout, rank)
     needed = rules(config, layer_spec(chunks), has_head_copy=layout.pp > 1)
-    with HfReader(index, check_finite=check_finite) as reader, ThreadPoolExecutor(NUM_READERS) as pool:
-        fills = []
+    with HfReader(index, check_finite=check_finite) as reader, torch.no_grad():
         for rule in needed:
             if stored.head != config.head and rule.megatron == HEAD_NAME:
                 held.pop(rule.megatron, None)
             elif dealing.is_held(rule, where):
                 part = dealing.part(rule, where)
-                tensor = _matching(held.pop(rule.megatron, None), rule, part).detach()
-                fills.append(pool.submit(_fill, tensor, rule, part, reader))
-        for fill in fills:
-            fill.result()
-        if reader.not_finite:
+                _fill(_matching(held.pop(rule.megatron, None), rule, part), rule, part, reader)
+        if not_finite := reader.finish():
             raise UserError(
-                f"Weights in {folder} are NaN or infinite: {some(sorted(reader.not_finite))}. "
+                f"Weights in {folder} are NaN or infinite: {some(not_finite)}. "
                 "The model diverged before it was saved, or the files are damaged: take an earlier checkpoint."
             )
     if held:
