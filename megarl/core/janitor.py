@@ -126,14 +126,19 @@ def start(
     return process
 
 
-def kill_all(pids: Iterable[int], tracker_s: float = 3.0) -> None:
-    """SIGKILL processes and wait for their end; Python's resource trackers come last.
+def kill_all(pids: Iterable[int], tracker_s: float = 3.0, raylet_s: float = 2.0) -> None:
+    """SIGKILL processes and wait for their end; Ray's raylets come first, and Python's resource trackers last.
 
+    A raylet ends its agents where it is told to end, and they carry no run's id: alone they would stay for a minute.
     A tracker removes the named semaphores and shared memory of the processes that it served as soon as they have ended,
     and then ends by itself: names that no process has mapped any more are known to it alone. It gets `tracker_s`.
     """
     pids = list(pids)
-    trackers = [pid for pid in pids if _is_resource_tracker(pid)]
+    raylets = [pid for pid in pids if _runs(pid, b"/raylet\0")]
+    for pid in raylets:
+        _kill(pid, signal.SIGTERM)
+    await_exit(raylets, raylet_s)
+    trackers = [pid for pid in pids if _runs(pid, b"multiprocessing.resource_tracker")]
     others = [pid for pid in pids if pid not in trackers]
     for pid in others:
         _kill(pid)
@@ -144,16 +149,16 @@ def kill_all(pids: Iterable[int], tracker_s: float = 3.0) -> None:
     await_exit(trackers, 1.0)
 
 
-def _is_resource_tracker(pid: int) -> bool:
+def _runs(pid: int, words: bytes) -> bool:
     try:
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return words in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False  # it ended meanwhile
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return  # it ended meanwhile
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core import janitor
+from tests.support.processes import ended
 
 # A process that maps a segment of shared memory, says so, and waits for ever, in a session of its own.
 SLEEPER = """
@@ -27,6 +28,7 @@ signal.pause()
 DRIVER = """
 import os, pathlib, signal, subprocess, sys
 from megarl.core import janitor
+from tests.support.processes import ended
 run_id, registry, folder, segment, detached = sys.argv[1:]
 os.environ[janitor.RUN_ID_VARIABLE] = run_id
 process = janitor.start(run_id, pathlib.Path(registry), folders=[pathlib.Path(folder)], detached=detached == "detached")
@@ -115,3 +117,21 @@ def test_a_killed_driver_leaves_nothing(run_id: str, tmp_path: Path, detached: s
     assert not folder.exists()
     assert not Path("/dev/shm", segment).exists()
     assert janitor.processes_of(run_id) == []
+
+
+def test_a_raylet_may_end_its_agents_which_nobody_else_would_find(run_id: str, tmp_path: Path) -> None:
+    """They carry no run's id. A raylet that is told to end ends them; one that does not listen is killed all the same."""
+    raylet = tmp_path / "raylet"
+    raylet.write_text("#!/bin/bash\nMEGARL_RUN_ID= sleep 60 & trap 'kill $!' TERM\necho $!\nwait\nread\n")
+    raylet.chmod(0o755)
+    process = subprocess.Popen(
+        [str(raylet)],
+        env={**os.environ, janitor.RUN_ID_VARIABLE: run_id},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    agent = int(process.stdout.readline())
+    janitor.kill_all([process.pid], raylet_s=0.5)
+    assert process.wait() == -signal.SIGKILL
+    assert ended([agent])
