@@ -28,7 +28,6 @@ signal.pause()
 DRIVER = """
 import os, pathlib, signal, subprocess, sys
 from megarl.core import janitor
-from tests.support.processes import ended
 run_id, registry, folder, segment, detached = sys.argv[1:]
 os.environ[janitor.RUN_ID_VARIABLE] = run_id
 process = janitor.start(run_id, pathlib.Path(registry), folders=[pathlib.Path(folder)], detached=detached == "detached")
