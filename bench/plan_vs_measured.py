@@ -31,7 +31,7 @@ FOLDER = ROOT / ".cache" / "plan_vs_measured"
 RESULTS = Path(__file__).parent / "results"
 CLUSTER = RESULTS / "plan_vs_measured.yaml"
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
-STEPS = 8
+STEPS = 6
 PICK = "pick"
 LIMITS = {"median_error": 0.15, "pick_over_fastest": 1.1}
 APART = "placement.pools={one: {devices: 2, roles: [actor]}, two: {devices: 2, roles: [reference]}}"
