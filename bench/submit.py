@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -81,7 +82,7 @@ def measure(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, float]:
     [step] = [row for row in _metrics(run) if row["step"] == 1]
     first = samples.stat().st_mtime
     times = [begun, submitted, events["started"], events["nodes ready"], joining, first - step["perf/rollout_s"], first]
-    return {part: later - earlier for part, earlier, later in zip(PARTS, times, times[1:], strict=True)}
+    return {part: later - earlier for part, (earlier, later) in zip(PARTS, pairwise(times), strict=True)}
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
