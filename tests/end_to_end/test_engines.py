@@ -43,14 +43,11 @@ def session(recipe: Recipe) -> Iterator[TrainSession]:
 
 def one_step(session: TrainSession, step: int, version: int) -> tuple[Batch, dict[str, float]]:
     batch = session.rollout.generate(step, version)
-    assert session.reference is not None
-    metrics = session.actor.update(
-        batch,
-        old_logprobs=session.actor.logprobs(batch),
-        ref_logprobs=session.reference.logprobs(batch),
-        advantages=session.rollout.advantages(batch),
-    )
-    return batch, metrics
+    actor, reference = session.roles["actor"], session.roles["reference"]
+    asked = {"old_logprobs": actor.logprobs(batch), "ref_logprobs": reference.logprobs(batch)}
+    columns = {name: pending.wait() for name, pending in asked.items()}
+    columns |= session.rollout.advantages(batch, columns).columns
+    return batch, actor.update(batch, columns).wait()
 
 
 def test_rollout_and_trainer_agree_before_and_after_updates(session: TrainSession) -> None:
@@ -67,7 +64,7 @@ def test_rollout_and_trainer_agree_before_and_after_updates(session: TrainSessio
 
 
 def test_exported_greedy_answers_equal_the_pools(session: TrainSession, recipe: Recipe, tmp_path: Path) -> None:
-    session.actor.export(recipe.model.path.resolve(), tmp_path / "hf")
+    session.roles["actor"].export(recipe.model.path.resolve(), tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(5)
     prompts = [

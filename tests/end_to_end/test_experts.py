@@ -54,7 +54,7 @@ def test_experts_reach_the_servers_before_and_after_updates(session: TrainSessio
 
 
 def test_every_expert_has_been_trained_and_is_exported(session: TrainSession, recipe: Recipe, tmp_path: Path) -> None:
-    session.actor.export(recipe.model.path.resolve(), tmp_path / "hf")
+    session.roles["actor"].export(recipe.model.path.resolve(), tmp_path / "hf")
     before = load_file(recipe.model.path / "model.safetensors")
     after = load_file(tmp_path / "hf" / "model.safetensors")
     assert after.keys() == before.keys()
