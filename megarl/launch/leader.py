@@ -261,7 +261,8 @@ class Leader:
         done = subprocess.run(
             ["scontrol", "requeue", self._allocation.job], capture_output=True, text=True, check=False
         )
-        if done.returncode:
+        # SLURM itself may have been faster, where it was the first to notice that a node is gone.
+        if done.returncode and "pending" not in done.stderr:
             print(
                 f"megarl: SLURM does not queue the job again ({done.stderr.strip()}). Go on with it by submitting it "
                 "with --resume.",
