@@ -80,7 +80,7 @@ quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ##
 slurm: ## Install SLURM's packages for the tests marked slurm (as root, on Debian and Ubuntu); instant where they are
 	@tests/support/install_slurm.sh
 
-test: slurm lint ## All checks and all tests; under 20 minutes on two cores
+test: slurm lint ## All checks and all tests; about half an hour on two cores
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu"
 
 test-fast: $(INSTALLED) ## The tests that start no servers; under 2 minutes

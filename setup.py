@@ -21,6 +21,7 @@ RUNTIME = [
     "typer",
     "rich",
     "aiohttp",
+    "jinja2",
     "pyarrow",
     "math-verify",
     "matplotlib",
