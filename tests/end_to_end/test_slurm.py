@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 JOB_S = 240.0
 OURS = ("-m megarl", "raylet", "gcs_server", "ray::", "ray.scripts", "sglang")
 SFT = """
-run: {{name: sft, dir: {folder}/runs}}
+run: {{name: cancelled, dir: {folder}/runs}}
 cluster: {{platform: cpu, devices: 2}}
 model: {{path: {folder}/model, dtype: float32}}
 data: {{train: {folder}/data/sft.jsonl, max_tokens: 128}}
@@ -146,7 +146,7 @@ def test_a_node_that_does_not_come_is_named(slurm: SlurmCluster, tmp_path: Path)
 def test_a_cancelled_run_leaves_nothing_on_any_node(slurm: SlurmCluster, inputs: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "sft.yaml"
     recipe.write_text(SFT.format(folder=inputs))
-    run = inputs / "runs" / "sft"
+    run = inputs / "runs" / "cancelled"
     done = slurm.megarl("submit", str(recipe), "--slurm", "--nodes=2", f"--temp={slurm.disk}")
     assert done.returncode == 0, done.stderr
     slurm.wait(lambda: bool(steps(run)), JOB_S)
