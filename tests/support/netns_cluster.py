@@ -169,8 +169,10 @@ def nodes(count: int) -> Iterator[Nodes]:
     """So many nodes, without Ray; everything in them ends with the context."""
     mark = secrets.token_hex(3)
     subnet = f"10.{100 + secrets.randbelow(100)}.{secrets.randbelow(250)}"
+    # What a run in this process has told its own Ray is not for another.
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MEGARL_", "CUDA_"))}
     env = {
-        **os.environ,
+        **mine,
         **HEALTH_CHECKS,
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "token",
