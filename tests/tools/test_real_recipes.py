@@ -148,7 +148,10 @@ class Case:
 
     @property
     def recipe(self) -> Any:
-        return load_recipe(RECIPES / f"{self.name}.yaml", [f"model.path={self.model}"]).recipe
+        file = RECIPES / f"{self.name}.yaml"
+        # A reward model has the policy's sizes.
+        scored = [f"reward_model.path={self.model}"] if "\nreward_model:" in file.read_text() else []
+        return load_recipe(file, [f"model.path={self.model}", *scored]).recipe
 
 
 @pytest.fixture(params=CONFIGS)
