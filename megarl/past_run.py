@@ -80,10 +80,6 @@ def read_run(folder: Path) -> PastRun:
     return PastRun(folder, recipe, workload, seconds)
 
 
-def _sum(row: Row, phases: Iterable[str]) -> float:
-    return sum(float(row.get(f"perf/{phase}_s", 0.0)) for phase in phases)
-
-
 def _median(values: Iterable[float]) -> float:
     return float(statistics.median(values))
 

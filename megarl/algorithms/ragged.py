@@ -102,13 +102,6 @@ def sequence_sums(values: Floats, mask: Mask, cu_seqlens: Bounds) -> NDArray[np.
     return sums
 
 
-def sequence_means(values: Floats, mask: Mask, cu_seqlens: Bounds) -> NDArray[np.float64]:
-    """Mean of each sequence's values where the mask is set: [S] float64; 0 where there are none."""
-    counts = trained(mask, cu_seqlens).counts
-    means: NDArray[np.float64] = sequence_sums(values, mask, cu_seqlens) / np.maximum(counts, 1)
-    return means
-
-
 def spread(per_sequence: Floats, mask: Mask, cu_seqlens: Bounds) -> FloatArray:
     """Each sequence's number [S] at its positions where the mask is set, 0 elsewhere: [T] float32."""
     check_ragged(mask, cu_seqlens)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from megarl.core.errors import UserError
 from megarl.data.chat import Tokenizer, load_tokenizer
-from megarl.data.row_set import RowSet, kept_rows
-from megarl.data.rows import Row, json_type, read_rows
-from megarl.data.sft import ROWS_PER_BATCH, Demonstration, Exchange, parse_chat, parse_prompt, parse_text, tokenise
+from megarl.data.row_set import RowSet, count_rows, load_rows
+from megarl.data.rows import Row, json_type
+from megarl.data.sft import Demonstration, Exchange, parse_chat, parse_prompt, parse_text, tokenise
 from megarl.recipe.supervised import PairData
 
 
@@ -76,11 +75,7 @@ def check_pairs(path: Path, data: PairData) -> int:
 
     Raises UserError for the first row that is wrong.
     """
-    count = 0
-    for row in read_rows(path):
-        parse_preference(row, data)
-        count += 1
-    return count
+    return count_rows(path, lambda row: parse_preference(row, data))
 
 
 def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:
@@ -89,13 +84,13 @@ def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:
     Raises UserError: a malformed row, or nothing left.
     """
     tokenizer = load_tokenizer(model_folder)
-    kept: list[Pair] = []
-    num_rows = 0
-    rows = read_rows(path)
-    while batch := [parse_preference(row, data) for row in islice(rows, ROWS_PER_BATCH)]:
-        num_rows += len(batch)
-        kept += [pair for pair in _tokenise(batch, tokenizer) if _longest(pair) <= data.max_tokens]
-    return kept_rows(path, kept, num_rows - len(kept), data.max_tokens)
+    return load_rows(
+        path,
+        lambda row: parse_preference(row, data),
+        lambda batch: _tokenise(batch, tokenizer),
+        _longest,
+        data.max_tokens,
+    )
 
 
 def _tokenise(preferences: list[Preference], tokenizer: Tokenizer) -> list[Pair]:

@@ -1,16 +1,22 @@
-"""The usable rows of one file, and who deals them out. Not for reading or tokenising them (sft.py, pairs.py)."""
+"""The usable rows of one file, and who deals them out. What a row is, and its tokens, are sft.py's and pairs.py's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megarl.core.errors import UserError
 from megarl.data.cursor import Cursor
+from megarl.data.rows import Row, read_rows
 
+P = TypeVar("P")
 T = TypeVar("T")
+
+# Enough rows at once to keep the tokenizer's threads busy.
+ROWS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,31 @@ class RowSet(Generic[T]):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+
+def count_rows(path: Path, parse: Callable[[Row], object]) -> int:
+    """How many rows a file has. Raises UserError for the first that `parse` refuses."""
+    return sum(1 for _ in map(parse, read_rows(path)))
+
+
+def load_rows(
+    path: Path,
+    parse: Callable[[Row], P],
+    tokenise: Callable[[list[P]], list[T]],
+    num_tokens: Callable[[T], int],
+    max_tokens: int,
+) -> RowSet[T]:
+    """Read and tokenise a whole file; rows of more than max_tokens are counted and dropped.
+
+    Raises UserError: a row that `parse` refuses, or nothing left.
+    """
+    kept: list[T] = []
+    num_rows = 0
+    rows = read_rows(path)
+    while batch := [parse(row) for row in islice(rows, ROWS_PER_BATCH)]:
+        num_rows += len(batch)
+        kept += [row for row in tokenise(batch) if num_tokens(row) <= max_tokens]
+    return kept_rows(path, kept, num_rows - len(kept), max_tokens)
 
 
 def kept_rows(path: Path, rows: Sequence[T], num_dropped: int, max_tokens: int) -> RowSet[T]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,9 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.types import IntArray
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, load_tokenizer, render
-from megarl.data.row_set import RowSet, kept_rows
-from megarl.data.rows import Row, json_type, read_rows
+from megarl.data.row_set import RowSet, count_rows, load_rows
+from megarl.data.rows import Row, json_type
 from megarl.recipe.supervised import SftData
-
-# Enough rows at once to keep the tokenizer's threads busy.
-ROWS_PER_BATCH = 1024
 
 
 @dataclass(frozen=True)
@@ -106,11 +102,7 @@ def check_demonstrations(path: Path, data: SftData) -> int:
 
     Raises UserError for the first row that is wrong.
     """
-    count = 0
-    for row in read_rows(path):
-        parse_demonstration(row, data)
-        count += 1
-    return count
+    return count_rows(path, lambda row: parse_demonstration(row, data))
 
 
 def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet[Demonstration]:
@@ -119,13 +111,13 @@ def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet
     Raises UserError: a malformed row, or nothing left.
     """
     tokenizer = load_tokenizer(model_folder)
-    kept: list[Demonstration] = []
-    num_rows = 0
-    rows = read_rows(path)
-    while batch := [parse_demonstration(row, data) for row in islice(rows, ROWS_PER_BATCH)]:
-        num_rows += len(batch)
-        kept += [item for item in tokenise(batch, tokenizer) if len(item.token_ids) <= data.max_tokens]
-    return kept_rows(path, kept, num_rows - len(kept), data.max_tokens)
+    return load_rows(
+        path,
+        lambda row: parse_demonstration(row, data),
+        lambda batch: tokenise(batch, tokenizer),
+        lambda item: len(item.token_ids),
+        data.max_tokens,
+    )
 
 
 def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demonstration]:

@@ -63,10 +63,6 @@ class PendingSave:
         """Write in a thread."""
         self._thread.start()
 
-    def is_written(self) -> bool:
-        """Whether this rank's file is on the disk, so that `finish` need not wait for it; the others may take longer."""
-        return not self._thread.is_alive()
-
     def run(self) -> None:
         """Write here and now."""
         self._write()
