@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ class Keeper:
         Any
     ]  # what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load()
     data: Any  # where samples come from: state()
+    take_peaks: Callable[[], dict[str, int]]  # bytes by role and operation since the last call
     cluster: Cluster
     async_save: bool
     stop: StopRequest
@@ -67,10 +68,12 @@ class Keeper:
         """Write one step's metrics everywhere. A checkpoint of an earlier step has had that long to be written."""
         if self._pending is not None and self._pending[0] < step:
             self.finish()
+        peaks = {f"memory/{name}": float(held) for name, held in self.take_peaks().items()}
         metrics = {
             **metrics,
+            **peaks,
             **_flop_rates(metrics, self.cluster),
-            "perf/rank_peak_bytes": float(self.roles[0].peak_bytes()),
+            "perf/rank_peak_bytes": max(peaks.values()),
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
         }
         self.writers.write(step, metrics)
@@ -184,6 +187,7 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
                 run.checkpoints,
                 [session.roles[name] for name in kept_roles(recipe)],
                 session.rollout,
+                session.take_peaks,
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,
@@ -227,6 +231,7 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
                 run.checkpoints,
                 [session.roles["actor"]],
                 session.feeder,
+                session.take_peaks,
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,

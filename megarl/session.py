@@ -35,19 +35,32 @@ ROUTING_FLAGS = ("--enable-return-routed-experts",)
 
 
 @dataclass(frozen=True)
-class TrainSession:
-    """Everybody in a reinforcement-learning run, ready. roles: by name, the actor and those that the recipe asks for."""
+class Session:
+    """Everybody in a run, ready. roles: by name, the actor and those that the recipe asks for."""
 
     roles: dict[str, Role]
+
+    def take_peaks(self) -> dict[str, int]:
+        """Peak bytes of the fullest rank by `role/operation` since the last call, over all pools."""
+        pools = {id(role.ranks): role for role in self.roles.values()}
+        peaks: dict[str, int] = {}
+        for role in pools.values():
+            peaks |= role.ranks.take_peaks(role.deadlines.train_s)
+        return peaks
+
+
+@dataclass(frozen=True)
+class TrainSession(Session):
+    """Of a reinforcement-learning run."""
+
     rollout: RolloutPool
     sync: WeightSync
 
 
 @dataclass(frozen=True)
-class SupervisedSession:
-    """Everybody in a supervised run, ready. roles: by name, the actor and those that the loss asks for."""
+class SupervisedSession(Session):
+    """Of a supervised run."""
 
-    roles: dict[str, Role]
     feeder: Feeder
 
 
@@ -90,6 +103,7 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
         kv_tokens=settings.kv_tokens,
         context_length=longest_sample(recipe),
         seed=recipe.run.seed,
+        rests=bool(settings.resting),
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     deadlines = recipe.deadlines

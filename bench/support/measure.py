@@ -37,7 +37,8 @@ def in_fresh_ranks(num_ranks: int, function: Callable[..., T], *args: Any) -> li
 
 
 def _with_threads(threads: int, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # a rank reads it
+    # As the processes of a run start, before torch takes any memory; a rank reads the threads.
+    os.environ.update(get_platform().env | {"OMP_NUM_THREADS": str(threads)})
     import torch
 
     torch.set_num_threads(threads)

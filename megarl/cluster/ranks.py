@@ -108,11 +108,12 @@ class RankActor:
                 timeout_s=timeout_s,
                 control=self._rank.everyone(),
             )
-        return self._sender.send(lambda: self._rank.buckets(role, bucket_bytes), version, servers)
+        with self._rank.watched(role, "send"):
+            return self._sender.send(lambda: self._rank.buckets(role, bucket_bytes), version, servers)
 
-    def peak_bytes(self) -> int:
-        """Largest memory that this rank has held."""
-        return self._rank.peak_bytes()
+    def take_peaks(self) -> dict[str, int]:
+        """Peak bytes of this rank by `role/operation`, since the last call."""
+        return self._rank.take_peaks()
 
 
 def _merged(names: tuple[str, ...], num_shards: int, parts: Sequence[Any]) -> tuple[Shard, dict[str, Column]]:
@@ -183,6 +184,14 @@ class RankGroup:
                 columns[dp_rank(rank, layout)] = references
         ordered = tuple(reference for index in sorted(columns) for reference in columns[index])
         return Pending(self.waiter, calls, phase, role, deadline_s, finish=lambda _: ordered)
+
+    def take_peaks(self, deadline_s: float) -> dict[str, int]:
+        """Peak bytes of the fullest rank for each `role/operation` since the last call."""
+        asked = self.ask(lambda worker, _: worker.handle.take_peaks.remote(), "memory", "ranks", deadline_s)
+        peaks: dict[str, int] = {}
+        for rank in asked.wait():
+            peaks |= {name: max(held, peaks.get(name, 0)) for name, held in rank.items()}
+        return peaks
 
     def close(self) -> None:
         """End the ranks' processes."""

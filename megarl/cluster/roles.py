@@ -145,10 +145,3 @@ class Role:
             self.name,
             self.deadlines.save_s,
         ).wait()
-
-    def peak_bytes(self) -> int:
-        """Largest memory that any rank has held."""
-        peaks: list[int] = self.ranks.ask(
-            lambda worker, _: worker.handle.peak_bytes.remote(), "memory", self.name, self.deadlines.train_s
-        ).wait()
-        return max(peaks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +13,18 @@ from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.seats import seat_on
-from megarl.cluster.servers import ServerPool
+from megarl.cluster.servers import MARGIN_S, ServerPool
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
+from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.rollout.advantages import column_names
 from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.collector import Collector
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
 
-# How much longer the driver waits than the collector's own requests may take: their error says more.
-MARGIN_S = 30.0
+# What servers can do without between answers. Their weights they cannot: nobody sends them again.
+CACHE: tuple[ServerPart, ...] = ("kv_cache",)
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,19 @@ class RolloutPool:
         return cls(Worker(handle, spec, facts), servers, waiter, recipe, num_shards)
 
     def generate(self, step: int, weight_version: int) -> Batch:
-        """One step's samples: generated, graded, filtered, packed."""
-        generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
-        info, *shards = generate.remote(step, weight_version)
-        return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
+        """One step's samples: generated, graded, filtered, packed. The servers rest until weights come."""
+        with self._serving(then_rest=self.recipe.rollout.resting):
+            generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
+            info, *shards = generate.remote(step, weight_version)
+            return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
+
+    @contextmanager
+    def _serving(self, then_rest: Collection[ServerPart]) -> Iterator[None]:
+        """Servers that answer. then_rest: of what the recipe lets rest, what nothing needs afterwards."""
+        resting, deadline_s = self.recipe.rollout.resting, self.recipe.deadlines.sync_s
+        self.servers.wake(resting, deadline_s)
+        yield
+        self.servers.rest(set(then_rest).intersection(resting), deadline_s)
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
         """What the updates learn from: references, one a shard for each column, and metrics. columns: the roles'."""
@@ -145,9 +157,9 @@ class RolloutPool:
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Held-out answers, graded."""
-        result: EvalResult = self._wait(
-            self.collector.handle.evaluate.remote(step, weight_version), "eval", self.recipe.deadlines.rollout_s
-        )
+        with self._serving(then_rest=CACHE):
+            evaluate = self.collector.handle.evaluate.remote(step, weight_version)
+            result: EvalResult = self._wait(evaluate, "eval", self.recipe.deadlines.rollout_s)
         return result
 
     def probe(self) -> Any:
@@ -158,10 +170,11 @@ class RolloutPool:
 
     def verify(self, trainer: Any, tolerance: float, version: int) -> ProbeResult:
         """Compare all servers with the trainer's column (a reference). Raises SyncError."""
-        endpoints = [server.endpoint for server in self.servers.servers]
         deadline_s = self.recipe.deadlines.sync_s
-        verify = self.collector.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
-        result: ProbeResult = self._wait(verify, "sync", deadline_s)
+        with self._serving(then_rest=CACHE):
+            endpoints = [server.endpoint for server in self.servers.servers]
+            verify = self.collector.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
+            result: ProbeResult = self._wait(verify, "sync", deadline_s)
         return result
 
     def state(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,12 @@ from megarl.cluster.process import LOOPBACK, ProcessFacts, ProcessSpec, configur
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.seats import ServerSeat, seat_on, seat_servers
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import WorkerDiedError
+from megarl.core.errors import MegarlError, WorkerDiedError
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
 from megarl.core.log import get_logger
 from megarl.core.platform import PlatformName, get_platform
-from megarl.rollout.client import ServerEndpoint
+from megarl.recipe.roles import ServerPart
+from megarl.rollout.client import ServerClient, ServerEndpoint
 from megarl.rollout.process import ManagedProcess
 from megarl.rollout.router import RouterProcess, RouterSpec
 from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec, Span
@@ -29,6 +30,8 @@ log = get_logger(__name__)
 
 # Longest select() of a supervisor that waits for its process to end; then it waits again.
 WATCH_S = 3600.0
+# How much longer the driver waits than a request to a server may take: its error says more.
+MARGIN_S = 30.0
 
 
 class _Supervisor:
@@ -74,6 +77,22 @@ class ServerActor(_Supervisor):
         """Where the server answers."""
         return self._server.endpoint
 
+    async def rest(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
+        """Have the server give back the memory of these parts; why it did not, where it did not."""
+        return await self._told(lambda client: client.rest(parts, deadline_s))
+
+    async def wake(self, parts: tuple[ServerPart, ...], serve: bool, deadline_s: float) -> str:
+        """Have the server take it again; serve: and requests, too. Why it did not, where it did not."""
+        return await self._told(lambda client: client.wake(parts, serve=serve, deadline_s=deadline_s))
+
+    async def _told(self, tell: Callable[[ServerClient], Awaitable[None]]) -> str:
+        async with ServerClient(self._server.endpoint) as client:
+            try:
+                await tell(client)
+            except MegarlError as error:
+                return str(error)
+        return ""
+
 
 class RouterActor(_Supervisor):
     """Beside the router."""
@@ -106,10 +125,14 @@ class Server:
 
 
 class ServerPool:
-    """The servers that serve, and the router in front. A server that dies or fails an update leaves the pool."""
+    """The servers that serve, and the router in front. A server that dies or fails an update leaves the pool.
+
+    Some parts of their memory may rest while nothing needs them; they serve only while all are awake.
+    """
 
     def __init__(self, servers: list[Server], router: Worker, router_endpoint: ServerEndpoint, waiter: Waiter) -> None:
         self.servers = servers
+        self._asleep: frozenset[ServerPart] = frozenset()
         self.router = router
         self.endpoint = router_endpoint
         self._waiter = waiter
@@ -152,6 +175,29 @@ class ServerPool:
         self.router.handle.remove.remote(endpoint.url)
         for part in (gone.worker, *gone.others):
             part.handle.stop.remote()
+
+    def rest(self, parts: Collection[ServerPart], deadline_s: float) -> None:
+        """Have all servers give back the memory of these parts, where they are awake. Raises what `Waiter.wait` raises."""
+        new = tuple(sorted(set(parts) - self._asleep))
+        self._asleep |= set(new)
+        if new:
+            self._tell(lambda server: server.rest.remote(new, deadline_s), "sleep", deadline_s)
+
+    def wake(self, parts: Collection[ServerPart], deadline_s: float) -> None:
+        """Have all servers take memory again for these parts, where they rest. Raises what `Waiter.wait` raises."""
+        new = tuple(sorted(self._asleep.intersection(parts)))
+        self._asleep -= set(new)
+        if new:
+            serve = not self._asleep
+            self._tell(lambda server: server.wake.remote(new, serve, deadline_s), "wake", deadline_s)
+
+    def _tell(self, remote: Callable[[Any], Any], phase: str, deadline_s: float) -> None:
+        told = list(self.servers)
+        calls = [Call(server.worker, remote(server.worker.handle)) for server in told]
+        answers = self._waiter.wait(calls, phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
+        for server, trouble in zip(told, answers, strict=True):
+            if trouble:
+                self.drop(server.endpoint, f"It could not {phase}: {trouble}")
 
     def _router_ended(self, how: str) -> None:
         raise WorkerDiedError(f"The router ({self.endpoint.url}) ended. {how}")

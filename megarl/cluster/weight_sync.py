@@ -8,12 +8,14 @@ from megarl.cluster.ranks import RankGroup
 from megarl.cluster.rollout import RolloutPool
 from megarl.core.errors import SyncError
 from megarl.core.layout import Layout
+from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.sync.broadcast import SyncReport
 
 # float32 log-probs of two implementations agree to about 1e-5; bfloat16 rounds weights of both, but sums differently.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
 UNSCALED = 1.0
+WEIGHTS: tuple[ServerPart, ...] = ("weights",)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class WeightSync:
         Raises SyncError, WorkerDiedError, DeadlineError.
         """
         settings, deadline_s = self.recipe.sync, self.recipe.deadlines.sync_s
+        # Room for what comes. Their cache rests until the ranks have sent, and counted what they expect.
+        self.rollout.servers.wake(WEIGHTS, deadline_s)
         endpoints = [server.endpoint for server in self.rollout.servers.servers]
         reports: list[SyncReport | None] = self.ranks.ask(
             lambda worker, _: worker.handle.send_weights.remote(

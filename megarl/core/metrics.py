@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal, get_args
 
 from megarl.core.errors import MegarlError
 
@@ -46,6 +47,9 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "export": "weights written as an HF folder",
     }
 )
+
+# What a role does on its ranks, as their memory is told apart.
+Operation = Literal["logprobs", "values", "update", "evaluate", "save", "send"]
 
 _METRICS: dict[str, MetricSpec] = {
     "reward/mean": MetricSpec("reward", "mean over the step's samples", ".3f"),
@@ -172,10 +176,16 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/tokens_per_s": MetricSpec("tokens/s", "prompt and response tokens / perf/step_s", ".0f"),
     "perf/driver_s": MetricSpec("s", "perf/step_s less the time that the driver spent waiting for others", ".4f"),
     "perf/driver_fraction": MetricSpec("fraction", "perf/driver_s / perf/step_s", ".4f"),
-    "perf/rank_peak_bytes": MetricSpec(
-        "bytes", "peak memory of the fullest rank: of the device on cuda, resident on cpu", ".3e"
-    ),
+    "perf/rank_peak_bytes": MetricSpec("bytes", "the largest memory/ROLE/OPERATION of the step", ".3e"),
     "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
+    "memory/ROLE/OPERATION": MetricSpec(
+        "bytes",
+        "peak memory of the fullest rank while ROLE did OPERATION ("
+        + ", ".join(get_args(Operation))
+        + "), with all that "
+        "shares the rank: of the device on cuda, resident on cpu",
+        ".3e",
+    ),
 }
 
 
@@ -189,6 +199,7 @@ def _held_out() -> Iterator[tuple[str, MetricSpec]]:
 
 METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS | dict(_held_out()))
 _OF_GRADER = re.compile(r"(reward/by/)[A-Za-z0-9_]+(/)")
+_OF_ROLE = re.compile(rf"memory/[a-z_]+/(?:{'|'.join(get_args(Operation))})")
 
 _GROUPS: Mapping[str, str] = MappingProxyType(
     {
@@ -203,6 +214,7 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
         "sync": "The weights on their way to the servers.",
         "data": "The training rows.",
         "perf": "Seconds, rates and memory.",
+        "memory": "What ranks held at most, by what was done.",
     }
 )
 
@@ -219,7 +231,9 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def row_of(name: str) -> str:
-    """The name that a metric has in the table: of those of a single grader, with NAME in the place of the grader's."""
+    """The name that a metric has in the table: NAME stands for a grader's, ROLE and OPERATION for a role's doings."""
+    if _OF_ROLE.fullmatch(name):
+        return "memory/ROLE/OPERATION"
     return _OF_GRADER.sub(r"\1NAME\2", name)
 
 

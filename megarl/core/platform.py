@@ -23,6 +23,14 @@ CPU_SERVER_ARGS = (
     "--skip-server-warmup",
     "--sleep-on-idle",
 )
+CPU_ENV = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    # Two OpenMP threads beside other busy processes run 10-30 times slower than one.
+    "OMP_NUM_THREADS": "1",
+    # torch asks for huge pages where the system lets it: a fresh page costs more than arithmetic on it.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,8 @@ class Platform:
 
     name: cpu or cuda. device: torch's device string for tensors of a rank. backend: torch.distributed's backend.
     ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`; shared_server_args:
-    those of a server whose devices are ranks' as well, before the recipe's own.
+    those of a server whose devices are ranks' as well, before the recipe's own; resting_server_args: those of one that
+    gives its memory back at times (none on cpu: there SGLang 0.5.21 keeps what it is asked to release).
     env: variables that every rank and server starts with.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
     enough to stay in memory that is at hand, since fresh pages cost more than arithmetic.
@@ -51,6 +60,7 @@ class Platform:
     has_transformer_engine: bool
     has_apex: bool
     shared_server_args: tuple[str, ...] = ()
+    resting_server_args: tuple[str, ...] = ()
     chunk_elements: int = 16 * 2**20
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
@@ -91,8 +101,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             ray_resource="megarl_cpu_device",
             server_module="megarl.rollout.sglang_cpu",
             server_args=CPU_SERVER_ARGS,
-            # Two OpenMP threads beside other busy processes run 10-30 times slower than one.
-            env={"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=CPU_ENV,
             has_transformer_engine=False,
             has_apex=False,
             chunk_elements=2**20,
@@ -108,8 +117,9 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         ray_resource="GPU",
         server_module="megarl.rollout.sglang_server",
         server_args=("--skip-server-warmup",),
-        # By default it would take nearly all of the memory, and the ranks find none. The saver can give it back.
-        shared_server_args=("--mem-fraction-static", "0.3", "--enable-memory-saver"),
+        # By default it would take nearly all of the memory, and the ranks find none.
+        shared_server_args=("--mem-fraction-static", "0.3"),
+        resting_server_args=("--enable-memory-saver",),
         env={},
         has_transformer_engine=_installed("transformer_engine"),
         has_apex=_installed("apex") and _installed("amp_C"),

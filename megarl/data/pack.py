@@ -215,13 +215,20 @@ def _pack_mini_batch(
     counts, groups = [s.mask.sum() for s in sequences], np.array([s.group for s in sequences], np.int64)
     weights = sample_weights(counts, reduction, max_response_tokens, np.unique(groups, return_inverse=True)[1])
     weight_of = {sequence.index: weight for sequence, weight in zip(sequences, weights, strict=True)}
-    dealt = _deal(lengths, range(len(units)), num_shards)
-    packed = [_first_fit(lengths, part, budget) for part in dealt]
-    num_micro = max(1, *(len(bins) for bins in packed))
     return [
         MiniBatch(tuple(_build([sequence for i in bin_ for sequence in units[i]], weight_of) for bin_ in bins))
-        for bins in (_even_out(lengths, bins, num_micro, budget) for bins in packed)
+        for bins in deal(lengths, num_shards, budget)
     ]
+
+
+def deal(lengths: Sequence[int], num_shards: int, budget: int) -> list[list[list[int]]]:
+    """Shards of equally many micro-batches of items. lengths: of each item, in tokens; budget: of a micro-batch.
+
+    Shards hold about as many tokens each, and so do the micro-batches of one where they fit; some may be empty.
+    """
+    packed = [_first_fit(lengths, part, budget) for part in _deal(lengths, range(len(lengths)), num_shards)]
+    num_micro = max(1, *(len(bins) for bins in packed))
+    return [_even_out(lengths, bins, num_micro, budget) for bins in packed]
 
 
 def _longest_first(lengths: Sequence[int], items: Sequence[int]) -> list[int]:

@@ -34,6 +34,7 @@ COPIED = (
 )
 COPIED_PATTERNS = ("tokenizer*", "vocab.*", "merges.txt")
 DEFAULT_SHARD_BYTES = 5 * 2**30
+PIECE_BYTES = 8 * 2**20
 # What a disk that is full, a quota and a limit on file sizes answer.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -123,10 +124,12 @@ class _Shards:
             self._check_space()
         if self._file is not None and self._size + tensor.nbytes > self._max_bytes:
             self._end_file()
-        content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         with self._explained():
             file = self._file or self._open(name, tensor)
-            _write(file, memoryview(content.data))
+            for piece in content.split(PIECE_BYTES):
+                # A copy: numpy would hold on to storage that a role frees when it rests.
+                _write(file, memoryview(piece.clone().numpy().data))
         offsets = [self._size, self._size + tensor.nbytes]
         self._entries[name] = _entry(SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets)
         self._size += tensor.nbytes

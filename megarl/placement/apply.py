@@ -20,6 +20,7 @@ from megarl.recipe.roles import Parallel
 from megarl.recipe.schema import Recipe
 
 AUTO = "auto"
+_SERVER_PARTS = ("weights", "kv_cache")
 _PARTS = {True: ("grads", "params", "optimizer"), False: ("params",)}
 
 
@@ -114,7 +115,11 @@ def _section(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
 
 
 def _rollout(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
-    update: dict[str, Any] = {"servers": int(role.choice["servers"]), "tp": int(role.choice["tp"])}
+    update: dict[str, Any] = {
+        "servers": int(role.choice["servers"]),
+        "tp": int(role.choice["tp"]),
+        "resting": _SERVER_PARTS if role.choice["rests"] else (),
+    }
     if recipe.rollout.kv_tokens is None and FRACTION_FLAG not in recipe.rollout.server_args:
         update["server_args"] = (*recipe.rollout.server_args, FRACTION_FLAG, f"{role.choice['memory_share']:g}")
     return update

@@ -82,7 +82,7 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
     )
     raise UserError(
         f"The run does not fit into memory: {what}, and {have}. Cut the models further (<role>.parallel), lower "
-        f"actor.micro_batch_tokens, or let roles rest (<role>.resting). {advice}"
+        f"actor.micro_batch_tokens, or let roles and servers rest (<role>.resting, rollout.resting). {advice}"
     )
 
 
@@ -109,7 +109,8 @@ def _rollout_table(recipe: Recipe, workload: Workload, cluster: Cluster, devices
         # A little more, so that rounding takes no token away.
         fraction = float(held[0] * (1 + 1e-9) + cluster.rates.server_bytes) / cluster.device.memory_bytes
     choice = Servers(np.array([devices], np.int64), tp, np.array([fraction]), used)
-    return price_rollout(choice, np.array([shared and cluster.device.rests_on_host]), workload, cluster)
+    rests = cluster.device.rests_on_host and {"weights", "kv_cache"} <= set(settings.resting)
+    return price_rollout(choice, np.array([rests]), workload, cluster)
 
 
 def _fraction(args: tuple[str, ...]) -> float | None:

@@ -60,6 +60,7 @@ class Lora(Section):
 
 
 Part = Literal["grads", "params", "optimizer"]
+ServerPart = Literal["weights", "kv_cache"]  # as SGLang calls them
 
 
 class Actor(Section):

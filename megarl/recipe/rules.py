@@ -18,7 +18,7 @@ SEARCHED_KEYS = (
     ("critic.parallel", "critic.recompute", "critic.resting"),
     ("reward_model.parallel", "reward_model.resting"),
     ("teacher.parallel", "teacher.resting"),
-    ("rollout.servers", "rollout.tp"),
+    ("rollout.servers", "rollout.tp", "rollout.resting"),
 )
 
 

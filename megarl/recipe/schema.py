@@ -13,7 +13,7 @@ from pydantic import Field
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
-from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, Teacher
+from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, ServerPart, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
 from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
 from megarl.recipe.supervised import SupervisedRecipe
@@ -54,6 +54,11 @@ class Rollout(Section):
         None, description="KV cache of one server, in tokens; default: SGLang decides; needed on cpu"
     )
     concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
+    resting: tuple[ServerPart, ...] = Field(
+        (),
+        strict=False,
+        description="what servers give back while nothing needs it: weights, kv_cache; for servers on ranks' devices",
+    )
     server_args: tuple[str, ...] = Field(
         (), strict=False, description="extra flags of sglang.launch_server, word by word"
     )

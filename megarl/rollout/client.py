@@ -17,6 +17,7 @@ import numpy as np
 
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
+from megarl.recipe.roles import ServerPart
 
 CONNECT_S = 10.0
 CALL_S = 60.0
@@ -178,9 +179,9 @@ class ServerClient:
             answer = await self._send("GET", "/model_info", None, deadline_s)
         return str(answer["weight_version"])
 
-    async def flush_cache(self, deadline_s: float = CALL_S) -> None:
-        """Forget all cached prefixes. The server refuses while requests run."""
-        await self._post("/flush_cache", {}, deadline_s)
+    async def flush_cache(self, wait_s: float = 0.0, deadline_s: float = CALL_S) -> None:
+        """Forget all cached prefixes. The server refuses where requests still run after wait_s."""
+        await self._post(f"/flush_cache?timeout={wait_s:g}", {}, deadline_s)
 
     async def abort(self, deadline_s: float = CALL_S) -> None:
         """End all running requests; each is answered with what it has, and `abort`."""
@@ -193,6 +194,23 @@ class ServerClient:
     async def resume(self, deadline_s: float = CALL_S) -> None:
         """Go on generating after `pause`."""
         await self._post("/continue_generation", {}, deadline_s)
+
+    async def rest(self, parts: Sequence[ServerPart], deadline_s: float = CALL_S) -> None:
+        """Give back the memory of these parts; running requests are ended, new ones wait until `wake`.
+
+        Weights are not kept: after `wake` they are garbage until all are sent anew. A part that rests already breaks the
+        server.
+        """
+        # It dies when asked while anything runs, and a request that was ended takes a moment to be gone.
+        await self.pause(deadline_s=deadline_s)
+        await self.flush_cache(deadline_s / 2, deadline_s)
+        await self._post("/release_memory_occupation", {"tags": list(parts)}, deadline_s)
+
+    async def wake(self, parts: Sequence[ServerPart], *, serve: bool, deadline_s: float = CALL_S) -> None:
+        """Take memory for these parts, which rested. serve: requests may come again."""
+        await self._post("/resume_memory_occupation", {"tags": list(parts)}, deadline_s)
+        if serve:
+            await self.resume(deadline_s)
 
     async def init_group(
         self, *, host: str, port: int, rank_offset: int, world_size: int, group: str, backend: str, deadline_s: float

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout, is_lead
-from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes
+from megarl.core.metrics import Operation
+from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.roles import Part
@@ -52,6 +54,7 @@ class Rank:
         self._losses: dict[str, Loss] = {}
         self._pending: dict[str, PendingSave] = {}
         self._bases: dict[str, str] = {}
+        self._peaks: dict[str, int] = {}
 
     def free_port(self) -> int:
         """A port of this node that is free now: the driver asks rank 0 where the ranks can meet."""
@@ -122,22 +125,26 @@ class Rank:
         temperature: divides the logits; the role's own where not given.
         """
         engine = self.engine(self._bases.get(role, role))
-        column = engine.logprobs(shard, temperature, adapters=role not in self._bases)
+        with self.watched(role, "logprobs"):
+            column = engine.logprobs(shard, temperature, adapters=role not in self._bases)
         return column if is_lead(self.rank, engine.groups.layout) else None
 
     def values(self, role: str, shard: Shard) -> Column | None:
         """What a score head says at each position; None unless the rank answers for the shard."""
         engine = self.engine(role)
-        column = engine.values(shard)
+        with self.watched(role, "values"):
+            column = engine.values(shard)
         return column if is_lead(self.rank, engine.groups.layout) else None
 
     def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
         """One optimizer step for each mini-batch of the shard; metrics over all ranks, the same on each."""
-        return self.engine(role).update(shard, columns, self._loss(role))
+        with self.watched(role, "update"):
+            return self.engine(role).update(shard, columns, self._loss(role))
 
     def evaluate(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
         """What the role's loss reports of the shard, without learning from it; as `update` otherwise."""
-        return self.engine(role).evaluate(shard, columns, self._loss(role))
+        with self.watched(role, "evaluate"):
+            return self.engine(role).evaluate(shard, columns, self._loss(role))
 
     def _loss(self, role: str) -> Loss:
         if role not in self._losses:
@@ -150,7 +157,8 @@ class Rank:
         wait: off to go on while it is written; the checkpoint is there after `finish_save`, which is due before the next.
         """
         self.finish_save(role)
-        pending = self.engine(role).save(folder, async_save=not wait)
+        with self.watched(role, "save"):
+            pending = self.engine(role).save(folder, async_save=not wait)
         if pending is not None:
             self._pending[role] = pending
 
@@ -195,9 +203,18 @@ class Rank:
         """Bring a role's parts back before something needs them. Returns the bytes taken."""
         return self.engine(role).wake(parts)
 
-    def peak_bytes(self) -> int:
-        """Most memory that this rank has held: of the device where it has its own, of the process otherwise."""
-        return peak_bytes(self.platform)
+    @contextmanager
+    def watched(self, role: str, operation: Operation) -> Iterator[None]:
+        """Remember the most memory that this rank holds meanwhile, whatever it belongs to."""
+        reset_peak_bytes(self.platform)
+        yield
+        name = f"{role}/{operation}"
+        self._peaks[name] = max(peak_bytes(self.platform), self._peaks.get(name, 0))
+
+    def take_peaks(self) -> dict[str, int]:
+        """Peak bytes of each `role/operation` since the last call: of the device where it has its own, else resident."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
 
     def close(self) -> None:
         """Forget the roles and leave the process group."""

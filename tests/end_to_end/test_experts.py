@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +13,17 @@ from safetensors.torch import load_file
 from megarl.core.timing import PhaseTimer
 from megarl.preflight import preflight
 from megarl.recipe.load import load_recipe
+from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
+from megarl.rollout.client import Sampling, ServerClient
 from megarl.session import TrainSession, train_session
 from tests.end_to_end.harness import RECIPE
 from tests.end_to_end.test_engines import one_step
 from tests.support.tiny import write_tiny_model
 
 pytestmark = pytest.mark.slow
+
+PARTS: tuple[ServerPart, ...] = ("weights", "kv_cache")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,8 @@ def recipe(inputs: Path) -> Recipe:
         "data.max_prompt_tokens=128",
         "actor.parallel.ep=2",
         "actor.aux_loss_coef=0.01",
-        "actor.resting=[grads, optimizer]",
+        "actor.resting=[grads, params, optimizer]",
+        "rollout.resting=[weights, kv_cache]",
     ]
     return load_recipe(path, overrides, Recipe).recipe
 
@@ -51,6 +57,24 @@ def test_experts_reach_the_servers_before_and_after_updates(session: TrainSessio
         _, metrics = one_step(session, step, version)
         assert metrics["rollout/logprob_diff_max"] < 1e-4
         assert session.sync.push(version + 1)["sync/probe_diff_max"] < 1e-4
+
+
+def test_servers_that_rested_answer_the_same(session: TrainSession) -> None:
+    def answers() -> list[tuple[list[int], list[float]]]:
+        async def ask() -> list[tuple[list[int], list[float]]]:
+            async with ServerClient(servers.endpoint) as router:
+                found = [await router.generate([10, 11, 12 + first], Sampling(12, 0.0)) for first in range(4)]
+                return [(each.token_ids.tolist(), each.logprobs.tolist()) for each in found]
+
+        return asyncio.run(ask())
+
+    servers = session.rollout.servers
+    servers.wake(PARTS, 30.0)
+    before = answers()
+    servers.rest(PARTS, 30.0)
+    session.sync.push(4)
+    servers.wake(PARTS, 30.0)
+    assert answers() == before
 
 
 def test_every_expert_has_been_trained_and_is_exported(session: TrainSession, recipe: Recipe, tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_the_config_names_the_dtype_of_its_weights(key: str, source: Path, tmp_p
     assert torch.equal(model.model.norm.weight, stored(source)["model.norm.weight"])
 
 
+def test_what_is_saved_can_still_be_freed(source: Path, tmp_path: Path) -> None:
+    weights = {name: tensor.clone() for name, tensor in stored(source).items()}
+    save_hf([list(weights.items())], load_model_config(source), source, tmp_path / "target")
+    assert all(tensor.untyped_storage().resizable() for tensor in weights.values())
+
+
 def test_the_tokenizer_and_generation_settings_come_along(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     save_hf(buckets_of(source), load_model_config(source), source, target)

@@ -51,6 +51,7 @@ UNREAD = [
             ("actor.resting=[params]",),
             ("rollout.servers=1",),
             ("rollout.tp=1",),
+            ("rollout.resting=[weights]",),
             ("critic.parallel.pp=1", "algorithm.advantage=gae"),
             ("critic.recompute=full", "algorithm.advantage=gae"),
             ("critic.resting=[params]", "algorithm.advantage=gae"),

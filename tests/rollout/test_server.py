@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Status
 from megarl.rollout.client import Sampling, ServerClient
 from megarl.rollout.process import process_tree
@@ -139,6 +140,25 @@ def test_a_server_can_leave_the_router_and_come_back(served: Pool) -> None:
     served.router.remove(server.url)
     served.router.add(server.endpoint)
     assert server.url in served.router.workers()
+
+
+def test_a_server_that_rested_answers_as_before(served: Pool) -> None:
+    async def go() -> None:
+        async with ServerClient(served.servers[0].endpoint) as client:
+            before = [await client.generate(prompt, Sampling(8, 0.0)) for prompt in PROMPTS]
+            running = asyncio.create_task(client.generate([5, 6], Sampling(1500)))
+            await client.generate([7], Sampling(1))
+            await client.rest(("weights", "kv_cache"))
+            assert (await running).finish in ("abort", "stop")
+            with pytest.raises(DeadlineError):
+                await client.generate([5], Sampling(1), deadline_s=0.3)
+            await client.wake(("weights",), serve=False)
+            await client.wake(("kv_cache",), serve=True)
+            after = [await client.generate(prompt, Sampling(8, 0.0)) for prompt in PROMPTS]
+        for one, other in zip(before, after, strict=True):
+            assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
+
+    asyncio.run(go())
 
 
 def test_abort_pause_and_flush(served: Pool) -> None:

@@ -196,5 +196,12 @@ def test_unknown_roles_are_named(rank):
         rank.engine("critic")
 
 
-def test_the_peak_of_memory_is_measured(rank):
-    assert rank.peak_bytes() > 2**20
+def test_the_peak_of_memory_is_measured_by_what_was_done(rank, spec):
+    rank.build("actor", spec)
+    [shard], [columns] = shards([examples([9, 30], VOCAB)])
+    rank.take_peaks()
+    rank.logprobs("actor", shard)
+    rank.update("actor", shard, columns)
+    peaks = rank.take_peaks()
+    assert set(peaks) == {"actor/logprobs", "actor/update"} and min(peaks.values()) > 2**20
+    assert not rank.take_peaks()

@@ -1,0 +1,107 @@
+"""The four named placements, an explicit one, and one where everything rests between its turns: do they train the same?
+
+    python -m bench.placements
+
+PPO with a critic and a reference on the quickstart's task, from its warm start, some steps for each placement on 4 ranks. Named
+ones are searched for (`placement.name`) with the rates of `bench/results/plan_vs_measured.yaml`. So that all see the same
+rollouts, every sample is the likeliest answer (`rollout.top_k: 1`). Differences of losses are to the first placement, relative
+where a loss is above 1. The last run is the explicit placement again, all roles and servers at rest between their turns: every
+metric that is no time and no memory, and every sample, must be equal to the bit. Exit code 0 only where all that holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from bench.support.measure import write
+from bench.support.quickstart import ROOT, metrics, train, warm_start
+
+FOLDER = ROOT / ".cache" / "placements"
+CLUSTER = Path(__file__).parent / "results" / "plan_vs_measured.yaml"
+SEED, STEPS, LIMIT = 1, 6, 1e-5
+COMMON = ["algorithm.kl_coef=0.01", "rollout.top_k=1", "critic.warmup_steps=1", f"train.steps={STEPS}"]
+COMMON += ["eval.max_prompts=8", "report.samples=512", "report.tensorboard=false", "cluster.devices=4"]
+POOLS = (
+    "placement.pools={a: {devices: 2, roles: [actor]}, b: {devices: 1, roles: [critic]}, "
+    "c: {devices: 1, roles: [reference]}}"
+)
+EXPLICIT = [POOLS, "actor.parallel.tp=2", "reference.parallel.tp=1", "critic.parallel.tp=1"]
+REST = [f"{role}.resting=[grads, params, optimizer]" for role in ("actor", "critic")]
+REST += ["reference.resting=[params]", "rollout.resting=[weights, kv_cache]"]
+NAMED = {
+    name: [f"placement.name={name}", f"cluster.file={CLUSTER}"]
+    for name in ("colocate", "hybrid", "split", "standalone")
+}
+RUNS = {**NAMED, "explicit": EXPLICIT, "explicit, all at rest": [*EXPLICIT, *REST]}
+LOSSES = ("actor/loss", "actor/kl_loss", "critic/vf_loss")
+# What no placement may change: the rollouts.
+SAME = ("reward/mean", "rollout/response_len_mean", "rollout/response_len_max")
+
+
+def folder_of(name: str) -> str:
+    return name.replace(",", "").replace(" ", "_")
+
+
+def layout(run: Path) -> str:
+    """Where the run's roles were, by the recipe that it saved."""
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    pools = recipe.get("placement", {}).get("pools") or {"all": {"devices": recipe["cluster"]["devices"]}}
+    words = [f"{'+'.join(pool.get('roles', ['all']))} {pool['devices']}" for pool in pools.values()]
+    return f"{' | '.join(words)}; servers {recipe['rollout'].get('servers', 1)}"
+
+
+def far_apart(one: float, other: float) -> float:
+    return abs(one - other) / max(1.0, abs(other))
+
+
+def compare(rows: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
+    pairs = list(zip(rows, base, strict=True))
+    worst = {name: max(far_apart(row[name], other[name]) for row, other in pairs if name in other) for name in LOSSES}
+    same = all(row.get(name) == other.get(name) for row, other in pairs for name in SAME)
+    return {"same_rollouts": same, "losses": worst}
+
+
+def bits(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Everything that a run computed: metrics but times and memory, and its samples."""
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith(("perf/", "memory/", "time"))}
+        for row in metrics(run)
+    ]
+    return rows, [path.read_text() for path in sorted((run / "samples").glob("step_*.jsonl"))]
+
+
+def main() -> None:
+    if not (FOLDER / "sft" / "hf").exists():
+        print(f"warm start: {warm_start(SEED, FOLDER):.0f} s", flush=True)
+    found: dict[str, Any] = {}
+    base: list[dict[str, Any]] = []
+    for name, overrides in RUNS.items():
+        seconds = train("quickstart_ppo", folder_of(name), SEED, FOLDER, [*COMMON, *overrides])
+        rows = metrics(FOLDER / folder_of(name))
+        base = base or rows
+        found[name] = {"seconds": seconds, "layout": layout(FOLDER / folder_of(name)), **compare(rows, base)}
+        print(name, found[name], flush=True)
+    awake, rested = (bits(FOLDER / folder_of(name)) for name in ("explicit", "explicit, all at rest"))
+    table = Table(title="Differences to the first, over all steps")
+    for column in ("placement", "roles and devices", "same rollouts", *LOSSES):
+        table.add_column(column)
+    for name, each in found.items():
+        table.add_row(
+            name, each["layout"], str(each["same_rollouts"]), *(f"{each['losses'][loss]:.1e}" for loss in LOSSES)
+        )
+    Console().print(table, f"awake and at rest equal to the bit: {awake == rested}")
+    good = awake == rested and all(
+        each["same_rollouts"] and max(each["losses"].values()) <= LIMIT for each in found.values()
+    )
+    write("placements", {"steps": STEPS, "limit": LIMIT, "bit_equal_at_rest": awake == rested, "runs": found}, None)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
