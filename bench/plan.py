@@ -4,8 +4,9 @@
 
 Speed: PPO with five 7B roles, tables and search together, in a process with one thread; medians of five. On a busy
 machine cpu_s, the processor time, is the fairer of the two.
-HybridFlow (arXiv 2409.19256v2, figures 9 to 13): Llama on A100-80 nodes of 8, prompts and responses of 1,024 tokens, 1,024
-prompts, 8 updates; there actor and rollout always share their devices, so only such placements are compared here.
+HybridFlow (arXiv 2409.19256v2, figures 9 to 13): Llama on A100-80 nodes of 8 with 200 Gbit/s between nodes (section 8.1; an
+eighth of it for each device), prompts and responses of 1,024 tokens, 1,024 prompts, 8 updates; there actor and rollout always
+share their devices, so only such placements are compared here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 import resource
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.models.config import ModelConfig, Rope
-from megarl.placement.cluster import make_cluster
+from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.lengths import lognormal
 from megarl.placement.partitions import Partition
 from megarl.placement.search import Found, Result, search
@@ -26,6 +28,7 @@ from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT,
 
 RESULT = Path(__file__).parent / "results" / "plan.json"
 LIMITS_S = {16: 0.2, 128: 0.2, 1024: 2.0, 16384: 20.0}
+NODE_BYTES_S = 200e9 / 8
 COLOCATE, SPLIT, ALONE = "colocate", "split", "standalone"
 # Devices -> winner, by model.
 FINDINGS = {
@@ -86,8 +89,14 @@ def workload(actor: ModelConfig, critic: ModelConfig) -> Workload:
     )
 
 
-def look(work: Workload, devices: int, only: set[frozenset[str]] | None = None, top: int = 5) -> Result:
+def their_cluster(devices: int) -> Cluster:
+    """A100-80 nodes that share one link of 200 Gbit/s each."""
     cluster = make_cluster("A100-80", devices // 8)
+    return replace(cluster, device=replace(cluster.device, between_bytes_s=NODE_BYTES_S / 8))
+
+
+def look(work: Workload, cluster: Cluster, only: set[frozenset[str]] | None = None, top: int = 5) -> Result:
+    devices = cluster.num_devices
 
     def allowed(partition: Partition) -> bool:
         return only is None or {frozenset(pool) for pool in partition} == only
@@ -102,7 +111,7 @@ def speed() -> list[dict[str, float]]:
         seconds, busy = [], []
         for _ in range(5):
             start, start_busy = time.perf_counter(), time.process_time()
-            look(workload(MODELS["7B"], MODELS["7B"]), devices)
+            look(workload(MODELS["7B"], MODELS["7B"]), make_cluster("A100-80", devices // 8))
             seconds.append(time.perf_counter() - start)
             busy.append(time.process_time() - start_busy)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -125,11 +134,11 @@ def findings() -> list[dict[str, object]]:
             seconds: dict[str, float] = {}
             words = {}
             for name, partition in PARTITIONS.items():
-                found = look(work, devices, {frozenset(pool) for pool in partition}, top=1).found
+                found = look(work, their_cluster(devices), {frozenset(pool) for pool in partition}, top=1).found
                 if found:
                     seconds[name], words[name] = found[0].seconds, _words(found[0])
             winner = min(seconds, key=lambda name: seconds[name])
-            best = look(work, devices, top=1).found[0]
+            best = look(work, their_cluster(devices), top=1).found[0]
             line = {
                 "model": model,
                 "devices": devices,
