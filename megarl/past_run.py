@@ -88,7 +88,8 @@ def _lengths(folder: Path, recipe: Recipe, steps: list[Row]) -> Lengths:
     """Those of the samples that the run wrote down; where these are few, a log-normal with the mean of all."""
     limit = recipe.rollout.max_response_tokens
     files = sorted((folder / "samples").glob("step_*.jsonl"))
-    found = [json.loads(line)["response_tokens"] for file in files for line in file.read_text().splitlines()]
+    # By newlines alone: a response may hold other characters at which str.splitlines breaks.
+    found = [json.loads(line)["response_tokens"] for file in files for line in file.read_text().rstrip().split("\n")]
     if len(found) >= FEWEST_LENGTHS:
         return counted(found, limit)
     mean = _median(row["rollout/response_len_mean"] for row in steps)

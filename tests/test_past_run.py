@@ -59,7 +59,9 @@ def test_medians_leave_out_the_first_step_and_what_only_some_steps_have(tmp_path
 def test_lengths_are_counted_where_a_run_wrote_enough_of_them(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
     (folder / "samples").mkdir()
-    lines = "".join(json.dumps({"response_tokens": 5 + 30 * (index % 2)}) + "\n" for index in range(64))
+    # As the collector writes them: with characters that are ends of lines to str.splitlines alone.
+    rows = [{"response": "a\u2028b\x85c", "response_tokens": 5 + 30 * (index % 2)} for index in range(64)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "samples" / "step_000001.jsonl").write_text(lines)
     responses = read_run(folder).workload.responses
     assert responses.mean == pytest.approx(20, rel=0.05)

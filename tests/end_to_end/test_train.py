@@ -54,7 +54,7 @@ def test_the_run_folder_holds_what_it_promises(trained: Driver) -> None:
     }
     assert wanted | {"checkpoints"} <= names
     assert (trained.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
-    sample = json.loads((trained.folder / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    sample = json.loads((trained.folder / "samples" / "step_000001.jsonl").read_text().split("\n")[0])
     assert {"prompt", "response", "reward", "answer"} <= set(sample)
     model = AutoModelForCausalLM.from_pretrained(trained.folder / "hf")
     assert model.config.architectures == ["Qwen3ForCausalLM"]
