@@ -74,6 +74,14 @@ def undominated(cost: Floats, groups: Ints | None = None) -> Ints:
     return np.sort(np.concatenate([*kept, alive]))
 
 
+def is_least(values: Floats, groups: Ints) -> Mask:
+    """[N] whether a value is the smallest of its group. groups: small whole numbers."""
+    least = np.full(groups.max(initial=0) + 1, np.inf)
+    np.minimum.at(least, groups, values)
+    smallest: Mask = values == least[groups]
+    return smallest
+
+
 def join(left: Choices, right: Choices, usable: float) -> Choices:
     """Both in the same pool, on the same devices: memory and seconds add up, the larger extra is needed."""
     first, second = _pairs(left.devices, right.devices)

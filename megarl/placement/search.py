@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from megarl.placement.frontier import SLOWEST, Choices, Pools, as_pool, beside, join
+from megarl.placement.frontier import SLOWEST, Choices, Pools, as_pool, beside, is_least, join
 from megarl.placement.lengths import Floats
 from megarl.placement.partitions import Partition, Pool, partitions
 from megarl.placement.space import Ints
@@ -157,8 +157,8 @@ def _joined(tables: Tables, usable: float) -> dict[Pool, list[Choices]]:
 def _fastest(choices: Choices, usable: float) -> Choices:
     """The fastest choice that fits, for each number of devices."""
     rows = np.flatnonzero(choices.rest + choices.extra <= usable)
-    rows = rows[np.lexsort((step_seconds(choices.cost[rows]), choices.devices[rows]))]
-    return choices.take(rows[np.flatnonzero(np.diff(choices.devices[rows], prepend=-1))])
+    rows = rows[is_least(step_seconds(choices.cost[rows]), choices.devices[rows])]
+    return choices.take(rows[np.unique(choices.devices[rows], return_index=True)[1]])
 
 
 class _Least:

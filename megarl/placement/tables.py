@@ -15,7 +15,7 @@ import numpy as np
 from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
-from megarl.placement.frontier import COSTS, SLOWEST, Choices
+from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
 from megarl.placement.links import group_bytes_s
@@ -206,7 +206,8 @@ def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Se
     kept = [rows[np.flatnonzero(np.diff(devices[rows], prepend=-1))]] if len(rows) else [rows]
     for budget in budgets:
         rows = np.flatnonzero(held <= budget * cluster.usable_bytes)
-        rows = rows[np.lexsort((held[rows], seconds[rows], devices[rows]))]
+        rows = rows[is_least(seconds[rows], devices[rows])]
+        rows = rows[np.lexsort((held[rows], devices[rows]))]
         kept.append(rows[np.flatnonzero(np.diff(devices[rows], prepend=-1))])
     return np.unique(np.concatenate(kept))
 
