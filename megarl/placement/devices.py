@@ -62,7 +62,7 @@ class Rates:
     KV cache; resting_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
 
     The defaults are of H100 with Megatron, fitted to published measurements (docs/placement.md says which and how well);
-    other GPUs are assumed to reach the same shares.
+    other GPUs are assumed to reach the same shares, where RATES says nothing else.
     """
 
     matmul: float = 0.42
@@ -214,7 +214,12 @@ _CPU_RATES = Rates(
     resting_bytes=1.5 * GIB,
     fragmentation=0.02,
 )
+# Megatron's whole training steps reach 51% to 56% of an A100's peak with models of 175B to 1T (arXiv 2205.05198, table 5), so
+# that large products alone reach no less: beside its memory, an A100's tensor cores are slower than an H100's.
+_A100_RATES = replace(Rates(), matmul=0.55)
+
 RATES: Mapping[str, Rates] = MappingProxyType(
+    {name: Rates() for name in DEVICES}
     # Without NVLink, ranks synchronise through PCIe.
-    {name: Rates() for name in DEVICES} | {"L40S": replace(Rates(), hop_s=25e-6), "cpu": _CPU_RATES}
+    | {"A100-80": _A100_RATES, "L40S": replace(Rates(), hop_s=25e-6), "cpu": _CPU_RATES}
 )
