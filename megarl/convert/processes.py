@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -83,8 +83,9 @@ def _start(rank: int, job: Job, stack: ExitStack) -> _Process:
     )
     stack.callback(_end, process)
     assert process.stdin is not None
-    process.stdin.write(job.dump().encode() + b"\n")
-    process.stdin.close()
+    # One that has ended already does not hear its job: how it ended is for `_read` to say.
+    with suppress(BrokenPipeError), process.stdin as job_of_it:
+        job_of_it.write(job.dump().encode() + b"\n")
     return _Process(rank, process, errors)
 
 

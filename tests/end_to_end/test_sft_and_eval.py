@@ -76,7 +76,8 @@ def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder = inputs / "runs" / "evaluated-eval"
     figures = json.loads((folder / "eval.json").read_text())
     assert figures["eval/accuracy"] == 1.0 and figures["eval/response_len_mean"] > 0
-    rows = [json.loads(line) for path in folder.rglob("eval_*.jsonl") for line in path.read_text().strip().split("\n")]
+    [samples] = (inputs / "runs" / "evaluated").rglob("eval_*.jsonl")
+    rows = [json.loads(line) for line in samples.read_text().strip().split("\n")]
     assert len(rows) == 8
     for row in rows:
         assert row["parts"]["far"] == 0.25 and row["parts"]["style"] == 0.8

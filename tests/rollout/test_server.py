@@ -12,7 +12,7 @@ import pytest
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Status
-from megarl.rollout.client import Sampling, ServerClient
+from megarl.rollout.client import Generation, Sampling, ServerClient
 from megarl.rollout.process import process_tree
 from megarl.rollout.single_turn import generate_sample
 from tests.support.served import KEY, HfModel, Pool
@@ -143,9 +143,13 @@ def test_a_server_can_leave_the_router_and_come_back(served: Pool) -> None:
 
 
 def test_a_server_that_rested_answers_as_before(served: Pool) -> None:
+    async def answers(client: ServerClient) -> list[Generation]:
+        await client.flush_cache(wait_s=10)  # what is cached shows in a log-prob's last bit
+        return [await client.generate(prompt, Sampling(8, 0.0)) for prompt in PROMPTS]
+
     async def go() -> None:
         async with ServerClient(served.servers[0].endpoint) as client:
-            before = [await client.generate(prompt, Sampling(8, 0.0)) for prompt in PROMPTS]
+            before = await answers(client)
             running = asyncio.create_task(client.generate([5, 6], Sampling(1500)))
             await client.generate([7], Sampling(1))
             await client.rest(("weights", "kv_cache"))
@@ -154,7 +158,7 @@ def test_a_server_that_rested_answers_as_before(served: Pool) -> None:
                 await client.generate([5], Sampling(1), deadline_s=0.3)
             await client.wake(("weights",), serve=False)
             await client.wake(("kv_cache",), serve=True)
-            after = [await client.generate(prompt, Sampling(8, 0.0)) for prompt in PROMPTS]
+            after = await answers(client)
         for one, other in zip(before, after, strict=True):
             assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
 
