@@ -15,6 +15,7 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.seats import seat_on
 from megarl.cluster.servers import MARGIN_S, ServerPool
 from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.core.errors import SyncError
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
@@ -140,9 +141,14 @@ class RolloutPool:
 
     @contextmanager
     def _serving(self, then_rest: Collection[ServerPart]) -> Iterator[None]:
-        """Servers that answer. then_rest: of what the recipe lets rest, what nothing needs afterwards."""
+        """Servers that answer. then_rest: of what the recipe lets rest, what nothing needs afterwards.
+
+        Raises SyncError where their weights rest: only a sync wakes these, for they come back as garbage.
+        """
         resting, deadline_s = self.recipe.rollout.resting, self.recipe.deadlines.sync_s
-        self.servers.wake(resting, deadline_s)
+        self.servers.wake(CACHE, deadline_s)
+        if self.servers.asleep:
+            raise SyncError("The servers' weights rest, and nobody has sent them again: a weight sync comes first.")
         yield
         self.servers.rest(set(then_rest).intersection(resting), deadline_s)
 

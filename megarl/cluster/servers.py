@@ -132,7 +132,7 @@ class ServerPool:
 
     def __init__(self, servers: list[Server], router: Worker, router_endpoint: ServerEndpoint, waiter: Waiter) -> None:
         self.servers = servers
-        self._asleep: frozenset[ServerPart] = frozenset()
+        self.asleep: frozenset[ServerPart] = frozenset()
         self.router = router
         self.endpoint = router_endpoint
         self._waiter = waiter
@@ -178,17 +178,17 @@ class ServerPool:
 
     def rest(self, parts: Collection[ServerPart], deadline_s: float) -> None:
         """Have all servers give back the memory of these parts, where they are awake. Raises what `Waiter.wait` raises."""
-        new = tuple(sorted(set(parts) - self._asleep))
-        self._asleep |= set(new)
+        new = tuple(sorted(set(parts) - self.asleep))
+        self.asleep |= set(new)
         if new:
             self._tell(lambda server: server.rest.remote(new, deadline_s), "sleep", deadline_s)
 
     def wake(self, parts: Collection[ServerPart], deadline_s: float) -> None:
         """Have all servers take memory again for these parts, where they rest. Raises what `Waiter.wait` raises."""
-        new = tuple(sorted(self._asleep.intersection(parts)))
-        self._asleep -= set(new)
+        new = tuple(sorted(self.asleep.intersection(parts)))
+        self.asleep -= set(new)
         if new:
-            serve = not self._asleep
+            serve = not self.asleep
             self._tell(lambda server: server.wake.remote(new, serve, deadline_s), "wake", deadline_s)
 
     def _tell(self, remote: Callable[[Any], Any], phase: str, deadline_s: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.core.errors import SyncError
 from megarl.core.timing import PhaseTimer
 from megarl.preflight import preflight
 from megarl.recipe.load import load_recipe
@@ -72,6 +73,8 @@ def test_servers_that_rested_answer_the_same(session: TrainSession) -> None:
     servers.wake(PARTS, 30.0)
     before = answers()
     servers.rest(PARTS, 30.0)
+    with pytest.raises(SyncError, match="a weight sync comes first"):
+        session.rollout.generate(4, 3)
     session.sync.push(4)
     servers.wake(PARTS, 30.0)
     assert answers() == before
