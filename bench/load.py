@@ -4,12 +4,13 @@
 
 A random bfloat16 checkpoint of about 2 GB is written to a temporary folder, and removed at the end. For each layout every
 rank is a fresh process that builds its part of the model and loads it; its peak is beyond what it held after the imports and
-the rendezvous, mapped files included, and is held against its share: the bytes of its parameters. A turn times the slowest
-rank's loading and, of the same files in the same state, two `cat`s: into /dev/null, and into new memory (a file in /dev/shm),
-which a load has to take as well. Cold files were dropped from the page cache just before, by posix_fadvise; warm ones are in
-it. Ratios are of speeds, the median over turns. From disk, the load is held against `cat` into /dev/null. From the cache
-that is no measure of a load: it copies everything onto one buffer of 128 KiB, and never takes a page of memory.
-Exit code 0 only where every peak is under the share plus 10%, and every speed at least half of cat's.
+the rendezvous, mapped files included, and is held against its share: the bytes of its parameters. It then loads once more,
+into the parameters that are there: what is timed then is reading alone. A turn times the slowest rank's loading and, of the
+same files in the same state, two `cat`s: into new memory (a file in /dev/shm), which the first load is held against, and into
+/dev/null, which takes no memory: the reading is held against that one. New memory costs more than reading where a hypervisor
+backs it only as it is touched. Cold files were dropped from the page cache just before, by posix_fadvise; warm ones are in
+it, where cat into /dev/null is no measure: it copies everything onto one buffer of 128 KiB. Ratios are of speeds, the median
+over turns. Exit code 0 only where every peak is under the share plus 10%, and every speed at least half of cat's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -105,7 +107,7 @@ def into_memory(paths: list[Path]) -> float:
 
 
 def load(rank: int, layout: Layout, port: int, folder: Path, state: str) -> dict[str, float]:
-    """One rank's part, built and loaded in this process."""
+    """One rank's part, built and loaded in this process, and then read once more after rank 0's cat into nothing."""
     from megarl.models.bootstrap import prepare_megatron
 
     platform = get_platform()
@@ -117,32 +119,43 @@ def load(rank: int, layout: Layout, port: int, folder: Path, state: str) -> dict
     join_ranks(rank, layout.world_size, platform, "127.0.0.1", port, timeout_s=300)
     groups, config = make_groups(layout, timeout_s=300, seed=1), load_model_config(folder)
     torch.distributed.barrier()
-    with peak() as held, groups.active():
-        chunks = build_gpt(config, layout, groups.collection, dtype=torch.bfloat16, platform=platform)
+    paths = files(folder)
+    seconds: dict[str, float] = {}
+
+    def timed(run: Callable[[], object]) -> float:
+        torch.distributed.barrier()
         if state == "cold" and rank == 0:
-            drop(files(folder))
+            drop(paths)
         torch.distributed.barrier()
         began = time.perf_counter()
-        load_hf_weights(chunks, config, folder, layout, rank)
-        seconds = time.perf_counter() - began
+        run()
+        return time.perf_counter() - began
+
+    with peak() as held, groups.active():
+        chunks = build_gpt(config, layout, groups.collection, dtype=torch.bfloat16, platform=platform)
+        read = partial(load_hf_weights, chunks, config, folder, layout, rank)
+        seconds["load"] = timed(read)
+        # Between two loads, so that both find the machine's memory in the same state.
+        seconds["cat into nothing"] = timed(lambda: into_nothing(paths) if rank == 0 else None)
+        seconds["read"] = timed(read)
     share = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     close_ranks()
-    return {"share_bytes": share, "peak_bytes": held.bytes, "seconds": seconds}
+    return {"share_bytes": share, "peak_bytes": held.bytes, **seconds}
 
 
 def measure(layout: Layout, folder: Path, state: str, repeats: int) -> dict[str, Any]:
     """All ranks of a layout, and both cats, in turns."""
     paths = files(folder)
     loads = []
-    seconds: dict[str, list[float]] = {"load": [], "cat into memory": [], "cat into nothing": []}
+    seconds: dict[str, list[float]] = {"load": [], "cat into memory": [], "read": [], "cat into nothing": []}
     into_nothing(paths)
     for _ in range(repeats):
-        for name, run in (("cat into memory", into_memory), ("cat into nothing", into_nothing)):
-            if state == "cold":
-                drop(paths)
-            seconds[name].append(run(paths))
+        if state == "cold":
+            drop(paths)
+        seconds["cat into memory"].append(into_memory(paths))
         loads.append(in_fresh_ranks(layout.world_size, load, layout, free_port(), folder, state))
-        seconds["load"].append(max(rank["seconds"] for rank in loads[-1]))
+        for name in ("load", "cat into nothing", "read"):
+            seconds[name].append(max(rank[name] for rank in loads[-1]))
     ranks = [rank for each in loads for rank in each]
     return {
         "layout": str(layout),
@@ -150,8 +163,8 @@ def measure(layout: Layout, folder: Path, state: str, repeats: int) -> dict[str,
         "checkpoint_bytes": sum(path.stat().st_size for path in paths),
         "peak_over_share": max(rank["peak_bytes"] / rank["share_bytes"] for rank in ranks),
         "share_bytes": max(rank["share_bytes"] for rank in ranks),
-        "over_cat_into_memory": summary(ratios(seconds, "cat into memory", "load")),
-        "over_cat_into_nothing": summary(ratios(seconds, "cat into nothing", "load")),
+        "load_over_cat": summary(ratios(seconds, "cat into memory", "load")),
+        "read_over_cat": summary(ratios(seconds, "cat into nothing", "read")),
         "seconds": seconds,
         "ranks": loads,
     }
@@ -159,24 +172,26 @@ def measure(layout: Layout, folder: Path, state: str, repeats: int) -> dict[str,
 
 def is_good(row: dict[str, Any]) -> bool:
     """Whether memory and speed are within bounds."""
-    speed = row["over_cat_into_nothing" if row["state"] == "cold" else "over_cat_into_memory"]["median"]
-    return bool(row["peak_over_share"] < SHARE_BOUND and speed >= SPEED_BOUND)
+    speeds = [row["load_over_cat"]["median"]]
+    if row["state"] == "cold":
+        speeds.append(row["read_over_cat"]["median"])
+    return bool(row["peak_over_share"] < SHARE_BOUND and min(speeds) >= SPEED_BOUND)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title=f"Loading a checkpoint of {rows[0]['checkpoint_bytes'] / 1e9:.2f} GB")
-    for column in ("layout", "files", "share", "peak / share", *rows[0]["seconds"], "load / memory", "load / nothing"):
+    for column in ("layout", "files", "share", "peak / share", *rows[0]["seconds"], "load / memory", "read / nothing"):
         table.add_column(column, justify="right")
     for row in rows:
         speeds = [row["checkpoint_bytes"] / statistics.median(each) / 1e9 for each in row["seconds"].values()]
-        both = (row["over_cat_into_memory"], row["over_cat_into_nothing"])
+        both = (row["load_over_cat"], row["read_over_cat"])
         table.add_row(
             *(row["layout"], row["state"], f"{row['share_bytes'] / 1e9:.2f} GB", f"{row['peak_over_share']:.3f}"),
             *(f"{speed:.2f} GB/s" for speed in speeds),
             *(f"{each['median']:.2f} ({each['lowest']:.2f}-{each['highest']:.2f})" for each in both),
         )
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
 def main(

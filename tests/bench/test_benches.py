@@ -93,15 +93,16 @@ def test_a_memory_row_needs_right_numbers_and_the_lower_peak():
 
 
 @pytest.mark.parametrize(
-    ("state", "peak_over_share", "memory", "nothing", "good"),
+    ("state", "peak_over_share", "load_over_cat", "read_over_cat", "good"),
     [
         ("warm", 1.09, 0.5, 0.1, True),
         ("warm", 1.1, 2, 2, False),
         ("warm", 1, 0.49, 2, False),
-        ("cold", 1, 0.1, 0.5, True),
+        ("cold", 1, 0.5, 0.5, True),
+        ("cold", 1, 0.49, 2, False),
         ("cold", 1, 2, 0.49, False),
     ],
 )
-def test_a_load_row_needs_memory_and_speed(state, peak_over_share, memory, nothing, good):
-    speeds = {"over_cat_into_memory": {"median": memory}, "over_cat_into_nothing": {"median": nothing}}
+def test_a_load_row_needs_memory_and_speed(state, peak_over_share, load_over_cat, read_over_cat, good):
+    speeds = {"load_over_cat": {"median": load_over_cat}, "read_over_cat": {"median": read_over_cat}}
     assert load.is_good({"state": state, "peak_over_share": peak_over_share, **speeds}) is good

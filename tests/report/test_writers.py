@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.core.errors import MegarlError, UserError
@@ -148,6 +149,8 @@ def test_wandb_writes_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.
     writer = WandbWriter(tmp_path / "run", "project", "name", {"seed": 1})
     writer.write(1, {"reward/mean": 0.5})
     writer.close()
+    # Closing tells wandb's service, and does not wait until it has written; a process that ends does.
+    wandb.teardown()
     (data,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/mean" in data.read_bytes()
     assert not list(tmp_path.glob("run/wandb/run-*"))
