@@ -11,9 +11,9 @@ from pathlib import Path
 from megarl.cluster.feeder import Feeder
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
-from megarl.cluster.rollout import RolloutPool
+from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.servers import LaunchingPool, ServerPool
+from megarl.cluster.servers import ServerPool
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
 from megarl.core.timing import PhaseTimer
@@ -93,7 +93,7 @@ def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[st
     return {role: groups[name] for name, pool in pools.items() for role in pool.roles}
 
 
-def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> LaunchingPool:
+def _launch_rollout(runtime: Runtime, recipe: Recipe, num_shards: int, waiter: Waiter) -> LaunchingRollout:
     settings = recipe.rollout
     spec = ServerSpec(
         model=recipe.model.path.resolve(),
@@ -107,7 +107,8 @@ def _launch_servers(runtime: Runtime, recipe: Recipe, waiter: Waiter) -> Launchi
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     deadlines = recipe.deadlines
-    return ServerPool.launch(runtime, spec, settings.servers, deadlines.rollout_s, waiter, deadlines.start_s)
+    servers = ServerPool.launch(runtime, spec, settings.servers, deadlines.rollout_s, waiter, deadlines.start_s)
+    return RolloutPool.launch(runtime, recipe, servers, num_shards, waiter)
 
 
 def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe: AnyRecipe) -> dict[str, Role]:
@@ -122,14 +123,14 @@ def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe
 
 @contextmanager
 def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iterator[TrainSession]:
-    """Start servers and ranks side by side; on leaving, end everything."""
+    """Start servers, collector and ranks side by side; on leaving, end everything."""
     layouts = role_layouts(recipe)
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
-        launching = _launch_servers(runtime, recipe, waiter)
+        launching = _launch_rollout(runtime, recipe, num_shards(recipe), waiter)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
-        rollout = RolloutPool.start(runtime, recipe, launching.ready(), num_shards(recipe), waiter)
+        rollout = launching.ready()
         yield TrainSession(roles, rollout, WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe))
         rollout.close()
 
@@ -139,7 +140,7 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
     """Servers and collector only; on leaving, end everything. folder: where logs go."""
     with Runtime.start(checked.platform, folder, 0, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
-        rollout = RolloutPool.start(runtime, recipe, _launch_servers(runtime, recipe, waiter).ready(), 1, waiter)
+        rollout = _launch_rollout(runtime, recipe, 1, waiter).ready()
         yield rollout
         rollout.close()
 

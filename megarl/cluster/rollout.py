@@ -13,7 +13,7 @@ from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.seats import seat_on
-from megarl.cluster.servers import MARGIN_S, ServerPool
+from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import SyncError
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
@@ -116,21 +116,16 @@ class RolloutPool:
     num_shards: int
 
     @classmethod
-    def start(
-        cls, runtime: Runtime, recipe: Recipe, servers: ServerPool, num_shards: int, waiter: Waiter
-    ) -> RolloutPool:
-        """Start the collector in front of servers that are ready."""
+    def launch(
+        cls, runtime: Runtime, recipe: Recipe, servers: LaunchingPool, num_shards: int, waiter: Waiter
+    ) -> LaunchingRollout:
+        """Start the collector, for servers that are starting; returns at once, so that ranks can start meanwhile."""
         spec = runtime.process("collector")
         actor = ray.remote(CollectorActor).options(**seat_on(runtime.here).options)
-        handle = actor.remote(spec, recipe, servers.endpoint, num_shards)
-        starting = Worker(handle, spec, ProcessFacts(0, "?"))
-        facts, _ = waiter.wait(
-            [Call(starting, handle.facts.remote()), Call(starting, handle.start.remote())],
-            phase="start",
-            role="rollout",
-            deadline_s=recipe.deadlines.start_s,
-        )
-        return cls(Worker(handle, spec, facts), servers, waiter, recipe, num_shards)
+        handle = actor.remote(spec, recipe, servers.endpoint(), num_shards)
+        collector = Worker(handle, spec, ProcessFacts(0, "?"))
+        starts = [Call(collector, handle.facts.remote()), Call(collector, handle.start.remote())]
+        return LaunchingRollout(collector, starts, servers, waiter, recipe, num_shards)
 
     def generate(self, step: int, weight_version: int) -> Batch:
         """One step's samples: generated, graded, filtered, packed. The servers rest until weights come."""
@@ -199,3 +194,23 @@ class RolloutPool:
     def _wait(self, ref: Any, phase: str, deadline_s: float) -> Any:
         calls = [Call(self.collector, ref)]
         return self.waiter.wait(calls, phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)[0]
+
+
+@dataclass(frozen=True)
+class LaunchingRollout:
+    """Servers and their collector, starting."""
+
+    collector: Worker
+    starts: list[Call]
+    servers: LaunchingPool
+    waiter: Waiter
+    recipe: Recipe
+    num_shards: int
+
+    def ready(self) -> RolloutPool:
+        """Wait until everybody is ready."""
+        servers = self.servers.ready()
+        deadline_s = self.recipe.deadlines.start_s
+        facts, _ = self.waiter.wait(self.starts, phase="start", role="rollout", deadline_s=deadline_s)
+        collector = Worker(self.collector.handle, self.collector.spec, facts)
+        return RolloutPool(collector, servers, self.waiter, self.recipe, self.num_shards)

@@ -243,6 +243,10 @@ class LaunchingPool:
     waiter: Waiter
     deadline_s: float
 
+    def endpoint(self) -> Any:
+        """Reference to where the router will answer: known before it does."""
+        return self.router.handle.endpoint.remote()
+
     def ready(self) -> ServerPool:
         """Wait until every server and the router are ready, and introduce them to each other."""
         starting = [call.worker for call in self.starts]
