@@ -201,8 +201,10 @@ def _give_score_head(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(root: Path) -> tuple[list[Difference], str]:
-    """Run all cases in an empty folder; what was measured, and what the ranks of a world said that did not end well.
+def measure(root: Path, *, thorough: bool = False) -> tuple[list[Difference], str]:
+    """Run the cases in an empty folder; what was measured, and what the ranks of a world said that did not end well.
+
+    thorough: all cases, not only those of the tests.
 
     A world ends at the first case that fails: then the cases behind it are missing.
     """
@@ -211,21 +213,20 @@ def measure(root: Path) -> tuple[list[Difference], str]:
     for world_size in WORLD_SIZES:
         path = root / f"world{world_size}.jsonl"
         path.touch()
-        errors += _run_world(world_size, root)
+        errors += _run_world(world_size, root, thorough)
         found += [Difference(**json.loads(line)) for line in path.read_text().splitlines()]
     return found, errors
 
 
-def _run_world(world_size: int, root: Path) -> str:
+def _run_world(world_size: int, root: Path, thorough: bool) -> str:
     """Run the ranks until all have ended; their standard errors where one failed."""
     command = [sys.executable, "-m", "tests.training.invariance_ranks"]
     port, logs = str(free_port()), [root / f"world{world_size}.rank{rank}.log" for rank in range(world_size)]
+    arguments = [str(world_size), port, str(root), "thorough" if thorough else "tests"]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as file:
-            processes.append(
-                subprocess.Popen([*command, str(rank), str(world_size), port, str(root)], stdout=file, stderr=file)
-            )
+            processes.append(subprocess.Popen([*command, str(rank), *arguments], stdout=file, stderr=file))
     try:
         for process in processes:
             process.wait(DEADLINE_S)

@@ -1,4 +1,7 @@
-"""What each rank of a world does for test_invariance: `-m tests.training.invariance_ranks <rank> <ranks> <port> <root>`."""
+"""What each rank of a world does for test_invariance.
+
+python -m tests.training.invariance_ranks <rank> <ranks> <port> <root> tests|thorough
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ from tests.training.invariance import (
 )
 from tests.training.invariance_cases import (
     ADAM_EPS,
+    ALL_CASES,
     BALANCE_COEF,
     BALANCE_MICRO_BATCHES,
     BALANCE_MINI,
@@ -187,7 +191,7 @@ class World:
         return Result(gradients=self.gradients("actor"), steps=[metrics])
 
 
-def run_cases(world: World, reference: Reference) -> None:
+def run_cases(world: World, reference: Reference, cases_alone: list[Case]) -> None:
     """Everything that is for a world of this size. A model's first case, on one rank, becomes its reference."""
     size, path = world.rank.world_size, world.root / f"world{world.rank.world_size}.jsonl"
 
@@ -197,7 +201,7 @@ def run_cases(world: World, reference: Reference) -> None:
             expected = reference[balance_of(micro_batches * case.layout.dp) if kind == "balance" else model]
             append(path, difference(kind, name, case, micro_batches, found, expected))
 
-    for case in CASES:
+    for case in cases_alone:
         for micro_batches, found in world.alone(case).items() if case.layout.world_size == size else ():
             reference.setdefault(case.model, found)
             report("alone", str(case), case, micro_batches, found)
@@ -223,7 +227,7 @@ def main() -> None:
     rank.rendezvous("127.0.0.1", port, timeout_s=120)
     stored = root / "reference.pt"
     reference: Reference = {} if size == 1 else torch.load(stored, weights_only=False)
-    run_cases(World(rank, root), reference)
+    run_cases(World(rank, root), reference, ALL_CASES if sys.argv[5] == "thorough" else CASES)
     if size == 1:
         torch.save(reference, stored)
     rank.close()

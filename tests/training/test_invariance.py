@@ -1,6 +1,6 @@
 """Every layout gives what one rank gives: log-probs, losses, gradients, weights. One run of all cases, then one test each.
 
-`python -m bench.parallel_invariance` writes the same measurements into docs/.
+`python -m bench.parallel_invariance` measures these and more, and writes them into docs/.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import math
 import pytest
 import torch
 
+from megarl.core.layout import Layout
 from tests.training.invariance import BOUND, MICRO_BATCHES, Case, Difference, furthest, measure, relative
-from tests.training.invariance_cases import BALANCED, CASES, CONTROLS, TOGETHER, together_name
+from tests.training.invariance_cases import ALL_CASES, BALANCED, CASES, CONTROLS, TOGETHER, together_name
 
 Measured = tuple[list[Difference], str]
 
@@ -68,17 +69,25 @@ def test_a_mistake_is_seen(measured: Measured, mistake: str) -> None:
             assert value is not None and value > 2 * BOUND, item
 
 
+def layouts_of(cases: list[Case], *models: str) -> set[Layout]:
+    return {case.layout for case in cases if case.model in models}
+
+
 @pytest.mark.parametrize(("model", "axes"), [("dense", "tp pp cp vpp dp"), ("moe", "tp pp cp ep etp dp edp")])
-def test_twenty_layouts_of_a_dense_model_and_of_experts_are_measured(model: str, axes: str) -> None:
-    layouts = {case.layout for case in CASES if case.model == model}
-    assert len(layouts) >= 20
-    assert {layout.world_size for layout in layouts} == {1, 2, 4}
+def test_every_axis_is_measured_and_twenty_layouts_of_each_model_by_the_benchmark(model: str, axes: str) -> None:
+    everyday = layouts_of(CASES, model)
+    assert {layout.world_size for layout in everyday} == {1, 2, 4}
     for axis in axes.split():
-        assert any(getattr(layout, axis) > 1 for layout in layouts), axis
+        assert any(getattr(layout, axis) > 1 for layout in everyday), axis
+    assert len(layouts_of(ALL_CASES, model)) >= 20
+
+
+def test_twenty_layouts_are_measured_in_every_run_of_the_tests() -> None:
+    assert len(layouts_of(CASES, "dense", "moe")) >= 20
 
 
 def test_every_case_has_a_name_of_its_own() -> None:
-    assert len({str(case) for case in CASES}) == len(CASES)
+    assert len({str(case) for case in ALL_CASES}) == len(ALL_CASES)
 
 
 def test_a_difference_is_relative_to_the_largest_element() -> None:
