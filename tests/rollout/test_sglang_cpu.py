@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,3 +67,15 @@ def test_a_kernel_without_a_stand_in_says_its_name_when_called() -> None:
         kernel()
     with pytest.raises(AttributeError):
         assert sglang_cpu_kernels.__wrapped__
+
+
+@pytest.mark.slow
+def test_the_loaded_server_has_one_thread_and_its_children_are_copies() -> None:
+    code = (
+        "import multiprocessing, os; from megarl.rollout import sglang_cpu; "
+        "sglang_cpu.load(); sglang_cpu.fork_children(); multiprocessing.set_start_method('spawn', force=True); "
+        "print(multiprocessing.get_start_method(), len(os.listdir('/proc/self/task')))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    # A copy of a process with threads could wait for ever for what one of them held.
+    assert told.stdout.split() == ["fork", "1"]
