@@ -203,7 +203,15 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
             keeper.record(0, before)
         roles = session.roles
         others = {name: roles.get(name) for name in ("reference", "critic", "reward_model", "teacher")}
-        cast = Cast(session.rollout, roles["actor"], **others, sync=session.sync, keeper=keeper, timer=timer)
+        cast = Cast(
+            session.rollout,
+            roles["actor"],
+            **others,
+            sync=session.sync,
+            keeper=keeper,
+            timer=timer,
+            critic_apart=session.critic_apart,
+        )
         _end(keeper, train(cast, recipe, first), recipe)
         _finish(run, roles["actor"], recipe)
         if recipe.critic is not None:

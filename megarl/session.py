@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +13,7 @@ from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
+from megarl.cluster.seats import Seat, ServerSeat, apart, seat_servers
 from megarl.cluster.servers import ServerPool
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
@@ -51,10 +52,14 @@ class Session:
 
 @dataclass(frozen=True)
 class TrainSession(Session):
-    """Of a reinforcement-learning run."""
+    """Of a reinforcement-learning run.
+
+    critic_apart: whether the critic shares devices with neither the actor nor the servers.
+    """
 
     rollout: RolloutPool
     sync: WeightSync
+    critic_apart: bool
 
 
 @dataclass(frozen=True)
@@ -73,27 +78,48 @@ def _reads(recipe: AnyRecipe) -> list[Path]:
     return [path.resolve() for path in paths if path is not None]
 
 
+def _pool_seats(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Seat]]:
+    """The seats of each pool's ranks, pool by pool in their order."""
+    seats = iter(runtime.seats)
+    return {name: list(islice(seats, pool.devices)) for name, pool in pools_of(recipe).items()}
+
+
+def _critic_apart(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSeat]) -> bool:
+    """Whether the critic may learn while the servers generate and the actor's weights are sent."""
+    homes: dict[str, str] = {role: name for name, pool in pools_of(recipe).items() for role in pool.roles}
+    if recipe.critic is None or homes[CRITIC] == homes[ACTOR]:
+        return False
+    return apart(_pool_seats(runtime, recipe)[homes[CRITIC]], servers)
+
+
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:
-    """The ranks that host each role: one process a device, pool by pool in the order of the seats."""
-    deadlines, seats = recipe.deadlines, iter(runtime.seats)
+    """The ranks that host each role: one process a device."""
+    deadlines, seats = recipe.deadlines, _pool_seats(runtime, recipe)
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
     pools = pools_of(recipe)
     launching = {
         name: RankGroup.launch(
             runtime,
-            list(islice(seats, pool.devices)),
+            seats[name],
             "rank" if name == SHARED else f"{name} rank",
             recipe.run.seed,
             waiter,
             deadlines.start_s,
         )
-        for name, pool in pools.items()
+        for name in pools
     }
     groups = {name: ranks.ready(longest) for name, ranks in launching.items()}
     return {role: groups[name] for name, pool in pools.items() for role in pool.roles}
 
 
-def _launch_rollout(runtime: Runtime, recipe: Recipe, num_shards: int, waiter: Waiter) -> LaunchingRollout:
+def _seat_servers(runtime: Runtime, recipe: Recipe) -> tuple[ServerSeat, ...]:
+    settings = recipe.rollout
+    return seat_servers(runtime.platform, runtime.nodes.members, runtime.seats, settings.servers, settings.tp)
+
+
+def _launch_rollout(
+    runtime: Runtime, recipe: Recipe, seats: Sequence[ServerSeat], num_shards: int, waiter: Waiter
+) -> LaunchingRollout:
     settings = recipe.rollout
     spec = ServerSpec(
         model=recipe.model.path.resolve(),
@@ -107,7 +133,7 @@ def _launch_rollout(runtime: Runtime, recipe: Recipe, num_shards: int, waiter: W
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     deadlines = recipe.deadlines
-    servers = ServerPool.launch(runtime, spec, settings.servers, deadlines.rollout_s, waiter, deadlines.start_s)
+    servers = ServerPool.launch(runtime, spec, seats, deadlines.rollout_s, waiter, deadlines.start_s)
     return RolloutPool.launch(runtime, recipe, servers, num_shards, waiter)
 
 
@@ -127,11 +153,13 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
     layouts = role_layouts(recipe)
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
-        launching = _launch_rollout(runtime, recipe, num_shards(recipe), waiter)
+        seats = _seat_servers(runtime, recipe)
+        launching = _launch_rollout(runtime, recipe, seats, num_shards(recipe), waiter)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = launching.ready()
-        yield TrainSession(roles, rollout, WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe))
+        sync = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe)
+        yield TrainSession(roles, rollout, sync, _critic_apart(runtime, recipe, seats))
         rollout.close()
 
 
@@ -140,7 +168,7 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
     """Servers and collector only; on leaving, end everything. folder: where logs go."""
     with Runtime.start(checked.platform, folder, 0, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
-        rollout = _launch_rollout(runtime, recipe, 1, waiter).ready()
+        rollout = _launch_rollout(runtime, recipe, _seat_servers(runtime, recipe), 1, waiter).ready()
         yield rollout
         rollout.close()
 

@@ -3,12 +3,14 @@
     generate -> grade (as samples finish) -> log-probs, values, scores of the roles -> advantages and returns
     -> critic update -> actor update -> verified weight sync
 
+A critic with devices of its own learns while the next step's samples are generated: these need the actor alone.
 Who the roles are, where they run and in how many processes is decided elsewhere (megarl/cluster). What each step does to
 the weights is decided by pure functions (megarl/algorithms).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +35,9 @@ class Pending(Protocol[Given_co]):
     """An operation that has begun."""
 
     def wait(self) -> Given_co: ...  # noqa: D102
+
+
+Update = Pending[dict[str, float]]
 
 
 class Learnable(Protocol):
@@ -88,7 +93,10 @@ class State:
 
 @dataclass(frozen=True)
 class Cast:
-    """Everybody in the run. Roles that the recipe does not ask for are None."""
+    """Everybody in the run. Roles that the recipe does not ask for are None.
+
+    critic_apart: whether the critic shares devices with neither the actor nor the servers.
+    """
 
     rollout: Rollout
     actor: Role
@@ -99,6 +107,16 @@ class Cast:
     sync: WeightSync
     keeper: Keeper
     timer: PhaseTimer
+    critic_apart: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that is done, but for what the critic may still learn from it."""
+
+    step: int
+    metrics: dict[str, float]
+    learning: Sequence[Update]
 
 
 def due(step: int, every: int | None, last: int) -> bool:
@@ -109,22 +127,26 @@ def due(step: int, every: int | None, last: int) -> bool:
 def train(cast: Cast, recipe: Recipe, state: State) -> State:
     """Run the steps that are left, or those until a request to stop; returns the state after the last."""
     rollout, timer = cast.rollout, cast.timer
+    done: Done | None = None
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
             with timer.phase("rollout"):
                 batch = rollout.generate(step, state.weight_version)
+            record(cast, done)
             columns = score(cast, recipe, batch)
             with timer.phase("advantages"):
                 learnable = rollout.advantages(batch, columns)
             columns, metrics = columns | learnable.columns, dict(learnable.metrics)
-            updates: list[tuple[str, Pending[dict[str, float]]]] = []
+            critic: list[Update] = []
             if cast.critic is not None and recipe.critic is not None:
-                updates += [("critic", cast.critic.update(batch, columns)) for _ in range(recipe.critic.epochs)]
+                critic = [cast.critic.update(batch, columns) for _ in range(recipe.critic.epochs)]
+            actor: list[Update] = []
             if recipe.critic is None or step > recipe.critic.warmup_steps:
-                updates += [("update", cast.actor.update(batch, columns)) for _ in range(recipe.actor.epochs)]
-            for phase, update in updates:
-                with timer.phase(phase):
-                    metrics |= update.wait()
+                actor = [cast.actor.update(batch, columns) for _ in range(recipe.actor.epochs)]
+            if not cast.critic_apart:
+                metrics |= wait(timer, "critic", critic)
+                critic = []
+            metrics |= wait(timer, "update", actor)
             state = State(step, state.weight_version + 1)
             with timer.phase("sync"):
                 metrics |= cast.sync.push(state.weight_version)
@@ -136,13 +158,34 @@ def train(cast: Cast, recipe: Recipe, state: State) -> State:
                 with timer.phase("eval"):
                     metrics |= rollout.evaluate(step, state.weight_version).metrics
             stopping = cast.keeper.stopping()
-            if stopping or due(step, recipe.train.save_every, recipe.train.steps):
+            saving = stopping or due(step, recipe.train.save_every, recipe.train.steps)
+            if saving:
+                metrics |= wait(timer, "critic", critic)
+                critic = []
                 with timer.phase("save"):
                     cast.keeper.save(state)
-        cast.keeper.record(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
+        done = Done(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens), critic)
+        if not critic:
+            record(cast, done)
+            done = None
         if stopping:
             break
     return state
+
+
+def wait(timer: PhaseTimer, phase: str, updates: Sequence[Update]) -> dict[str, float]:
+    """What updates report."""
+    metrics: dict[str, float] = {}
+    for update in updates:
+        with timer.phase(phase):
+            metrics |= update.wait()
+    return metrics
+
+
+def record(cast: Cast, done: Done | None) -> None:
+    """Record a step, once the critic has learned from it as well."""
+    if done is not None:
+        cast.keeper.record(done.step, done.metrics | wait(cast.timer, "critic", done.learning))
 
 
 def score(cast: Cast, recipe: Recipe, batch: Any) -> dict[str, References]:

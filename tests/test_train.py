@@ -91,10 +91,13 @@ class Recorder:
         return len(self.metrics) + 1 >= self.stop_after
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
+        self.calls.append(("record", step))
         self.metrics[step] = metrics
 
 
-def run(state: State, *roles: str, stop_after: int = 99, **sections: Any) -> tuple[list[Any], Recorder, State]:
+def run(
+    state: State, *roles: str, stop_after: int = 99, critic_apart: bool = False, **sections: Any
+) -> tuple[list[Any], Recorder, State]:
     """The loop over 3 steps with the actor and these roles."""
     calls: list[Any] = []
     part = {name: Recorder(name, calls, stop_after=stop_after) for name in ("rollout", "sync", "keeper", *ROLES)}
@@ -107,7 +110,14 @@ def run(state: State, *roles: str, stop_after: int = 99, **sections: Any) -> tup
         **sections,
     )
     there = {name: part[name] if name in ("actor", *roles) else None for name in ROLES}
-    cast = Cast(part["rollout"], **there, sync=part["sync"], keeper=part["keeper"], timer=PhaseTimer())  # type: ignore[arg-type]
+    cast = Cast(
+        part["rollout"],  # type: ignore[arg-type]
+        **there,  # type: ignore[arg-type]
+        sync=part["sync"],
+        keeper=part["keeper"],
+        timer=PhaseTimer(),
+        critic_apart=critic_apart,
+    )
     return calls, part["keeper"], train(cast, recipe, state)
 
 
@@ -126,6 +136,7 @@ def test_one_step_reads_like_the_algorithm() -> None:
         ("push", 6),
         ("evaluate", 3, 6),
         ("save", State(3, 6)),
+        ("record", 3),
     ]
     assert end == State(3, 6)
     wanted = {"reward/mean", "reward/kl", "actor/loss", "sync/weight_version", "eval/accuracy", "perf/step_s"}
@@ -155,6 +166,37 @@ def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
         *(("wait", name) for name in ("critic", "critic", "actor")),
     ]
     assert {"critic/loss", "actor/loss"} <= set(keeper.metrics[3])
+
+
+def test_a_critic_on_devices_of_its_own_learns_while_the_next_step_is_generated() -> None:
+    calls, keeper, end = run(State(), "critic", critic_apart=True, critic=Critic())
+    order = [
+        call[:2] for call in calls if call[0] in ("generate", "update", "wait", "push", "save", "record", "values")
+    ]
+    scores = [("values", "critic"), ("wait", "actor"), ("wait", "critic")]
+    learns = [("update", "critic"), ("update", "actor"), ("wait", "actor")]
+    # Step 1 is recorded once its critic has learned; steps 2 and 3 are saved, and so nothing of them may be under way.
+    assert order == [
+        *(("generate", 1), *scores, *learns, ("push", 1)),
+        *(("generate", 2), ("wait", "critic"), ("record", 1), *scores, *learns, ("push", 2)),
+        *(("wait", "critic"), ("save", State(2, 2)), ("record", 2)),
+        *(("generate", 3), *scores, *learns, ("push", 3), ("wait", "critic"), ("save", State(3, 3)), ("record", 3)),
+    ]
+    together, alike, _ = run(State(), "critic", critic=Critic())
+    assert [call for call in calls if call[0] == "update"] == [call for call in together if call[0] == "update"]
+    for step in (1, 2, 3):
+        ours, theirs = (
+            {name: value for name, value in kept.metrics[step].items() if not name.startswith("perf/")}
+            for kept in (keeper, alike)
+        )
+        assert ours == theirs and "critic/loss" in ours
+    assert end == State(3, 3)
+
+
+def test_a_request_to_stop_waits_for_a_critic_apart() -> None:
+    calls, keeper, _ = run(State(), "critic", stop_after=1, critic_apart=True, critic=Critic())
+    assert [call[:2] for call in calls[-3:]] == [("wait", "critic"), ("save", State(1, 1)), ("record", 1)]
+    assert "critic/loss" in keeper.metrics[1]
 
 
 def test_the_actor_stands_still_while_the_critic_warms_up() -> None:

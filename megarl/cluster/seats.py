@@ -99,6 +99,12 @@ def seat_servers(
     return tuple(ServerSeat(share(chunks[index % len(chunks)]), shared=True) for index in range(count))
 
 
+def apart(ranks: Sequence[Seat], servers: Sequence[ServerSeat]) -> bool:
+    """Whether no server is on a device of these ranks; always so where processes stand for devices."""
+    taken = {(part.node, device) for seat in servers for part in seat.parts for device in part.devices}
+    return not any((seat.node, device) in taken for seat in ranks for device in seat.devices)
+
+
 def share(ranks: Sequence[Seat]) -> tuple[Seat, ...]:
     """The seats of neighbouring ranks as those of one server, a part for each node. Raises UserError for uneven parts."""
     parts = []

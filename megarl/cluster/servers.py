@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import ray
 from megarl.cluster.nodes import Node
 from megarl.cluster.process import LOOPBACK, ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import ServerSeat, seat_on, seat_servers
+from megarl.cluster.seats import ServerSeat, seat_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import MegarlError, WorkerDiedError
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
@@ -143,10 +143,15 @@ class ServerPool:
 
     @classmethod
     def launch(
-        cls, runtime: Runtime, spec: ServerSpec, count: int, request_timeout_s: float, waiter: Waiter, deadline_s: float
+        cls,
+        runtime: Runtime,
+        spec: ServerSpec,
+        seats: Sequence[ServerSeat],
+        request_timeout_s: float,
+        waiter: Waiter,
+        deadline_s: float,
     ) -> LaunchingPool:
-        """Start all processes side by side; returns at once, so that ranks can start meanwhile."""
-        seats = seat_servers(runtime.platform, runtime.nodes.members, runtime.seats, count, spec.tp)
+        """Start all processes side by side, a server a seat; returns at once, so that ranks can start meanwhile."""
         workers = [_start_server(runtime, spec, index, seat) for index, seat in enumerate(seats)]
         process = runtime.process("router")
         place = _place(runtime, runtime.here)

@@ -77,7 +77,8 @@ def is_tied(recipe: Recipe) -> bool:
 def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:
     """The recipe with the plan's pick for its pools, devices, layouts and servers. Raises UserError: it does not add up."""
     pools, values = {}, {}
-    for pool in plan.best.pools:
+    # Servers that share devices do so with the first pool.
+    for pool in sorted(plan.best.pools, key=lambda pool: all(role.role != ROLLOUT for role in pool.roles)):
         roles = [role for role in pool.roles if role.role != ROLLOUT]
         if roles:
             names = tuple(role.role for role in roles)

@@ -12,8 +12,9 @@ import numpy as np
 from megarl.placement.lengths import Floats
 from megarl.placement.space import Ints, Mask
 
-# A step takes `add + max(beside, prepare + train)`. add: what nothing else runs beside. prepare, train: the two stages in
-# which pools work side by side. beside: what runs along with both stages, where the rollout is asynchronous.
+# A step takes `max(beside, add + prepare + train)`. add: what comes one after the other. prepare, train: the two stages in
+# which pools work side by side. beside: all that a pool does which does not wait for the others, but at most they for it: an
+# asynchronous rollout's, and the pool's of a critic that learns while the next samples are generated.
 # prepare_load, train_load: seconds that all cores of shared ones would need for a stage's work: those of pools add up, and a
 # stage lasts at least so long. These two columns are left out where devices are devices.
 COSTS = ("add", "prepare", "train", "beside", "prepare_load", "train_load")

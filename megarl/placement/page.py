@@ -61,7 +61,10 @@ def _devices(plan: Plan) -> str:
 
 
 def gantt(placement: PlacementPlan) -> str:
-    """One step over time, a row a role: the rollout, then the two stages that each wait for the slowest pool."""
+    """One step over time, a row a role: the rollout, then the two stages that each wait for the slowest pool.
+
+    Updates that go on beside the next step's rollout come in again at the left.
+    """
     phases = placement.phases
     scale = (_WIDTH - _LEFT) / placement.step_s
     before = phases["sync"] + phases["sleep and wake"]
@@ -75,7 +78,10 @@ def gantt(placement: PlacementPlan) -> str:
             bars.append(f'<text x="0" y="{top + 15}">{escape(role)}</text>')
             for stage, start, seconds in spans:
                 text = f"{role}, {stage}: {seconds:.3g} s"
-                bars.append(_bar(_LEFT + start * scale, top, max(seconds * scale, 1), role, text, stage))
+                here = min(seconds, max(placement.step_s - start, 0.0))
+                bars.append(_bar(_LEFT + start * scale, top, max(here * scale, 1), role, text, stage))
+                if seconds - here > 1e-9:
+                    bars.append(_bar(_LEFT, top, max((seconds - here) * scale, 1), role, text, stage))
             row += 1
     bars.append(f'<text x="{_WIDTH - 60}" y="{row * _ROW + 18}">{placement.step_s:.4g} s</text>')
     return _svg(row * _ROW + 26, bars)

@@ -26,6 +26,11 @@ def partitions(roles: Sequence[str]) -> Iterator[Partition]:
         yield (*smaller, (last,))
 
 
+def learns_late(pool: Pool) -> bool:
+    """Whether a pool's critic learns while the next step's samples are generated, which need others' devices alone."""
+    return CRITIC in pool and ACTOR not in pool and ROLLOUT not in pool
+
+
 def names_of(partition: Partition) -> tuple[Name, ...]:
     """The names that a partition goes by; with few roles, several. `mixed` where it has none.
 

@@ -13,7 +13,7 @@ from megarl.placement.compute import core_share
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.memory import role_bytes, server_bytes
-from megarl.placement.partitions import NAMES, Name, Partition, Pool, names_of
+from megarl.placement.partitions import NAMES, Name, Partition, Pool, learns_late, names_of
 from megarl.placement.search import Allowed, Bound, Found, Result, search
 from megarl.placement.space import RECOMPUTE, Space
 from megarl.placement.tables import AllTables, build_tables, gather_seconds, has_head, stage_seconds, sync_seconds
@@ -193,11 +193,21 @@ def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster:
         pools.append(PoolPlan(found.devices[index], first, roles, peaks[fullest] + reserved, fullest))
         first += found.devices[index]
     phases = {phase: _phase(phase, pools, cluster) for phase in PHASES}
-    phases["between stages"] = STAGES * cluster.rates.barrier_s
+    phases["between stages"] = 0.0
     if found.asynchronous:
-        # The rollout runs beside both stages: only what it takes longer than they do is waited for.
-        phases["rollout"] = max(0.0, phases["rollout"] - phases["prepare"] - phases["train"])
+        # The rollout runs beside all but the sync: only what it takes longer than they do is waited for.
+        phases["rollout"] = max(0.0, phases["rollout"] - phases["sleep and wake"] - phases["prepare"] - phases["train"])
+    # A late critic's pool likewise; what it takes longer is waited for when the next samples are there.
+    whole = max(
+        (sum(sum(role.seconds.values()) for role in pool.roles) for pool in pools if _is_late(pool)), default=0.0
+    )
+    phases["train"] += max(0.0, whole - sum(phases.values()))
+    phases["between stages"] = STAGES * cluster.rates.barrier_s
     return PlacementPlan(names_of(found.partition), found.asynchronous, tuple(pools), sum(phases.values()), phases)
+
+
+def _is_late(pool: PoolPlan) -> bool:
+    return learns_late(tuple(role.role for role in pool.roles))
 
 
 def _phase(phase: str, pools: list[PoolPlan], cluster: Cluster) -> float:
@@ -205,8 +215,9 @@ def _phase(phase: str, pools: list[PoolPlan], cluster: Cluster) -> float:
     sums = [sum(role.seconds.get(phase, 0.0) for role in pool.roles) for pool in pools]
     if phase not in ("prepare", "train"):
         return sum(sums)
+    waited = [0.0 if phase == "train" and _is_late(pool) else own for own, pool in zip(sums, pools, strict=True)]
     shares = [float(core_share(pool.devices, cluster)) for pool in pools]
-    return max(*sums, sum(seconds * share for seconds, share in zip(sums, shares, strict=True)))
+    return max(*waited, sum(seconds * share for seconds, share in zip(sums, shares, strict=True)))
 
 
 def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, cluster: Cluster) -> RolePlan:

@@ -1,6 +1,7 @@
 """What a recipe's own placement is predicted to take: its pools, layouts and servers as they stand, nothing searched.
 
-Servers stand on devices of their own where the cluster has enough beside the ranks', on the actor's otherwise.
+Servers stand on devices of their own where the cluster has enough beside the ranks', on the first pool's otherwise
+(cluster/seats.py). Where processes stand for devices servers have none; they count as the actor's.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ def predict_recipe(recipe: Recipe, workload: Workload, cluster: Cluster) -> Plac
     ranks = sum(devices for _, devices in pools)
     used = recipe.rollout.servers * recipe.rollout.tp
     apart = cluster.device.rests_on_host and cluster.num_devices - ranks >= used
-    actors = next(devices for roles, devices in pools if ACTOR in roles)
-    pools = [((*roles, ROLLOUT) if ACTOR in roles and not apart else roles, devices) for roles, devices in pools]
-    pools += [((ROLLOUT,), used)] if apart else []
+    if apart:
+        pools.append(((ROLLOUT,), used))
+    else:
+        host = 0 if cluster.device.rests_on_host else [ACTOR in roles for roles, _ in pools].index(True)
+        roles, used = pools[host]
+        pools[host] = ((*roles, ROLLOUT), used)
     tables = AllTables(
         roles={
             role: _role_table(role, layout, recipe, workload, cluster)
             for role, layout in layouts.items()
             if role in workload.models
         },
-        rollout=_rollout_table(recipe, workload, cluster, used if apart else actors, shared=not apart),
+        rollout=_rollout_table(recipe, workload, cluster, used, shared=not apart),
     )
     found = Found(
         partition=tuple(roles for roles, _ in pools),

@@ -11,16 +11,16 @@ After the mapping search of HybridFlow (arXiv 2409.19256, algorithm 1), which en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
 from megarl.placement.frontier import SLOWEST, Choices, Pools, as_pool, beside, is_least, join
 from megarl.placement.lengths import Floats
-from megarl.placement.partitions import Partition, Pool, partitions
+from megarl.placement.partitions import Partition, Pool, learns_late, partitions
 from megarl.placement.space import Ints
-from megarl.placement.workload import ACTOR, ROLLOUT
+from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT
 
 # Pairs that are put together at once; more are done block by block.
 _BLOCK = 2_000_000
@@ -127,8 +127,16 @@ def step_seconds(cost: Floats) -> Floats:
     stages = cost[:, 1:3]
     if cost.shape[1] > SLOWEST.stop:
         stages = np.maximum(stages, cost[:, SLOWEST.stop :])
-    seconds: Floats = cost[:, 0] + np.maximum(cost[:, 3], stages[:, 0] + stages[:, 1])
+    seconds: Floats = np.maximum(cost[:, 3], cost[:, 0] + stages[:, 0] + stages[:, 1])
     return seconds
+
+
+def late(choices: Choices) -> Choices:
+    """What a pool is whose critic learns while the next samples are generated: its updates are waited for a step later."""
+    cost = choices.cost.copy()
+    cost[:, 3] = cost[:, :3].sum(axis=1)
+    cost[:, 2] = 0.0
+    return replace(choices, cost=cost)
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ def _joined(tables: Tables, usable: float) -> dict[Pool, list[Choices]]:
         for pool in list(joined):
             joined[(*pool, role)] = join(joined[pool], shared if ACTOR in pool else alone, usable)
         joined[(role,)] = alone
-    result = {pool: [choices] for pool, choices in joined.items()}
+    result = {pool: [late(choices) if learns_late(pool) else choices] for pool, choices in joined.items()}
     if tables.flowing is not None:
         result[(ROLLOUT,)].append(tables.flowing)
     return result
@@ -169,7 +177,11 @@ class _Least:
         self._sizes: dict[str, Ints] = {}
         self._least: dict[str, Floats] = {}
         for role, alone in tables.roles.items():
-            kinds = [alone, *([tables.shared, *filter(None, [tables.flowing])] if role == ROLLOUT else [])]
+            kinds = [alone]
+            if role == ROLLOUT:
+                kinds += [tables.shared, *filter(None, [tables.flowing])]
+            elif role == CRITIC:
+                kinds += [late(alone)]
             sizes = np.concatenate([kind.devices for kind in kinds])
             order = np.argsort(sizes, kind="stable")
             costs = np.concatenate([kind.cost for kind in kinds])[order]

@@ -153,10 +153,10 @@ def _with_failures(
 
 
 def _stage_share(pool: PoolPlan, placement: PlacementPlan) -> float:
-    """Share of the two stages that a pool works in."""
+    """What a pool works, as a share of the two stages; a critic that learns beside the next rollout may be above 1."""
     both = float(placement.phases["prepare"] + placement.phases["train"])
     own = sum(float(role.seconds.get(stage, 0.0)) for role in pool.roles for stage in ("prepare", "train"))
-    return min(1.0, own / both) if both else 0.0
+    return own / both if both else 0.0
 
 
 def render_simulation(played: Played, placement: PlacementPlan) -> Table:

@@ -193,7 +193,7 @@ def price_rollout(choice: Servers, rests: Mask, workload: Workload, cluster: Clu
         rests=rests,
         apart=choices(total + wake + apart, 0.0),
         shared=choices(total + wake + shared, 0.0),
-        flowing=choices(apart, flow),
+        flowing=choices(apart, flow + apart),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.cluster.nodes import Node
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import Seat, beside, seat_on, seat_servers
+from megarl.cluster.seats import Seat, apart, beside, seat_on, seat_servers
 from megarl.core.errors import UserError
 from megarl.core.platform import get_platform
 
@@ -58,6 +58,15 @@ def test_a_server_larger_than_a_node_has_a_part_on_each() -> None:
     a, b = nodes(2)
     [seat] = seat_servers(CUDA, [a, b], gpus((a, "0"), (a, "1"), (b, "0"), (b, "1")), 1, 4)
     assert [(part.node.name, part.devices) for part in seat.parts] == [("n0", ("0", "1")), ("n1", ("0", "1"))]
+
+
+def test_ranks_are_apart_from_servers_on_other_devices() -> None:
+    a, b = nodes(2)
+    policy, critic = gpus((a, "0"), (a, "1")), gpus((b, "0"), (b, "1"))
+    on_first = seat_servers(CUDA, [a, b], [*policy, *critic], 2, 1)
+    assert not apart(policy, on_first) and apart(critic, on_first)
+    assert not apart(critic, seat_servers(CUDA, [a, b], [*policy, *critic], 2, 2))
+    assert apart([seat_on(a)], seat_servers(get_platform("cpu"), [a], [seat_on(a)], 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_an_applied_plan_is_predicted_as_it_was_planned(tmp_path: Path, name: st
     again = predict_recipe(after, recipe_workload(after, read_model(tmp_path)), cluster)
     for phase in ("prepare", "train"):
         assert again.phases[phase] == pytest.approx(plan.best.phases[phase])
+    pools = [{role.role for role in pool.roles} for pool in again.pools]
+    assert sorted(map(sorted, pools)) == sorted(sorted(role.role for role in pool.roles) for pool in plan.best.pools)
     layouts = role_layouts(after)
     for pool in plan.best.pools:
         for role in pool.roles:

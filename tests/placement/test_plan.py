@@ -13,8 +13,8 @@ from rich.console import Console
 
 from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
-from megarl.placement.page import page
-from megarl.placement.plan import PHASES, make_plan
+from megarl.placement.page import gantt, page
+from megarl.placement.plan import PHASES, PlacementPlan, PoolPlan, make_plan
 from megarl.placement.report import as_json, render
 from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
 
@@ -46,6 +46,29 @@ def test_an_asynchronous_rollout_hides_behind_training() -> None:
     assert flows.best.step_s < waits.best.step_s
     assert flows.best.asynchronous
     assert flows.best.step_s == pytest.approx(sum(flows.best.phases.values()))
+
+
+def test_a_critic_on_devices_of_its_own_learns_beside_the_next_rollout() -> None:
+    cluster = make_cluster("H100", 4)
+    apart, together = (frozenset({"critic", "reward_model"}), frozenset({"reference", "critic", "reward_model"}))
+
+    def placed(others: frozenset[str]) -> PlacementPlan:
+        return make_plan(workload(QWEN_7B), cluster, allowed=lambda pools: others in map(frozenset, pools), top=1).best
+
+    for others in (apart, together):
+        best = placed(others)
+        [late] = [pool for pool in best.pools if {role.role for role in pool.roles} == others]
+        [first] = [pool for pool in best.pools if pool is not late]
+
+        def seconds(pool: PoolPlan, *phases: str) -> float:
+            return sum(role.seconds.get(phase, 0.0) for role in pool.roles for phase in phases)
+
+        everyone = sum(seconds(pool, "sync", "sleep and wake", "rollout") for pool in best.pools)
+        prepare = max(seconds(pool, "prepare") for pool in best.pools)
+        own = seconds(late, "sleep and wake", "prepare", "train")
+        expected = max(everyone + prepare + seconds(first, "train"), own) + best.phases["between stages"]
+        assert best.step_s == pytest.approx(expected) == pytest.approx(sum(best.phases.values()))
+        ElementTree.fromstring(gantt(best))
 
 
 def test_what_does_not_fit_is_refused_with_the_smallest_cluster() -> None:

@@ -37,9 +37,14 @@ def whole(tables: Tables, partition: Partition, pick: dict[str, int], usable: fl
         devices += sizes.pop()
         costs = np.array([table.cost[row] for table, row in rows]).sum(axis=0)
         add += costs[0]
-        prepare, train, beside = max(prepare, costs[1]), max(train, costs[2]), max(beside, costs[3])
+        prepare, beside = max(prepare, costs[1]), max(beside, costs[3])
+        if CRITIC in pool and not {ACTOR, ROLLOUT}.intersection(pool):
+            # Its updates are waited for when the next samples are there: what it does in all is a bound of its own.
+            beside = max(beside, costs[0] + costs[1] + costs[2])
+        else:
+            train = max(train, costs[2])
         loads += costs[4:] if len(costs) > 4 else 0.0
-    return devices, add + max(beside, max(prepare, loads[0]) + max(train, loads[1]))
+    return devices, max(beside, add + max(prepare, loads[0]) + max(train, loads[1]))
 
 
 def brute_force(tables: Tables, devices: int, usable: float) -> dict[Partition, float]:
