@@ -39,7 +39,8 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "values": "values of the responses under the critic before its update",
         "reward_model": "scores of the responses under the reward model",
         "advantages": "advantages and returns computed from rewards and values",
-        "critic": "the critic's forward, backward and optimizer steps",
+        "critic": "the critic's forward, backward and optimizer steps; one on devices of its own learns beside the next "
+        "rollout, and what is waited for it then counts in that step",
         "update": "the actor's forward, backward and optimizer steps",
         "sync": "new weights sent to every server, and verified",
         "eval": "held-out prompts answered and graded, or held-out rows evaluated",

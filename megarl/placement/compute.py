@@ -68,12 +68,13 @@ class Batches:
 def batches(samples: float, workload: Workload, choice: Layouts) -> Batches:
     """Micro-batches of the heaviest data-parallel rank when this many samples are dealt.
 
-    Dealt well, the heaviest rank has the mean, or the longest sample where ranks have few; a micro-batch is filled as
-    far as whole samples let it.
+    Dealt well, the heaviest rank has the mean, or the longest sample where ranks have few; whole samples, so that one rank
+    has the mean number rounded up, none of them shorter than the shortest. A micro-batch is filled as far as they let it.
     """
     lengths = workload.responses
     mean = workload.prompt_tokens + lengths.mean
     load = np.maximum(samples / choice.dp * mean, workload.prompt_tokens + lengths.longest_of(samples))
+    load = np.maximum(load, np.ceil(samples / choice.dp) * (workload.prompt_tokens + lengths.shortest))
     room = np.maximum(choice.micro_tokens - mean / 2, mean)
     count = np.maximum(np.ceil(load / room - 1e-9), 1)
     return Batches(count, load / count)
@@ -209,9 +210,10 @@ def _step_seconds(held: Any, choice: Layouts, workload: Workload, cluster: Clust
     held: [N] parameters on one rank.
     """
     ranks = choice.dp * choice.cp
-    moved = held * (GRADIENT_BYTES + workload.bytes_each)
+    # Gradients are scattered, and then weights gathered where each rank has updated its share, gradients where it has not.
+    moved = held * (GRADIENT_BYTES + (workload.bytes_each if workload.shards_optimizer else GRADIENT_BYTES))
     gradients = np.where(ranks > 1, all_gather_s(cluster, moved, ranks, choice.tp), 0.0)
     memory = cluster.device.memory_bytes_s * cluster.rates.memory
     # Gradients are scaled and their norm taken; weights, moments and masters are read and written once.
-    passes = held * 3 * GRADIENT_BYTES + held / ranks * 30
+    passes = held * 3 * GRADIENT_BYTES + held / (ranks if workload.shards_optimizer else 1) * 30
     return gradients, (passes / memory + cluster.rates.update_s) * crowding(choice.devices, cluster)

@@ -73,7 +73,7 @@ def rollout_seconds(
     tail = np.sum(
         width * any_alive * step.seconds(np.maximum(start * share, 1.0), workload.prompt_tokens + age), axis=1
     )
-    prefill = _prefill_seconds(config, choice, workload, cluster)
+    prefill = prefill_seconds(config, choice.used, workload, cluster)
     # Samples of as many steps as they may be old are in flight beside this one's.
     most = np.maximum(np.minimum(np.minimum(room, workload.max_running), each * (1 + workload.staleness)), 1)
     flow = prefill + each * mean / most * step.seconds(most, context)
@@ -131,8 +131,8 @@ class _Step:
         return sizes.total - embedding - sizes.moe_layers * sizes.routed * (1 - met)
 
 
-def _prefill_seconds(config: ModelConfig, choice: Servers, workload: Workload, cluster: Cluster) -> Any:
-    """Prompts are read once for all samples of a group: the servers share prefixes."""
+def prefill_seconds(config: ModelConfig, devices: Any, workload: Workload, cluster: Cluster) -> Any:
+    """Seconds of reading a step's prompts on so many devices: once for all samples of a group, servers share prefixes."""
     rate = cluster.device.peak_flops(workload.dtype) * cluster.rates.prefill
     flops = forward_flops(config, [max(1, round(workload.prompt_tokens))]).total
-    return workload.prompts * flops / (choice.used * rate)
+    return workload.prompts * flops / (devices * rate)

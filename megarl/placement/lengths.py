@@ -36,6 +36,11 @@ class Lengths:
         """Mean length."""
         return float(np.mean(self.grid))
 
+    @property
+    def shortest(self) -> float:
+        """The least length that is known of."""
+        return self.values[0]
+
     @cached_property
     def grid(self) -> Floats:
         """[64] lengths of equal probability."""

@@ -52,8 +52,13 @@ class RoleBytes:
         return self.weights + self.optimizer
 
 
-def role_bytes(config: ModelConfig, choice: Layouts, bytes_each: int, *, trained: bool, head: bool) -> RoleBytes:
-    """Bytes of a Megatron role under every choice. head: whether it has an output matrix."""
+def role_bytes(
+    config: ModelConfig, choice: Layouts, bytes_each: int, *, trained: bool, head: bool, sharded: bool = True
+) -> RoleBytes:
+    """Bytes of a Megatron role under every choice.
+
+    head: whether it has an output matrix. sharded: whether data-parallel ranks share out the optimizer's state.
+    """
     dense, routed = model_sizes(config, head=head).on_stage(choice.pp)
     dense, routed = dense / choice.tp, routed / choice.ep
     tokens = choice.micro_tokens / choice.cp
@@ -77,7 +82,7 @@ def role_bytes(config: ModelConfig, choice: Layouts, bytes_each: int, *, trained
     return RoleBytes(
         weights=(dense + routed) * bytes_each,
         gradients=(dense + routed) * GRADIENT_BYTES,
-        optimizer=master * (dense / (choice.dp * choice.cp) + routed / choice.edp),
+        optimizer=master * (dense / (choice.dp * choice.cp) + routed / choice.edp if sharded else dense + routed),
         activations=tokens * (kept + 2 * border),
         logits=tokens * vocabulary * (bytes_each + 2 * LOGIT_COPIES_BYTES),
     )

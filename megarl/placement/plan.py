@@ -12,12 +12,12 @@ from megarl.placement.cluster import Cluster
 from megarl.placement.compute import core_share
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
-from megarl.placement.memory import role_bytes, server_bytes
+from megarl.placement.memory import server_bytes
 from megarl.placement.partitions import NAMES, Name, Partition, Pool, learns_late, names_of
 from megarl.placement.search import Allowed, Bound, Found, Result, search
 from megarl.placement.space import RECOMPUTE, Space
-from megarl.placement.tables import AllTables, build_tables, gather_seconds, has_head, stage_seconds, sync_seconds
-from megarl.placement.workload import ACTOR, ROLLOUT, TRAINED, Workload
+from megarl.placement.tables import AllTables, build_tables, gather_seconds, held_bytes, stage_seconds, sync_seconds
+from megarl.placement.workload import ACTOR, ROLLOUT, Workload
 
 # Stages of a step: generation, preparation, training; each is waited for.
 STAGES = 3
@@ -223,15 +223,14 @@ def _phase(phase: str, pools: list[PoolPlan], cluster: Cluster) -> float:
 def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, cluster: Cluster) -> RolePlan:
     table = tables.roles[role]
     choice = table.layouts.take(np.array([row]))
-    config, head, trained = workload.models[role], has_head(role), role in TRAINED
-    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    held = held_bytes(role, choice, workload)
     cost = table.choices.cost[row]
     parts: dict[str, dict[str, float]] = {}
     for stage, seconds in zip(("prepare", "train"), stage_seconds(role, choice, workload, cluster), strict=True):
         if seconds is not None:
             parts[stage] = {name: float(value[0]) for name, value in vars(seconds).items()}
     rests = bool(table.rests[row])
-    gather = float(gather_seconds(config, choice, workload, cluster)[0]) if role == ACTOR else 0.0
+    gather = float(gather_seconds(workload.models[role], choice, workload, cluster)[0]) if role == ACTOR else 0.0
     layout = choice.layout(0)
     recompute = RECOMPUTE[int(choice.recompute[0])]
     words = [str(layout), f"{int(choice.micro_tokens[0])} tokens"]

@@ -19,7 +19,7 @@ from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
 from megarl.placement.links import group_bytes_s
-from megarl.placement.memory import RESTING_SHARE, role_bytes, server_bytes
+from megarl.placement.memory import RESTING_SHARE, RoleBytes, role_bytes, server_bytes
 from megarl.placement.search import Tables
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
@@ -83,7 +83,7 @@ def build_tables(
 
 def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RoleTable:
     """The choices of one Megatron role that a device holds; within each budget of memory the fastest."""
-    config, trained, head = workload.models[role], role in TRAINED, has_head(role)
+    config, trained = workload.models[role], role in TRAINED
     # All roles share a step's micro-batches: none has more ranks to deal a mini-batch to than it has samples.
     most_dp = workload.samples // workload.mini_batches
     choice = layouts(
@@ -95,9 +95,9 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
         most_dp=most_dp,
         trained=trained,
     )
-    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    held = held_bytes(role, choice, workload)
     choice = choice.take(held.state + held.working <= cluster.usable_bytes)
-    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=head)
+    held = held_bytes(role, choice, workload)
     total = _costs(role, choice, workload, cluster)[:, :3].sum(axis=1)
     kept = [
         np.column_stack([rows, np.full(len(rows), rests)])
@@ -110,11 +110,10 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
 
 def price_role(role: str, choice: Layouts, rests: Mask, workload: Workload, cluster: Cluster) -> RoleTable:
     """Bytes and seconds of these choices, whether a device holds them or not."""
-    config, trained = workload.models[role], role in TRAINED
     cost = _costs(role, choice, workload, cluster)
-    held = role_bytes(config, choice, workload.bytes_each, trained=trained, head=has_head(role))
+    held = held_bytes(role, choice, workload)
     # A frozen role's weights are on the host anyway: they only come back.
-    ways = (2 if trained else 1) * rests
+    ways = (2 if role in TRAINED else 1) * rests
     cost[:, 0] += held.moved * ways / (cluster.device.host_bytes_s * cluster.rates.host)
     rest = held.state * np.where(rests, RESTING_SHARE, 1.0)
     return RoleTable(
@@ -210,6 +209,18 @@ def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Se
         rows = rows[np.lexsort((held[rows], devices[rows]))]
         kept.append(rows[np.flatnonzero(np.diff(devices[rows], prepend=-1))])
     return np.unique(np.concatenate(kept))
+
+
+def held_bytes(role: str, choice: Layouts, workload: Workload) -> RoleBytes:
+    """Bytes of a Megatron role of the workload under every choice."""
+    return role_bytes(
+        workload.models[role],
+        choice,
+        workload.bytes_each,
+        trained=role in TRAINED,
+        head=has_head(role),
+        sharded=workload.shards_optimizer,
+    )
 
 
 def has_head(role: str) -> bool:

@@ -30,7 +30,7 @@ class Workload:
     longest_sample: tokens of prompt and response at most.
     micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
     once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
-    log-probs are computed again before the update.
+    log-probs are computed again before the update. shards_optimizer: whether data-parallel ranks share out its state.
     """
 
     models: Mapping[str, ModelConfig]
@@ -47,6 +47,7 @@ class Workload:
     dtype: str = "bfloat16"
     staleness: int = 0
     scores: bool = True
+    shards_optimizer: bool = True
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -105,6 +106,7 @@ def recipe_workload(
         max_running=rollout.max_running_requests,
         dtype=recipe.model.dtype,
         scores=recipe.algorithm.old_logprobs == "trainer",
+        shards_optimizer=actor.optimizer.name == "adam",
     )
 
 

@@ -90,3 +90,31 @@ def test_the_critic_is_exported_and_scores_a_run_with_pools_of_devices(trained: 
         "others_rank_0.log",
     }
     driver.assert_nothing_left()
+
+
+def test_a_critic_apart_learns_beside_the_next_rollout_and_to_the_bit_the_same(inputs: Path) -> None:
+    """Where a step is saved, everybody is waited for in it: the run that saves each step is the one to compare with."""
+    rows = {}
+    for name, every in (("late", 100), ("waited_for", 1)):
+        driver = start(
+            inputs,
+            *(f"run.name={name}", f"train.save_every={every}", "algorithm.preset=ppo", "algorithm.kl_coef=0"),
+            *(
+                "cluster.devices=2",
+                "placement.pools={a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [critic]}}",
+            ),
+            # One request at a time, no prefixes kept: how a server batches shows in the last bit of its log-probs.
+            *("rollout.concurrency=1", "rollout.server_args=[--disable-radix-cache]", "train.keep_last=1"),
+        )
+        code, _, error = driver.finish()
+        assert code == 0, error
+        driver.assert_nothing_left()
+        rows[name] = driver.metrics()[1:]
+    critic_waits = {name: ["perf/critic_s" in row for row in found] for name, found in rows.items()}
+    # The critic's first update is waited for in the second step, beside which its seconds stand.
+    assert critic_waits == {"late": [False, True, True], "waited_for": [True, True, True]}
+    kept = [
+        [{key: row[key] for key in row if not key.startswith(("perf/", "memory/", "time"))} for row in found]
+        for found in rows.values()
+    ]
+    assert kept[0] == kept[1] and all("critic/vf_loss" in row for row in kept[0])

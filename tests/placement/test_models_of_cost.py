@@ -47,6 +47,8 @@ def test_bytes_of_mixed_precision_by_hand() -> None:
     assert held.weights[0] == pytest.approx(own * 2)
     assert held.gradients[0] == pytest.approx(own * 4)
     assert held.optimizer[0] == pytest.approx(own * 12 / 4)
+    whole = role_bytes(LLAMA_7B, choice(8, tp=2), 2, trained=True, head=True, sharded=False)
+    assert whole.optimizer[0] == pytest.approx(own * 12) and whole.state[0] == pytest.approx(own * 18)
     in_float32 = role_bytes(LLAMA_7B, choice(8, tp=2), 4, trained=True, head=True)
     assert in_float32.optimizer[0] == pytest.approx(own * 8 / 4)
     frozen = role_bytes(LLAMA_7B, choice(8, tp=2), 2, trained=False, head=True)
@@ -105,6 +107,28 @@ def test_the_heaviest_rank_has_the_longest_sample() -> None:
     work = workload(samples_per_prompt=1, prompts=16)
     one_each = batches(16, work, choice(16))
     assert one_each.tokens[0] == pytest.approx(512 + work.responses.longest_of(16))
+
+
+def test_whole_samples_are_dealt_so_that_one_rank_has_more() -> None:
+    work = replace(workload(), responses=lognormal(1023.9, 0.0, 1024))
+    # 128 samples of 512 + 1,024 tokens over 12 ranks: one has 11 of them.
+    assert batches(128, work, choice(12)).tokens[0] * batches(128, work, choice(12)).count[0] == pytest.approx(
+        11 * 1536, rel=1e-3
+    )
+    assert batches(120, work, choice(12)).tokens[0] * batches(120, work, choice(12)).count[0] == pytest.approx(
+        10 * 1536, rel=1e-3
+    )
+
+
+def test_an_optimizer_that_is_not_shared_out_reads_all_of_its_state_and_sums_whole_gradients() -> None:
+    shared, whole = (
+        update_seconds(QWEN_7B, choice(16, tp=2), replace(workload(QWEN_7B), shards_optimizer=shards), CLUSTER)
+        for shards in (True, False)
+    )
+    assert whole.optimizer[0] > shared.optimizer[0]
+    # 4 + 4 bytes a parameter instead of 4 + 2, beside hops that are the same.
+    assert whole.gradients[0] / shared.gradients[0] == pytest.approx(8 / 6, rel=0.02)
+    assert whole.compute[0] == shared.compute[0]
 
 
 def test_processes_that_share_cores_slow_each_other_down_but_wait_side_by_side() -> None:
