@@ -142,6 +142,12 @@ def checks(software: Software) -> dict[str, float]:
     return {"actor_share": statistics.fmean(spent), "colocate_gains": statistics.fmean(gains) if gains else math.nan}
 
 
+def at_our_rates(software: Software) -> Software:
+    """The same with the rates of our own table."""
+    ours = vars(their_cluster(16).rates)
+    return replace(software, rates={name: ours[name] for name in RANGES})
+
+
 def lines(found: Outcome) -> list[dict[str, Any]]:
     rows = []
     for index, (finding, best) in enumerate(zip(FINDINGS, found.best, strict=True)):
@@ -199,7 +205,15 @@ def main() -> None:
     Console(width=200).print(
         render(rows), f"{best.agree} of {len(FINDINGS)}; distance {distance(software):.2f}; {software}"
     )
-    result = {"draws": options.draws, "variants": variants, "agree": best.agree, "of": len(FINDINGS)}
+    ours = outcome(at_our_rates(software)).agree
+    print(f"the same at our table's own rates: {ours}")
+    result = {
+        "draws": options.draws,
+        "variants": variants,
+        "agree": best.agree,
+        "of": len(FINDINGS),
+        "at_our_rates": ours,
+    }
     result |= {
         "software": asdict(software),
         "distance": distance(software),

@@ -1,8 +1,9 @@
 """The search: the fastest placement among all partitions of the roles, sizes of pools and choices of each role.
 
-Within a pool roles take turns and their seconds add up; pools work side by side, and every stage waits for the slowest.
-So of each pool only the undominated choices of (devices, seconds by stage) can be part of a best placement, and of several
-pools together likewise: partitions are put together pool by pool, and what cannot come under the best found so far is cut.
+Within a pool roles take turns and their seconds add up; pools work side by side, and every stage waits for the slowest (but
+for a critic apart, whose updates the next rollout does not wait for). So of each pool only the undominated choices of
+(devices, seconds by stage) can be part of a best placement, and of several pools together likewise: partitions are put
+together pool by pool, and what cannot come under the best found so far is cut.
 Exact over the tables that it is given; `docs/placement.md` says what these leave out.
 
 After the mapping search of HybridFlow (arXiv 2409.19256, algorithm 1), which enumerates instead.
