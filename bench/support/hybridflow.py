@@ -8,11 +8,10 @@ The numbers in brackets are the paper's sections. What it says of its software, 
   cache and the weights of generation (7, 8.2); the cache gets what memory is left (8.4).
 - Each model's function runs in a process of its own (7). Generation returns its log-probs, so that the actor makes no pass (A).
 - What is on other devices begins as soon as its inputs are there (4.1): a critic apart learns beside the next generation.
-- A set of models on the same devices starts from one least size of model parallel (6, C).
+- Models on the same devices have layouts of their own, which start from the least model parallel that holds them all (6, C).
 
-From these follows, and is assumed: optimizer states are not shared out over data-parallel ranks (else 13B would not need
-tensor parallel 8, nor 70B 64 devices); models of one set have one layout, a model alone its own. All answers are equally long
-and come in waves, as many as the cache holds.
+Assumed: optimizer states are not shared out over data-parallel ranks (else 13B would not need tensor parallel 8, nor 70B 64
+devices). All answers are equally long and come in waves, as many as the cache holds.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class Software:
     process_gib: float
     dispatch_s: float
     late_critic: bool = True
-    one_layout: bool = True
+    from_least: bool = True
     shards_optimizer: bool = False
 
 
@@ -241,13 +240,11 @@ class Pricing:
         roles = [role for role in pool if role != ROLLOUT]
         priced = [self._role(role, devices) for role in roles]
         rows = [each.ravel() for each in np.meshgrid(*(np.arange(len(each.layouts)) for each in priced), indexing="ij")]
-        if self._software.one_layout:
-            shapes = [(p.layouts.tp * 100 + p.layouts.pp)[row] for p, row in zip(priced, rows, strict=True)]
-            alike = np.all([shape == shapes[0] for shape in shapes], axis=0)
-            rows = [row[alike] for row in rows]
         each = list(zip(priced, rows, strict=True))
         state = sum(p.state[row] for p, row in each)
         fits = state + np.max([p.working[row] for p, row in each], axis=0) <= self._usable
+        if self._software.from_least:
+            fits = fits & _from_least(np.array([(p.layouts.tp * p.layouts.pp)[row] for p, row in each]), fits)
         prepare = sum(p.score[row] for (p, row), role in zip(each, roles, strict=True) if role != ACTOR)
         train = sum(p.update[row] for (p, row), role in zip(each, roles, strict=True) if role in TRAINED)
         rollout = np.zeros(len(rows[0]))
@@ -298,6 +295,15 @@ class Pricing:
         fixed = prefill_seconds(config, devices, self._work, self.cluster) + self.cluster.rates.wake_s
         fixed += sync_seconds(config, self._work, self.cluster)[1] + self._software.dispatch_s * devices
         return np.where(holds >= 1, decode + fixed, np.inf)
+
+
+def _from_least(sizes: Any, fits: Any) -> Any:
+    """[N] whether all models are cut at least as often as the fewest times that all can be cut alike and fit.
+
+    sizes: [models, N] of model parallel.
+    """
+    alike = sizes[0][fits & (sizes == sizes[0]).all(axis=0)]
+    return sizes.min(axis=0) >= alike.min(initial=np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True)
