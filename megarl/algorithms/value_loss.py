@@ -33,6 +33,9 @@ def clipped_value_loss(
     if clip_range <= 0:
         raise ValueError(f"clip_range must be above 0, or None for no clip; got {clip_range}")
     old_values = old_values.detach()
-    near = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    moved = values - old_values
+    # Within the range the values themselves: old + (new - old) is rounded, and the clip would seem to decide.
+    near = torch.where(moved.abs() <= clip_range, values, old_values + moved.clamp(-clip_range, clip_range))
     bounded = (near - returns).square() / 2
-    return ValueLoss(plain.maximum(bounded), clipped=bounded > plain)
+    clipped = bounded > plain
+    return ValueLoss(torch.where(clipped, bounded, plain), clipped)
