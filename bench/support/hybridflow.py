@@ -140,7 +140,7 @@ class Software:
     """What the paper does not say. rates: of placement/devices.py, by name; network: share of the nodes' 200 Gbit/s.
 
     process_gib: what a model's process holds beside its states. dispatch_s: of one call, for each device. recompute: what a
-    trained model may do. The last three are the paper's own rules (see above), here to be left out one by one.
+    trained model may do. The last three are the rules and the assumption above, to be left out one by one.
     """
 
     rates: dict[str, float]

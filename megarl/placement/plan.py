@@ -193,7 +193,6 @@ def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster:
         pools.append(PoolPlan(found.devices[index], first, roles, peaks[fullest] + reserved, fullest))
         first += found.devices[index]
     phases = {phase: _phase(phase, pools, cluster) for phase in PHASES}
-    phases["between stages"] = 0.0
     if found.asynchronous:
         # The rollout runs beside all but the sync: only what it takes longer than they do is waited for.
         phases["rollout"] = max(0.0, phases["rollout"] - phases["sleep and wake"] - phases["prepare"] - phases["train"])

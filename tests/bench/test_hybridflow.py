@@ -12,7 +12,6 @@ import pytest
 
 from bench.hybridflow import OTHERS, RANGES, RESULT, draw, figures, step
 from bench.support.hybridflow import ALONE, COLOCATE, FINDINGS, PARTITIONS, Pricing, Software, outcome
-from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,6 @@ def test_a_step_by_hand(written: Software) -> None:
     path = policy.rollout + max(reference.prepare, critic.prepare, reward.prepare) + policy.train
     expected = max(path, critic.prepare + critic.train) + 3 * pricing.cluster.rates.barrier_s
     assert pricing.seconds(parts, devices) == pytest.approx(expected)
-    assert parts == ((ACTOR, ROLLOUT), (REFERENCE,), (CRITIC,), (REWARD,))
 
 
 def test_generation_goes_in_waves_as_its_cache_holds(written: Software) -> None:
