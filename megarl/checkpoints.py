@@ -12,17 +12,20 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.core.checksums import FileSum, file_damage, sum_files
 from megarl.core.disk import sync, sync_tree
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, naming
+from megarl.core.json_file import read_object
 from megarl.core.log import get_logger
 from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
 
 MARKER, STATE = "COMMITTED", "state.json"
+DAMAGED = "The checkpoint is damaged."
 PATTERN = re.compile(r"step_(\d+)")
 
 log = get_logger(__name__)
@@ -70,7 +73,7 @@ class Checkpoints:
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
         """Make what was written since `begin` the newest checkpoint; forget those that are not kept. Returns the folder."""
-        temporary, target = self._temporary(step), self.folder / f"step_{step:06d}"
+        temporary, target = self._temporary(step), self._final(step)
         (temporary / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
         sums = {name: asdict(each) for name, each in sum_files(temporary, _to_sum(temporary)).items()}
         (temporary / MARKER).write_text(json.dumps({"files": sums}, indent=1))
@@ -89,7 +92,7 @@ class Checkpoints:
         Only names, sizes and the driver's state are looked at: `latest` reads everything.
         """
         return [
-            Committed(folder, step, json.loads((folder / STATE).read_text()))
+            Committed(folder, step, read_object(folder / STATE, DAMAGED))
             for step, folder in self._folders()
             if not step_damage(folder, read=False)
         ]
@@ -105,7 +108,7 @@ class Checkpoints:
                 damaged.append(f"{folder.name}: {'; '.join(problems)}")
                 log.warning("The checkpoint %s is damaged and is passed over: %s", folder, "; ".join(problems))
             else:
-                return Committed(folder, step, json.loads((folder / STATE).read_text()))
+                return Committed(folder, step, read_object(folder / STATE, DAMAGED))
         found = f" Damaged: {'. '.join(damaged)}." if damaged else ""
         raise UserError(
             f"There is nothing to resume: {self.folder} holds no committed checkpoint.{found} Start the run without "
@@ -113,8 +116,15 @@ class Checkpoints:
             "one is kept."
         )
 
+    def naming(self, step: int) -> AbstractContextManager[None]:
+        """Errors within speak of the checkpoint by its final name."""
+        return naming({self._temporary(step).resolve(): self._final(step)})
+
     def _temporary(self, step: int) -> Path:
         return self.folder / f".tmp-step_{step:06d}"
+
+    def _final(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
 
     def _folders(self) -> list[tuple[int, Path]]:
         """Step and folder of each checkpoint under its final name and with its marker, oldest first."""
@@ -125,15 +135,17 @@ class Checkpoints:
 def step_damage(folder: Path, *, read: bool) -> list[str]:
     """What is wrong with the folder of a step, for people; empty where nothing is. read: also compare the content."""
     try:
-        raw = json.loads((folder / MARKER).read_text())
+        raw = read_object(folder / MARKER, DAMAGED)
         sums = {name: FileSum.parse(entry) for name, entry in raw["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError):  # a UserError is a ValueError
         return [f"{MARKER} is missing or broken"]
+    if STATE not in sums:
+        return [f"{MARKER} does not speak of {STATE}"]
     if problems := file_damage(folder, sums, read=read):
         return problems
     try:
-        json.loads((folder / STATE).read_text())
-    except (OSError, ValueError):
+        read_object(folder / STATE, DAMAGED)
+    except UserError:
         return [f"{STATE} is missing or broken"]
     roles = [name.removesuffix(f"/{MANIFEST}") for name in sums if name.endswith(f"/{MANIFEST}")]
     return [f"{role}: {problem}" for role in roles for problem in checkpoint_damage(folder / role, read=read)]

@@ -7,10 +7,11 @@ It starts nothing and writes nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from megarl.algorithms.resolve import check_algorithm
 from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
@@ -19,13 +20,14 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import check_rows, load_prompts
 from megarl.data.supervised import check_supervised, load_supervised
 from megarl.models.config import ModelConfig
+from megarl.models.context import check_context
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.role_check import check_roles
 from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
-from megarl.recipe.layouts import role_layouts
+from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
@@ -42,6 +44,7 @@ class Preflight:
     """What is known of a run before it starts.
 
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
+    notes: keys without effect on this platform, which has them so that one recipe runs on all.
     """
 
     plan: BatchPlan
@@ -50,6 +53,7 @@ class Preflight:
     rows: int
     dropped: int
     eval_rows: int
+    notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """What a user wants to see before waiting for the start."""
@@ -59,13 +63,16 @@ class Preflight:
             self.plan.describe(),
             f"{self.model.family} of {self.model.num_layers} layers on {self.platform.name}; "
             f"{self.rows} rows{dropped}{held_out}",
+            *self.notes,
         ]
 
 
-def preflight(recipe: Recipe, *, resume: bool = False, here: bool = True) -> Preflight:
+def preflight(
+    recipe: Recipe, *, sources: Mapping[str, str] = MappingProxyType({}), resume: bool = False, here: bool = True
+) -> Preflight:
     """Check a run of `megarl train`. Raises UserError for the first thing that cannot work.
 
-    here: the run's devices are this machine's.
+    sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's.
     """
     plan = plan_batches(recipe)
     check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
@@ -73,10 +80,11 @@ def preflight(recipe: Recipe, *, resume: bool = False, here: bool = True) -> Pre
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data)
     model = _check_generation(recipe)
+    _check_sync(recipe, model)
     check_roles(recipe, model)
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
-    check_algorithm(recipe.algorithm, set(role_layouts(recipe)))
+    check_functions(recipe, sources)
     rows, dropped = _count_prompts(recipe, recipe.data.train)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
@@ -84,7 +92,7 @@ def preflight(recipe: Recipe, *, resume: bool = False, here: bool = True) -> Pre
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more "
             "rows."
         )
-    return Preflight(plan, platform, model, rows, dropped, _count_eval_rows(recipe))
+    return Preflight(plan, platform, model, rows, dropped, _count_eval_rows(recipe), _without_effect(recipe, platform))
 
 
 def preflight_eval(recipe: Recipe) -> Preflight:
@@ -95,6 +103,8 @@ def preflight_eval(recipe: Recipe) -> Preflight:
     platform = check_devices(recipe)
     check_rows(recipe.data.eval, recipe.data)
     model = _check_generation(recipe)
+    if not platform.serves_fp8:
+        _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
     return Preflight(plan, platform, model, 0, 0, _count_eval_rows(recipe))
 
 
@@ -108,7 +118,7 @@ def preflight_supervised(recipe: SupervisedRecipe, *, resume: bool = False, here
         check_supervised(file, recipe.data)
     model = _check_model_folder(recipe.model.path)
     _check_head(recipe, model)
-    _check_context(model, recipe.data.max_tokens, "data.max_tokens")
+    check_context(model, recipe.data.max_tokens, "data.max_tokens")
     check_roles(recipe, model)
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
@@ -157,14 +167,33 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
 def _check_generation(recipe: Recipe) -> ModelConfig:
     """Model folder, context length, the servers' layout, and the graders."""
     model = _check_model_folder(recipe.model.path)
+    if model.head == "score":
+        raise UserError(
+            f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary, and "
+            "generates nothing. Name a language model; this one may be reward_model.path or critic.path."
+        )
     parts = (
         f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
         f"rollout.max_response_tokens {recipe.rollout.max_response_tokens}"
     )
-    _check_context(model, longest_sample(recipe), parts)
+    check_context(model, longest_sample(recipe), parts)
     _check_server_layout(model, recipe.rollout.tp)
     check_graders(recipe.reward)
     return model
+
+
+def _check_sync(recipe: Recipe, model: ModelConfig) -> None:
+    """Servers begin with the folder's own weights, and take the trainer's from then on: the two have to be alike."""
+    _refuse_fp8(recipe, model, "the servers would begin with another model than the trainer, which dequantises them")
+
+
+def _refuse_fp8(recipe: Recipe, model: ModelConfig, reason: str) -> None:
+    if model.fp8_block is not None:
+        path = recipe.model.path
+        raise UserError(
+            f"model.path {path} has FP8 weights, and {reason}. Write an unquantised folder once, by `megarl convert "
+            f"hf-to-mcore {path} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`, and set model.path to it."
+        )
 
 
 def _check_model_folder(folder: Path) -> ModelConfig:
@@ -215,6 +244,13 @@ def _check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) ->
         )
 
 
+def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:
+    """A line for what this platform goes through in vain. To refuse it would keep the recipe from running on others."""
+    if recipe.rollout.resting and not platform.frees_servers:
+        return (f"rollout.resting has no effect on {platform.name}: SGLang gives no memory back there",)
+    return ()
+
+
 def _check_server_layout(model: ModelConfig, tp: int) -> None:
     """SGLang cuts heads and MLP columns evenly; it repeats key-value heads where there are fewer than ranks."""
     sizes = {"attention heads": model.num_heads, "MLP columns": model.ffn_hidden_size}
@@ -228,15 +264,6 @@ def _check_server_layout(model: ModelConfig, tp: int) -> None:
         raise UserError(
             f"rollout.tp {tp} does not divide the model: it has {model.num_heads} attention heads, "
             f"{model.num_kv_heads} key-value heads and {model.ffn_hidden_size} MLP columns. Sizes that work: {valid}."
-        )
-
-
-def _check_context(model: ModelConfig, longest: int, parts: str) -> None:
-    if longest > model.max_positions:
-        raise UserError(
-            f"A sample of up to {longest} tokens ({parts}) is longer than the model's context of "
-            f"{model.max_positions} tokens (max_position_embeddings in its config.json). "
-            f"Lower the limit by {longest - model.max_positions} tokens."
         )
 
 

@@ -85,7 +85,7 @@ def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpe
         (critic.path or recipe.model.path).resolve(),
         actor.dtype,
         optimizer=critic.optimizer,
-        total_steps=checked.plan.steps * checked.plan.mini_batches * critic.epochs,
+        total_steps=checked.plan.critic_steps,
         objective=ValueObjective(critic.value_clip),
         layout=role_layouts(recipe)[CRITIC],
         recompute=critic.recompute,

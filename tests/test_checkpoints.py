@@ -168,3 +168,17 @@ def test_what_has_begun_is_a_checkpoint_once_it_is_committed(tmp_path: Path) -> 
     checkpoints.commit(2, {"weight_version": 3})
     assert checkpoints.latest().state == {"step": 2, "weight_version": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_errors_while_writing_name_the_folder_to_be(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    folder = checkpoints.begin(7, ["actor"])["actor"]
+    with pytest.raises(UserError) as error, checkpoints.naming(7):
+        raise UserError(f"The disk is full at {folder}.")
+    assert str(error.value) == f"The disk is full at {tmp_path}/checkpoints/step_000007/actor."
+
+
+def test_a_marker_that_says_nothing_of_the_state_is_broken(tmp_path: Path) -> None:
+    target = save(Checkpoints(tmp_path, keep_last=1), 7, write_weights, {})
+    (target / MARKER).write_text(json.dumps({"files": {}}))
+    assert step_damage(target, read=True) == ["COMMITTED does not speak of state.json"]

@@ -11,6 +11,7 @@ from megarl.preflight import Preflight, check_devices, check_run_folder, preflig
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from tests.support.bad_input import ALL, GOOD_PAIR, PAIRS, Bad, Place, good_place, pairs_place
+from tests.support.fp8 import write_fp8
 from tests.support.tiny import write_tiny_qwen
 
 
@@ -90,7 +91,7 @@ def test_supervised_runs(place: Place) -> None:
     found = preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe)
     assert (found.rows, found.dropped) == (4, 1)
     assert "4 demonstrations" in found.lines()[0]
-    with pytest.raises(UserError, match=r"longer than the model's context of 2048"):
+    with pytest.raises(UserError, match=r"longer than the context of 2048"):
         preflight_supervised(load_recipe(place.recipe, ["data.max_tokens=3000"], SftRecipe).recipe)
     place.write_rows({"prompt": "1"})
     with pytest.raises(UserError, match=r"train\.jsonl, line 1.*data\.response_key"):
@@ -113,6 +114,26 @@ def test_a_reward_model_is_no_policy(tmp_path: Path, model_folder: Path) -> None
     place.recipe.write_text(place.recipe.read_text().replace("\nrm:", "\ndpo:"))
     with pytest.raises(UserError, match=r"is a reward model: it has one score a token.*megarl rm"):
         preflight_supervised(load_recipe(place.recipe, [], DpoRecipe).recipe)
+
+
+def test_a_reward_model_generates_nothing(place: Place) -> None:
+    place.edit_config(architectures=["Qwen3ForSequenceClassification"], id2label={"0": "SCORE"})
+    place.edit_weights(_give_score_head)
+    with pytest.raises(UserError, match=r"is a reward model.*generates nothing.*reward_model\.path"):
+        run(place)
+
+
+def test_fp8_weights_are_trained_on_and_not_served(place: Place) -> None:
+    write_fp8(place.model)
+    for check in (
+        lambda: run(place),
+        lambda: preflight_eval(load_recipe(place.recipe, [f"data.eval={place.data}"]).recipe),
+    ):
+        with pytest.raises(UserError, match=r"has FP8 weights.*megarl convert hf-to-mcore.*set model\.path"):
+            check()
+    place.recipe.write_text(SFT.format(root=place.root))
+    place.write_rows(*({"prompt": f"{n}", "response": f"{n}"} for n in range(4)))
+    assert preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe).model.fp8_block == (128, 128)
 
 
 def _give_score_head(tensors: dict[str, Any]) -> None:

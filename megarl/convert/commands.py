@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from megarl.convert.convert import Outcome, Settings, hf_to_mcore, make_layout, mcore_to_hf, outcome_json, reshard
 from megarl.convert.inspection import inspect, render
-from megarl.convert.job import Dtype, Operation
-from megarl.convert.sizes import ITEM_BYTES
+from megarl.convert.job import Operation
 from megarl.core.errors import UserError
+from megarl.models.hf_dtypes import ModelDtype
 
 SHOWN = 50
 
@@ -28,14 +28,14 @@ def run_convert(
     as_json: bool,
 ) -> int:
     """Convert; returns the exit code: 1 where what was written is not what was read."""
-    if dtype is not None and dtype not in ITEM_BYTES:
-        raise UserError(f"--dtype is {dtype}; it can be {' or '.join(ITEM_BYTES)}.")
+    if dtype is not None and dtype not in get_args(ModelDtype):
+        raise UserError(f"--dtype is {dtype}; it can be {' or '.join(get_args(ModelDtype))}.")
     layout, console = make_layout(**axes), Console(stderr=True)
     if operation == "reshard":
         outcome = reshard(source, target, layout, settings, console)
     else:
         convert = hf_to_mcore if operation == "hf-to-mcore" else mcore_to_hf
-        outcome = convert(source, target, layout, cast("Dtype | None", dtype), settings, console)
+        outcome = convert(source, target, layout, cast("ModelDtype | None", dtype), settings, console)
     if as_json:
         print(outcome_json(outcome))
     else:

@@ -6,25 +6,25 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, get_args
 
 from rich.console import Console
 
-from megarl.convert.job import Dtype, Job, Message, Operation
+from megarl.convert.job import Job, Message, Operation
 from megarl.convert.processes import folder_bytes, run_ranks
 from megarl.convert.progress import ConversionProgress
-from megarl.convert.sizes import ITEM_BYTES, weight_bytes
+from megarl.convert.sizes import weight_bytes
 from megarl.convert.source import Source, require
 from megarl.convert.target import check_target, open_target
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, naming
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_files import read_index
+from megarl.models.hf_dtypes import Dtypes, ModelDtype, stored_dtypes
+from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
+from megarl.models.rules import expected_tensors
 from megarl.rollout.process import free_port
-from megarl.training.manifest import read_manifest, read_model_config
-
-SAFETENSORS_DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16"}
+from megarl.training.manifest import Manifest, read_manifest, read_model_config
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,39 @@ def make_layout(**axes: Any) -> Layout:
 
 
 def hf_to_mcore(
-    source: Path, target: Path, layout: Layout, dtype: Dtype | None, settings: Settings, console: Console
+    source: Path, target: Path, layout: Layout, dtype: ModelDtype | None, settings: Settings, console: Console
 ) -> Outcome:
-    """Write a Megatron checkpoint, weights only, of an HF folder. dtype: as in the files where not given."""
+    """Write a Megatron checkpoint, weights only, of an HF folder.
+
+    dtype: of all weights, but for what Megatron has in float32 whatever the model is; None leaves each tensor its own, and
+    FP8 becomes bfloat16.
+    """
     found = require(source, "hf", "To change a checkpoint's layout call `megarl convert reshard`.")
-    check_layout(load_model_config(found.folder), layout, "--tp, --pp, ...")
-    dtype = dtype or _stored_dtype(found.folder)
-    return _convert("hf-to-mcore", found, target, layout, dtype, weight_bytes(found.hf, dtype), settings, console)
+    config = load_model_config(found.folder)
+    check_layout(config, layout, "--tp, --pp, ...")
+    index = check_weights(expected_tensors(config), found.folder, config)
+    dtypes = stored_dtypes(index, config) if dtype is None else Dtypes(dtype, {})
+    if dtypes is None:
+        raise UserError(
+            f"{found.folder} has tensors in F64, which no Megatron checkpoint holds. Say --dtype "
+            f"{' or --dtype '.join(get_args(ModelDtype))}."
+        )
+    size, casts = weight_bytes(found.hf, dtypes), dtype is not None
+    return _convert("hf-to-mcore", found, target, layout, dtypes, casts, size, settings, console)
 
 
 def mcore_to_hf(
-    source: Path, target: Path, layout: Layout, dtype: Dtype | None, settings: Settings, console: Console
+    source: Path, target: Path, layout: Layout, dtype: ModelDtype | None, settings: Settings, console: Console
 ) -> Outcome:
-    """Write an HF folder of a checkpoint's weights, adapters merged. layout: how the model is held meanwhile."""
+    """Write an HF folder of a checkpoint's weights, adapters merged. layout: how the model is held meanwhile.
+
+    dtype: as for `hf_to_mcore`; None is what the checkpoint has, or had in the HF folder that it came from.
+    """
     found = require(source, "mcore", "It can be loaded by transformers as it is.")
     check_layout(read_model_config(found.hf), layout, "--tp, --pp, ...")
-    dtype = dtype or cast(Dtype, read_manifest(found.folder).dtype)
-    return _convert("mcore-to-hf", found, target, layout, dtype, weight_bytes(found.hf, dtype), settings, console)
+    dtypes = _dtypes(read_manifest(found.folder)) if dtype is None else Dtypes(dtype, {})
+    size, casts = weight_bytes(found.hf, dtypes), dtype is not None
+    return _convert("mcore-to-hf", found, target, layout, dtypes, casts, size, settings, console)
 
 
 def reshard(source: Path, target: Path, layout: Layout, settings: Settings, console: Console) -> Outcome:
@@ -80,8 +96,11 @@ def reshard(source: Path, target: Path, layout: Layout, settings: Settings, cons
     found = require(source, "mcore", "To make a checkpoint of it call `megarl convert hf-to-mcore`.")
     check_layout(read_model_config(found.hf), layout, "--tp, --pp, ...")
     manifest = read_manifest(found.folder)
-    dtype = cast(Dtype, manifest.dtype)
-    return _convert("reshard", found, target, layout, dtype, manifest.num_bytes, settings, console)
+    return _convert("reshard", found, target, layout, _dtypes(manifest), False, manifest.num_bytes, settings, console)
+
+
+def _dtypes(manifest: Manifest) -> Dtypes:
+    return Dtypes(manifest.dtype, manifest.stored)
 
 
 def _convert(
@@ -89,7 +108,8 @@ def _convert(
     source: Source,
     target: Path,
     layout: Layout,
-    dtype: Dtype,
+    dtypes: Dtypes,
+    casts: bool,
     num_bytes: int,
     settings: Settings,
     console: Console,
@@ -107,7 +127,8 @@ def _convert(
             output.content,
             source.hf.absolute(),
             layout,
-            dtype,
+            dtypes,
+            casts,
             free_port(),
             settings.timeout_s,
             settings.verify,
@@ -123,24 +144,14 @@ def _convert(
                 if progress.phase == "writing":
                     progress.written(folder_bytes(output.temporary))
 
-            run_ranks(job, listen, poll, timeout_s=settings.timeout_s)
+            with naming({output.content: target, output.temporary: target}):
+                run_ranks(job, listen, poll, timeout_s=settings.timeout_s)
             progress.done()
         differences = verified[0].differences if verified else ()
         written = folder_bytes(output.content)
         if not differences:
             output.commit()
     return Outcome(target, written, verified[0].done if verified else 0, differences)
-
-
-def _stored_dtype(folder: Path) -> Dtype:
-    """The one that most bytes of the folder are in."""
-    sizes: dict[str, int] = {}
-    for tensor in read_index(folder).values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
-    dtype = max(sizes, key=sizes.__getitem__)
-    if dtype not in SAFETENSORS_DTYPES:
-        raise UserError(f"{folder} is stored in {dtype}. Say --dtype {' or --dtype '.join(ITEM_BYTES)}.")
-    return SAFETENSORS_DTYPES[dtype]
 
 
 def outcome_json(outcome: Outcome) -> str:

@@ -1,28 +1,44 @@
-"""The tensors of an HF folder one by one, whole, as a model of another dtype would have them."""
+"""The tensors of an HF folder as the safetensors library itself reads them: what a conversion is held against.
+
+Nothing of megarl's own reader is used: neither its offsets nor its slices nor its way with FP8.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from megarl.models.hf_files import check_weights
-from megarl.models.hf_read import HfReader
-from megarl.models.rules import expected_tensors, rules
+from megarl.models.hf_dtypes import ModelDtype, tensor_dtypes
+from megarl.models.hf_files import weight_files
+from megarl.models.hf_fp8 import scale_name
 from megarl.training.manifest import read_model_config
 
 
-def hf_tensors(folder: Path, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and content of every tensor that the config asks for, in the order of a forward pass."""
+def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Name and content of every tensor that the config asks for, in the order of a forward pass.
+
+    cast: the dtype of a model that they are read for; None is each file's own, and bfloat16 for FP8.
+    """
     config = read_model_config(folder)
-    index = check_weights(expected_tensors(config), folder, config)
-    with HfReader(index, check_finite=False) as reader:
-        for rule in rules(config, "torch"):
-            for source in rule.sources:
-                kept = torch.float32 if rule.is_buffer else getattr(torch, dtype)
-                tensor = torch.empty(source.shape, dtype=kept)
-                reader.read(source.name, slice(0, source.shape[0]), None, tensor)
-                reader.finish()
-                yield source.name, tensor
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
+        holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
+        for name, dtype in tensor_dtypes(config, cast or "bfloat16", {}).items():
+            tensor: Tensor = holder[name].get_tensor(name)
+            is_fp8 = config.fp8_block is not None and tensor.dtype == torch.float8_e4m3fn
+            if is_fp8:
+                tensor = _unscaled(tensor, holder[scale_name(name)].get_tensor(scale_name(name)), config.fp8_block)
+            yield name, tensor.to(getattr(torch, dtype)) if cast or is_fp8 else tensor
+
+
+def _unscaled(values: Tensor, scales: Any, block: Any) -> Tensor:
+    """[rows, columns] float32: the scales repeated over their blocks, and cut to the values."""
+    repeated = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    product: Tensor = values.float() * repeated[: values.shape[0], : values.shape[1]]
+    return product

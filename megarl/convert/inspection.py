@@ -14,12 +14,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megarl.checkpoints import STATE
 from megarl.convert.source import Source, find_source
+from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.hf_files import read_index
+from megarl.models.hf_header import BITS
 from megarl.training.manifest import TensorEntry, read_manifest, read_model_config
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 OPTIMIZER_PREFIX = "optimizer."
 
 
@@ -68,7 +71,6 @@ def inspect(path: Path, *, read: bool = True) -> Inspection:
 def _inspect_mcore(source: Source, config: ModelConfig, *, read: bool) -> Inspection:
     manifest = read_manifest(source.folder)
     model = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
-    recipe = yaml.safe_load(source.recipe.read_text()) if source.recipe else {}
     return Inspection(
         path=source.folder,
         kind="mcore",
@@ -81,9 +83,9 @@ def _inspect_mcore(source: Source, config: ModelConfig, *, read: bool) -> Inspec
         step=manifest.step,
         run_step=_run_step(source),
         layout=str(manifest.layout),
-        optimizer=manifest.optimizer["name"] if manifest.optimizer else None,
+        optimizer=str(manifest.optimizer.get("name", "unknown")) if manifest.optimizer else None,
         lora=manifest.lora,
-        recipe=recipe.get("run", {}).get("name") if recipe else None,
+        recipe=_recipe_name(source),
         versions=manifest.versions,
         tensors=manifest.tensors,
         files={name: each.bytes for name, each in manifest.files.items()},
@@ -94,8 +96,7 @@ def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
     index = read_index(source.folder)
     tensors = {}
     for name, info in sorted(index.items()):
-        count = math.prod(info.shape)
-        tensors[name] = TensorEntry(info.shape, info.dtype, count * ITEM_BYTES.get(info.dtype, 0))
+        tensors[name] = TensorEntry(info.shape, info.dtype, math.prod(info.shape) * BITS[info.dtype] // 8)
     dtypes = Counter(entry.dtype for entry in tensors.values())
     return Inspection(
         path=source.folder,
@@ -121,8 +122,22 @@ def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
 def _run_step(source: Source) -> int | None:
     if source.step is None:
         return None
-    state: dict[str, Any] = json.loads((source.step / "state.json").read_text())
-    return int(state["step"])
+    try:
+        step = read_object(source.step / STATE, "The checkpoint is damaged.").get("step")
+    except UserError:
+        return None  # told as damage
+    return step if isinstance(step, int) else None
+
+
+def _recipe_name(source: Source) -> str | None:
+    """The run's name. A recipe that cannot be read is no damage of the checkpoint: it has none of its content."""
+    if source.recipe is None:
+        return None
+    try:
+        run = yaml.safe_load(source.recipe.read_text())["run"]["name"]
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return None
+    return str(run)
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.core.layout import Layout
+from megarl.models.hf_dtypes import Dtypes
 
 Operation = Literal["hf-to-mcore", "mcore-to-hf", "reshard"]
-Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class Job:
     """One conversion, the same for every rank.
 
-    source: HF folder or checkpoint. target: folder to make. hf: folder with the HF config. deadline_s: longest wait for
-    the other ranks. verify: read back what was written and compare it.
+    source: HF folder or checkpoint. target: folder to make. hf: folder with the HF config. dtypes: of the checkpoint and of
+    the HF tensors. casts: they are other than the source's, as asked for. deadline_s: longest wait for the other ranks.
+    verify: read back what was written and compare it.
     """
 
     operation: Operation
@@ -26,7 +27,8 @@ class Job:
     target: Path
     hf: Path
     layout: Layout
-    dtype: Dtype
+    dtypes: Dtypes
+    casts: bool
     port: int
     deadline_s: float
     verify: bool
@@ -40,7 +42,7 @@ def parse_job(line: str) -> Job:
     """What `dump` wrote."""
     raw = json.loads(line)
     paths = {name: Path(raw[name]) for name in ("source", "target", "hf")}
-    return Job(**{**raw, **paths, "layout": Layout(**raw["layout"])})
+    return Job(**{**raw, **paths, "layout": Layout(**raw["layout"]), "dtypes": Dtypes(**raw["dtypes"])})
 
 
 @dataclass(frozen=True)

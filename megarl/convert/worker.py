@@ -11,12 +11,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
 
 from megarl.convert.job import Job, Message, parse_job
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, UserError
+from megarl.models.hf_dtypes import ModelDtype
 from megarl.recipe.roles import Lora, Optimizer
-from megarl.training.manifest import read_manifest
+from megarl.recipe.section import Section
+from megarl.training.manifest import HF_FOLDER, MANIFEST, read_manifest
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
     from megarl.convert.digest import Difference, Digest
 
+S = TypeVar("S", bound=Section)
 ROLE = "model"
 BUCKET_BYTES = 64 * 2**20
 # Padded to what the layout's tensor-parallel size divides: two layouts agree in the rows of the vocabulary alone.
@@ -73,33 +78,40 @@ class Worker:
     def _spec(self) -> RoleSpec:
         """What the job reads: weights, and for a reshard the optimizer that the checkpoint has."""
         job = self._job
+        dtypes = job.dtypes
         if job.operation == "hf-to-mcore":
-            return RoleSpec(job.source, job.dtype, layout=job.layout)
+            return RoleSpec(job.source, dtypes.model, layout=job.layout, stored=dtypes.others)
         manifest = read_manifest(job.source)
         trained = job.operation == "reshard" and manifest.optimizer is not None
         return RoleSpec(
             job.hf,
-            job.dtype,
+            dtypes.model,
             layout=job.layout,
-            optimizer=Optimizer.model_validate(manifest.optimizer) if trained else None,
+            optimizer=_section(Optimizer, manifest.optimizer, job.source) if trained else None,
             total_steps=manifest.total_steps,
-            lora=Lora.model_validate(manifest.lora) if manifest.lora else None,
+            lora=_section(Lora, manifest.lora, job.source) if manifest.lora else None,
             load_weights=False,
+            stored=dtypes.others,
         )
 
     def _differences(self) -> tuple[list[Difference], int]:
-        """Between the HF tensors of the source and those of what was written, after it was read back. Collective."""
+        """Between the HF folder, as the safetensors library reads it, and the checkpoint. Collective.
+
+        A checkpoint that was written is read back; one that was read is compared as the model that it made.
+        """
         from megarl.convert.digest import differences
 
-        job = self._job
-        before = self._original() if job.operation == "hf-to-mcore" else self._exported()
-        if job.operation == "hf-to-mcore":
-            self._rank.build(ROLE, RoleSpec(job.target / "hf", job.dtype, layout=job.layout, load_weights=False))
-            self._rank.load(ROLE, job.target)
-        else:
-            self._rank.build(ROLE, RoleSpec(job.target, job.dtype, layout=job.layout))
-        after = self._exported()
-        return differences(before, after), len(before)
+        job, dtypes = self._job, self._job.dtypes
+        if job.operation == "mcore-to-hf":
+            before, after = self._exported(), self._of_folder(job.target, None)
+            return differences(before, after), len(before)
+        before = self._of_folder(job.source, dtypes.model if job.casts else None)
+        spec = RoleSpec(
+            job.target / HF_FOLDER, dtypes.model, layout=job.layout, load_weights=False, stored=dtypes.others
+        )
+        self._rank.build(ROLE, spec)
+        self._rank.load(ROLE, job.target)
+        return differences(before, self._exported()), len(before)
 
     def _exported(self) -> dict[str, Digest]:
         """Of the model as it is in memory, under HF names; of nothing but on the first rank. Collective."""
@@ -109,20 +121,20 @@ class Worker:
         self._phase("verifying", self._expected_bytes())
         return digests((pair for bucket in buckets for pair in bucket), self._tell)
 
-    def _original(self) -> dict[str, Digest]:
-        """Of the HF files, cast to the job's dtype; only the first rank reads them."""
+    def _of_folder(self, folder: Path, cast: ModelDtype | None) -> dict[str, Digest]:
+        """Of an HF folder, in its own dtypes or as a model of another; only the first rank reads it."""
         from megarl.convert.digest import digests
         from megarl.convert.hf_tensors import hf_tensors
 
         if self._rank.rank != 0:
             return {}
         self._phase("verifying", self._expected_bytes())
-        return digests(hf_tensors(self._job.source, self._job.dtype), self._tell)
+        return digests(hf_tensors(folder, cast), self._tell)
 
     def _expected_bytes(self) -> int:
         from megarl.convert.sizes import weight_bytes
 
-        return weight_bytes(self._job.hf, self._job.dtype)
+        return weight_bytes(self._job.hf, self._job.dtypes)
 
     def _reshard_differences(self) -> tuple[list[Difference], int]:
         """Between two checkpoints, tensor by tensor, the optimizer's and what is beside tensors included. Rank 0 reads."""
@@ -144,6 +156,17 @@ class Worker:
             if states[0].get(name) != states[1].get(name)
         ]
         return found, len(before)
+
+
+def _section(kind: type[S], raw: Any, folder: Path) -> S:
+    """A section of the recipe, as a manifest has it. Raises UserError where it is none."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"{folder / MANIFEST} is broken ({'.'.join(map(str, first['loc']))}: {first['msg']}): the checkpoint is damaged."
+        ) from error
 
 
 def _stored(folder: Path, hf: Path) -> Iterator[tuple[str, Tensor]]:

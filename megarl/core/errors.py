@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class MegarlError(Exception):
     """Base of every error that megarl raises on purpose; the command line prints it without a stack trace."""
@@ -34,3 +38,18 @@ class StoppedError(MegarlError):
 
 class SyncError(MegarlError):
     """A weight sync that failed or that could not be verified: carries the servers and the numbers."""
+
+
+@contextmanager
+def naming(folders: Mapping[Path, Path]) -> Iterator[None]:
+    """Errors within speak of the folders that a user knows.
+
+    folders: where work is done under a temporary name, to what that will be called.
+    """
+    try:
+        yield
+    except MegarlError as error:
+        text = str(error)
+        for temporary, final in folders.items():
+            text = text.replace(str(temporary), str(final))
+        raise type(error)(text) from error

@@ -47,6 +47,7 @@ class Platform:
     needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
+    serves_fp8: SGLang can serve FP8 weights there.
     has_device_memory: devices have memory of their own, so that what rests can move to the host's.
     """
 
@@ -65,7 +66,13 @@ class Platform:
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
     returns_routing: bool = True
+    serves_fp8: bool = True
     has_device_memory: bool = True
+
+    @property
+    def frees_servers(self) -> bool:
+        """Whether a server there gives the memory back that it is asked to."""
+        return bool(self.resting_server_args)
 
     def server_env(self, tp: int) -> dict[str, str]:
         """Variables that a server of this tensor-parallel size needs beside `env`."""
@@ -108,6 +115,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             needs_kv_tokens=True,
             adapts_megatron=True,
             returns_routing=False,
+            serves_fp8=False,
             has_device_memory=False,
         )
     return Platform(

@@ -17,6 +17,7 @@ from megarl.data.rows import Row, json_type
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase, which has no type information
 Message = dict[str, Any]
+REASON_CHARACTERS = 400  # of what transformers says
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -29,12 +30,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such model folder. Set model.path to a folder in HF format.")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer(["1+1"])  # some of what is wrong in its files shows only now
+        return tokenizer
+    except Exception as error:  # which ones its parsers raise for a file that is broken, no documentation says
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]
         raise UserError(
             f"{folder}: transformers cannot read a tokenizer from this folder ({reason}). "
-            "It needs tokenizer.json and tokenizer_config.json beside config.json."
+            "It needs tokenizer.json and tokenizer_config.json beside a config.json that transformers reads."
         ) from error
 
 
@@ -69,8 +72,6 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, gener
 
     Raises UserError where there is no template, or where the template refuses the messages.
     """
-    from jinja2 import TemplateError
-
     if not has_chat_template(tokenizer):
         raise UserError(
             f"{row.where}: the row has chat messages, but the model's tokenizer has no chat template. "
@@ -78,7 +79,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, gener
         )
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # a template is code of the model's authors
         roles = ", ".join(str(message["role"]) for message in messages)
         raise UserError(
             f"{row.where}: the model's chat template refuses these messages ({error}); their roles are {roles}."

@@ -114,6 +114,13 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             where = f"{path}, line {number}"
             try:
                 value = json.loads(line)
+                if b"\\u" in line or b"\xed" in line:  # may be half a character, which no tokenizer takes
+                    json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"{where}: half a character (\\u{ord(error.object[error.start]):04x} without the other half of its "
+                    "surrogate pair). Leave it out."
+                ) from error
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Save the file as UTF-8."
@@ -122,6 +129,10 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 raise UserError(
                     f"{where}: malformed JSON ({error.msg} at column {error.colno}). "
                     "Each line holds one whole JSON object."
+                ) from error
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{where}: JSON that cannot be read ({error}). Leave the row out, or write its value as a string."
                 ) from error
             if not isinstance(value, dict):
                 raise UserError(
@@ -137,12 +148,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # Checksums of pages are looked at where the file has them.
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH):
                 for fields in batch.to_pylist():
                     number += 1
                     yield Row(path, number, fields)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # a string that is not UTF-8 is a ValueError
         raise UserError(
             f"{path}: not a readable Parquet file, after {number} rows ({error}). Write it again."
         ) from error

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention over queries, keys and values, dense or packed; values may be narrower than keys."""
+    """Causal attention over queries, keys and values, dense or packed; values need not be as wide as keys."""
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor 
     """[s, b, heads, d] -> [s, b, heads, v]; causal where no mask is given."""
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
-    # The kernels that never hold [s, s] want values as wide as keys.
-    v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    # The kernels that never hold [s, s] want values as wide as keys; zeros beside queries and keys change no product.
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (q, k, v))
     output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return output[..., : value.shape[-1]].permute(2, 0, 1, 3)

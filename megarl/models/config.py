@@ -79,6 +79,7 @@ class ModelConfig:
     norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
     embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
+    fp8_block: rows and columns of a block with one scale, where the folder's weights are FP8; what is loaded is not.
     """
 
     family: str
@@ -109,6 +110,7 @@ class ModelConfig:
     local_layers: frozenset[int] = frozenset()
     local_rope: Rope | None = None
     head: Literal["vocabulary", "score"] = "vocabulary"
+    fp8_block: tuple[int, int] | None = None
 
     def with_score_head(self) -> ModelConfig:
         """The same model with one number a token in the vocabulary's place."""

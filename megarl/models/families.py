@@ -19,7 +19,6 @@ COMMON: Only = MappingProxyType(
         "mlp_bias": (False, "biases in the MLP"),
         "hidden_act": ("silu", "another activation"),
         "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
-        "quantization_config": (None, "quantised weights"),
     }
 )
 

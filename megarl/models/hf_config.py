@@ -5,16 +5,18 @@ Families are rows of `families`; what a config asks for and megarl's model does 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 from megarl.models.config import Mla, ModelConfig, Moe
 from megarl.models.families import FAMILIES, Family, MoeKeys
-from megarl.models.hf_fields import Fields
+from megarl.models.hf_fields import Fields, shown
+from megarl.models.hf_files import some
+from megarl.models.hf_fp8 import read_fp8_block
 from megarl.models.hf_rope import read_layered_rope, read_rope
 
 _REQUIRED = (
@@ -26,9 +28,11 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
+# More than any model has; a list of what a model of a billion layers holds would never end.
+MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 _MLA_REQUIRED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-
+SLIDING, GENERATION = "sliding_attention", "generation_config.json"
 LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
 
 
@@ -38,31 +42,28 @@ def load_model_config(folder: Path) -> ModelConfig:
     Raises UserError: the folder, its config, tokenizer or weights are missing; the architecture is not supported.
     """
     _check_folder(folder)
+    if (folder / GENERATION).exists():
+        read_object(folder / GENERATION, "Servers read it: export the model again, or remove the file.")
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}. Export the model again.") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds {type(raw).__name__}, not a JSON object. Export the model again.")
-    return parse_model_config(raw, path)
+    return parse_model_config(read_object(path, "Export the model again."), path)
 
 
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
-    """A config.json's content as a ModelConfig; `path` is named in errors."""
+    """A config.json's content as a ModelConfig; `path` is named in errors. Raises UserError."""
     fields = Fields(raw, path)
-    architectures = raw.get("architectures") or []
+    architectures = fields.words("architectures", lone=True)
     # HF's models with one score a sequence are those of the family in everything but the head.
     heads_of = {name.replace(SCORE_MODEL, LANGUAGE_MODEL): name for name in architectures}
     architecture = next((name for name in heads_of if name in FAMILIES), None)
     if architecture is None:
         raise UserError(
-            f"{path}: architecture {architectures or 'missing'} is not supported. Supported: {', '.join(FAMILIES)}."
+            f"{path}: architecture {', '.join(map(shown, architectures)) or 'missing'} is not supported. "
+            f"Supported: {', '.join(FAMILIES)}."
         )
     family = FAMILIES[architecture]
     _check_present(fields, family, architecture)
     _check_features(fields, family, architecture)
-    layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
+    layers, hidden = fields.count("num_hidden_layers", most=MOST_LAYERS), fields.count("hidden_size")
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
     window, local_layers = _window(fields, family, layers, architecture)
     local_rope = None
@@ -87,7 +88,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        eos_token_ids=_eos(fields),
+        eos_token_ids=fields.counts("eos_token_id", lone=True),
         moe=moe,
         moe_layers=moe_layers,
         mla=mla,
@@ -99,13 +100,19 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         window=window,
         local_layers=local_layers,
         local_rope=local_rope if local_layers else None,
+        fp8_block=read_fp8_block(fields),
     )
-    if not heads_of[architecture].endswith(SCORE_MODEL):
+    return _with_head(config, fields, heads_of[architecture])
+
+
+def _with_head(config: ModelConfig, fields: Fields, architecture: str) -> ModelConfig:
+    """The same, with one score where the architecture, as the config names it, has that. Raises UserError."""
+    if not architecture.endswith(SCORE_MODEL):
         return config
-    if len(raw.get("id2label") or {}) != 1:
+    labels = len(fields.part("id2label").raw) or 2  # transformers' own default
+    if labels != 1:
         raise UserError(
-            f"{path}: {heads_of[architecture]} must have one label, the score (num_labels=1); it has "
-            f"{len(raw.get('id2label') or {}) or 2}."
+            f"{fields.path}: {architecture} must have one label, the score (num_labels=1); it has {labels}."
         )
     return config.with_score_head()
 
@@ -125,7 +132,7 @@ def _check_present(fields: Fields, family: Family, architecture: str) -> None:
 def _check_features(fields: Fields, family: Family, architecture: str) -> None:
     """Raise UserError for what the family's models may have and megarl's do not: they would train on other numbers."""
     asked = [
-        f"{key}={value!r} ({what})"
+        f"{key}={shown(value)} ({what})"
         for key, (only, what) in family.only.items()
         if (value := fields.get(key)) is not None and value != only
     ]
@@ -146,7 +153,9 @@ def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, 
             raise UserError(
                 f"{fields.path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}."
             )
-        return heads, kv_heads, fields.count("head_dim", hidden // heads), None
+        head_dim = fields.count("head_dim", hidden // heads)
+        _check_rotated(fields, "head_dim", head_dim)
+        return heads, kv_heads, head_dim, None
     if kv_heads != heads:
         raise UserError(
             f"{fields.path}: num_key_value_heads {kv_heads} is not num_attention_heads {heads}, as latent attention has it."
@@ -158,7 +167,13 @@ def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, 
         rope_dim=fields.count("qk_rope_head_dim"),
         v_dim=fields.count("v_head_dim"),
     )
+    _check_rotated(fields, "qk_rope_head_dim", mla.rope_dim)
     return heads, heads, mla.nope_dim + mla.rope_dim, mla
+
+
+def _check_rotated(fields: Fields, key: str, width: int) -> None:
+    if width % 2:
+        fields.refuse(key, width, "RoPE turns pairs, so an even number is wanted")
 
 
 def _window(fields: Fields, family: Family, layers: int, architecture: str) -> tuple[int | None, frozenset[int]]:
@@ -170,17 +185,39 @@ def _window(fields: Fields, family: Family, layers: int, architecture: str) -> t
         slides = slides and fields.flag("use_sliding_window", False)
     elif fields.get("use_sliding_window", False) and not slides:
         _refuse(
-            fields, f"use_sliding_window={fields.get('use_sliding_window')!r} (sliding-window attention)", architecture
+            fields,
+            f"use_sliding_window={shown(fields.get('use_sliding_window'))} (sliding-window attention)",
+            architecture,
         )
     ours = _local_layers(fields, family, layers) if slides else frozenset[int]()
-    kinds = fields.get("layer_types")
-    if kinds is not None:
-        named = frozenset(index for index, kind in enumerate(kinds) if kind != "full_attention")
+    if fields.get("layer_types") is not None:
+        named = _named_local_layers(fields, layers)
         if family.window in ("upper", "pattern") and slides:
             ours = named
-        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"} or named != ours:
-            _refuse(fields, f"layer_types={kinds!r} with sliding_window={value!r}", architecture)
+        if named != ours:
+            given = f"layer_types with sliding_attention in {_listed(named)}, where sliding_window={shown(value)}"
+            _refuse(fields, f"{given} and the other keys have it in {_listed(ours)},", architecture)
     return (fields.count("sliding_window", family.window_default) if ours else None), ours
+
+
+def _named_local_layers(fields: Fields, layers: int) -> frozenset[int]:
+    """The layers that `layer_types` gives a sliding window. Raises UserError where it does not speak of these layers."""
+    kinds = fields.words("layer_types")
+    if len(kinds) != layers:
+        raise UserError(
+            f"{fields.path}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}: it wants one entry a "
+            "layer. Export the model again."
+        )
+    if unknown := sorted(set(kinds) - {"full_attention", SLIDING}):
+        raise UserError(
+            f"{fields.path}: layer_types has {', '.join(map(shown, unknown))}; supported are 'full_attention' and "
+            f"'{SLIDING}'. Use a model without it."
+        )
+    return frozenset(index for index, kind in enumerate(kinds) if kind == SLIDING)
+
+
+def _listed(layers: frozenset[int]) -> str:
+    return f"layers {some(list(map(str, sorted(layers))))}" if layers else "no layer"
 
 
 def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]:
@@ -200,7 +237,7 @@ def _moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, froze
         return None, sparse
     ffn = fields.count(keys.ffn_hidden_size)
     moe = Moe(
-        num_experts=fields.count(fields.first(keys.num_experts)),
+        num_experts=fields.count(fields.first(keys.num_experts), most=MOST_EXPERTS),
         top_k=fields.count("num_experts_per_tok"),
         ffn_hidden_size=ffn,
         shared_ffn_hidden_size=ffn * fields.count(keys.num_shared, 0, least=0) if keys.num_shared else 0,
@@ -222,7 +259,7 @@ def _sparse_layers(fields: Fields, keys: MoeKeys, layers: int) -> frozenset[int]
         return frozenset(range(layers))
     if keys.sparse == "after":
         return frozenset(range(fields.count("first_k_dense_replace", least=0), layers))
-    step, dense = fields.count("decoder_sparse_step", 1), fields.get("mlp_only_layers", ())
+    step, dense = fields.count("decoder_sparse_step", 1), fields.counts("mlp_only_layers")
     return frozenset(index for index in range(layers) if index not in dense and (index + 1) % step == 0)
 
 
@@ -247,11 +284,6 @@ def _checked_routing(fields: Fields, moe: Moe) -> Moe:
     if problems:
         raise UserError(f"{fields.path}: {', '.join(problems)} is not supported. Use a model without it.")
     return moe
-
-
-def _eos(fields: Fields) -> tuple[int, ...]:
-    eos = fields.get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 
 def _check_folder(folder: Path) -> None:

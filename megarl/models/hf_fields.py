@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megarl.core.errors import UserError
+
+LARGEST = 2**31 - 1  # of a size, as kernels count
+SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -26,27 +30,46 @@ class Fields:
         """The first of these keys that is there; the first of all where none is."""
         return next((key for key in keys if self.raw.get(key) is not None), keys[0])
 
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
         """A whole number. Raises UserError."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(key, value, f"a whole number of at least {least} is wanted")
+        if type(value) is not int or not least <= value <= most:
+            self.refuse(key, value, f"a whole number from {least} to {most} is wanted")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number over 0. Raises UserError."""
+    def counts(self, key: str, *, lone: bool = False) -> tuple[int, ...]:
+        """A list of whole numbers from 0; empty where the key is missing. lone: one number stands for a list of it.
+
+        Raises UserError.
+        """
+        value = self.get(key, [])
+        found = [value] if lone and type(value) is int else value
+        if not isinstance(found, list) or not all(type(each) is int and 0 <= each <= LARGEST for each in found):
+            self.refuse(key, value, f"{'a whole number or ' if lone else ''}a list of whole numbers from 0 is wanted")
+        return tuple(found)
+
+    def words(self, key: str, *, lone: bool = False) -> tuple[str, ...]:
+        """A list of strings; empty where the key is missing. lone: one string stands for a list of it. Raises UserError."""
+        value = self.get(key, [])
+        found = [value] if lone and isinstance(value, str) else value
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            self.refuse(key, value, "a list of strings is wanted")
+        return tuple(found)
+
+    def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float:
+        """A finite number over 0, and at least so much. Raises UserError."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            self.refuse(key, value, "a number over 0 is wanted")
+        if not _is_finite(value) or value <= 0 or value < least:
+            self.refuse(key, value, f"a number {f'of at least {least:g}' if least else 'over 0'} is wanted")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A number, or None where the key is missing. Raises UserError."""
+        """A finite number from 0, or None where the key is missing. Raises UserError."""
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(key, value, "a number is wanted")
+        if not _is_finite(value) or value < 0:
+            self.refuse(key, value, "a number from 0 is wanted")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -65,4 +88,18 @@ class Fields:
 
     def refuse(self, key: str, value: Any, wanted: str) -> NoReturn:
         """Raise UserError for a value that cannot be."""
-        raise UserError(f"{self.path}: {key} is {value!r}; {wanted}. Export the model again.")
+        raise UserError(f"{self.path}: {key} is {shown(value)}; {wanted}. Export the model again.")
+
+
+def _is_finite(value: object) -> bool:
+    # A whole number of JSON may be larger than any float.
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut where it is long: configs hold lists of a word for each layer."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "nested too deeply"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

@@ -1,40 +1,74 @@
-"""Safetensors files of an HF folder: what is in them, and whether it is what the config promises. Without torch."""
+"""Safetensors files of an HF folder: what is in them, and whether it is what the config promises. Without torch.
+
+What the headers say is the safetensors library's to judge (`hf_header`); how an index and its files, the weights and
+their config go together is judged here.
+"""
 
 from __future__ import annotations
 
-import json
-import struct
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 
 from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
+from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
+from megarl.models.hf_header import read_header
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
-MAX_HEADER_BYTES = 100 * 2**20
 MAX_PREDICTION_LAYERS = 8
+AGAIN = "Copy or export the model again."
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of an FP8 tensor: one for each block of so many rows and columns."""
+
+    info: TensorInfo
+    block: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor on disk."""
+    """One tensor on disk. scales: of an FP8 tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: F32, BF16
     file: Path
     offset: int  # of the first byte in the file
+    scales: Scales | None = None
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the model's files, from the headers alone. Raises UserError for files missing, broken or cut off."""
-    found: dict[str, TensorInfo] = {}
-    for path in weight_files(folder):
-        header, data = _header(path)
-        for name, entry in header.items():
-            found[name] = TensorInfo(tuple(entry["shape"]), entry["dtype"], path, data + entry["data_offsets"][0])
+    """Every tensor of the model's files, from the headers alone.
+
+    Raises UserError for files that are missing, broken or cut off, for a tensor that two of them hold, and for an index
+    that says something else than they do.
+    """
+    named, found = _named_files(folder), dict[str, TensorInfo]()
+    twice, unnamed = [], []
+    for path in _files(folder, named):
+        for stored in read_header(path):
+            if stored.name in found:
+                twice.append(f"{stored.name} in {found[stored.name].file.name} and {path.name}")
+            elif named is not None and stored.name not in named:
+                unnamed.append(f"{stored.name} in {path.name}")
+            found[stored.name] = TensorInfo(stored.shape, stored.dtype, path, stored.offset)
+    elsewhere = [
+        f"{name} in {named[name]}, and it is in {info.file.relative_to(folder)}"
+        for name, info in found.items()
+        if named is not None and name in named and folder / named[name] != info.file
+    ]
+    said = {"the index names": elsewhere, "the index does not name": unnamed, "two files hold": twice}
+    problems = [f"{what} {some(names)}" for what, names in said.items() if names]
+    if problems:
+        raise UserError(
+            f"The weights in {folder} contradict each other: {'; '.join(problems)}. Which of them counts is not the same "
+            f"in every library. {AGAIN}"
+        )
     return found
 
 
@@ -44,48 +78,111 @@ def weight_files(folder: Path) -> list[Path]:
     Raises UserError when the index names a file that is missing, or when an index stands beside a whole model: which of
     the two counts is not the same in every library.
     """
+    return _files(folder, _named_files(folder))
+
+
+def _files(folder: Path, named: dict[str, str] | None) -> list[Path]:
     single, index = folder / SINGLE, folder / INDEX
-    if not index.exists():
+    if named is None:
         return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    try:
-        named = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{index} is not an index of safetensors files. Export the model again.") from error
-    missing = [name for name in named if not (folder / name).is_file()]
-    if missing:
-        raise UserError(f"{index} names files that are not there: {some(missing)}. Copy or export the model again.")
-    if single.exists() and SINGLE not in named:
+    files = sorted(set(named.values()))
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise UserError(f"{index} names files that are not there: {some(missing)}. {AGAIN}")
+    if single.exists() and SINGLE not in files:
         raise UserError(f"{folder} holds {SINGLE} and an index of other files ({INDEX}). Remove what is out of date.")
-    return [folder / name for name in named]
+    return [folder / name for name in files]
+
+
+def _named_files(folder: Path) -> dict[str, str] | None:
+    """Tensor -> file, as the index has it; None where there is none.
+
+    Its `total_size` is not looked at: published folders have it wrong, and no library reads it. Names that no file holds
+    are missing only where the config asks for them.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        return None
+    named = read_object(index, AGAIN).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise UserError(
+            f"{index} is not an index of safetensors files: it has no weight_map of names to files. {AGAIN}"
+        )
+    if wrong := [f"{name} in {file!r}" for name, file in named.items() if not _is_inside(file)]:
+        raise UserError(
+            f"{index} puts {some(wrong)}; the name of a .safetensors file within the folder is wanted. {AGAIN}"
+        )
+    return named
+
+
+def _is_inside(file: object) -> bool:
+    """Whether this names a safetensors file of the folder, or below it. Links are not followed: caches are made of them."""
+    if not isinstance(file, str) or "\0" in file or not file.endswith(".safetensors"):
+        return False
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts and str(path) == file
 
 
 def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> dict[str, TensorInfo]:
-    """The index of a folder whose weights are those that the config describes.
+    """The index of a folder whose weights are those that the config describes; FP8 tensors come with their scales.
 
     expected: HF name -> shape. Raises UserError, with names and shapes, when they are not. What megarl has no use for is
     no mistake: see `_unused`.
     """
     index = read_index(folder)
-    missing = sorted(set(expected) - set(index))
-    extra = sorted(set(index) - set(expected) - _unused(index, config))
-    shapes = [
-        f"{name} is {list(index[name].shape)}, the config says {list(shape)}"
-        for name, shape in expected.items()
-        if name in index and index[name].shape != shape
-    ]
-    kinds = [
-        f"{name} is {index[name].dtype}, supported are {', '.join(DTYPES)}"
-        for name in expected
-        if name in index and index[name].dtype not in DTYPES
-    ]
-    found = {"missing": missing, "not in the config": extra, "of another shape": shapes, "of another type": kinds}
-    problems = [f"{what}: {some(names)}" for what, names in found.items() if names]
-    if problems:
+    problems: defaultdict[str, list[str]] = defaultdict(list)
+    problems["missing"] = sorted(set(expected) - set(index))
+    problems["not in the config"] = sorted(
+        set(index) - set(expected) - _unused(index, config) - _scales_of(expected, index)
+    )
+    found = {name: index[name] for name in expected if name in index}
+    for name, info in found.items():
+        if info.shape != expected[name]:
+            problems["of another shape"].append(f"{name} is {list(info.shape)}, the config says {list(expected[name])}")
+        elif info.dtype == FP8 and config.fp8_block is not None:
+            found[name] = _with_scales(name, index, config.fp8_block, problems)
+        elif info.dtype not in DTYPES:
+            problems["of another type"].append(f"{name} is {info.dtype}, {_supported(info.dtype)}")
+    if config.fp8_block is not None and not any(info.dtype == FP8 for info in found.values()):
+        problems["not quantised"].append(f"config.json has a quantization_config, and no tensor is {FP8}")
+    if any(problems.values()):
+        said = "; ".join(f"{kind}: {some(what)}" for kind, what in problems.items() if what)
         raise UserError(
-            f"The weights in {folder} do not match its config.json. {'; '.join(problems)}. "
+            f"The weights in {folder} do not match its config.json. {said}. "
             "The folder mixes two models, or an export was cut short: export it again."
         )
-    return index
+    return index | found
+
+
+def _supported(dtype: str) -> str:
+    if dtype == FP8:
+        return "and config.json has no quantization_config that says how it is scaled"
+    return f"supported are {', '.join(DTYPES)}"
+
+
+def _with_scales(
+    name: str, index: dict[str, TensorInfo], block: tuple[int, int], problems: dict[str, list[str]]
+) -> TensorInfo:
+    """An FP8 tensor with its scales. problems: what is wrong with them is added."""
+    info, scales = index[name], index.get(scale_name(name))
+    if scales is None:
+        problems["without scales"].append(f"{name} is {FP8}, and there is no {scale_name(name)}")
+        return info
+    if len(info.shape) != 2:
+        problems["of another type"].append(f"{name} is {FP8}, and {list(info.shape)} is no matrix that has blocks")
+        return info
+    wanted = tuple(-(-size // each) for size, each in zip(info.shape, block, strict=True))
+    if scales.shape != wanted or scales.dtype not in SCALE_DTYPES:
+        problems["of other scales"].append(
+            f"{scale_name(name)} is {list(scales.shape)} {scales.dtype}; blocks of {block[0]} x {block[1]} want "
+            f"{list(wanted)} {' or '.join(SCALE_DTYPES)}"
+        )
+    return replace(info, scales=Scales(scales, block))
+
+
+def _scales_of(expected: dict[str, tuple[int, ...]], index: dict[str, TensorInfo]) -> set[str]:
+    """The scales of FP8 tensors that the config asks for."""
+    quantised = (name for name in expected if name in index and index[name].dtype == FP8)
+    return {scale_name(name) for name in quantised}
 
 
 def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
@@ -103,24 +200,4 @@ def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
 def some(names: list[str]) -> str:
     """The first few names, and how many more there are."""
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The entry of each tensor, and where in the file the data begin."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < size <= MAX_HEADER_BYTES:
-            raise UserError(f"{path} is not a safetensors file: its header is missing. Export the model again.")
-        try:
-            header: dict[str, Any] = json.loads(file.read(size))
-            header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"{path} is not a safetensors file: its header is broken. Export the model again."
-            ) from error
-    if path.stat().st_size < 8 + size + end:
-        raise UserError(f"{path} is cut off: {path.stat().st_size} bytes of {8 + size + end}. Copy or export it again.")
-    return header, 8 + size
+    return ", ".join(name if name.isprintable() else repr(name) for name in names[:SHOWN]) + rest

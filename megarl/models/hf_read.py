@@ -1,7 +1,8 @@
 """Slices of HF's tensors, from mapped files straight into the memory of the parameters that they are for.
 
-A tensor is copied a few MiB at a time, and the pages that were read are let go: beside its parameters a rank holds one
-such block a reader, whatever the file's size.
+FP8 tensors become what they stand for on the way: value * scale of its block, see `hf_fp8`. A tensor is copied a few MiB
+at a time, and the pages that were read are let go: beside its parameters a rank holds one such block a reader, whatever
+the file's size.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from megarl.models.hf_files import TensorInfo
+from megarl.models.hf_fp8 import FP8
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {**DTYPES, FP8: torch.float8_e4m3fn}
 # Small enough to stay in a core's cache between the copy and the check, large enough to hide the calls.
 BLOCK_BYTES = 4 * 2**20
 # Blocks at once: files are waited for, and new memory is taken, side by side.
@@ -48,12 +51,14 @@ class HfReader(AbstractContextManager["HfReader"]):
         What is in `target` counts when `finish` has returned.
         """
         info = self._index[name]
-        row_bytes = torch.Size(info.shape[1:]).numel() * DTYPES[info.dtype].itemsize
-        step = max(1, BLOCK_BYTES // row_bytes)
+        width = torch.Size(info.shape[1:]).numel()
+        # What has scales passes through float32.
+        itemsize = STORED_DTYPES[info.dtype].itemsize if info.scales is None else torch.float32.itemsize
+        step = max(1, BLOCK_BYTES // (width * itemsize))
         for start in range(rows.start, rows.stop, step):
             block = slice(start, min(start + step, rows.stop))
             part = target.detach()[block.start - rows.start : block.stop - rows.start]
-            self._pending.append((name, self._pool.submit(self._copy, info, block, columns, part, row_bytes)))
+            self._pending.append((name, self._pool.submit(self._copy, info, block, columns, part)))
 
     def finish(self) -> list[str]:
         """Wait for everything that was begun. Returns the names of tensors that have values which are not finite."""
@@ -61,10 +66,14 @@ class HfReader(AbstractContextManager["HfReader"]):
         self._pending.clear()
         return sorted(found)
 
-    def _copy(self, info: TensorInfo, rows: slice, columns: slice | None, target: Tensor, row_bytes: int) -> bool:
+    def _copy(self, info: TensorInfo, rows: slice, columns: slice | None, target: Tensor) -> bool:
         """Copy one block; returns False where it was to be checked and is not finite."""
         stored, mapped = self._stored(info), self._maps[info.file]
-        target.copy_(stored[rows] if columns is None else stored[rows, columns])
+        part = stored[rows] if columns is None else stored[rows, columns]
+        if info.scales is not None:
+            part = dequantized(part, self._stored(info.scales.info), info.scales.block, rows, columns)
+        target.copy_(part)
+        row_bytes = torch.Size(info.shape[1:]).numel() * stored.itemsize
         first = (info.offset + rows.start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         mapped.madvise(mmap.MADV_DONTNEED, first, info.offset + rows.stop * row_bytes - first)
         # A sum may overflow where all values are finite, so it only says where to look closer.
@@ -72,9 +81,21 @@ class HfReader(AbstractContextManager["HfReader"]):
 
     def _stored(self, info: TensorInfo) -> Tensor:
         """The whole tensor as it lies in the mapped file."""
-        count = torch.Size(info.shape).numel()
-        flat = torch.frombuffer(self._maps[info.file], dtype=DTYPES[info.dtype], count=count, offset=info.offset)
+        count, dtype = torch.Size(info.shape).numel(), STORED_DTYPES[info.dtype]
+        flat = torch.frombuffer(self._maps[info.file], dtype=dtype, count=count, offset=info.offset)
         return flat.view(info.shape)
+
+
+def dequantized(values: Tensor, scales: Tensor, block: tuple[int, int], rows: slice, columns: slice | None) -> Tensor:
+    """[rows, columns] float32: each value times the scale of its block.
+
+    values: these rows and columns (None: all) of a matrix, FP8. scales: of all of the matrix's blocks, [rows / block rows,
+    columns / block columns], rounded up.
+    """
+    first = 0 if columns is None else columns.start
+    down = torch.arange(rows.start, rows.stop) // block[0]
+    across = torch.arange(first, first + values.shape[1]) // block[1]
+    return values.float().mul_(scales.float()[down][:, across])
 
 
 def _mapped(path: Path) -> mmap.mmap:

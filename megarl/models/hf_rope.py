@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from megarl.core.errors import UserError
 from megarl.models.config import Rope
-from megarl.models.hf_fields import Fields
+from megarl.models.hf_fields import Fields, shown
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
@@ -19,8 +19,8 @@ LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
 
 def read_rope(fields: Fields, default_theta: float) -> Rope:
     """Rotary positions of a model whose layers all have the same. Raises UserError."""
-    part = fields.part("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
-    return _rope(fields, part, fields.get("rope_theta", default_theta))
+    part = fields.part("rope_parameters")
+    return _rope(fields, part if part.raw else fields.part("rope_scaling"), fields.get("rope_theta", default_theta))
 
 
 def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]:
@@ -43,40 +43,47 @@ def _rope(fields: Fields, part: Fields, theta: float) -> Rope:
     """part: the object that describes the scaling; fields: the config around it."""
     kind = part.get("rope_type", part.get("type", "default"))
     if kind not in KINDS:
-        raise UserError(f"{part.path}: RoPE scaling of type {kind!r} is not supported; these are: {', '.join(KINDS)}.")
+        raise UserError(
+            f"{part.path}: RoPE scaling of type {shown(kind)} is not supported; these are: {', '.join(KINDS)}."
+        )
     if (share := part.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(
-            f"{part.path}: partial_rotary_factor={share!r} (RoPE over a part of each head) is not supported. "
+            f"{part.path}: partial_rotary_factor={shown(share)} (RoPE over a part of each head) is not supported. "
             "Use a model without it."
         )
     base = part.number("rope_theta", theta)
+    if base <= 1:
+        part.refuse("rope_theta", base, "a number over 1 is wanted")
     if kind == "default":
         return Rope(base)
     if kind == "linear":
-        return Rope(base, "linear", factor=part.number("factor"))
+        return Rope(base, "linear", factor=part.number("factor", least=1.0))
     positions = fields.count("max_position_embeddings")
     original = fields.get("original_max_position_embeddings", part.get("original_max_position_embeddings", positions))
     original = Fields({"original_max_position_embeddings": original}, part.path).count(
         "original_max_position_embeddings"
     )
     if kind == "llama3":
+        low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
+        if low >= high:
+            part.refuse("low_freq_factor", low, f"less than high_freq_factor {high} is wanted")
         return Rope(
             base,
             "llama3",
-            factor=part.number("factor"),
+            factor=part.number("factor", least=1.0),
             original_positions=original,
-            low_freq_factor=part.number("low_freq_factor"),
-            high_freq_factor=part.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     return Rope(
         base,
         cast(Kind, kind),
-        factor=part.number("factor", positions / original),
+        factor=part.number("factor", positions / original, least=1.0),
         original_positions=original,
         beta_fast=part.number("beta_fast", 32.0),
         beta_slow=part.number("beta_slow", 1.0),
         mscale=part.optional_number("mscale"),
         mscale_all_dim=part.optional_number("mscale_all_dim"),
-        attention_factor=part.optional_number("attention_factor"),
+        attention_factor=None if part.get("attention_factor") is None else part.number("attention_factor"),
         truncate=part.flag("truncate", True),
     )

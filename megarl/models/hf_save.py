@@ -18,9 +18,11 @@ from torch import Tensor
 
 from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import LANGUAGE_MODEL, SCORE_MODEL
 from megarl.models.hf_files import INDEX, SINGLE, some
+from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_read import DTYPES
 from megarl.models.hf_weights import Bucket
 from megarl.models.rules import expected_tensors
@@ -49,8 +51,9 @@ def save_hf(
 ) -> None:
     """Write an HF folder that transformers loads: safetensors (with an index where there are several), config, tokenizer.
 
-    Tensors keep the dtype that they come in, and the config names that of the first. The rest of the config, generation
-    settings and tokenizer are the source folder's. Appears whole, by renaming; an earlier folder of that name is replaced.
+    Tensors keep the dtype that they come in, and the config names the one that most are in. The rest of the config, but
+    for its quantisation, generation settings and tokenizer are the source folder's. Appears whole, by renaming; an earlier
+    folder of that name is replaced.
     Raises UserError, and leaves nothing half-written, when the disk is too small.
     """
     temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
@@ -59,11 +62,11 @@ def save_hf(
             shutil.rmtree(folder)
     temporary.mkdir(parents=True)
     with _removed_on_failure(temporary):
-        with closing(_Shards(temporary, config, max_shard_bytes)) as shards:
+        with closing(_Shards(temporary, config, max_shard_bytes, target_folder)) as shards:
             for name, tensor in chain.from_iterable(buckets):
                 shards.add(name, tensor)
             dtype = shards.finish()
-        _write_config(source_folder / CONFIG, temporary / CONFIG, dtype, config)
+        write_config(source_folder / CONFIG, temporary / CONFIG, str(dtype).removeprefix("torch."), config)
         for path in sorted(source_folder.iterdir()):
             if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
                 shutil.copyfile(path, temporary / path.name)
@@ -85,13 +88,18 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def _write_config(source: Path, target: Path, dtype: torch.dtype, config: ModelConfig) -> None:
-    """The source's config under the dtype of the weights: a reader casts to what the config says, and would round."""
-    raw = json.loads(source.read_text())
-    name = str(dtype).removeprefix("torch.")
-    raw.update({key: name for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": name})
+def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) -> None:
+    """The source's config, made that of unquantised weights in this dtype, with the head of the model.
+
+    A reader casts to what the config says, and would round. Raises UserError where the source cannot be read.
+    """
+    raw = read_object(source, "Export the model again.")
+    raw.update({key: dtype for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": dtype})
+    raw.pop(QUANTIZATION, None)
+    if isinstance(raw["architectures"], str):
+        raw["architectures"] = [raw["architectures"]]  # as transformers wants it
     if config.head == "score":
-        names = [name.replace(LANGUAGE_MODEL, SCORE_MODEL) for name in raw["architectures"]]
+        names = [config.architecture.replace(LANGUAGE_MODEL, SCORE_MODEL)]
         raw |= {"architectures": names, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
     target.write_text(json.dumps(raw, indent=2) + "\n")
 
@@ -103,15 +111,16 @@ class _Shards:
     be, and the format allows blanks at its end.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path, config: ModelConfig, max_bytes: int, named: Path) -> None:
+        """named: what the folder will be called, for errors."""
+        self._folder, self._max_bytes, self._named = folder, max_bytes, named
         self._missing = expected_tensors(config)
         self._numel = {name: torch.Size(shape).numel() for name, shape in self._missing.items()}
         self._file: FileIO | None = None
         self._entries: dict[str, dict[str, Any]] = {}
-        self._size = self._room = 0
+        self._size = self._room = self._itemsize = 0
         self._files: list[dict[str, dict[str, Any]]] = []
-        self._dtype: torch.dtype | None = None
+        self._bytes_in: dict[torch.dtype, int] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one tensor behind the others. Raises MegarlError for one that the model does not have, or has already."""
@@ -119,9 +128,10 @@ class _Shards:
             raise MegarlError(
                 f"{name} {list(tensor.shape)} came in an export, and is no tensor of the model, or a second."
             )
-        if self._dtype is None:
-            self._dtype = tensor.dtype
+        if not self._bytes_in:
+            self._itemsize = tensor.itemsize
             self._check_space()
+        self._bytes_in[tensor.dtype] = self._bytes_in.get(tensor.dtype, 0) + tensor.nbytes
         if self._file is not None and self._size + tensor.nbytes > self._max_bytes:
             self._end_file()
         content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
@@ -135,11 +145,11 @@ class _Shards:
         self._size += tensor.nbytes
 
     def finish(self) -> torch.dtype:
-        """Give the files their names, and an index where there are several; returns the dtype of the first tensor.
+        """Give the files their names, and an index where there are several; returns the dtype that most bytes are in.
 
         Raises MegarlError when tensors of the model are missing.
         """
-        if self._missing or self._dtype is None:
+        if self._missing or not self._bytes_in:
             raise MegarlError(f"The export ended without the tensors {some(sorted(self._missing))}.")
         self._end_file()
         count = len(self._files)
@@ -153,7 +163,7 @@ class _Shards:
             )
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
             (self._folder / INDEX).write_text(text)
-        return self._dtype
+        return max(self._bytes_in, key=self._bytes_in.__getitem__)
 
     def _part(self, number: int) -> Path:
         return self._folder / f"part-{number}.safetensors"
@@ -189,7 +199,7 @@ class _Shards:
             raise self._too_small()
 
     def _needed(self) -> int:
-        return sum(self._numel.values()) * (self._dtype or torch.float32).itemsize
+        return sum(self._numel.values()) * self._itemsize
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -203,7 +213,7 @@ class _Shards:
     def _too_small(self) -> UserError:
         free = shutil.disk_usage(self._folder).free
         return UserError(
-            f"No room for the weights in {self._folder.parent}: they need {self._needed() / 1e9:.3f} GB, and "
+            f"No room for the weights in {self._named}: they need {self._needed() / 1e9:.3f} GB, and "
             f"{free / 1e9:.3f} GB are free there (or a quota allows less). Free some space or choose another folder; "
             "nothing was left behind."
         )

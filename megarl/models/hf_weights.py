@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -67,6 +67,13 @@ def exact_buffers(chunks: Sequence[Module]) -> Iterator[None]:
     yield
     for chunk, name, buffer in kept:
         chunk.get_buffer(name).data = buffer.data
+
+
+def hold_in_float32(chunks: Sequence[Module], wide: Collection[str], layout: Layout, rank: int) -> None:
+    """Give these parameters, by their global names, new memory in float32; what is in it is not set."""
+    for name, tensor in global_tensors(chunks, layout, rank).items():
+        if name in wide:
+            tensor.data = torch.empty_like(tensor, dtype=torch.float32)
 
 
 def load_hf_weights(

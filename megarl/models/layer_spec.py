@@ -55,8 +55,12 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
 
 
 def uses_transformer_engine(config: ModelConfig, platform: Platform) -> bool:
-    """Whether the layers are Transformer Engine's: it has neither sandwich norms nor rotations that differ by layer."""
-    return platform.has_transformer_engine and not config.sandwich_norms and config.local_rope is None
+    """Whether the layers are Transformer Engine's.
+
+    It has neither sandwich norms nor rotations that differ by layer, and its kernels want values no wider than keys.
+    """
+    wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
+    return platform.has_transformer_engine and not (config.sandwich_norms or config.local_rope or wide_values)
 
 
 def stage_spec(config: ModelConfig, layers: range, platform: Platform) -> TransformerBlockSubmodules:

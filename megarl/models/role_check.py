@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
+from megarl.models.context import SAMPLE_PARTS, check_context
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
@@ -29,9 +30,7 @@ def _named_models(recipe: Recipe) -> dict[str, Path]:
     """The folder of each role that has one of its own."""
     sections = {"critic": recipe.critic, "reward_model": recipe.reward_model, "teacher": recipe.teacher}
     return {
-        role: section.path
-        for role, section in sections.items()
-        if section is not None and section.path not in (None, recipe.model.path)
+        role: section.path for role, section in sections.items() if section is not None and section.path is not None
     }
 
 
@@ -51,12 +50,8 @@ def _model_of(role: str, folder: Path, recipe: AnyRecipe, policy: ModelConfig) -
             "the same tokens. Name a teacher of the policy's family."
         )
     _check_tokens(key, folder, recipe.model.path)
-    longest = longest_sample(recipe) if isinstance(recipe, Recipe) else 0
-    if longest > model.max_positions:
-        raise UserError(
-            f"{key} has a context of {model.max_positions} tokens, and a sample may have {longest} "
-            "(data.max_prompt_tokens + rollout.max_response_tokens). Lower these, or name another model."
-        )
+    if isinstance(recipe, Recipe):
+        check_context(model, longest_sample(recipe), SAMPLE_PARTS, key)
     return model
 
 

@@ -17,7 +17,8 @@ from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_weights import exact_buffers, load_hf_weights
+from megarl.models.hf_dtypes import wide_parameters
+from megarl.models.hf_weights import exact_buffers, hold_in_float32, layer_spec, load_hf_weights
 from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
@@ -57,6 +58,8 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         recompute=spec.recompute,
         aux_loss_coef=spec.aux_loss_coef,
     )
+    if wide := wide_parameters(config, layer_spec(chunks), spec.dtype, spec.stored):
+        hold_in_float32(chunks, wide, groups.layout, groups.rank)
     if spec.load_weights:
         load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank, stored=load_model_config(spec.folder))
     if spec.lora is not None:
@@ -64,7 +67,7 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         add_adapters(chunks, settings, groups.collection, seed)
     replays = Replays(chunks, recomputed=spec.recompute == "full") if spec.routing_replay else None
     with exact_buffers(chunks):
-        wrapped: list[Any] = [Float16Module(c.config, c) if dtype == torch.bfloat16 else c for c in chunks]
+        wrapped: list[Any] = [Float16Module(c.config, c) if dtype == torch.bfloat16 and not wide else c for c in chunks]
     if spec.optimizer is None:
         for chunk in wrapped:
             chunk.requires_grad_(False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from megarl.core.checksums import FileSum, sum_file, sum_files
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout
 from megarl.core.versions import installed
-from megarl.models.hf_save import CONFIG, COPIED, COPIED_PATTERNS, FULL
+from megarl.models.config import ModelConfig
+from megarl.models.hf_dtypes import ModelDtype, StoredDtype
+from megarl.models.hf_save import CONFIG, COPIED, COPIED_PATTERNS, FULL, write_config
 from megarl.models.hf_weights import BUFFERS
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
 from megarl.training.checkpoint_files import RankStrategy
-from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest, read_model_config
+from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest
 from megarl.training.optimizer_state import OptimizerState
 
 
@@ -36,16 +38,19 @@ from megarl.training.optimizer_state import OptimizerState
 class Saved:
     """What a checkpoint says of itself.
 
-    source: HF folder that the model came from; its config and tokenizer are copied. layout: of the role. dtype: of the
-    weights. optimizer, total_steps: of the training; None where the role is frozen. lora: settings of its adapters.
+    source: HF folder that the model came from; its config and tokenizer are copied. config: of the model. layout: of the
+    role. dtype: of the weights. optimizer, total_steps: of the training; None where the role is frozen. lora: settings of
+    its adapters. stored: HF tensors that came in another dtype.
     """
 
     source: Path
+    config: ModelConfig
     layout: Layout
-    dtype: str
+    dtype: ModelDtype
     optimizer: Optimizer | None = None
     total_steps: int = 1
     lora: Lora | None = None
+    stored: Mapping[str, StoredDtype] = field(default_factory=dict)
 
 
 class PendingSave:
@@ -101,10 +106,11 @@ class PendingSave:
         """Rank 0: copy what belongs to the model, sum the small files, write the manifest."""
         target = self._folder / HF_FOLDER
         target.mkdir()
+        config = self._meta.config
+        write_config(self._meta.source / CONFIG, target / CONFIG, self._meta.dtype, config)
         for path in sorted(self._meta.source.iterdir()):
-            if path.name == CONFIG or path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
+            if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
                 shutil.copyfile(path, target / path.name)
-        config = read_model_config(target)
         others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
         names = [str(path.relative_to(self._folder)) for path in others]
         sums = {**sums, **sum_files(self._folder, [name for name in names if name not in sums])}
@@ -117,6 +123,7 @@ class PendingSave:
             optimizer=_plain(self._meta.optimizer),
             total_steps=self._meta.total_steps,
             lora=_plain(self._meta.lora),
+            stored=dict(self._meta.stored),
             versions={name: installed(name) or "unknown" for name in ("megarl", "megatron-core", "torch")},
             tensors=self._strategy.tensors(),
             files={name: sums[name] for name in names},

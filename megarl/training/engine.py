@@ -21,6 +21,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
 from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
+from megarl.models.hf_dtypes import tensor_dtypes
 from megarl.models.hf_weights import Bucket, Value, export_buckets
 from megarl.models.lora import adapters_off, merged
 from megarl.models.lora_settings import LoraSettings
@@ -294,9 +295,18 @@ class Engine:
         # Between two buckets the caller does other work: Megatron's globals are not needed, and stay as they are.
         self._offload.wake(("params",))
         try:
-            yield from self._export(bucket_bytes, merged(self._chunks) if self._spec.lora is not None else None)
+            if self._spec.stored:
+                yield from self._stored(bucket_bytes)
+            else:
+                yield from self._export(bucket_bytes, merged(self._chunks) if self._spec.lora is not None else None)
         finally:
             self._offload.sleep(self._spec.resting)
+
+    def _stored(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """The weights, each tensor in the dtype that the HF folder had it in: all of them are exact in float32."""
+        dtypes = tensor_dtypes(self._config, self._spec.dtype, self._spec.stored)
+        for bucket in self._export(bucket_bytes, lambda _, parameter: parameter.float()):
+            yield [(name, tensor.to(getattr(torch, dtypes[name]))) for name, tensor in bucket]
 
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `buckets` gives the weights.
@@ -329,7 +339,9 @@ class Engine:
         async_save: the files are written while training goes on; they are a checkpoint after `PendingSave.finish`.
         """
         spec, layout = self._spec, self._groups.layout
-        meta = Saved(spec.folder, layout, spec.dtype, spec.optimizer, spec.total_steps, spec.lora)
+        meta = Saved(
+            spec.folder, self._config, layout, spec.dtype, spec.optimizer, spec.total_steps, spec.lora, spec.stored
+        )
         with self._awake("params", "optimizer"):
             return save_checkpoint(folder, self._chunks, *self._trained(), meta, async_save=async_save)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megarl.algorithms.inputs import LOSS_INPUTS, call, wanted
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.resolve import policy_loss_function, settings
 from megarl.algorithms.sequences import sequence_sums, spread_means
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.functions import policy_loss_function, settings
 from megarl.training.batch import DeviceBatch
 from megarl.training.logprob import TokenScores
 from megarl.training.metrics import LossOutput

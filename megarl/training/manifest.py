@@ -7,18 +7,23 @@ came with, so that an export to HF needs no other folder.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from megarl.core.checksums import FileSum, file_damage
 from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import parse_model_config
+from megarl.models.hf_dtypes import ModelDtype, StoredDtype
 
 MANIFEST, HF_FOLDER = "megarl.json", "hf"
 FORMAT = 1
+UNFINISHED = "The checkpoint was not finished, is damaged, or is not one of megarl's."
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,15 @@ class Manifest:
 
     family, architecture: of the model. dtype: of its weights. step: optimizer steps done. layout: what wrote the files;
     any other may read them. optimizer: its section of the recipe, None where there are only weights. total_steps: that
-    its schedule was laid out for. lora: the adapters' section of the recipe.
+    its schedule was laid out for. lora: the adapters' section of the recipe. stored: HF tensors that came in another
+    dtype than `dtype`, and are written back in it (models/hf_dtypes.py).
     versions: of megarl, megatron-core and torch. tensors: by Megatron's global name. files: relative path to size and
     checksum, of everything but this file.
     """
 
     family: str
     architecture: str
-    dtype: str
+    dtype: ModelDtype
     step: int
     layout: Layout
     optimizer: dict[str, Any] | None
@@ -52,6 +58,7 @@ class Manifest:
     versions: dict[str, str]
     tensors: dict[str, TensorEntry]
     files: dict[str, FileSum]
+    stored: dict[str, StoredDtype] = field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -69,38 +76,27 @@ class Manifest:
         (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
+PARSER = TypeAdapter(Manifest)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises UserError where it is missing, broken, or of a later version of megarl."""
     path = folder / MANIFEST
+    version = read_object(path, UNFINISHED).get("format")
+    if version != FORMAT:
+        raise UserError(f"{path} has format {version}, and this megarl reads {FORMAT}: use the megarl that wrote it.")
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
-        version = raw["format"]
-        if version != FORMAT:
-            raise UserError(
-                f"{path} has format {version}, and this megarl reads {FORMAT}: use the megarl that wrote it."
-            )
-        parsed = {
-            "layout": Layout(**raw["layout"]),
-            "tensors": {name: _entry(entry) for name, entry in raw["tensors"].items()},
-            "files": {name: FileSum.parse(entry) for name, entry in raw["files"].items()},
-        }
-        return Manifest(**{**raw, **parsed})
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: the checkpoint was not finished, or is not one of megarl's.") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is broken ({type(error).__name__}: {error}): the checkpoint is damaged.") from error
+        return PARSER.validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise UserError(f"{path} is broken ({where}: {first['msg']}): the checkpoint is damaged.") from error
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The config of a folder that need not hold weights or a tokenizer. Raises UserError where it is broken."""
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): the checkpoint is damaged.") from error
-    return parse_model_config(raw, path)
+    return parse_model_config(read_object(path, "The model's folder is damaged: copy or write it again."), path)
 
 
 def checkpoint_damage(folder: Path, *, read: bool) -> list[str]:
@@ -110,7 +106,3 @@ def checkpoint_damage(folder: Path, *, read: bool) -> list[str]:
     except UserError as error:
         return [str(error).rstrip(".")]
     return file_damage(folder, manifest.files, read=read)
-
-
-def _entry(raw: dict[str, Any]) -> TensorEntry:
-    return TensorEntry(tuple(raw["shape"]), raw["dtype"], raw["bytes"])

@@ -55,11 +55,11 @@ class Stepper:
     ) -> None:
         if section.warmup_steps >= total_steps:
             raise UserError(
-                f"actor.optimizer.warmup_steps is {section.warmup_steps}, but the run makes only {total_steps} "
+                f"optimizer.warmup_steps is {section.warmup_steps}, but the role makes only {total_steps} "
                 f"optimizer steps. Set it to at most {total_steps - 1}, or train for more steps."
             )
         if section.min_lr > section.lr:
-            raise UserError(f"actor.optimizer.min_lr is {section.min_lr}, above the peak lr of {section.lr}.")
+            raise UserError(f"optimizer.min_lr is {section.min_lr}, above the peak lr of {section.lr}.")
         self._clip_grad = section.clip_grad
         self._chunks = list(chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(section, dtype), self._chunks)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megarl.core.layout import Layout
+from megarl.models.hf_dtypes import ModelDtype, StoredDtype
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Lora, Optimizer, Part
 from megarl.recipe.section import Recompute
@@ -61,10 +63,12 @@ class RoleSpec:
     resting: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
     folder need only have the config.
     head: score makes a critic or a reward model; a head that the folder does not have begins at zero.
+    stored: HF tensors that have to be written in another dtype (models/hf_dtypes.py). Such a model is converted, and does
+    not run: its parameters differ in dtype.
     """
 
     folder: Path
-    dtype: Literal["float32", "bfloat16"]
+    dtype: ModelDtype
     temperature: float = 1.0
     optimizer: Optimizer | None = None
     total_steps: int = 1
@@ -78,3 +82,4 @@ class RoleSpec:
     resting: tuple[Part, ...] = ()
     load_weights: bool = True
     head: Literal["vocabulary", "score"] = "vocabulary"
+    stored: Mapping[str, StoredDtype] = field(default_factory=dict)

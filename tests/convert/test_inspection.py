@@ -61,7 +61,7 @@ def test_a_quick_look_reads_no_content(tmp_path, hf, capsys):
 def test_a_broken_manifest(tmp_path, hf):
     folder = write_checkpoint(tmp_path / "x", hf)
     (folder / MANIFEST).write_text((folder / MANIFEST).read_text()[:100])
-    with pytest.raises(UserError, match=r"megarl.json is broken .*the checkpoint is damaged"):
+    with pytest.raises(UserError, match=r"megarl.json is not JSON: .*is damaged"):
         inspect(folder)
 
 

@@ -10,6 +10,7 @@ from megarl.convert import processes
 from megarl.convert.job import Job
 from megarl.core.errors import WorkerDiedError
 from megarl.core.layout import Layout
+from megarl.models.hf_dtypes import Dtypes
 
 LONGER_THAN_A_PIPE = Path("/" + "x" * 2**20)
 
@@ -18,6 +19,7 @@ def test_a_rank_that_ends_before_it_has_heard_its_job_is_shown(tmp_path: Path, m
     dying = tmp_path / "dying.py"
     dying.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.setattr(processes, "GUARD", dying)
-    job = Job("reshard", LONGER_THAN_A_PIPE, Path("/c"), Path("/hf"), Layout(), "bfloat16", 1234, 9.5, True)
+    dtypes = Dtypes("bfloat16", {})
+    job = Job("reshard", LONGER_THAN_A_PIPE, Path("/c"), Path("/hf"), Layout(), dtypes, False, 1234, 9.5, True)
     with pytest.raises(WorkerDiedError, match="Rank 0 of the conversion was ended by signal 9; nothing was kept"):
         processes.run_ranks(job, lambda _: None, lambda: None, timeout_s=30)

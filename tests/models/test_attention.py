@@ -59,7 +59,7 @@ def test_a_sequence_is_the_formula(kv_heads: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[11], [4, 1, 6], [3, 0, 5]])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 30])
-@pytest.mark.parametrize("v_dim", [D, 5])
+@pytest.mark.parametrize("v_dim", [D, 5, 13])
 def test_packed_sequences_and_their_gradients_are_those_of_each_alone(
     lengths: list[int], window: int | None, v_dim: int
 ) -> None:

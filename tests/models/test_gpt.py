@@ -58,6 +58,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3}),
     ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 3}),
+    ("deepseek_v3", {"v_head_dim": 40}),  # wider than the 24 of a query
     ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4}, "v_head_dim": 24}),
     ("gemma3", {}),
     ("gemma3", {"sliding_window": 3, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 3}),
@@ -249,10 +250,19 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
 
 
 @pytest.mark.parametrize(
-    ("family", "uses"), [("qwen3", True), ("mistral", True), ("deepseek_v3", True), ("gemma3", False)]
+    ("family", "overrides", "uses"),
+    [
+        ("qwen3", {}, True),
+        ("mistral", {}, True),
+        ("deepseek_v3", {}, True),
+        ("deepseek_v3", {"v_head_dim": 40}, False),
+        ("gemma3", {}, False),
+    ],
 )
-def test_transformer_engine_is_used_where_it_can(family: str, uses: bool, tmp_path: Path) -> None:
-    config = load_model_config(write_tiny_model(tmp_path, family))
+def test_transformer_engine_is_used_where_it_can(
+    family: str, overrides: dict[str, Any], uses: bool, tmp_path: Path
+) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, family, **overrides))
     assert uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE) == uses
     assert not uses_transformer_engine(config, CPU)
 

@@ -33,6 +33,9 @@ QWEN3: dict[str, Any] = {
     "rope_scaling": None,
 }
 PATH = Path("model/config.json")
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# DeepSeek-V3's own.
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def parse(**changes: Any) -> ModelConfig:
@@ -75,6 +78,17 @@ def test_what_may_be_left_out() -> None:
     assert parse(eos_token_id=None).eos_token_ids == ()
 
 
+def test_one_architecture_may_be_a_string() -> None:
+    assert parse(architectures="Qwen3ForCausalLM") == parse()
+    assert parse(architectures="Qwen3ForSequenceClassification", id2label={"0": "SCORE"}).head == "score"
+
+
+def test_fp8_weights_have_blocks() -> None:
+    assert parse(quantization_config=FP8).fp8_block == (128, 128)
+    assert parse(quantization_config={**FP8, "weight_block_size": [64, 32]}).fp8_block == (64, 32)
+    assert parse(quantization_config=None) == parse()
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
 def test_the_vocabulary_is_padded_to_a_multiple(tp: int) -> None:
     padded = parse(vocab_size=97).padded_vocab_size(tp)
@@ -91,12 +105,28 @@ def test_the_vocabulary_is_padded_to_a_multiple(tp: int) -> None:
         ({"attention_bias": True}, ["attention_bias=True"]),
         ({"mlp_bias": True, "hidden_act": "gelu"}, ["mlp_bias=True", "hidden_act='gelu'"]),
         ({"use_sliding_window": "yes", "sliding_window": 8}, ["use_sliding_window is 'yes'"]),
-        ({"layer_types": ["full_attention"]}, ["layer_types=['full_attention']"]),
-        ({"layer_types": ["chunked_attention"] * 28}, ["layer_types", "chunked_attention"]),
-        ({"layer_types": ["sliding_attention"] * 28}, ["layer_types", "sliding_window=None"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries, and num_hidden_layers is 28"]),
+        ({"layer_types": []}, ["layer_types has 0 entries, and num_hidden_layers is 28"]),
+        ({"layer_types": "full_attention"}, ["layer_types is 'full_attention'; a list of strings is wanted"]),
+        ({"layer_types": ["chunked_attention"] * 28}, ["layer_types has 'chunked_attention'; supported are"]),
+        ({"layer_types": ["sliding_attention"] * 28}, ["layer_types", "in layers 0, 1, 2, 3, 4 and 23 more", "=None"]),
+        ({"architectures": ["two\nlines"]}, ["architecture 'two\\nlines' is not supported"]),
+        ({"architectures": {"x": 1}}, ["architectures is {'x': 1}; a list of strings is wanted"]),
+        ({"architectures": ["Qwen3ForCausalLM", 5]}, ["architectures is ['Qwen3ForCausalLM', 5]"]),
+        ({"eos_token_id": "x"}, ["eos_token_id is 'x'; a whole number or a list of whole numbers from 0 is wanted"]),
+        ({"eos_token_id": [1, "x"]}, ["eos_token_id is [1, 'x']"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers is 1000000000000; a whole number from 1 to 2000"]),
+        ({"head_dim": 127}, ["head_dim is 127; RoPE turns pairs"]),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ["low_freq_factor is 4.0; less than high_freq_factor"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps is 1000", "...; a number over 0"]),
         ({"architectures": ["LlamaForCausalLM"], "use_sliding_window": True}, ["use_sliding_window=True"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantised weights"]),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quant_method", "awq", "quantised weights"]),
+        ({"quantization_config": {**FP8, "weight_block_size": None}}, ["weight_block_size"]),
+        ({"quantization_config": {**FP8, "weight_block_size": [128]}}, ["weight_block_size"]),
+        ({"quantization_config": {**FP8, "weight_block_size": [128, 0]}}, ["weight_block_size"]),
+        ({"quantization_config": {**FP8, "fmt": "e5m2"}}, ["e5m2"]),
+        ({"quantization_config": "fp8"}, ["quantization_config is 'fp8'; an object is wanted"]),
         ({"num_hidden_layers": "many"}, ["num_hidden_layers is 'many'"]),
         ({"num_attention_heads": 0}, ["num_attention_heads is 0"]),
         ({"vocab_size": True}, ["vocab_size is True"]),
@@ -142,7 +172,14 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         load_model_config(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "is not JSON"), ("[]", "holds list")])
+def test_generation_settings_that_servers_could_not_read(tmp_path: Path) -> None:
+    folder(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config\.json holds list.*remove the file"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "says"), [("{", "is not JSON"), ("[]", "holds list"), ("[" * 100_000, "too deeply")])
 def test_a_config_that_is_no_object(text: str, says: str, tmp_path: Path) -> None:
     folder(tmp_path, "tokenizer.json", "model.safetensors")
     (tmp_path / "config.json").write_text(text)

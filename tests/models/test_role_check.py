@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from megarl.core.errors import UserError
@@ -65,6 +67,24 @@ def test_a_reward_model_has_a_score_head_and_a_teacher_has_none(policy: Path, sc
         check(policy, teacher=Teacher(path=scorer))
 
 
+def test_the_policy_is_no_reward_model_of_its_own(policy: Path) -> None:
+    with pytest.raises(UserError, match=r"reward_model.path .* is a language model"):
+        check(policy, reward_model=RewardModel(path=policy))
+
+
+@pytest.mark.parametrize("role", ["critic", "reward_model", "teacher"])
+def test_weights_that_are_not_their_config_s_are_refused_for_every_role(
+    role: str, policy: Path, scorer: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(scorer if role == "reward_model" else policy, tmp_path / "other"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
+    section = {"critic": Critic, "reward_model": RewardModel, "teacher": Teacher}[role]
+    with pytest.raises(UserError, match=r"of another shape: model\.norm\.weight is \[3\]") as error:
+        check(policy, **{role: section(path=folder)})
+    assert str(folder) in str(error.value)
+
+
 def test_other_tokens_are_refused(policy: Path, stranger: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"teacher.path .* vocabulary of 256, the policy of 128"):
         check(policy, teacher=Teacher(path=stranger))
@@ -77,7 +97,9 @@ def test_other_tokens_are_refused(policy: Path, stranger: Path, tmp_path: Path) 
 
 def test_a_context_that_is_too_short_is_refused(policy: Path, tmp_path: Path) -> None:
     short = write_tiny_model(tmp_path / "short", max_position_embeddings=32)
-    with pytest.raises(UserError, match=r"critic.path .* has a context of 32 tokens, and a sample may have 1032"):
+    with pytest.raises(
+        UserError, match=r"sample of up to 1032 tokens .* longer than the context of 32 tokens of critic.path"
+    ):
         check(policy, critic=Critic(path=short))
 
 

@@ -276,6 +276,21 @@ MODEL = (
         spoil=lambda p: _cut_off(p.model / "model.safetensors"),
     ),
     Bad(
+        "weights whose header says another type",
+        ("{root}/model/model.safetensors", "invalid shape, data type, or offset", "Copy or export it again"),
+        spoil=lambda p: _lie(p.model / "model.safetensors"),
+    ),
+    Bad(
+        "config of wrong types",
+        ("{root}/model/config.json", "eos_token_id is 'x'", "a whole number or a list of whole numbers"),
+        spoil=lambda p: p.edit_config(eos_token_id="x"),
+    ),
+    Bad(
+        "layers that are not those of layer_types",
+        ("{root}/model/config.json", "layer_types has 1 entries, and num_hidden_layers is 3"),
+        spoil=lambda p: p.edit_config(layer_types=["full_attention"]),
+    ),
+    Bad(
         "prompt and response longer than the context",
         ("data.max_prompt_tokens 2040", "rollout.max_response_tokens 32", "context of 2048", "Lower the limit by 24"),
         ("data.max_prompt_tokens=2040",),
@@ -329,6 +344,13 @@ ALL = (*DATA, *RECIPE_KEYS, *MODEL, *REWARD, *FOLDER)
 def _cut_off(path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 100)
+
+
+def _lie(path: Path) -> None:
+    """One tensor in the middle is said to be twice as wide as it is."""
+    content = path.read_bytes()
+    middle = content.index(b'"dtype":"F32"', content.index(b"layers.1.mlp"))
+    path.write_bytes(content[:middle] + b'"dtype":"F64"' + content[middle + 13 :])
 
 
 def _touch(path: Path) -> None:

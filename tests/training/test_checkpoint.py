@@ -1,3 +1,4 @@
+import json
 import resource
 
 import pytest
@@ -5,9 +6,10 @@ import torch
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
+from megarl.models.hf_config import load_model_config
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
-from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
+from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest, read_model_config
 from megarl.training.spec import PolicyObjective, RoleSpec
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards
@@ -100,7 +102,8 @@ def test_the_manifest_says_what_is_in_it(rank, folder, tmp_path):
     }
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert set(found.files) == written - {MANIFEST}
-    assert (tmp_path / "hf" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    configs = [json.loads((each / "config.json").read_text()) for each in (tmp_path / "hf", folder)]
+    assert configs[0] == configs[1] | {"dtype": "bfloat16"}, "a config says what its weights are"
     assert checkpoint_damage(tmp_path, read=True) == []
 
 
@@ -174,4 +177,16 @@ def test_a_disk_that_fills_is_told_and_leaves_no_checkpoint(rank, folder, tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / MANIFEST).exists() and not (tmp_path / "metadata.json").exists()
-    assert "megarl.json is missing: the checkpoint was not finished" in checkpoint_damage(tmp_path, read=False)[0]
+    assert "megarl.json is missing. The checkpoint was not finished" in checkpoint_damage(tmp_path, read=False)[0]
+
+
+def test_a_critic_s_checkpoint_has_the_config_of_a_score_head(rank, folder, tmp_path):
+    """It was built from a policy's folder, and is read by a conversion from its own."""
+    rank.build("critic", RoleSpec(folder, "float32", head="score"))
+    rank.save("critic", tmp_path)
+    config = read_model_config(tmp_path / "hf")
+    assert config.head == "score" and config == load_model_config(folder).with_score_head()
+    rank.build("critic", RoleSpec(tmp_path / "hf", "float32", load_weights=False))
+    rank.load("critic", tmp_path)
+    rank.export_hf("critic", tmp_path / "hf", tmp_path / "out")
+    assert load_model_config(tmp_path / "out").head == "score"

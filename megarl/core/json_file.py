@@ -1,0 +1,30 @@
+"""Reads a JSON file that ought to hold an object; every way in which it does not is one sentence for the user."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """The object that the file holds.
+
+    advice: what to do about a file that is broken, as a sentence. Raises UserError where the file cannot be read, is not
+    JSON, or holds something else.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing. {advice}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). {advice}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply. {advice}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}. {advice}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds {type(raw).__name__}, not a JSON object. {advice}")
+    return raw

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
+
+
+def test_an_object_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": [1, "é"]}', encoding="utf-8")
+    assert read_object(path, "Mend it.") == {"a": [1, "é"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b'{"a": "\xff"}', "is not JSON"),
+        (b"9" * 5000, "is not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"[]", "holds list, not a JSON object"),
+        (b"null", "holds NoneType"),
+        (b'"x"', "holds str"),
+    ],
+)
+def test_everything_else_is_one_sentence(content: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=says) as error:
+        read_object(path, "Mend it.")
+    assert str(path) in str(error.value)
+    assert str(error.value).endswith(" Mend it.")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.json is missing\. Mend it\."):
+        read_object(tmp_path / "nowhere.json", "Mend it.")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_object(tmp_path, "Mend it.")
