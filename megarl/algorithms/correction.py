@@ -8,6 +8,8 @@ megarl.algorithms.ragged; a weight outside of the mask is 0. The denominator of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -97,6 +99,12 @@ def reject(ratios: Floats, mask: Mask, cu_seqlens: Bounds, min_ratio: float, max
     rejected = sequence_sums(outside.astype(np.float32), mask, cu_seqlens) > 0
     touched = spread(rejected.astype(np.float32), mask, cu_seqlens) > 0
     return Correction(_weights(np.where(touched, 0.0, 1.0), mask != 0), touched)
+
+
+# By the kind that a recipe names; each is given what its parameters ask for.
+CORRECTIONS: Mapping[str, Callable[..., Correction]] = MappingProxyType(
+    {"truncate": truncate, "mask": mask_outside, "reject": reject}
+)
 
 
 def effective_sample_size(weights: Floats, mask: Mask) -> float:

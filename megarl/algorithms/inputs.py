@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -77,12 +78,12 @@ TOKEN_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 def wanted(function: Callable[..., Any], inputs: Inputs) -> frozenset[str]:
     """Which of the inputs the function asks for."""
-    return frozenset(_parameters(function)) & frozenset(inputs)
+    return frozenset(parameters(function)) & frozenset(inputs)
 
 
 def settings_of(function: Callable[..., Any], inputs: Inputs) -> dict[str, bool]:
     """The function's other parameters, and whether each must be given because it has no default."""
-    others = {name: spec for name, spec in _parameters(function).items() if name not in inputs}
+    others = {name: spec for name, spec in parameters(function).items() if name not in inputs}
     return {name: spec.default is inspect.Parameter.empty for name, spec in others.items()}
 
 
@@ -103,9 +104,12 @@ def check_function(function: Callable[..., Any], inputs: Inputs, settings: Colle
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """Call the function with what it asks for by name; what it does not ask for is left out."""
-    return function(**{name: given[name] for name in _parameters(function) if name in given})
+    return function(**{name: given[name] for name in parameters(function) if name in given})
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+@cache
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The function's parameters by name, those that can be given by name."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: spec for name, spec in inspect.signature(function).parameters.items() if spec.kind in named}
+    found = {name: spec for name, spec in inspect.signature(function).parameters.items() if spec.kind in named}
+    return MappingProxyType(found)

@@ -1,18 +1,19 @@
 """Policy losses, per token: what is minimised so that better samples become likelier. Weighting is not done here.
 
 All are linear in the advantages as long as these keep their sign, so that an off-policy correction may multiply them.
+Loads without torch: what a recipe reads follows from these functions' parameters, and it is read in milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.algorithms.limits import MAX_LOG_RATIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PolicyLoss(NamedTuple):
@@ -124,7 +125,7 @@ def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def _nowhere(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=torch.bool)
+    return like.new_zeros(like.shape).bool()
 
 
 # By the name that a recipe gives; a loss of somebody's own comes by import path instead.

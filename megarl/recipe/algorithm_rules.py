@@ -1,24 +1,88 @@
-"""The rules about what is learned, and about the roles that it asks for, as data."""
+"""The rules about what is learned, and about the roles that it asks for, as data.
+
+What the two functions read is told by their parameters: none of megarl's own is named here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.algorithms.correction import CORRECTIONS
+from megarl.algorithms.inputs import LOSS_INPUTS, parameters
+from megarl.algorithms.policy_loss import POLICY_LOSSES
+from megarl.recipe.algorithm import Algorithm, Correction
+from megarl.recipe.functions import (
+    ADVANTAGE,
+    ADVANTAGE_INPUTS,
+    ADVANTAGES,
+    POLICY_LOSS,
+    REWARDS,
+    SETTINGS,
+    Asked,
+    is_own,
+    is_whitened,
+)
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe
 
-# Advantages that compare a sample with the others of its group.
-OF_GROUPS = ("grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "egpo")
-UNCLIPPED = ("reinforce", "gpg", "distill")
 RL = (Recipe,)
+UNSEEN_KL = (
+    "algorithm.kl_in: reward takes it off tokens' rewards, and nothing asks for these: set algorithm.kl_in to loss"
+)
 
 
-def _own(name: str) -> bool:
-    """Whether a function is the user's: named by import path, it may read any setting."""
-    return ":" in name
+def _takers(names: frozenset[str]) -> str:
+    """The functions of megarl's own that have one of these parameters, as `algorithm.advantage to grpo or gpg`."""
+
+    def of(key: str, functions: Mapping[str, Callable[..., Any]]) -> list[str]:
+        found = [name for name, function in functions.items() if names & frozenset(parameters(function))]
+        return [f"{key} to {' or '.join(filter(None, (', '.join(found[:-1]), found[-1])))}"] if found else []
+
+    return ", or ".join(of(ADVANTAGE, ADVANTAGES) + of(POLICY_LOSS, POLICY_LOSSES))
 
 
-def _distills(recipe: Recipe) -> bool:
-    return "distill" in (recipe.algorithm.advantage, recipe.algorithm.policy_loss)
+def _no_advantages(recipe: Recipe) -> str:
+    loss = recipe.algorithm.policy_loss
+    return f"it is for advantages, and {POLICY_LOSS}: {loss} asks for none: set {_takers(frozenset({'advantages'}))}"
+
+
+def _setting(name: str) -> Unread:
+    """The rule of a key that is a parameter of functions."""
+
+    def needs(recipe: Recipe, asked: Asked) -> str:
+        advantage = ADVANTAGES.get(recipe.algorithm.advantage)
+        if not asked.advantages and advantage is not None and name in parameters(advantage):
+            return _no_advantages(recipe)
+        return f"no function of this recipe has such a setting: set {_takers(frozenset({name}))}"
+
+    return Unread((f"algorithm.{name}",), lambda _, asked: asked.by_either(name), needs, RL)
+
+
+def _no_rewards(recipe: Recipe, asked: Asked) -> str:
+    if not asked.advantages:
+        return _no_advantages(recipe)
+    return f"{ADVANTAGE}: {recipe.algorithm.advantage} asks for no rewards: set {_takers(REWARDS)}"
+
+
+def _sees_kl(algorithm: Algorithm, asked: Asked) -> bool:
+    """Whether anything would see a KL to the reference: the loss, or what is made of rewards."""
+    return algorithm.kl_in == "loss" or asked.token_rewards
+
+
+def _has_reference(recipe: Recipe, asked: Asked) -> bool:
+    algorithm = recipe.algorithm
+    return algorithm.kl_coef > 0 and (_sees_kl(algorithm, asked) or "ref_logprobs" in asked.advantage)
+
+
+def _has_lower_bound(correction: Correction) -> bool:
+    return "min_ratio" in parameters(CORRECTIONS[correction.kind])
+
+
+def _reserved(algorithm: Algorithm) -> list[str]:
+    """Names in algorithm.settings that stand for something else already."""
+    return sorted(algorithm.settings.keys() & {*Algorithm.model_fields, *ADVANTAGE_INPUTS, *LOSS_INPUTS})
 
 
 def _apart(recipe: Recipe) -> bool:
@@ -27,93 +91,92 @@ def _apart(recipe: Recipe) -> bool:
 
 
 ALGORITHM_UNREAD: tuple[Unread, ...] = (
+    *map(_setting, SETTINGS),
     Unread(
-        ("algorithm.kl_kind", "algorithm.kl_in"),
-        lambda r: r.algorithm.kl_coef > 0,
-        "it says how the KL to the reference counts, and there is none: set algorithm.kl_coef above 0",
-        RL,
-    ),
-    Unread(
-        ("algorithm.kl_control",),
-        lambda r: r.algorithm.kl_coef > 0 and r.algorithm.kl_in == "reward",
-        "only a KL in the reward is steered: set algorithm.kl_coef above 0 and algorithm.kl_in to reward",
-        RL,
-    ),
-    Unread(
-        ("algorithm.normalize_std",),
-        lambda r: r.algorithm.advantage in ("grpo", "gpg", "egpo") or _own(r.algorithm.advantage),
-        "only the advantages grpo, gpg and egpo divide by a group's deviation: set algorithm.advantage to one of them",
-        RL,
-    ),
-    Unread(
-        ("algorithm.gamma",),
-        lambda r: r.algorithm.advantage in ("gae", "reinforce_pp") or _own(r.algorithm.advantage),
-        "only advantages of tokens discount: set algorithm.advantage to gae or reinforce_pp",
-        RL,
-    ),
-    Unread(
-        ("algorithm.lam",),
-        lambda r: r.algorithm.advantage == "gae" or _own(r.algorithm.advantage),
-        "only generalized advantage estimation has it: set algorithm.advantage to gae",
+        ("algorithm.advantage", "algorithm.correction"),
+        lambda _, asked: asked.advantages,
+        lambda r, _: _no_advantages(r),
         RL,
     ),
     Unread(
         ("algorithm.whiten",),
-        lambda r: r.algorithm.advantage == "gae",
-        "it is for generalized advantage estimation: set algorithm.advantage to gae",
+        lambda r, asked: asked.advantages and is_whitened(r.algorithm),
+        "it is for generalized advantage estimation: set algorithm.advantage to gae, and a policy loss that asks for it",
+        RL,
+    ),
+    Unread(("algorithm.overlong_buffer", "reward_model"), lambda _, asked: asked.rewards, _no_rewards, RL),
+    Unread(
+        ("reward_model",),
+        lambda r, asked: r.reward_model is None or r.reward_model.level == "sequence" or asked.token_rewards,
+        "reward_model.level: token rewards tokens, and nothing asks for their rewards: set it to sequence",
         RL,
     ),
     Unread(
-        ("algorithm.clip_low", "algorithm.clip_high"),
-        lambda r: r.algorithm.policy_loss not in UNCLIPPED,
-        "this policy loss has no ratio to clip: set algorithm.policy_loss to ppo, gspo or cispo",
+        ("algorithm.kl_coef",),
+        lambda r, asked: r.algorithm.kl_coef == 0 or _has_reference(r, asked),
+        UNSEEN_KL,
         RL,
     ),
     Unread(
-        ("algorithm.dual_clip",),
-        lambda r: r.algorithm.policy_loss == "ppo" or _own(r.algorithm.policy_loss),
-        "only PPO's loss has a second clip: set algorithm.policy_loss to ppo",
+        ("algorithm.kl_kind", "algorithm.kl_in"),
+        lambda r, asked: r.algorithm.kl_coef > 0 and _sees_kl(r.algorithm, asked),
+        lambda r, asked: (
+            UNSEEN_KL
+            if r.algorithm.kl_coef > 0
+            else "it says how the KL to the reference counts, and there is none: set algorithm.kl_coef above 0"
+        ),
+        RL,
+    ),
+    Unread(
+        ("algorithm.kl_control",),
+        lambda r, asked: r.algorithm.kl_coef > 0 and r.algorithm.kl_in == "reward" and asked.token_rewards,
+        "only a KL in the reward is steered, and where rewards count: set algorithm.kl_coef above 0 and algorithm.kl_in to "
+        "reward",
         RL,
     ),
     Unread(
         ("algorithm.settings",),
-        lambda r: _own(r.algorithm.advantage) or _own(r.algorithm.policy_loss),
+        lambda r, asked: is_own(r.algorithm.policy_loss) or (asked.advantages and is_own(r.algorithm.advantage)),
         "it is for functions of your own: name one by import path",
         RL,
     ),
     Unread(
         ("algorithm.refill_rounds",),
-        lambda r: r.algorithm.drop_zero_variance_groups,
+        lambda r, _: r.algorithm.drop_zero_variance_groups,
         "nothing is dropped that could be asked again: set algorithm.drop_zero_variance_groups to true",
         RL,
     ),
     Unread(
         ("algorithm.correction.low",),
-        lambda r: r.algorithm.correction is None or r.algorithm.correction.kind != "truncate",
-        "truncation has no lower bound: set algorithm.correction.kind to mask or reject",
+        lambda r, _: r.algorithm.correction is None or _has_lower_bound(r.algorithm.correction),
+        "this correction has no lower bound: set algorithm.correction.kind to mask or reject",
         RL,
     ),
     Unread(
         ("critic",),
-        lambda r: r.algorithm.advantage == "gae" or _own(r.algorithm.advantage),
-        "no other advantage asks for values: set algorithm.advantage to gae",
+        lambda _, asked: "values" in asked.advantage,
+        lambda r, asked: (
+            f"nothing asks for its values: set {_takers(frozenset({'values'}))}"
+            if asked.advantages
+            else _no_advantages(r)
+        ),
         RL,
     ),
     Unread(
         ("teacher",),
-        lambda r: _distills(r) or _own(r.algorithm.advantage) or _own(r.algorithm.policy_loss),
-        "nothing asks the teacher: set algorithm.policy_loss or algorithm.advantage to distill",
+        lambda _, asked: asked.by_either("teacher_logprobs"),
+        f"nothing asks for its log-probs: set {_takers(frozenset({'teacher_logprobs'}))}",
         RL,
     ),
     Unread(
         ("reference.resting", "reference.refresh_every"),
-        lambda r: r.algorithm.kl_coef > 0 and r.actor.lora is None,
+        lambda r, asked: _has_reference(r, asked) and r.actor.lora is None,
         "there is no reference model of its own: set algorithm.kl_coef above 0, and no actor.lora",
         RL,
     ),
     Unread(
         ("reference.parallel",),
-        lambda r: r.algorithm.kl_coef > 0,
+        _has_reference,
         "without a KL there is no reference model: set algorithm.kl_coef above 0",
         RL,
     ),
@@ -122,10 +185,11 @@ ALGORITHM_UNREAD: tuple[Unread, ...] = (
 ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "rollout.samples_per_prompt",
-        lambda r: (
+        lambda r, asked: (
             r.rollout.samples_per_prompt < 2
-            and r.algorithm.advantage in OF_GROUPS
-            and r.algorithm.policy_loss != "distill"
+            and not is_own(r.algorithm.advantage)
+            and "group_index" in asked.advantage
+            and "greedy_rewards" not in asked.advantage
         ),
         lambda r: (
             f"with algorithm.advantage: {r.algorithm.advantage} a sample is compared with the others of its group, "
@@ -134,14 +198,32 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
         RL,
     ),
     Contradiction(
+        "algorithm.drop_zero_variance_groups",
+        lambda r, _: r.rollout.samples_per_prompt < 2 and r.algorithm.drop_zero_variance_groups,
+        lambda r: (
+            "with rollout.samples_per_prompt: 1 the rewards of each group are all equal, so that every sample would be "
+            "dropped. Set it to false, or rollout.samples_per_prompt to 2 or more"
+        ),
+        RL,
+    ),
+    Contradiction(
+        "algorithm.settings",
+        lambda r, _: bool(_reserved(r.algorithm)),
+        lambda r: (
+            f"{', '.join(_reserved(r.algorithm))} is the name of an input of functions, or of a key of this section, and a "
+            "function would be given only one of the two. Set that key, or call the parameter otherwise"
+        ),
+        RL,
+    ),
+    Contradiction(
         "teacher",
-        lambda r: _distills(r) and r.teacher is None,
+        lambda r, asked: asked.by_either("teacher_logprobs") and r.teacher is None,
         lambda r: "there is nobody to distill from. Add a section teacher with the path of a model",
         RL,
     ),
     Contradiction(
         "algorithm.correction",
-        lambda r: r.algorithm.correction is not None and r.algorithm.old_logprobs == "rollout",
+        lambda r, _: r.algorithm.correction is not None and r.algorithm.old_logprobs == "rollout",
         lambda r: (
             "with algorithm.old_logprobs: rollout the trainer's log-probs of the rollout's policy are not computed, and "
             "there is no ratio between the two. Set it to trainer, or remove the correction"
@@ -150,9 +232,9 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "algorithm.correction.high",
-        lambda r: (
+        lambda r, _: (
             r.algorithm.correction is not None
-            and r.algorithm.correction.kind != "truncate"
+            and _has_lower_bound(r.algorithm.correction)
             and r.algorithm.correction.low >= r.algorithm.correction.high
         ),
         lambda r: f"it has to be above low {r.algorithm.correction.low:g}; got {r.algorithm.correction.high:g}",
@@ -160,16 +242,16 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "reward_model",
-        lambda r: r.reward_model is not None and r.algorithm.advantage == "remax",
+        lambda r, asked: r.reward_model is not None and "greedy_rewards" in asked.advantage,
         lambda r: (
-            "ReMax compares with a greedy answer, which only the graders see. Choose another advantage, or remove the "
-            "reward model"
+            f"algorithm.advantage: {r.algorithm.advantage} compares with a greedy answer, which only the graders see. "
+            "Choose another advantage, or remove the reward model"
         ),
         RL,
     ),
     Contradiction(
         "algorithm.drop_zero_variance_groups",
-        lambda r: r.reward_model is not None and r.algorithm.drop_zero_variance_groups,
+        lambda r, _: r.reward_model is not None and r.algorithm.drop_zero_variance_groups,
         lambda r: (
             "groups are dropped by what the graders say, before the reward model scores them. Set it to false, or remove "
             "the reward model"
@@ -178,7 +260,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "critic.warmup_steps",
-        lambda r: r.critic is not None and r.critic.warmup_steps >= r.train.steps,
+        lambda r, _: r.critic is not None and r.critic.warmup_steps >= r.train.steps,
         lambda r: (
             f"the actor would never learn: the run has {r.train.steps} steps. Set it to at most {r.train.steps - 1}"
         ),
@@ -186,7 +268,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "reference.parallel",
-        lambda r: r.actor.lora is not None and r.reference.parallel is not None,
+        lambda r, _: r.actor.lora is not None and r.reference.parallel is not None,
         lambda r: (
             "under actor.lora the reference is the actor's own model without its adapters, at the actor's layout. "
             "Remove reference.parallel"
@@ -195,7 +277,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "placement.pools",
-        lambda r: (r.actor.lora is not None or r.reference.refresh_every is not None) and _apart(r),
+        lambda r, _: (r.actor.lora is not None or r.reference.refresh_every is not None) and _apart(r),
         lambda r: (
             "under actor.lora, or with reference.refresh_every, the reference lives on what the actor's ranks have. Put both "
             "into one pool"
@@ -204,7 +286,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "reference.refresh_every",
-        lambda r: r.reference.refresh_every is not None and r.reference.parallel not in (None, r.actor.parallel),
+        lambda r, _: r.reference.refresh_every is not None and r.reference.parallel not in (None, r.actor.parallel),
         lambda r: "weights are copied part by part, which needs the actor's layout. Remove reference.parallel",
         RL,
     ),

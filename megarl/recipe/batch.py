@@ -22,7 +22,8 @@ class BatchPlan:
 
     prompts: groups in one step (supervised: rows). mini_batch_samples: samples of one optimizer step.
     longest: most tokens of what a micro-batch has to hold whole. parallel: the actor's. shards: that a step is dealt in.
-    epochs: times that a step's samples are gone through. rows: what a supervised run's rows are, in the singular.
+    epochs: times that a step's samples are gone through. still: first steps in which the actor stands still.
+    critic_epochs: times that a critic goes through them. rows: what a supervised run's rows are, in the singular.
     """
 
     prompts: int
@@ -35,6 +36,8 @@ class BatchPlan:
     shards: int
     steps: int
     epochs: int
+    still: int = 0
+    critic_epochs: int = 1
     rows: Literal["demonstration", "pair"] | None = None
 
     @property
@@ -65,7 +68,12 @@ class BatchPlan:
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run, at most."""
-        return self.steps * self.updates_per_step
+        return (self.steps - self.still) * self.updates_per_step
+
+    @property
+    def critic_steps(self) -> int:
+        """Optimizer steps of a critic, at most."""
+        return self.steps * self.mini_batches * self.critic_epochs
 
     def describe(self) -> str:
         """The arithmetic in one line."""
@@ -97,6 +105,8 @@ def plan_batches(recipe: AnyRecipe) -> BatchPlan:
             longest_sample(recipe),
             *layout,
             epochs=recipe.actor.epochs,
+            still=recipe.critic.warmup_steps if recipe.critic is not None else 0,
+            critic_epochs=recipe.critic.epochs if recipe.critic is not None else 1,
         )
     else:
         count, pairs = recipe.train.batch_samples, isinstance(recipe.data, PairData)
@@ -111,17 +121,24 @@ def plan_batches(recipe: AnyRecipe) -> BatchPlan:
             epochs=1,
             rows="pair" if pairs else "demonstration",
         )
-    problems = _problems(plan)
-    if not problems and recipe.actor.optimizer.warmup_steps >= plan.optimizer_steps:
-        problems.append(
-            f"actor.optimizer.warmup_steps {recipe.actor.optimizer.warmup_steps} leaves nothing after warm-up: "
-            f"the run has {plan.optimizer_steps} optimizer steps. Set it to at most {plan.optimizer_steps - 1}."
-        )
+    problems = _problems(plan) or _warmup_problems(recipe, plan)
     if len(problems) == 1:
         raise UserError(f"The batch sizes do not add up. {problems[0]}")
     if problems:
         raise UserError("The batch sizes do not add up." + "".join(f"\n  - {problem}" for problem in problems))
     return plan
+
+
+def _warmup_problems(recipe: AnyRecipe, plan: BatchPlan) -> list[str]:
+    learning = {"actor": (recipe.actor.optimizer, plan.optimizer_steps)}
+    if isinstance(recipe, Recipe) and recipe.critic is not None:
+        learning["critic"] = recipe.critic.optimizer, plan.critic_steps
+    return [
+        f"{role}.optimizer.warmup_steps {optimizer.warmup_steps} leaves nothing after warm-up: "
+        f"the {role} makes {steps} optimizer steps. Set it to at most {steps - 1}."
+        for role, (optimizer, steps) in learning.items()
+        if optimizer.warmup_steps >= steps
+    ]
 
 
 def nearest_divisors(number: int, wanted: int, at_least: int = 1) -> list[int]:

@@ -1,51 +1,79 @@
 """What a recipe's keys ask of each other: keys that nothing reads in this configuration, and values that contradict.
 
-The rules are data, in `rules.py`. Batch arithmetic is in `batch.py`; files, models and functions are for
-`megarl/preflight.py`.
+The rules are data, in `rules.py`. What they say of the algorithm's functions follows from these. Batch arithmetic is in
+`batch.py`; files and models are for `megarl/preflight.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
+
+from megarl.core.errors import UserError
 from megarl.core.platform import get_platform
+from megarl.recipe.functions import Asked, Own, asked, check_algorithm
+from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import Critic
+from megarl.recipe.rule import Unread
 from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES, longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 
 R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+NOTHING = Asked(frozenset(), frozenset())
 
 
 def unread_keys(recipe: AnyRecipe) -> list[str]:
-    """Dotted paths of the keys that nothing reads in this configuration."""
-    rules = [rule for rule in UNREAD_RULES if isinstance(recipe, rule.kinds) and not rule.read(recipe)]
-    return [key for rule in rules for key in rule.keys]
+    """Dotted paths of the keys that nothing reads in this configuration, each once."""
+    return list(dict.fromkeys(key for rule in _unread(recipe, _asked(recipe, "may ask for all")) for key in rule.keys))
 
 
-def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str]) -> list[str]:
+def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = False) -> list[str]:
     """What is wrong, one sentence each; empty when nothing is.
 
     sources: dotted path of every value that the user gave, to where. A default that nothing reads is no mistake.
+    look: at functions named by import path, too; else they may ask for everything, and may do without it. Raises UserError
+    then, where a path leads nowhere.
     """
-    problems = []
-    for rule in UNREAD_RULES:
-        if not isinstance(recipe, rule.kinds) or rule.read(recipe):
-            continue
-        for key in rule.keys:
-            given = _given(key, sources)
-            if given is not None:
-                problems.append(
-                    f"`{given}` ({sources[given]}) is read by nothing in this configuration: {rule.needs}, "
-                    "or remove the key."
-                )
+    may_ask, asks = (_asked(recipe, "look" if look else own) for own in ("may ask for all", "asks for nothing"))
+    unread: dict[str, str] = {}
+    problems: list[str] = []
+    for rule in _unread(recipe, may_ask):
+        for given in (_given(key, sources) for key in rule.keys):
+            if given is None or given in unread or _is_off(recipe, given):  # the first rule says why
+                continue
+            needs = rule.needs if isinstance(rule.needs, str) else rule.needs(recipe, may_ask)
+            where = f"`{given}` ({sources[given]})"
+            unread[given] = f"{where} is read by nothing in this configuration: {needs}, or remove the key."
     for contradiction in CONTRADICTIONS:
-        if isinstance(recipe, contradiction.kinds) and contradiction.wrong(recipe):
-            given = _given(contradiction.key, sources)
-            where = "by default" if given is None else sources[given]
+        if isinstance(recipe, contradiction.kinds) and contradiction.wrong(recipe, asks):
+            at = _given(contradiction.key, sources)
+            where = "by default" if at is None else sources[at]
             problems.append(f"`{contradiction.key}` ({where}): {contradiction.says(recipe)}.")
-    return problems
+    return [*unread.values(), *problems]
+
+
+def check_functions(recipe: Recipe, sources: Mapping[str, str]) -> None:
+    """Whether the algorithm's functions exist and get what they ask for, and whether any asks for what the recipe gives.
+
+    Imports those named by import path. Raises UserError.
+    """
+    check_algorithm(recipe.algorithm, set(role_layouts(recipe)))
+    problems = check_recipe(recipe, sources, look=True)
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        raise UserError("The recipe does not go with its functions." + "".join(f"\n  - {each}" for each in problems))
+
+
+def _asked(recipe: AnyRecipe, own: Own) -> Asked:
+    return asked(recipe.algorithm, own) if isinstance(recipe, Recipe) else NOTHING
+
+
+def _unread(recipe: AnyRecipe, may_ask: Asked) -> Iterator[Unread]:
+    return (rule for rule in UNREAD_RULES if isinstance(recipe, rule.kinds) and not rule.read(recipe, may_ask))
 
 
 def _given(key: str, sources: Mapping[str, str]) -> str | None:
@@ -53,17 +81,42 @@ def _given(key: str, sources: Mapping[str, str]) -> str | None:
     return next((source for source in sources if source == key or source.startswith(f"{key}.")), None)
 
 
+def _is_off(recipe: AnyRecipe, key: str) -> bool:
+    """Whether null stands there, as it does by default: who turns off what nothing reads asks for nothing."""
+    section: Any = recipe
+    default: Any = ...
+    for name in key.split("."):
+        if not isinstance(section, BaseModel):
+            return False
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        section = getattr(section, name)
+    return section is None and default is None
+
+
 def fill_defaults(recipe: R) -> R:
     """The recipe with the defaults that follow from other keys.
 
-    GAE has a critic. Where SGLang cannot size its cache by itself, rollout.kv_tokens holds rollout.max_running_requests
-    whole samples.
+    What nothing reads is at its default, wherever a preset said otherwise: nobody downstream has to ask. An advantage
+    that asks for values has a critic. Where SGLang cannot size its cache by itself, rollout.kv_tokens holds
+    rollout.max_running_requests whole samples.
     """
+    for key in unread_keys(recipe):
+        recipe = _with_default(recipe, key.split("."))
     if not isinstance(recipe, Recipe):
         return recipe
-    if recipe.algorithm.advantage == "gae" and recipe.critic is None:
+    if recipe.critic is None and "values" in _asked(recipe, "asks for nothing").advantage:
         recipe = recipe.model_copy(update={"critic": Critic()})
     if recipe.rollout.kv_tokens is not None or not get_platform(recipe.cluster.platform).needs_kv_tokens:
         return recipe
     tokens = recipe.rollout.max_running_requests * longest_sample(recipe)
     return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"kv_tokens": tokens})})
+
+
+def _with_default(section: Any, keys: list[str]) -> Any:
+    """The section with a key at its default; as it is where there is no such section."""
+    if not isinstance(section, BaseModel):
+        return section
+    name, *below = keys
+    default = type(section).model_fields[name].get_default(call_default_factory=True)
+    value = _with_default(getattr(section, name), below) if below else default
+    return section.model_copy(update={name: value})

@@ -81,6 +81,9 @@ class Schema:
         if kinds := _kinds(node):
             return {"$ref": kinds[key]} if key in kinds else None
         section = self._section(node)
+        item: dict[str, Any] = section.get("items") or {}
+        if "$ref" in item and key.isdigit():  # a list of sections
+            return item
         each = section.get("additionalProperties")
         below: dict[str, Any] | None = section.get("properties", {}).get(key, each if isinstance(each, dict) else None)
         return below

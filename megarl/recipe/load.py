@@ -95,8 +95,10 @@ def resolve(recipe: AnyRecipe) -> dict[str, Any]:
         *sections, name = dotted.split(".")
         section = values
         for key in sections:
-            section = section[key]
-        del section[name]
+            section = (
+                section.get(key) or {}
+            )  # a rule about a section within one that nothing reads, or that is not there
+        section.pop(name, None)
     return {name: section for name, section in values.items() if section != {}}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UNREAD
+from megarl.recipe.functions import Asked
 from megarl.recipe.reward import Rule
+from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
@@ -22,13 +24,19 @@ SEARCHED_KEYS = (
 )
 
 
-def _placed_by_hand(section: str) -> Callable[[Recipe], bool]:
-    return lambda recipe: recipe.placement.name is None or getattr(recipe, section) is None
+def _placed_by_hand(section: str) -> Callable[[Recipe, Asked], bool]:
+    return lambda recipe, _: recipe.placement.name is None or getattr(recipe, section) is None
+
+
+def _decides_alone(recipe: Recipe) -> bool:
+    """Whether the reward is what one grader says, no more and no less."""
+    return [grader.weight for grader in recipe.reward.by_name().values()] == [1.0]
 
 
 UNREAD_RULES: tuple[Unread, ...] = (
     *ALGORITHM_UNREAD,
     *SUPERVISED_UNREAD,
+    *ROLE_UNREAD,
     *(
         Unread(
             keys,
@@ -39,36 +47,32 @@ UNREAD_RULES: tuple[Unread, ...] = (
         for keys in SEARCHED_KEYS
     ),
     Unread(
-        ("actor.optimizer.beta1", "actor.optimizer.beta2", "actor.optimizer.eps"),
-        lambda r: r.actor.optimizer.name == "adam",
-        "only Adam has it: set actor.optimizer.name to adam",
-    ),
-    Unread(
-        ("actor.optimizer.momentum",),
-        lambda r: r.actor.optimizer.name == "sgd",
-        "only SGD has it: set actor.optimizer.name to sgd",
-    ),
-    Unread(
-        ("actor.optimizer.min_lr",),
-        lambda r: r.actor.optimizer.schedule != "constant",
-        "a constant schedule never goes down: set actor.optimizer.schedule to linear or cosine",
+        ("train.async_save",),
+        lambda r, _: r.train.save_every is not None,
+        "the only checkpoint is that of the last step, beside which nothing goes on: set train.save_every",
     ),
     Unread(
         ("reward.fn",),
-        lambda r: not r.reward.graders,
+        lambda r, _: not r.reward.graders,
         "reward.graders is given, and only they grade: make it one of them, with kind: rule",
         (Recipe,),
     ),
     Unread(
         ("reward.workers", "reward.timeout_s"),
-        lambda r: any(isinstance(grader, Rule) for grader in r.reward.by_name().values()),
+        lambda r, _: any(isinstance(grader, Rule) for grader in r.reward.by_name().values()),
         "only rules grade in processes of the run, and reward.graders has none: give it one with kind: rule",
         (Recipe,),
     ),
     Unread(
         ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts", "eval.by"),
-        lambda r: r.data.eval is not None,
+        lambda r, _: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",
+        (Recipe,),
+    ),
+    Unread(
+        ("eval.by",),
+        lambda r, _: not _decides_alone(r) or r.eval.by not in r.reward.by_name(),
+        "the only grader's score is the reward: give reward.graders another one, or this one another weight",
         (Recipe,),
     ),
 )
@@ -97,21 +101,22 @@ def _owned_flags(recipe: Recipe) -> list[str]:
 
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ALGORITHM_CONTRADICTIONS,
+    *ROLE_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",
-        lambda r: r.rollout.top_k == 0 or r.rollout.top_k < -1,
+        lambda r, _: r.rollout.top_k == 0 or r.rollout.top_k < -1,
         lambda r: f"got {r.rollout.top_k}; allowed: -1 (off), or 1 and more",
         (Recipe,),
     ),
     Contradiction(
         "rollout.stop",
-        lambda r: "" in r.rollout.stop,
+        lambda r, _: "" in r.rollout.stop,
         lambda r: "an empty stop string ends every response at once. Remove it from the list",
         (Recipe,),
     ),
     Contradiction(
         "rollout.kv_tokens",
-        lambda r: r.rollout.kv_tokens is not None and r.rollout.kv_tokens < longest_sample(r),
+        lambda r, _: r.rollout.kv_tokens is not None and r.rollout.kv_tokens < longest_sample(r),
         lambda r: (
             f"a server's cache of {r.rollout.kv_tokens} tokens does not hold one sample of data.max_prompt_tokens "
             f"{r.data.max_prompt_tokens} + rollout.max_response_tokens {r.rollout.max_response_tokens} tokens. "
@@ -121,7 +126,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "rollout.server_args",
-        lambda r: bool(_owned_flags(r)),
+        lambda r, _: bool(_owned_flags(r)),
         lambda r: (
             "megarl sets some of these flags itself. Remove "
             + ", ".join(f"{flag} (decided by {OWNED_FLAGS[flag]})" for flag in _owned_flags(r))
@@ -130,32 +135,29 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "reward.graders",
-        lambda r: r.reward_model is None and all(each.weight == 0 for each in r.reward.by_name().values()),
-        lambda r: "all have weight 0, so that every reward would be 0. Give one of them another weight",
+        lambda r, _: (
+            (r.reward_model is None or r.reward_model.weight == 0)
+            and all(each.weight == 0 for each in r.reward.by_name().values())
+        ),
+        lambda r: (
+            "all that grades has weight 0, so that every reward would be 0. Give a grader, or the reward model, another weight"
+        ),
         (Recipe,),
     ),
     Contradiction(
         "eval.by",
-        lambda r: r.eval.by is not None and r.eval.by not in r.reward.by_name(),
+        lambda r, _: r.eval.by is not None and r.eval.by not in r.reward.by_name(),
         lambda r: f"there is no grader {r.eval.by!r}. The recipe's graders: {', '.join(r.reward.by_name())}",
         (Recipe,),
     ),
     Contradiction(
         "eval.samples_per_prompt",
-        lambda r: r.eval.samples_per_prompt > 1 and r.eval.temperature == 0,
+        lambda r, _: r.eval.samples_per_prompt > 1 and r.eval.temperature == 0,
         lambda r: (
             f"{r.eval.samples_per_prompt} greedy answers to one prompt are all the same. "
             "Set eval.temperature above 0, or eval.samples_per_prompt to 1"
         ),
         (Recipe,),
-    ),
-    Contradiction(
-        "actor.optimizer.min_lr",
-        lambda r: r.actor.optimizer.schedule != "constant" and r.actor.optimizer.min_lr > r.actor.optimizer.lr,
-        lambda r: (
-            f"a schedule goes down from actor.optimizer.lr {r.actor.optimizer.lr:g} to min_lr, and "
-            f"{r.actor.optimizer.min_lr:g} is above it. Set it to at most {r.actor.optimizer.lr:g}"
-        ),
     ),
 )
 

@@ -81,8 +81,8 @@ class Tree:
         return None
 
     def given(self) -> Iterator[Keys]:
-        """Paths of the values that were given, without the sections around them."""
-        return (keys for keys in self.origins if not isinstance(_get(self.values, keys), dict))
+        """Paths of the values that were given, without the sections around them; an empty section is a value."""
+        return (keys for keys in self.origins if not isinstance(value := _get(self.values, keys), dict) or not value)
 
 
 def read_tree(file: Path) -> Tree:

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithms import correction as importance
-from megarl.algorithms.inputs import call, wanted
+from megarl.algorithms.inputs import call
 from megarl.algorithms.kl_control import AdaptiveKl, FixedKl
 from megarl.algorithms.ragged import sequence_sums
-from megarl.algorithms.resolve import advantage_function, is_per_token, settings
 from megarl.algorithms.returns import AdvantagesAndReturns, explained_variance, kl_penalty, token_rewards, whiten
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
 from megarl.core.types import Column, FloatArray, MicroBatch, Sample, Shard
 from megarl.data.pack import FILLER_INDEX
 from megarl.recipe.algorithm import Algorithm, Correction
+from megarl.recipe.functions import advantage_function, asked, is_per_token, is_whitened, settings
 from megarl.recipe.schema import Recipe
 from megarl.rollout import filters
 
@@ -40,7 +40,7 @@ class Learnable:
 def column_names(recipe: Recipe) -> tuple[str, ...]:
     """The columns that `Advantages.of_step` makes, in order."""
     algorithm = recipe.algorithm
-    names = ["advantages"]
+    names = ["advantages"] if asked(algorithm, "look").advantages else []
     names += ["returns"] if recipe.critic is not None else []
     names += ["old_logprobs"] if algorithm.old_logprobs == "rollout" else []
     return tuple(names)
@@ -123,13 +123,14 @@ class Advantages:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         algorithm = recipe.algorithm
-        self._function = advantage_function(algorithm)
+        self._asked = asked(algorithm, "look")
+        self._function = advantage_function(algorithm) if self._asked.advantages else None
         self._kl = _kl_weight(algorithm)
 
     @property
     def needs_greedy(self) -> bool:
         """Whether each prompt has to be answered greedily too: ReMax."""
-        return bool(wanted(self._function, {"greedy_rewards": ""}))
+        return "greedy_rewards" in self._asked.advantage
 
     def state(self) -> dict[str, float]:
         """The KL's weight, for a checkpoint."""
@@ -152,23 +153,37 @@ class Advantages:
         rollout = step.own("rollout_logprobs")
         flat.setdefault("old_logprobs", rollout)
         metrics: dict[str, float] = {}
+        made = {"old_logprobs": flat["old_logprobs"]}
+        if self._asked.advantages:
+            made |= self._learned(step, samples, columns, flat, greedy_rewards, metrics)
+        if recipe.algorithm.correction is not None:
+            weights = _correction(recipe.algorithm.correction, step, flat["old_logprobs"], rollout, metrics)
+            made["advantages"] = made["advantages"] * weights
+        return Learnable({name: step.columns(made[name]) for name in column_names(recipe)}, metrics)
+
+    def _learned(
+        self,
+        step: Step,
+        samples: Sequence[Sample],
+        columns: Columns,
+        flat: Mapping[str, FloatArray],
+        greedy_rewards: FloatArray,
+        metrics: dict[str, float],
+    ) -> dict[str, FloatArray]:
+        """Advantages, and the returns that a critic learns: [T]."""
+        recipe = self._recipe
         rewards, per_token = self._rewards(step, samples, columns, metrics)
         kl = self._kl_in_reward(step, flat, len(samples), metrics)
         advantages, returns = self._advantages(step, samples, rewards, per_token - kl, flat, greedy_rewards)
-        if recipe.critic is not None:
-            if returns is None:
-                raise MegarlError(
-                    f"algorithm.advantage: {recipe.algorithm.advantage} gave no returns, which the critic learns. "
-                    "Return megarl.algorithms.returns.AdvantagesAndReturns, or remove the section `critic`."
-                )
-            metrics["critic/explained_variance"] = explained_variance(flat["values"], returns, step.mask)
-        if recipe.algorithm.correction is not None:
-            weights = _correction(recipe.algorithm.correction, step, flat["old_logprobs"], rollout, metrics)
-            advantages = advantages * weights
-        made = {"advantages": advantages, "old_logprobs": flat["old_logprobs"]}
-        if returns is not None:
-            made["returns"] = returns
-        return Learnable({name: step.columns(made[name]) for name in column_names(recipe)}, metrics)
+        if recipe.critic is None:
+            return {"advantages": advantages}
+        if returns is None:
+            raise MegarlError(
+                f"algorithm.advantage: {recipe.algorithm.advantage} gave no returns, which the critic learns. "
+                "Return megarl.algorithms.returns.AdvantagesAndReturns, or remove the section `critic`."
+            )
+        metrics["critic/explained_variance"] = explained_variance(flat["values"], returns, step.mask)
+        return {"advantages": advantages, "returns": returns}
 
     def _rewards(
         self, step: Step, samples: Sequence[Sample], columns: Columns, metrics: dict[str, float]
@@ -195,7 +210,7 @@ class Advantages:
     ) -> FloatArray:
         """What the KL to the reference costs at each token: [T]. Steers its weight for the next step."""
         algorithm = self._recipe.algorithm
-        if algorithm.kl_in != "reward" or algorithm.kl_coef == 0:
+        if algorithm.kl_in != "reward" or algorithm.kl_coef == 0 or not self._asked.token_rewards:
             return np.zeros(len(step.mask), np.float32)
         kl = kl_penalty(flat["old_logprobs"], flat["ref_logprobs"], algorithm.kl_kind) * (step.mask > 0)
         mean = float(kl.sum() / max(1.0, float((step.mask > 0).sum())))
@@ -214,7 +229,8 @@ class Advantages:
         greedy_rewards: FloatArray,
     ) -> tuple[FloatArray, FloatArray | None]:
         """Advantages and returns, [T]. per_token: rewards of tokens, beside those of samples."""
-        algorithm = self._recipe.algorithm
+        algorithm, function = self._recipe.algorithm, self._function
+        assert function is not None, "nobody asked for advantages"
         by_sample = {
             "group_index": filters.group_index(samples),
             "lengths": np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
@@ -222,10 +238,10 @@ class Advantages:
             "greedy_rewards": greedy_rewards,
             **settings(algorithm),
         }
-        if not is_per_token(self._function):
+        if not is_per_token(function):
             tokens = sequence_sums(per_token, step.mask, step.cu_seqlens).astype(np.float32)
             given = {"rewards": rewards + step.by_sample(tokens, len(samples)), **by_sample}
-            return step.spread(np.asarray(call(self._function, given), np.float32)), None
+            return step.spread(np.asarray(call(function, given), np.float32)), None
         given = {
             "rewards": rewards,
             "token_rewards": token_rewards(step.by_sequence(rewards), step.mask, step.cu_seqlens) + per_token,
@@ -235,10 +251,10 @@ class Advantages:
             **{name: flat[name] for name in ("values", "ref_logprobs", "teacher_logprobs") if name in flat},
             **by_sample,
         }
-        result = call(self._function, given)
+        result = call(function, given)
         if not isinstance(result, AdvantagesAndReturns):
             return np.asarray(result, np.float32), None
-        white = algorithm.whiten and algorithm.advantage == "gae"
+        white = algorithm.whiten and is_whitened(algorithm)
         return (whiten(result.advantages, step.mask) if white else result.advantages), result.returns
 
 
@@ -250,16 +266,17 @@ def _kl_weight(algorithm: Algorithm) -> FixedKl | AdaptiveKl:
 
 
 def _correction(
-    asked: Correction, step: Step, trainer: FloatArray, rollout: FloatArray, metrics: dict[str, float]
+    chosen: Correction, step: Step, trainer: FloatArray, rollout: FloatArray, metrics: dict[str, float]
 ) -> FloatArray:
     """Importance weights between rollout and trainer: [T], with their diagnostics."""
-    ratios = importance.importance_ratios(trainer, rollout, step.mask, step.cu_seqlens, asked.level)
-    if asked.kind == "truncate":
-        made = importance.truncate(ratios, step.mask, asked.high)
-    elif asked.kind == "mask":
-        made = importance.mask_outside(ratios, step.mask, asked.low, asked.high)
-    else:
-        made = importance.reject(ratios, step.mask, step.cu_seqlens, asked.low, asked.high)
+    given = {
+        "ratios": importance.importance_ratios(trainer, rollout, step.mask, step.cu_seqlens, chosen.level),
+        "mask": step.mask,
+        "cu_seqlens": step.cu_seqlens,
+        "min_ratio": chosen.low,
+        "max_ratio": chosen.high,
+    }
+    made: importance.Correction = call(importance.CORRECTIONS[chosen.kind], given)
     metrics["rollout/correction_ess"] = importance.effective_sample_size(made.weights, step.mask)
     metrics["rollout/correction_touched"] = importance.share_touched(made.touched, step.mask)
     return made.weights

@@ -14,8 +14,8 @@ from tests.architecture.source import PACKAGE, imports, modules, room_of
 # A room may import itself and the rooms above it. The files beside the rooms are rooms of one module.
 ROOMS = (
     "core",
-    "recipe",
     "algorithms",
+    "recipe",
     "data",
     "rewards",
     "models",

@@ -96,7 +96,7 @@ def test_without_mini_batches_a_step_is_one(sft_file: Path) -> None:
         ({"devices": 1, "tp": 2}, "Nearest valid size of a copy: 1; nearest valid number of devices: 2."),
         ({"micro": 100}, "actor.micro_batch_tokens 100 does not hold the longest sample, 128 tokens"),
         ({"micro": 100}, "Nearest valid value: 128."),
-        ({"warmup": 5}, "the run has 5 optimizer steps. Set it to at most 4."),
+        ({"warmup": 5}, "the actor makes 5 optimizer steps. Set it to at most 4."),
     ],
 )
 def test_impossible_sizes_give_the_nearest_valid_value(changes: dict[str, int], says: str) -> None:
@@ -157,3 +157,13 @@ def test_a_plan_is_possible_or_refused_with_values_that_work(
 
 def test_plan_is_a_plain_record() -> None:
     assert BatchPlan(1, 2, 2, 8, 4, 1, Parallel(), 1, 3, 1).optimizer_steps == 3
+
+
+def test_a_critics_warm_up_is_its_own_and_the_actor_stands_still_meanwhile(recipe_file: Path) -> None:
+    given = ["algorithm.advantage=gae", "critic.warmup_steps=4", "critic.epochs=3", "actor.mini_batch_samples=16"]
+    plan = plan_batches(load_recipe(recipe_file, given).recipe)
+    # 10 steps of 2 mini-batches: the actor's schedule ends with its last step, and the critic's with the critic's.
+    assert (plan.optimizer_steps, plan.critic_steps) == (6 * 2, 10 * 2 * 3)
+    plan_batches(load_recipe(recipe_file, [*given, "critic.optimizer.warmup_steps=59"]).recipe)
+    with pytest.raises(UserError, match=r"critic\.optimizer\.warmup_steps 60 .*the critic makes 60 .* at most 59"):
+        plan_batches(load_recipe(recipe_file, [*given, "critic.optimizer.warmup_steps=60"]).recipe)

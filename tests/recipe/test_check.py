@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.recipe.check import unread_keys
+from megarl.recipe.check import check_functions, unread_keys
 from megarl.recipe.explain import Schema
+from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import load_recipe
 from megarl.recipe.rules import CONTRADICTIONS, OWNED_FLAGS, UNREAD_RULES
 from megarl.recipe.supervised import SftRecipe
 
+DISTILL = ("algorithm.policy_loss=distill", "teacher.path=m")
+DISTILLED = ("algorithm.advantage=distill", "teacher.path=m")
 REMOTE = "reward.graders.x={kind: remote, url: 'http://h'}"
 UNREAD = [
     (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),
@@ -26,21 +29,63 @@ UNREAD = [
     (["teacher.path=m"], ["algorithm.policy_loss=distill"]),
     (["reference.refresh_every=2"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),
+    *(
+        ([*DISTILL, key], ["algorithm.policy_loss=ppo", "teacher=null"])
+        for key in (
+            "algorithm.advantage=rloo",
+            "algorithm.normalize_std=false",
+            "algorithm.correction.high=3.0",
+            "algorithm.overlong_buffer=0.5",
+            "reward_model.path=m",
+        )
+    ),
+    *(
+        ([*needs, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], ["algorithm.kl_in=loss"])
+        for needs in (DISTILL, DISTILLED)
+    ),
+    *(
+        (
+            [*DISTILLED, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", key],
+            ["algorithm.advantage=rloo", "teacher=null"],
+        )
+        for key in ("algorithm.kl_kind=k1", "algorithm.kl_control.target=1.0", "reference.parallel.tp=1")
+    ),
+    ([*DISTILLED, "algorithm.overlong_buffer=0.5"], ["algorithm.advantage=rloo", "teacher=null"]),
+    ([*DISTILLED, "reward_model.path=m"], ["algorithm.advantage=rloo", "teacher=null"]),
     (["algorithm.policy_loss=reinforce", "algorithm.clip_low=0.1"], ["algorithm.policy_loss=gspo"]),
     (["algorithm.policy_loss=reinforce", "algorithm.clip_high=0.1"], ["algorithm.policy_loss=cispo"]),
     (["algorithm.policy_loss=cispo", "algorithm.dual_clip=3"], ["algorithm.policy_loss=ppo"]),
-    (["actor.optimizer.momentum=0.9"], ["actor.optimizer.name=sgd"]),
-    (["actor.optimizer.name=sgd", "actor.optimizer.beta1=0.8"], ["actor.optimizer.name=adam"]),
-    (["actor.optimizer.name=sgd", "actor.optimizer.beta2=0.8"], ["actor.optimizer.name=adam"]),
-    (["actor.optimizer.name=sgd", "actor.optimizer.eps=1e-6"], ["actor.optimizer.name=adam"]),
+    *(
+        ([*needs, *beside, f"{role}.optimizer.{key}"], [f"{role}.optimizer.{mends}"])
+        for role, *needs in (("actor",), ("critic", "algorithm.advantage=gae"))
+        for beside, key, mends in (
+            ((), "momentum=0.9", "name=sgd"),
+            *(((f"{role}.optimizer.name=sgd",), key, "name=adam") for key in ("beta1=0.8", "beta2=0.8", "eps=1e-6")),
+            ((), "min_lr=1e-7", "schedule=cosine"),
+        )
+    ),
+    *(
+        ([*needs, f"{role}.parallel.sequence_parallel=false"], ["cluster.devices=2", f"{role}.parallel.tp=2"])
+        for role, *needs in (
+            ("actor",),
+            ("reference", "algorithm.kl_coef=0.1"),
+            ("critic", "algorithm.advantage=gae"),
+            ("reward_model", "reward_model.path=m"),
+            ("teacher", *DISTILL),
+        )
+    ),
     (["reference.parallel.tp=1"], ["algorithm.kl_coef=0.1"]),
     (["reference.resting=[params]"], ["algorithm.kl_coef=0.1"]),
-    (["actor.optimizer.min_lr=1e-7"], ["actor.optimizer.schedule=cosine"]),
     (["eval.every=5"], ["data.eval=held_out.jsonl"]),
     (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),
     (["eval.samples_per_prompt=1"], ["data.eval=held_out.jsonl"]),
     (["eval.max_prompts=5"], ["data.eval=held_out.jsonl"]),
-    (["eval.by=math"], ["data.eval=held_out.jsonl"]),
+    (["eval.by=math"], ["data.eval=held_out.jsonl", "reward.graders.math={kind: rule, fn: math, weight: 0.5}"]),
+    (
+        ["data.eval=held_out.jsonl", "eval.by=math"],
+        ["reward.graders={math: {kind: rule, fn: math}, b: {kind: rule, fn: exact}}"],
+    ),
+    (["train.async_save=true"], ["train.save_every=2"]),
     ([REMOTE, "reward.workers=2"], ["reward.graders.y={kind: rule, fn: math}"]),
     ([REMOTE, "reward.timeout_s=2"], ["reward.graders.y={kind: rule, fn: math}"]),
     *(
@@ -86,6 +131,8 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "reward_model.parallel.tp": "reward_model.parallel",
         "teacher.parallel.tp": "teacher.parallel",
         "algorithm.kl_control.target": "algorithm.kl_control",
+        "algorithm.correction.high": "algorithm.correction",
+        "reward_model.path": "reward_model",
     }
     names = [given[-1].partition("=")[0] for given, _ in UNREAD]
     tested = {sections.get(name, name) for name in names} | {
@@ -149,6 +196,23 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
             "Put both into one pool",
         ),
         (["algorithm.policy_loss=distill"], "there is nobody to distill from"),
+        (
+            [
+                "rollout.samples_per_prompt=1",
+                "algorithm.advantage=reinforce_pp",
+                "algorithm.drop_zero_variance_groups=true",
+            ],
+            "every sample would be dropped",
+        ),
+        (
+            ["algorithm.advantage=mine:function", "algorithm.settings={rewards: 1.0, lam: 0.5, scale: 2.0}"],
+            "lam, rewards is the name of an input of functions",
+        ),
+        (
+            ["reward_model={path: m, weight: 0.0}", "reward.graders.a={kind: rule, fn: math, weight: 0.0}"],
+            "all that grades",
+        ),
+        (["algorithm.advantage=gae", "critic.optimizer={schedule: linear, min_lr: 1}"], "critic.optimizer.lr 1e-06"),
         (["algorithm.correction={}", "algorithm.old_logprobs=rollout"], "there is no ratio between the two"),
         (["algorithm.correction.kind=mask", "algorithm.correction.low=3.0"], "it has to be above low 3; got 2"),
         (["reward_model.path=m", "algorithm.advantage=remax"], "which only the graders see"),
@@ -187,3 +251,70 @@ def test_the_cache_size_is_computed_where_the_server_cannot(recipe_file: Path) -
     assert load_recipe(recipe_file, ["cluster.platform=cuda"]).recipe.rollout.kv_tokens is None
     chosen = load_recipe(recipe_file, ["cluster.platform=cpu", "rollout.kv_tokens=5000"])
     assert chosen.recipe.rollout.kv_tokens == 5000
+
+
+OWN = "tests.support.dry.own"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            ["algorithm.policy_loss=OWN:scaled_loss", "algorithm.clip_low=0.1"],
+            "no function of this recipe has such a setting",
+        ),
+        (["algorithm.policy_loss=OWN:plain_loss", "algorithm.overlong_buffer=0.5", "teacher.path=m"], "asks for none"),
+        (["algorithm.policy_loss=OWN:plain_loss", "algorithm.advantage=rloo", "teacher.path=m"], "asks for none"),
+        (["algorithm.advantage=OWN:scaled_advantages", "critic.epochs=2"], "nothing asks for its values"),
+        (["algorithm.advantage=OWN:scaled_advantages", "teacher.path=m"], "nothing asks for its log-probs"),
+        (["algorithm.advantage=OWN:shapeless_advantages", "reward_model.path=m"], "asks for no rewards"),
+        (
+            ["algorithm.advantage=OWN:shapeless_advantages", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "takes it off tokens' rewards, and nothing asks for these",
+        ),
+        (
+            ["algorithm.advantage=OWN:of_samples_at_tokens", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "takes it off tokens' rewards, and nothing asks for these",
+        ),
+        (
+            ["algorithm.advantage=OWN:of_samples_at_tokens", "reward_model={path: m, level: token}"],
+            "nothing asks for their rewards: set it to sequence",
+        ),
+    ],
+)
+def test_what_an_own_function_does_not_ask_for_is_refused_when_it_is_looked_at(
+    recipe_file: Path, given: list[str], says: str
+) -> None:
+    """A recipe is read without importing anything; what is refused then is told by the function's parameters."""
+    loaded = load_recipe(recipe_file, [text.replace("OWN", OWN) for text in given])
+    with pytest.raises(UserError, match="read by nothing") as caught:
+        check_functions(loaded.recipe, loaded.sources)
+    assert says in str(caught.value) and "on the command line" in str(caught.value)
+    needed = [given[0], *(["teacher.path=m"] if "plain_loss" in given[0] else [])]
+    without = load_recipe(recipe_file, [text.replace("OWN", OWN) for text in needed])
+    check_functions(without.recipe, without.sources)
+
+
+def test_what_a_preset_says_and_nothing_reads_is_as_if_nobody_had_said_it(recipe_file: Path) -> None:
+    given = ["algorithm.preset=reinforce_pp", *DISTILL]
+    recipe = load_recipe(recipe_file, given).recipe
+    assert (recipe.algorithm.advantage, recipe.algorithm.kl_coef, recipe.algorithm.kl_in) == ("grpo", 0.0, "loss")
+    assert set(role_layouts(recipe)) == {"actor", "teacher"}
+    assert recipe.critic is None and load_recipe(recipe_file, ["algorithm.preset=ppo"]).recipe.critic is not None
+    # What was said to count in rewards counts in the loss where it is told to.
+    kept = load_recipe(recipe_file, [*given, "algorithm.kl_in=loss"]).recipe
+    assert kept.algorithm.kl_coef == 0.01 and "reference" in role_layouts(kept)
+
+
+def test_null_turns_off_what_nothing_reads_without_being_asked_why(recipe_file: Path) -> None:
+    assert load_recipe(
+        recipe_file, ["teacher=null", "critic=null", "algorithm.correction=null", "algorithm.kl_control=null"]
+    )
+    with pytest.raises(UserError, match="read by nothing"):
+        load_recipe(recipe_file, ["critic={}"])
+
+
+def test_a_search_for_a_placement_needs_no_other_role(recipe_file: Path) -> None:
+    """Two rules say that nothing reads reference.parallel."""
+    loaded = load_recipe(recipe_file, ["placement.name=auto"])
+    assert "parallel" not in loaded.resolved.get("reference", {}) and "parallel" not in loaded.resolved["actor"]

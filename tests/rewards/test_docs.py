@@ -1,4 +1,4 @@
-"""docs/rewards.md is true: its recipe loads, and its server speaks the protocol."""
+"""docs/rewards.md is true: its recipe loads, its server speaks the protocol, its names and numbers are the code's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import yaml
 from aiohttp.test_utils import TestServer
 
 import megarl
-from megarl.recipe.reward import Reward
+from megarl.core.metrics import check_names
+from megarl.recipe.reward import GraderSection, HttpGrader, Judge, Remote, Reward, Rule
 from megarl.rewards.grade import Grade
-from megarl.rewards.http import JsonClient
-from megarl.rewards.remote import RemoteGrader
+from megarl.rewards.http import LONGEST_PAUSE_S, JsonClient
+from megarl.rewards.question import TEMPLATE
+from megarl.rewards.remote import GATHER_S, RemoteGrader
+from megarl.rewards.resolve import PARAMETERS
 
 PAGE = (Path(megarl.__file__).parent.parent / "docs" / "rewards.md").read_text()
 
@@ -46,3 +49,46 @@ def test_the_server_grades() -> None:
                 await grader.close()
 
     assert asyncio.run(go()) == [Grade(1.0), Grade(0.0)]
+
+
+def names(text: str) -> list[str]:
+    """What stands in backquotes, blocks of code aside."""
+    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def test_each_kind_has_the_keys_of_its_row() -> None:
+    rows = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+    kinds = {"rule": Rule, "remote": Remote, "judge": Judge}
+    common = {*HttpGrader.model_fields, "kind"}
+    assert {names(kind)[0]: set(names(own)) for kind, _, own in rows} == {
+        name: set(model.model_fields) - common for name, model in kinds.items()
+    }
+    [shared] = re.findall(
+        r"^All have a `weight`.*?`remote` and `judge` have (.*?)\.$", PAGE, flags=re.MULTILINE | re.DOTALL
+    )
+    assert set(names(shared)) == set(HttpGrader.model_fields) - set(GraderSection.model_fields)
+    assert list(GraderSection.model_fields) == ["weight"]
+
+
+def test_the_parameters_of_a_function_are_named() -> None:
+    assert f"`pkg.module:function({', '.join(PARAMETERS)}) -> float`" in PAGE
+
+
+def test_defaults_are_those_of_the_code() -> None:
+    judge = Judge(kind="judge", url="http://h", model="m")
+    assert f"`temperature` ({judge.temperature:g}; `null` leaves it out)" in PAGE
+    assert f"The grade is the score over `scale` ({judge.scale:g})" in PAGE
+    assert f"the first waits {GATHER_S * 1000:g} ms for others" in PAGE
+    assert (
+        JsonClient("http://h", None, timeout_s=1.0, retries=1)._backoff_s == 0.5 and "pauses from half a second" in PAGE
+    )
+    assert f"double, up to {LONGEST_PAUSE_S:g} s" in PAGE
+    assert "`Score: N`, from 0 to 10" in PAGE and "Score: N" in TEMPLATE and "to 10 (" in TEMPLATE
+    assert re.search(judge.parse, "Score: 7")
+    assert Reward().fn == "math" and "`math`\ngrades" in PAGE
+
+
+def test_metrics_that_are_named_are_written() -> None:
+    found = [name for name in names(PAGE) if re.fullmatch(r"(reward|eval|rollout)/[\w/]+", name)]
+    check_names({name.replace("NAME", "right"): 0.0 for name in found})
+    assert "reward/by/NAME/mean" in found

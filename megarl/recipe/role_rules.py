@@ -1,0 +1,91 @@
+"""The rules about what every Megatron role has: its layout and its optimizer, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megarl.recipe.functions import Asked
+from megarl.recipe.roles import Optimizer, Parallel
+from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import DpoRecipe, SupervisedRecipe
+
+Kinds = tuple[type[AnyRecipe], ...]
+LAID_OUT: dict[str, Kinds] = {
+    "actor": (Recipe, SupervisedRecipe),
+    "reference": (Recipe, DpoRecipe),
+    "critic": (Recipe,),
+    "reward_model": (Recipe,),
+    "teacher": (Recipe,),
+}
+LEARNING: dict[str, Kinds] = {"actor": (Recipe, SupervisedRecipe), "critic": (Recipe,)}
+
+
+def _parallel(role: str, holds: Callable[[Parallel], bool]) -> Callable[[AnyRecipe, Asked], bool]:
+    """Whether it holds of a role's own layout; so it does where the role has none."""
+
+    def read(recipe: AnyRecipe, _: Asked) -> bool:
+        section = getattr(recipe, role)
+        return section is None or section.parallel is None or holds(section.parallel)
+
+    return read
+
+
+def _optimizer(role: str, holds: Callable[[Optimizer], bool]) -> Callable[[AnyRecipe, Asked], bool]:
+    """Whether it holds of a role's optimizer; so it does where there is no such role."""
+
+    def read(recipe: AnyRecipe, _: Asked) -> bool:
+        section = getattr(recipe, role)
+        return section is None or holds(section.optimizer)
+
+    return read
+
+
+def _layout_rules() -> Iterator[Unread]:
+    for role, kinds in LAID_OUT.items():
+        yield Unread(
+            (f"{role}.parallel.sequence_parallel",),
+            _parallel(role, lambda parallel: parallel.tp > 1),
+            f"it cuts activations over tensor-parallel ranks: set {role}.parallel.tp to 2 or more",
+            kinds,
+        )
+
+
+def _optimizer_rules() -> Iterator[Unread]:
+    for role, kinds in LEARNING.items():
+        section = f"{role}.optimizer"
+        yield Unread(
+            (f"{section}.beta1", f"{section}.beta2", f"{section}.eps"),
+            _optimizer(role, lambda optimizer: optimizer.name == "adam"),
+            f"only Adam has it: set {section}.name to adam",
+            kinds,
+        )
+        yield Unread(
+            (f"{section}.momentum",),
+            _optimizer(role, lambda optimizer: optimizer.name == "sgd"),
+            f"only SGD has it: set {section}.name to sgd",
+            kinds,
+        )
+        yield Unread(
+            (f"{section}.min_lr",),
+            _optimizer(role, lambda optimizer: optimizer.schedule != "constant"),
+            f"a constant schedule never goes down: set {section}.schedule to linear or cosine",
+            kinds,
+        )
+
+
+def _schedule_rule(role: str, kinds: Kinds) -> Contradiction:
+    rises = _optimizer(role, lambda optimizer: optimizer.schedule == "constant" or optimizer.min_lr <= optimizer.lr)
+
+    def says(recipe: AnyRecipe) -> str:
+        optimizer: Optimizer = getattr(recipe, role).optimizer
+        return (
+            f"a schedule goes down from {role}.optimizer.lr {optimizer.lr:g} to min_lr, and {optimizer.min_lr:g} is above "
+            f"it. Set it to at most {optimizer.lr:g}"
+        )
+
+    return Contradiction(f"{role}.optimizer.min_lr", lambda r, asked: not rises(r, asked), says, kinds)
+
+
+ROLE_UNREAD: tuple[Unread, ...] = (*_layout_rules(), *_optimizer_rules())
+ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = tuple(_schedule_rule(role, kinds) for role, kinds in LEARNING.items())

@@ -1,0 +1,361 @@
+"""For every key of a recipe another value than its default, and the configurations in which the test tries it.
+
+A key that a section gains needs a line in VALUES; without one the test fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+# Where recipes and models are; filled in when the world is written.
+ROOT = "{root}"
+OWN = "tests.support.dry.own"
+
+_PARALLEL = {
+    "tp": ["2"],
+    "pp": ["2"],
+    "cp": ["2"],
+    "ep": ["2"],
+    "etp": ["2"],
+    "virtual_stages": ["2"],
+    "sequence_parallel": ["false"],
+    "first_stage_layers": ["1"],
+    "last_stage_layers": ["1"],
+}
+_OPTIMIZER = {
+    "name": ["sgd", "adam"],
+    "lr": ["2.0e-2"],
+    "beta1": ["0.5"],
+    "beta2": ["0.5"],
+    "eps": ["1.0e-2"],
+    "weight_decay": ["0.5"],
+    "clip_grad": ["1.0e-2"],
+    "momentum": ["0.5"],
+    "schedule": ["linear", "cosine"],
+    "warmup_steps": ["2"],
+    "min_lr": ["1.0e-3"],
+}
+_TRAINED = {"recompute": ["selective", "full"], "resting": ["[grads]", "[params]", "[optimizer]"]}
+_FROZEN = {"resting": ["[params]"]}
+_HTTP = {"weight": ["0.5"], "timeout_s": ["5.0"], "retries": ["1"], "concurrency": ["2"], "key_env": ["GRADER_KEY"]}
+
+
+def _under(section: str, values: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    return {f"{section}.{name}": texts for name, texts in values.items()}
+
+
+# By dotted key; several values are tried one by one.
+COMMON: dict[str, Sequence[str]] = {
+    **_under("run", {"name": ["other"], "dir": [f"{ROOT}/elsewhere"], "seed": ["2"]}),
+    **_under(
+        "cluster",
+        {"platform": ["cuda"], "devices": ["2"], "file": [f"{ROOT}/cluster.yaml"], "peak_tflops": ["1.0"]},
+    ),
+    **_under("model", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], "dtype": ["bfloat16"]}),
+    **_under("data", {"prompt_key": ["question"], "shuffle": ["false"]}),
+    **_under("actor.parallel", _PARALLEL),
+    **_under("actor.optimizer", _OPTIMIZER),
+    **_under("actor", {"micro_batch_tokens": ["128"], "aux_loss_coef": ["0.5"], **_TRAINED}),
+    **_under("actor.lora", {"rank": ["4"], "alpha": ["8.0"], "targets": ["[linear_fc1]"]}),
+    "eval.every": ["1"],
+    **_under(
+        "train",
+        {
+            "steps": ["4"],
+            "save_every": ["1"],
+            "keep_last": ["1"],
+            "async_save": ["true"],
+            "keep_every": ["1"],
+        },
+    ),
+    **_under("deadlines", {f"{name}_s": ["9000.0"] for name in ("start", "rollout", "train", "sync", "save")}),
+    **_under("report", {"tensorboard": ["false"], "wandb.project": ["another"], "samples": ["1"]}),
+}
+_REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {**_FROZEN, "refresh_every": ["1"]})}
+
+TRAIN: dict[str, Sequence[str]] = {
+    **COMMON,
+    **_REFERENCE,
+    **_under(
+        "data",
+        {
+            "train": [f"{ROOT}/prompts2.jsonl"],
+            "eval": [f"{ROOT}/prompts2.jsonl"],
+            "answer_key": ["gold"],
+            "max_prompt_tokens": ["32"],
+            "over_length": ["error"],
+        },
+    ),
+    **_under(
+        "rollout",
+        {
+            "servers": ["2"],
+            "tp": ["2"],
+            "prompts_per_step": ["2"],
+            "samples_per_prompt": ["2"],
+            "max_response_tokens": ["8"],
+            "temperature": ["0.5"],
+            "top_p": ["0.5"],
+            "top_k": ["5"],
+            "stop": ["[x]"],
+            "max_running_requests": ["8"],
+            "kv_tokens": ["5000"],
+            "concurrency": ["2"],
+            "resting": ["[weights]", "[kv_cache]"],
+            "server_args": ["[--chunked-prefill-size, '512']"],
+        },
+    ),
+    **_under("reward", {"fn": ["exact"], "workers": ["3"], "timeout_s": ["5.0"]}),
+    **_under(
+        "reward.graders.rule",
+        {"weight": ["0.5"], "fn": ["exact"], "kind": ["remote"]},
+    ),
+    **_under(
+        "reward.graders.remote",
+        {**_HTTP, "url": ["http://b"], "batch": ["2"], "kind": ["judge"]},
+    ),
+    **_under(
+        "reward.graders.judge",
+        {
+            **_HTTP,
+            "url": ["http://b"],
+            "model": ["other"],
+            "template": ["'{{ response }}'"],
+            "temperature": ["0.5", "null"],
+            "max_tokens": ["9"],
+            "parse": ["'mark (\\d)'", "json:points"],
+            "scale": ["5.0"],
+            "kind": ["rule"],
+        },
+    ),
+    **_under(
+        "algorithm",
+        {
+            "preset": ["rloo", "dapo"],
+            "advantage": ["rloo", "distill", "gae"],
+            "normalize_std": ["false"],
+            "gamma": ["0.5"],
+            "lam": ["0.5"],
+            "whiten": ["false"],
+            "overlong_buffer": ["0.9"],
+            "policy_loss": ["cispo", "reinforce", "distill"],
+            "clip_low": ["0.05"],
+            "clip_high": ["0.05"],
+            "dual_clip": ["1.1"],
+            "settings": ["{scale: 3.0}"],
+            "kl_coef": ["0.3"],
+            "kl_kind": ["k1", "k2", "abs"],
+            "kl_in": ["reward", "loss"],
+            "kl_control.target": ["50.0"],
+            "kl_control.horizon": ["20"],
+            "entropy_coef": ["0.1"],
+            "reduction": ["sequence-mean", "group-mean", "constant"],
+            "drop_zero_variance_groups": ["true"],
+            "refill_rounds": ["2"],
+            "old_logprobs": ["rollout"],
+            "correction.kind": ["mask", "reject", "truncate"],
+            "correction.level": ["sequence", "geometric"],
+            "correction.low": ["0.8"],
+            "correction.high": ["1.2"],
+        },
+    ),
+    **_under("actor", {"mini_batch_samples": ["4"], "epochs": ["2"], "routing_replay": ["true"]}),
+    **_under("critic.parallel", _PARALLEL),
+    **_under("critic.optimizer", _OPTIMIZER),
+    **_under(
+        "critic",
+        {
+            "path": [f"{ROOT}/scored"],
+            "epochs": ["2"],
+            "warmup_steps": ["1"],
+            "value_clip": ["0.01", "null"],
+            **_TRAINED,
+        },
+    ),
+    **_under("reward_model.parallel", _PARALLEL),
+    **_under("reward_model", {"path": [f"{ROOT}/scored2"], "weight": ["0.5"], "level": ["token"], **_FROZEN}),
+    **_under("teacher.parallel", _PARALLEL),
+    **_under("teacher", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], **_FROZEN}),
+    "placement.name": ["colocate"],
+    "placement.pools": ["{a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [reference]}}"],
+    **_under("sync", {"bucket_mb": ["1"], "tolerance": ["0.5"]}),
+    **_under(
+        "eval",
+        {"temperature": ["0.5"], "samples_per_prompt": ["2"], "max_prompts": ["2"], "by": ["rule", "math"]},
+    ),
+}
+_ROWS = {**COMMON, **_under("data", {"max_tokens": ["24"], "prompt_key": ["question"]}), "train.batch_samples": ["2"]}
+SFT: dict[str, Sequence[str]] = {
+    **_ROWS,
+    **_under("data", {"train": [f"{ROOT}/demonstrations2.jsonl"], "eval": [f"{ROOT}/demonstrations2.jsonl"]}),
+    **_under("data", {"response_key": ["reply"], "messages_key": ["chat"]}),
+    "actor.micro_batch_tokens": ["72"],
+}
+_PAIRS = {
+    **_ROWS,
+    **_under("data", {"train": [f"{ROOT}/pairs2.jsonl"], "eval": [f"{ROOT}/pairs2.jsonl"]}),
+    **_under("data", {"chosen_key": ["better"], "rejected_key": ["worse"], "margin_key": ["ahead"]}),
+}
+RM: dict[str, Sequence[str]] = {**_PAIRS, "rm.center_coef": ["0.5"]}
+DPO: dict[str, Sequence[str]] = {
+    **_PAIRS,
+    **_REFERENCE,
+    **_under("dpo", {"loss": ["ipo"], "beta": ["0.5"], "label_smoothing": ["0.2"], "length_normalized": ["true"]}),
+}
+VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm": RM, "dpo": DPO}
+
+# Configurations by name: overrides over the base recipe.
+_KL, _PPO = "algorithm.kl_coef=0.1", "algorithm.preset=ppo"
+_TWO, _MOE, _CUDA = "cluster.devices=2", f"model.path={ROOT}/moe", "cluster.platform=cuda"
+_SCORED, _TEACHER = f"reward_model.path={ROOT}/scored", f"teacher.path={ROOT}/dense2"
+_HELD_OUT = f"data.eval={ROOT}/prompts2.jsonl"
+_GRADERS = (
+    "reward.graders.rule={kind: rule, fn: math}",
+    "reward.graders.remote={kind: remote, url: 'http://a', batch: 4}",
+    "reward.graders.judge={kind: judge, url: 'http://a', model: m}",
+)
+_SEARCH = "placement.name=colocate"
+_DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
+
+
+def _role_contexts(role: str, *needs: str, moe: str = _MOE) -> dict[str, Sequence[str]]:
+    """A role on two devices: as it is, cut each way, and as a mixture of experts."""
+    return {
+        f"{role} on two": [*needs, _TWO],
+        f"{role} cut by tp": [*needs, _TWO, f"{role}.parallel.tp=2"],
+        f"{role} cut by pp": [*needs, _TWO, f"{role}.parallel.pp=2"],
+        f"{role} of experts": [*needs, _TWO, moe],
+    }
+
+
+def _optimizer_contexts(role: str, *needs: str) -> dict[str, Sequence[str]]:
+    return {
+        f"{role} by adam": needs,
+        f"{role} by sgd": [*needs, f"{role}.optimizer.name=sgd"],
+        f"{role} falling": [*needs, f"{role}.optimizer.schedule=linear"],
+    }
+
+
+CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
+    "train": {
+        "plain": [],
+        "critic": [_PPO],
+        "KL in the loss": [_KL],
+        "KL steered": [_KL, "algorithm.kl_in=reward", "algorithm.kl_control.target=0.1"],
+        "distilled": _DISTILL,
+        "distilled advantages": ["algorithm.advantage=distill", _TEACHER],
+        "dapo": ["algorithm.preset=dapo"],
+        "preset of a KL in the reward, distilled": ["algorithm.preset=reinforce_pp", *_DISTILL],
+        "corrected": ["algorithm.correction={}"],
+        "masked": ["algorithm.correction.kind=mask"],
+        "own loss": [f"algorithm.policy_loss={OWN}:scaled_loss"],
+        "own advantage": [f"algorithm.advantage={OWN}:scaled_advantages"],
+        "adapters": ["actor.lora={}", _KL],
+        "experts": [_MOE],
+        "latent attention": [f"model.path={ROOT}/latent"],
+        "experts on cuda": [_MOE, _CUDA],
+        "held out": [_HELD_OUT],
+        "sampled": [_HELD_OUT, "eval.temperature=0.5"],
+        "graders": [*_GRADERS, _HELD_OUT],
+        "no rule": [_GRADERS[1]],
+        "scored": [_SCORED],
+        "scored tokens": [_SCORED, "algorithm.advantage=gae"],
+        "saves": ["train.save_every=1"],
+        "cuda": [_CUDA],
+        "wandb": ["report.wandb={}"],
+        "searched": [_SEARCH],
+        "searched, critic and scores": [_PPO, _KL, _SCORED, _SEARCH],
+        "searched, distilled": [*_DISTILL, _SEARCH],
+        "searched, KL on two": [_KL, _TWO, _SEARCH],
+        "KL on two": [_KL, _TWO],
+        **_role_contexts("actor"),
+        **_role_contexts("reference", _KL),
+        **_role_contexts("critic", _PPO),
+        **_role_contexts("reward_model", _SCORED, moe=f"reward_model.path={ROOT}/scored_moe"),
+        **_role_contexts("teacher", *_DISTILL, moe=f"teacher.path={ROOT}/moe"),
+        **_optimizer_contexts("actor"),
+        **_optimizer_contexts("critic", _PPO, "critic.optimizer.lr=1.0e-2"),
+    },
+    **{
+        command: {
+            "plain": [],
+            "held out": [f"data.eval={ROOT}/{rows}2.jsonl"],
+            "experts": [_MOE],
+            "adapters": ["actor.lora={}", *([f"model.path={ROOT}/scored"] if command == "rm" else [])],
+            "saves": ["train.save_every=1"],
+            "wandb": ["report.wandb={}"],
+            **_role_contexts("actor"),
+            **_optimizer_contexts("actor"),
+            **extra,
+        }
+        for command, rows, extra in (
+            ("sft", "demonstrations", {}),
+            ("rm", "pairs", {}),
+            ("dpo", "pairs", {"ipo": ["dpo.loss=ipo"], **_role_contexts("reference")}),
+        )
+    },
+}
+
+# The configurations in which the keys of a section are tried: those of its longest name here, or else the plain one.
+_SEARCHED = {
+    "actor": "searched",
+    **dict.fromkeys(("reference", "critic", "reward_model"), "searched, critic and scores"),
+    "teacher": "searched, distilled",
+}
+_PLACED = {
+    role: ("plain", f"{role} on two", f"{role} cut by tp", f"{role} cut by pp", f"{role} of experts", searched)
+    for role, searched in _SEARCHED.items()
+}
+SWEEPS: dict[str, Sequence[str]] = {
+    **{f"{role}.parallel": contexts for role, contexts in _PLACED.items()},
+    "actor.resting": ("plain", "adapters", "experts", _SEARCHED["actor"]),
+    "actor.recompute": ("plain", "adapters", "experts", "latent attention", _SEARCHED["actor"]),
+    "reference.resting": ("plain", "KL in the loss", "adapters", "distilled", _SEARCHED["reference"]),
+    **dict.fromkeys(("critic.resting", "critic.recompute"), ("critic", _SEARCHED["critic"])),
+    "reward_model.resting": ("scored", _SEARCHED["reward_model"]),
+    "teacher.resting": ("distilled", _SEARCHED["teacher"]),
+    "actor.optimizer": ("plain", "actor by sgd", "actor falling"),
+    "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
+    "data": ("plain", "held out"),
+    "rollout": ("plain", "cuda", "searched"),
+    "reward": ("plain", "graders"),
+    **dict.fromkeys(("reward.workers", "reward.timeout_s"), ("plain", "graders", "no rule")),
+    # All combinations of its functions are in test_algorithm_keys.py.
+    "algorithm": ("plain", "critic", "KL steered", "distilled", "dapo", "own loss", "own advantage"),
+    **dict.fromkeys(("algorithm.kl_in", "algorithm.kl_kind"), ("plain", "KL in the loss", "KL steered")),
+    "algorithm.kl_coef": ("plain", "KL in the loss", "preset of a KL in the reward, distilled", "distilled advantages"),
+    "algorithm.correction": ("plain", "corrected", "masked", "distilled"),
+    "actor": ("plain", "adapters", "experts"),
+    "actor.routing_replay": ("plain", "experts", "experts on cuda"),
+    "reference": ("plain", "KL in the loss", "adapters", "distilled"),
+    "critic": ("plain", "critic", "distilled"),
+    "reward_model": ("plain", "scored", "scored tokens", "distilled", "distilled advantages"),
+    "teacher": ("plain", "distilled", "distilled advantages"),
+    "placement": ("plain", "KL on two", "searched, KL on two"),
+    "eval": ("plain", "held out", "sampled", "graders"),
+    "train": ("plain", "saves"),
+    "dpo": ("plain", "ipo"),
+    "report": ("plain", "wandb"),
+}
+
+# Keys that no configuration accepts another value of, and why they are there all the same.
+_OF_TRAIN = "a section that runs of `megarl train` have too: the key is refused with that reason"
+NEVER: dict[str, dict[str, str]] = {
+    "train": {
+        "data.over_length": "error refuses a run whose rows are too long, as the world's are: that is its effect",
+        **dict.fromkeys(
+            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge")),
+            "it says which keys stand beside it: alone it cannot change",
+        ),
+    },
+    **{
+        command: dict.fromkeys(("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "report.samples"), _OF_TRAIN)
+        for command in ("sft", "rm")
+    },
+    "dpo": dict.fromkeys(
+        ("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "report.samples", "reference.refresh_every"),
+        _OF_TRAIN,
+    ),
+}
+# What a platform goes through without effect, so that the same recipe runs on all: a line at the start says so.
+WITHOUT_EFFECT = {"rollout.resting": "cpu"}

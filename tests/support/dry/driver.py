@@ -1,0 +1,184 @@
+"""`megarl train`, `sft`, `rm` and `dpo` as they are, on the actors beside: the whole driver, in a fraction of a second."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megarl import checkpoints, commands, preflight, session
+from megarl.cluster import feeder, ranks, rollout, runtime, seats, servers, waits
+from megarl.cluster.nodes import Node, Nodes
+from megarl.cluster.process import ProcessFacts
+from megarl.cluster.seats import Seat
+from megarl.core import disk, platform
+from megarl.data import pairs, sft
+from megarl.data.chat import load_tokenizer
+from megarl.placement.apply import Placed, place
+from megarl.placement.local import run_cluster
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.report import writers
+from megarl.report.history import METRICS_FILE
+from megarl.rewards import combine
+from megarl.rollout import collector
+from tests.support.dry.actors import Book, Client, Collector, Pool, Poster, Rank, Ray, Router, Server
+from tests.support.dry.learning import rounded
+
+DEVICES = 64  # of the only node
+TOKENIZERS = cache(load_tokenizer)
+
+
+class _Writer:
+    """In the place of TensorBoard's and of wandb's: that it is there, and what it is called."""
+
+    def __init__(self, book: Book, kind: str, *names: str) -> None:
+        book.note("writer", kind, *names)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class _Silent:
+    """In the place of the console of a run."""
+
+    def __init__(self, book: Book, name: str, steps: int, out: Any) -> None:
+        book.note("console", name, steps)
+
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def phase(self, name: str, seconds: float | None = None) -> None:
+        return None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        return None
+
+    def finish(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+@contextmanager
+def stage(book: Book, folder: Path) -> Iterator[None]:
+    """Everything outside of this process replaced."""
+    with pytest.MonkeyPatch.context() as patch, closing(asyncio.new_event_loop()) as loop:
+        fake = Ray(
+            {
+                ranks.RankActor: partial(Rank, book),
+                servers.ServerActor: partial(Server, book),
+                servers.RouterActor: partial(Router, book),
+                rollout.CollectorActor: partial(Collector, book),
+                feeder.FeederActor: feeder.FeederActor,
+            },
+            loop,
+        )
+        for module in (ranks, servers, rollout, feeder):
+            patch.setattr(module.ray, "remote", fake.remote)  # type: ignore[attr-defined]
+        patch.setattr(servers.ray, "wait", lambda references, **_: (references, []))  # type: ignore[attr-defined]
+        for module in (rollout, feeder):
+            patch.setattr(module, "configure_process", lambda spec: ProcessFacts(1, "host"))
+        patch.setattr(waits.Waiter, "wait", _method(_waited, book))
+        patch.setattr(session.Runtime, "start", partial(_started, book, folder))
+        patch.setattr(runtime.Runtime, "close", lambda self: None)
+        patch.setattr(seats, "reserve", lambda platform, nodes, count, size=1: _seats(nodes[0], count, size))
+        patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
+        patch.setattr(collector, "ServerClient", lambda router: Client(book))
+        patch.setattr(combine, "GraderPool", partial(Pool, book))
+        patch.setattr(combine, "JsonClient", partial(Poster, book))
+        patch.setattr(writers, "TensorBoardWriter", lambda folder, step: _Writer(book, "tensorboard", folder.name))
+        patch.setattr(
+            writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)
+        )
+        patch.setattr(commands, "place", partial(_placed, book))
+        patch.setattr(commands, "RunConsole", partial(_Silent, book))
+        patch.setattr(commands, "Console", lambda: Console(file=io.StringIO()))
+        # What takes long and is the same each time: tokenizers, and waiting for the disk.
+        for module in (preflight, collector, pairs, sft):
+            patch.setattr(module, "load_tokenizer", TOKENIZERS)
+        patch.setattr(disk, "sync", lambda path: None)
+        patch.setattr(checkpoints, "sync", lambda path: None)
+        # What a run says of itself is no effect of its recipe.
+        patch.setattr(commands, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
+        patch.setattr(commands, "draw_curve", lambda source, target: None)
+        patch.setattr(commands, "advice", lambda folder: None)
+        yield
+
+
+def _method(function: Callable[..., Any], book: Book) -> Any:
+    """A method that is given the book behind its object."""
+    return lambda self, *arguments, **named: function(book, *arguments, **named)
+
+
+def _waited(book: Book, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float) -> list[Any]:
+    book.note("wait", phase, role, deadline_s)
+    return [call.result.value for call in calls]
+
+
+def _placed(book: Book, recipe: Recipe) -> Placed:
+    book.note("placed on", run_cluster(recipe))
+    return place(recipe)
+
+
+def _seats(node: Node, count: int, size: int) -> tuple[Seat, ...]:
+    return tuple(Seat(node, tuple(str(index * size + each) for each in range(size)), {}) for index in range(count))
+
+
+@contextmanager
+def _started(
+    book: Book, temp: Path, kind: platform.Platform, folder: Path, num_devices: int, reads: Sequence[Path] = ()
+) -> Iterator[runtime.Runtime]:
+    book.note("runtime", kind.name, num_devices)
+    node = Node("node", "127.0.0.1", "0" * 56, temp, DEVICES)
+    nobody: Any = SimpleNamespace(pid=0)
+    yield runtime.Runtime(
+        kind, folder.resolve(), "run", "key", temp, nobody, Nodes((node,)), _seats(node, num_devices, 1)
+    )
+
+
+def run(kind: type[AnyRecipe], recipe: Path, overrides: Sequence[str], temp: Path, *, resume: bool = False) -> Book:
+    """Run the recipe, and say what it did. Raises UserError where it is refused."""
+    book = Book()
+    with stage(book, temp):
+        if kind is Recipe:
+            commands.run_train(recipe, list(overrides), resume=resume, go_on=False)
+        else:
+            each: Any = kind
+            commands.run_supervised(each, recipe, list(overrides), resume=resume, go_on=False)
+    return book
+
+
+def left(folder: Path) -> list[tuple[str, ...]]:
+    """What a run leaves: files, metrics and samples. Times and bytes are only said to be there."""
+    found: list[tuple[str, ...]] = []
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.name == METRICS_FILE:
+            found += [(name, str(_plain(json.loads(line)))) for line in path.read_text().splitlines()]
+        elif path.parent.name == "samples":
+            found.append((name, path.read_text()))
+        elif path.is_dir():
+            found.append((name,))
+    return found
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    exact = ("perf/train_flops",)
+    measured = ("perf/", "memory/")
+    return {
+        name: "measured" if name.startswith(measured) and name not in exact else rounded(value)
+        for name, value in row.items()
+    }
