@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -79,9 +79,17 @@ SequenceParallel = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32 or bfloat16, of the weights; default: as they are.", show_default=False)
+    str | None,
+    typer.Option(
+        help="float32 or bfloat16, for all weights; default: each tensor its own (FP8: bfloat16).", show_default=False
+    ),
 ]
-Verify = Annotated[bool, typer.Option("--verify", help="Read back what was written; hash and compare every tensor.")]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify", help="Read back what was written (HF folders by the safetensors library); compare every tensor."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace a model at DST, once the new one is written.")]
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds for all of it.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
@@ -171,8 +179,11 @@ def plan(
     devices_per_node: Annotated[int | None, typer.Option(min=1, help="With --device: devices of a node.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the best placements to show.")] = 5,
     placement: Annotated[str, typer.Option(help="auto; or only colocate, hybrid, split or standalone.")] = "auto",
+    lengths: Annotated[Path | None, typer.Option(help="Samples, a log or a column of numbers, for lengths.")] = None,
     response_mean: Annotated[float | None, typer.Option(help="Mean response, tokens.")] = None,
-    response_spread: Annotated[float, typer.Option(min=0, help="Standard deviation over mean.")] = 0.7,
+    response_spread: Annotated[float, typer.Option(min=0, help="Standard deviation over mean.")] = 0.9,
+    prompt_mean: Annotated[float | None, typer.Option(help="Mean prompt, tokens.")] = None,
+    rollout_quantization: Annotated[Literal["fp8"] | None, typer.Option(help="fp8: servers' weights in FP8.")] = None,
     from_run: Annotated[Path | None, typer.Option(help="Run whose measurements calibrate the rates.")] = None,
     simulate: Annotated[int, typer.Option(min=0, help="Also play so many steps: lengths drawn, devices failing.")] = 0,
     seed: Annotated[int, typer.Option(help="With --simulate: of what is drawn.")] = 1,
@@ -192,8 +203,11 @@ def plan(
     options = PlanOptions(
         top=top,
         name=placement,
+        lengths=lengths,
         response_mean=response_mean,
         response_spread=response_spread,
+        prompt_mean=prompt_mean,
+        quantization=rollout_quantization,
         explain=explain,
         from_run=from_run,
         simulate=simulate,

@@ -84,8 +84,9 @@ class Keeper:
         self.finish()
         content = {"weight_version": state.weight_version, "data": self.data.state()}
         folders = self.checkpoints.begin(state.step, [role.name for role in self.roles])
-        for role in self.roles:
-            role.save(folders[role.name], wait=not self.async_save)
+        with self.checkpoints.naming(state.step):
+            for role in self.roles:
+                role.save(folders[role.name], wait=not self.async_save)
         self._pending = (state.step, content)
         if not self.async_save:
             self.finish()
@@ -98,8 +99,9 @@ class Keeper:
         """Commit the checkpoint that is being written; nothing where none is."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            for role in self.roles:
-                role.finish_save()
+            with self.checkpoints.naming(pending[0]):
+                for role in self.roles:
+                    role.finish_save()
             self.checkpoints.commit(*pending)
 
     def restore(self, committed: Committed | None) -> State:
@@ -173,7 +175,7 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
     resume = _resumes(recipe.run.folder, resume, go_on)
-    checked = preflight(recipe, resume=resume)
+    checked = preflight(recipe, sources=loaded.sources, resume=resume)
     predicted = place(recipe).predicted
     from megarl.session import train_session
 

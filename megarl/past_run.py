@@ -4,7 +4,6 @@ placement would now be predicted faster. Not for launching anything.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,11 +15,12 @@ from megarl.core.errors import UserError
 from megarl.placement.apply import plan_recipe
 from megarl.placement.calibrate import Pairs, fit
 from megarl.placement.cluster import Cluster
-from megarl.placement.lengths import Lengths, counted, lognormal
+from megarl.placement.length_files import read_samples
+from megarl.placement.lengths import ASSUMED_SPREAD, Lengths, counted, lognormal
 from megarl.placement.local import run_cluster
 from megarl.placement.plan import STAGES, PlacementPlan
 from megarl.placement.recipe_plan import predict_recipe
-from megarl.placement.workload import ASSUMED_SPREAD, Workload, read_model, recipe_workload
+from megarl.placement.workload import Workload, read_model, recipe_workload
 from megarl.recipe.load import load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
@@ -41,7 +41,7 @@ FEWEST_LENGTHS = 64
 # Another placement is worth a line where it is predicted to take less than this share of the time.
 WORTH = 0.95
 _TRAINING = ("matmul", "layer_s", "micro_s", "update_s")
-_SERVING = ("decode_layer_s", "decode_s", "request_s", "prefill")
+_SERVING = ("decode_layer_s", "decode_s", "request_s", "serving")
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ def _median(values: Iterable[float]) -> float:
 def _lengths(folder: Path, recipe: Recipe, steps: list[Row]) -> Lengths:
     """Those of the samples that the run wrote down; where these are few, a log-normal with the mean of all."""
     limit = recipe.rollout.max_response_tokens
-    files = sorted((folder / "samples").glob("step_*.jsonl"))
-    # By newlines alone: a response may hold other characters at which str.splitlines breaks.
-    found = [json.loads(line)["response_tokens"] for file in files for line in file.read_text().rstrip().split("\n")]
+    found = read_samples(folder)
     if len(found) >= FEWEST_LENGTHS:
         return counted(found, limit)
     mean = _median(row["rollout/response_len_mean"] for row in steps)
@@ -115,8 +113,12 @@ def calibrated(run: PastRun, cluster: Cluster) -> Cluster:
         return of
 
     sync_s = run.seconds["sync"] - float(predict_recipe(run.recipe, run.workload, cluster).phases["sync"])
+    # What was between the stages includes the dispatch of samples.
     rates = replace(
-        cluster.rates, barrier_s=run.seconds[BETWEEN] / STAGES, sync_s=max(0.0, cluster.rates.sync_s + sync_s)
+        cluster.rates,
+        barrier_s=run.seconds[BETWEEN] / STAGES,
+        call_sample_s=0.0,
+        sync_s=max(0.0, cluster.rates.sync_s + sync_s),
     )
     cluster = replace(cluster, rates=rates)
     names = [name for name in (*_TRAINING, *_SERVING) if getattr(rates, name) > 0]

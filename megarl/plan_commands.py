@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from megarl.core.errors import UserError
+from megarl.data.chat import load_tokenizer
 from megarl.past_run import calibrated, cluster_of_run, compare, read_run
 from megarl.placement.apply import AUTO, plan_recipe
-from megarl.placement.cluster import Cluster, make_cluster, read_cluster
-from megarl.placement.lengths import lognormal
+from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
+from megarl.placement.length_files import read_lengths
+from megarl.placement.lengths import ASSUMED_SPREAD, Band, Lengths, assumed_lengths, lognormal
 from megarl.placement.page import page
+from megarl.placement.plan import Plan
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions, render_simulation, simulate
-from megarl.placement.workload import ASSUMED_SPREAD, Workload, read_model, recipe_workload
+from megarl.placement.workload import Quantization, Workload, read_model, recipe_workload
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 
@@ -25,15 +30,19 @@ from megarl.recipe.schema import Recipe
 class PlanOptions:
     """What `megarl plan` was asked for.
 
-    name: only placements of that name. response_mean, response_spread: of the lengths; mean None is not known.
-    from_run: folder of a run that rates and lengths are taken from. simulate: steps to play; 0 plays none. as_text: JSON in
-    place of tables. html: also a page at that path.
+    name: only placements of that name. lengths: file or folder that lengths are read from. response_mean, response_spread: of
+    the lengths; mean None is not known. prompt_mean: likewise of prompts. quantization: of the servers' weights. from_run:
+    folder of a run that rates and lengths are taken from. simulate: steps to play; 0 plays none. as_text: JSON in place of
+    tables. html: also a page at that path.
     """
 
     top: int = 5
     name: str = AUTO
+    lengths: Path | None = None
     response_mean: float | None = None
     response_spread: float = ASSUMED_SPREAD
+    prompt_mean: float | None = None
+    quantization: Quantization | None = None
     explain: bool = False
     from_run: Path | None = None
     simulate: int = 0
@@ -60,39 +69,106 @@ def choose_cluster(
 
 
 def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOptions) -> None:
-    """Plan and print."""
+    """Plan and print: first how sure the lengths are, and what that means for the seconds."""
     recipe = load_recipe(path, overrides, Recipe).recipe
-    workload = recipe_workload(recipe, read_model(recipe.model.path))
     console = Console(stderr=options.as_text)
+    workload = recipe_workload(recipe, read_model(recipe.model.path))
+    lengths = _lengths(recipe, workload, options)
     if options.from_run is not None:
         run = read_run(options.from_run)
-        console.print(compare(run, cluster), highlight=False)
+        console.print(compare(run, one_kind(cluster)), highlight=False)
         cluster = calibrated(run, cluster)
-        workload = recipe_workload(
-            recipe, read_model(recipe.model.path), run.workload.responses, run.workload.prompt_tokens
-        )
-    workload = _with_lengths(recipe, workload, options, console)
+        if not lengths.given:
+            lengths = Known(
+                run.workload.responses, run.workload.prompt_tokens, f"those of {options.from_run}", given=True
+            )
+    workload = replace(
+        workload,
+        responses=lengths.responses,
+        prompt_tokens=lengths.prompt_tokens,
+        quantization=options.quantization,
+    )
     plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
+    seconds = _band(recipe, workload, cluster, options, plan, lengths)
+    console.print(_words(lengths, seconds), highlight=False)
     if options.html is not None:
         options.html.write_text(page(plan))
     if options.as_text:
-        Console().print_json(json.dumps(as_json(plan)))
+        Console().print_json(json.dumps(as_json(plan) | {"lengths": _as_json(lengths, seconds)}))
     else:
         console.print(render(plan, explain=options.explain), highlight=False)
     if options.simulate:
-        played = simulate(plan.best, workload, cluster, options.simulate, options.conditions)
+        played = simulate(plan.best, workload, options.simulate, options.conditions)
         console.print(render_simulation(played, plan.best), highlight=False)
 
 
-def _with_lengths(recipe: Recipe, workload: Workload, options: PlanOptions, console: Console) -> Workload:
-    """The lengths that were asked for; where nothing is known of them, it is said what is assumed."""
-    if options.response_mean is not None:
-        limit = recipe.rollout.max_response_tokens
-        return replace(workload, responses=lognormal(options.response_mean, options.response_spread, limit))
-    if options.from_run is None:
-        console.print(
-            f"Response lengths are not known: log-normal with a mean of {workload.responses.mean:.0f} tokens and a "
-            f"spread of {ASSUMED_SPREAD} is assumed. Say better by --response-mean and --response-spread.",
-            highlight=False,
+@dataclass(frozen=True)
+class Known:
+    """The lengths that a plan is made with. words: where they are from. given: not assumed."""
+
+    responses: Lengths
+    prompt_tokens: float
+    words: str
+    given: bool
+    band: Band | None = None
+
+
+def _lengths(recipe: Recipe, workload: Workload, options: PlanOptions) -> Known:
+    """What is known of the lengths. Raises UserError where two options say it."""
+    limit, prompt = recipe.rollout.max_response_tokens, options.prompt_mean or workload.prompt_tokens
+    if options.lengths is not None and options.response_mean is not None:
+        raise UserError("--lengths and --response-mean both say how long responses are. Give one of them.")
+    if options.lengths is not None:
+
+        @cache
+        def tokenizer() -> Any:
+            return load_tokenizer(recipe.model.path)
+
+        read = read_lengths(
+            options.lengths, limit, lambda text: len(tokenizer().encode(text, add_special_tokens=False))
         )
-    return workload
+        prompt = options.prompt_mean or read.prompt_tokens or prompt
+        return Known(read.responses, prompt, f"{read.words} in {options.lengths}", given=True)
+    if options.response_mean is not None:
+        lengths = lognormal(options.response_mean, options.response_spread, limit)
+        return Known(lengths, prompt, "as given", given=True)
+    band = assumed_lengths(limit)
+    return Known(band.likely, prompt, "assumed", given=False, band=band)
+
+
+def _band(
+    recipe: Recipe, workload: Workload, cluster: Cluster, options: PlanOptions, plan: Plan, lengths: Known
+) -> tuple[float, ...]:
+    """Seconds of a step at the least, the likely and the most lengths; of one where they are known."""
+    if lengths.band is None:
+        return (plan.best.step_s,)
+    ends = (replace(workload, responses=each) for each in (lengths.band.low, lengths.band.high))
+    low, high = (plan_recipe(recipe, each, cluster, options.name, top=1).best.step_s for each in ends)
+    return low, plan.best.step_s, high
+
+
+def _words(lengths: Known, seconds: tuple[float, ...]) -> str:
+    """How sure the prediction is, by its lengths."""
+    if lengths.band is None:
+        return (
+            f"Lengths: {lengths.words}; a mean response of {lengths.responses.mean:.0f} tokens, a mean prompt of "
+            f"{lengths.prompt_tokens:.0f}."
+        )
+    low, likely, high = seconds
+    means = [each.mean for each in (lengths.band.low, lengths.band.likely, lengths.band.high)]
+    return (
+        f"Lengths are not known: a step takes {low:.3g} s, likely {likely:.3g} s, or {high:.3g} s, with mean responses of "
+        f"{means[0]:.0f}, {means[1]:.0f} or {means[2]:.0f} tokens (of published runs, cut at the limit, a tenth, half and "
+        f"nine tenths are below) and prompts of {lengths.prompt_tokens:.0f}. Give the run's own by --lengths FILE (samples "
+        "or a log), or by --response-mean and --prompt-mean; below are the likely ones."
+    )
+
+
+def _as_json(lengths: Known, seconds: tuple[float, ...]) -> dict[str, Any]:
+    names = ("low", "likely", "high") if lengths.band is not None else ("known",)
+    return {
+        "source": lengths.words,
+        "response_mean": lengths.responses.mean,
+        "prompt_mean": lengths.prompt_tokens,
+        "step_s": dict(zip(names, map(float, seconds), strict=True)),
+    }

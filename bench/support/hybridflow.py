@@ -132,7 +132,9 @@ FINDINGS = (
 def their_cluster(devices: int) -> Cluster:
     """A100-80 nodes that share one link of 200 Gbit/s each."""
     cluster = make_cluster("A100-80", devices // NODE)
-    return replace(cluster, device=replace(cluster.device, between_bytes_s=NODE_BYTES_S / NODE))
+    # What a call takes beside its work is drawn.
+    rates = replace(cluster.rates, call_sample_s=0.0)
+    return replace(cluster, device=replace(cluster.device, between_bytes_s=NODE_BYTES_S / NODE), rates=rates)
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ class Pricing:
         waves = np.ceil(each / np.clip(holds, 1, each))
         step = step_model(self._work, self.cluster, tp, servers)
         decode = waves * TOKENS * step(each / waves, TOKENS * 1.5)
-        fixed = prefill_seconds(config, devices, self._work, self.cluster) + self.cluster.rates.wake_s
+        fixed = prefill_seconds(config, devices, tp, self._work, self.cluster) + self.cluster.rates.wake_s
         fixed += sync_seconds(config, self._work, self.cluster)[1] + self._software.dispatch_s * devices
         return np.where(holds >= 1, decode + fixed, np.inf)
 

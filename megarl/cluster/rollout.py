@@ -150,6 +150,8 @@ class RolloutPool:
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
         """What the updates learn from: references, one a shard for each column, and metrics. columns: the roles'."""
         made, each = column_names(self.recipe), self.num_shards
+        if not made:
+            return Learnable({}, {})  # the loss asks the roles alone
         remote = self.collector.handle.advantages.options(num_returns=1 + each * len(made))
         parts = [part for column in columns.values() for part in column]
         metrics, *references = remote.remote(batch.info.step, tuple(columns), made, *parts)

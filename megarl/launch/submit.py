@@ -137,8 +137,11 @@ def _checked(
         )
     if not dry_run:
         _refuse_second(loaded.recipe.run.folder)
-    check: Any = preflight if kind is Recipe else preflight_supervised
-    return loaded, check(loaded.recipe, resume=resume, here=False).platform
+    if kind is Recipe:
+        checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, here=False)
+    else:
+        checked = preflight_supervised(loaded.recipe, resume=resume, here=False)
+    return loaded, checked.platform
 
 
 def _check_times(options: SlurmOptions) -> None:

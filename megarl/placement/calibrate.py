@@ -13,10 +13,9 @@ import numpy as np
 
 from megarl.placement.cluster import Cluster
 from megarl.placement.lengths import Floats
+from megarl.placement.rates import SHARES
 
 Pairs = Sequence[tuple[float, float]]
-# Rates are shares of a peak: these cannot be more.
-SHARES = ("matmul", "experts", "attention", "prefill", "memory", "links", "network", "host")
 ROUNDS = 30
 # An error within this is as good as none; beyond it an outlier counts by its size, not by its square.
 _ROUND = 0.05

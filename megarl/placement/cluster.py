@@ -5,7 +5,13 @@
     between_gbit_s: 400      # network of one device, one direction; default: the table's
     measured: {matmul: 0.55} # what `megarl profile` measured replaces the table's figures
 
-Every node is alike. Raises UserError for what is wrong with a file, all at once, with lines.
+or, where nodes are of several kinds, each with the same keys:
+
+    nodes:
+      - {device: H100, count: 4}
+      - {device: H20, count: 8}
+
+Raises UserError for what is wrong with a file, all at once, with lines.
 """
 
 from __future__ import annotations
@@ -19,10 +25,11 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, create_model
 
 from megarl.core.errors import UserError
-from megarl.placement.devices import DEVICES, GIB, RATES, Device, Rates
+from megarl.placement.devices import DEVICES, GIB, Device
+from megarl.placement.rates import RATES, SHARES, Rates
 from megarl.recipe.explain import explain
 from megarl.recipe.section import PositiveFloat, PositiveInt, Section
-from megarl.recipe.source import read_tree
+from megarl.recipe.source import Keys, Tree, read_tree
 
 # Up to this many nodes every number of them may become a pool; above it, those that many layouts divide.
 EVERY_NODE_COUNT = 16
@@ -31,25 +38,37 @@ _SMOOTH = (2, 3, 5)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of like devices.
+    """Nodes of like devices, and beside them those of other kinds.
 
-    device, rates: what one device is and what is reached of it. between_bytes_s: network of one device, one direction.
+    device, rates: what one device is and what is reached of it. others: each without others of its own. All that costs are
+    computed from is of the first kind alone: a pool of devices lies within one kind, and is priced by that kind.
     """
 
     nodes: int
     devices_per_node: int
     device: Device
     rates: Rates
+    others: tuple[Cluster, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """Every kind of nodes as a cluster of its own."""
+        return (replace(self, others=()), *self.others)
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
+        """Devices of this kind."""
         return self.nodes * self.devices_per_node
 
     @property
     def usable_bytes(self) -> float:
         """Memory of one device that roles can share: without context, communicators and what fragments."""
         return self.device.memory_bytes * (1 - self.rates.fragmentation) - self.rates.reserved_bytes
+
+    @property
+    def all_devices(self) -> int:
+        """Devices of all kinds."""
+        return sum(kind.num_devices for kind in self.kinds)
 
     def of_nodes(self, nodes: int) -> Cluster:
         """The same kind of cluster with so many nodes."""
@@ -67,9 +86,20 @@ class Cluster:
         return tuple(sorted({*small, *(count * node for count in counts), self.num_devices}))
 
     def describe(self) -> str:
-        """`4 nodes of 8 H100 = 32 devices`."""
+        """`4 nodes of 8 H100 = 32 devices`, and so on for each kind."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.devices_per_node}"
-        return f"{nodes} {self.device.name} = {self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        own = f"{nodes} {self.device.name} = {self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        return " and ".join([own, *(other.describe() for other in self.others)])
+
+
+def one_kind(cluster: Cluster) -> Cluster:
+    """The cluster, where all of its nodes are alike. Raises UserError where they are not, for what is made for one kind."""
+    if cluster.others:
+        raise UserError(
+            f"The cluster has nodes of several kinds: {cluster.describe()}. Here all nodes have to be alike: name one kind, by "
+            "--device and --nodes or in a file of its own."
+        )
+    return cluster
 
 
 def make_cluster(device: str, nodes: int, devices_per_node: int | None = None) -> Cluster:
@@ -91,17 +121,18 @@ def _measured_section() -> type[Section]:
     for kind in (Device, Rates):
         for field in dataclasses.fields(kind):
             if field.type == "float":
-                fields[field.name] = (PositiveFloat | None, Field(None, description="replaces the table's figure"))
+                allowed = _Share if field.name in SHARES else PositiveFloat
+                fields[field.name] = (allowed | None, Field(None, description="replaces the table's figure"))
     return create_model("Measured", __base__=Section, __doc__="Figures that were measured.", **fields)
 
 
+_Share = Annotated[float, Field(gt=0, le=1)]
 _Measured: Any = _measured_section()
 
 
-class ClusterFile(Section):
-    """What a cluster file may say."""
+class Nodes(Section):
+    """What a cluster file may say of nodes that are alike."""
 
-    nodes: PositiveInt = Field(1, description="number of nodes, all alike")
     device: str = Field(description="a row of the table of devices")
     devices_per_node: PositiveInt | None = Field(None, description="devices of one node; default: the table's")
     memory_gib: PositiveFloat | None = Field(None, description="memory of one device; default: the table's")
@@ -112,6 +143,24 @@ class ClusterFile(Section):
     )
 
 
+class ClusterFile(Nodes):
+    """A cluster file where all nodes are alike."""
+
+    nodes: PositiveInt = Field(1, description="number of nodes; or a list of kinds of nodes")
+
+
+class Kind(Nodes):
+    """One kind of nodes of several."""
+
+    count: PositiveInt = Field(1, description="number of nodes")
+
+
+class MixedFile(Section):
+    """A cluster file with several kinds of nodes."""
+
+    nodes: tuple[Kind, ...] = Field(strict=False, description="kinds of nodes")
+
+
 def read_cluster(path: Path) -> Cluster:
     """Read a cluster file. Raises UserError: missing, not YAML, unknown keys, impossible figures."""
     if not path.is_file():
@@ -120,29 +169,53 @@ def read_cluster(path: Path) -> Cluster:
             f"{', '.join(DEVICES)}), or name a device with --device and --nodes."
         )
     tree = read_tree(path)
+    schema: type[Section] = MixedFile if isinstance(tree.values.get("nodes"), list) else ClusterFile
     try:
-        file = ClusterFile.model_validate(tree.values)
+        file: Any = schema.model_validate(tree.values)
     except ValidationError as error:
-        problems = explain(error.errors(), tree, ClusterFile)
+        problems = explain(error.errors(), tree, schema)
         raise UserError(f"The cluster file {path} cannot be used." + "".join(f"\n  - {p}" for p in problems)) from None
+    if isinstance(file, ClusterFile):
+        return _cluster_of(file, file.nodes, tree, (), path)
+    if not file.nodes:
+        raise UserError(
+            f"{tree.origin(('nodes',))}: the list of nodes is empty. Name a kind: - {{device: H100, count: 4}}."
+        )
+    kinds = [_cluster_of(kind, kind.count, tree, ("nodes", str(index)), path) for index, kind in enumerate(file.nodes)]
+    if len(set(kinds)) < len(kinds):
+        raise UserError(
+            f"{tree.origin(('nodes',))}: two kinds of nodes are alike. Write them as one, with the sum as count."
+        )
+    return replace(kinds[0], others=tuple(kinds[1:]))
+
+
+def _cluster_of(kind: Nodes, nodes: int, tree: Tree, keys: Keys, path: Path) -> Cluster:
+    """One kind of nodes. keys: where in the file it stands. Raises UserError: no such device, impossible figures."""
     try:
-        cluster = make_cluster(file.device, file.nodes, file.devices_per_node)
+        cluster = make_cluster(kind.device, nodes, kind.devices_per_node)
     except UserError as error:
-        raise UserError(f"{tree.origin(('device',))}: {error}") from None
-    given = {name: value for name, value in file.measured.model_dump().items() if value is not None}
+        raise UserError(f"{tree.origin((*keys, 'device'))}: {error}") from None
+    given = {name: value for name, value in kind.measured.model_dump().items() if value is not None}
     given |= {
         name: value * unit
         for name, value, unit in (
-            ("memory_bytes", file.memory_gib, GIB),
-            ("inside_bytes_s", file.inside_gbyte_s, 1e9),
-            ("between_bytes_s", file.between_gbit_s, 1e9 / 8),
+            ("memory_bytes", kind.memory_gib, GIB),
+            ("inside_bytes_s", kind.inside_gbyte_s, 1e9),
+            ("between_bytes_s", kind.between_gbit_s, 1e9 / 8),
         )
         if value is not None
     }
     cluster = replace(cluster, device=_replaced(cluster.device, given), rates=_replaced(cluster.rates, given))
+    device = cluster.device
+    if device.matmul_flops > device.flops:
+        raise UserError(
+            f"{tree.origin((*keys, 'measured'))}: large products of {device.name} cannot reach {device.matmul_flops:.4g} "
+            f"operations a second (measured.matmul_flops) where its peak is {device.flops:.4g} (measured.flops). Correct "
+            "one of them."
+        )
     if cluster.usable_bytes <= 0:
         raise UserError(
-            f"{path}: a device of {cluster.device.memory_bytes / GIB:.1f} GiB holds nothing beside the "
+            f"{path}: a device of {device.memory_bytes / GIB:.1f} GiB holds nothing beside the "
             f"{cluster.rates.reserved_bytes / GIB:.1f} GiB of context and communicators. Raise memory_gib, or lower "
             "measured.reserved_bytes if that was measured."
         )

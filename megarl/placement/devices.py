@@ -1,225 +1,219 @@
-"""What devices can do: the makers' published figures, and what software really gets out of them.
+"""What devices can do: the makers' published figures, and what large matrix products reach where power limits the clock.
 
-`Device` is what a data sheet says. `Rates` is what is reached of it, and the fixed costs that no data sheet knows; a
-cluster file replaces either by what was measured.
+What software gets out of them is in `rates`; a cluster file replaces either by what was measured.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 GIB = 2**30
 GB = 1e9
+TERA = 1e12
 
 
 @dataclass(frozen=True)
 class Device:
     """One kind of device. Bytes, bytes a second, floating-point operations a second (dense, not sparse).
 
-    flops: in bfloat16 with float32 sums; fp32_flops: in float32. memory_bytes_s: of the device's own memory.
-    inside_bytes_s: to its peers in the node, one direction. between_bytes_s: to other nodes, one direction, where the
-    cluster file does not say. host_bytes_s: to the host's memory, one direction. per_node: devices of the usual node.
-    rests_on_host: what rests can leave the device. source: where the figures are published.
+    flops: in bfloat16 with float32 sums; matmul_flops: of them what the best large product was measured to reach.
+    fp32_flops: in float32. fp8_flops: in FP8; 0 where weights in FP8 are widened before they multiply. memory_bytes_s: of the
+    device's own memory. inside_bytes_s: to its peers in the node, one direction. between_bytes_s: to other nodes, one
+    direction, where the cluster file does not say. host_bytes_s: to the host's memory, one direction. per_node: devices of the
+    usual node, which is what fast links join. tile_rows: rows that one matrix instruction takes of the queries of decode
+    attention and of an expert's tokens; fewer are padded. queues: whether the host runs ahead of the device, so that
+    launching costs time only where there is little to compute. rests_on_host: what rests can leave the device.
+    source: where the figures are published.
     """
 
     name: str
     memory_bytes: float
     flops: float
+    matmul_flops: float
     fp32_flops: float
+    fp8_flops: float
     memory_bytes_s: float
     inside_bytes_s: float
     between_bytes_s: float
     host_bytes_s: float
     per_node: int
     source: str
+    tile_rows: int = 64
+    queues: bool = True
     rests_on_host: bool = True
 
-    def peak_flops(self, dtype: str) -> float:
-        """Peak of one device in that dtype, operations a second."""
-        return self.fp32_flops if dtype == "float32" else self.flops
+    def product_flops(self, dtype: str) -> float:
+        """What large products of that dtype reach, operations a second."""
+        if dtype == "float32":
+            return self.fp32_flops
+        if dtype == "fp8" and self.fp8_flops:
+            return self.fp8_flops * self.matmul_flops / self.flops
+        return self.matmul_flops
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What software gets out of a device.
+# "Products" in a source is the table of maximum achievable matmul FLOPS, BF16, of stas00/ml-engineering: 80% of the data sheet
+# on H100, 87% on A100. Where it has no figure, the share of an H100 is taken, but for the H20, whose clock power does not limit.
+_REACHED = 794.5 / 989.0
 
-    Shares of a peak: matmul (large dense ones), experts (large grouped ones), attention (its core in training),
-    prefill, memory (reads in decode), links (inside a node), network (between nodes), host (copies to and from it).
-    Where a share is reached by half: half_tokens (tokens of a micro-batch on one rank), half_expert_tokens (tokens of
-    one expert). Seconds at any size: layer_s (one layer's forward pass), expert_layer_s (the same with experts),
-    decode_layer_s and decode_expert_layer_s (one layer of one decode step), decode_sequence_s (in it one sequence,
-    where attention takes them one by one), decode_s (the rest of a decode step), hop_s (one hop of a collective),
-    update_s (one optimizer step), wake_s (a server going to sleep and coming back), barrier_s (one stage of a step:
-    dispatch, packing, metrics), request_s (one sample's way through router, client and grader). micro_s (one micro-
-    batch's forward pass beside its layers), sequence_s (one sequence in one layer, where attention takes packed ones
-    one by one), cut_sequence_s (the same under context parallel), call_s (one pass or update of a role), sync_s (one
-    weight sync). copy_bytes_s: weights from the ranks into servers on the same devices. at_once: devices of a node
-    that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for
-    devices share cores. reserved_bytes: context, communicators. server_bytes: what a server holds beside weights and
-    KV cache; resting_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
-
-    The defaults are of H100 with Megatron, fitted to published measurements (docs/placement.md says which and how well);
-    other GPUs are assumed to reach the same shares, where RATES says nothing else.
-    """
-
-    matmul: float = 0.42
-    experts: float = 0.145
-    attention: float = 0.45
-    prefill: float = 0.5
-    memory: float = 0.7
-    links: float = 0.7
-    network: float = 0.7
-    host: float = 0.6
-    half_tokens: float = 320.0
-    half_expert_tokens: float = 550.0
-    layer_s: float = 0.34e-3
-    expert_layer_s: float = 1.5e-3
-    decode_layer_s: float = 77e-6
-    decode_expert_layer_s: float = 350e-6
-    decode_s: float = 0.9e-3
-    hop_s: float = 12e-6
-    update_s: float = 0.064
-    wake_s: float = 3.0
-    barrier_s: float = 1.0
-    request_s: float = 0.0
-    micro_s: float = 0.0
-    sequence_s: float = 0.0
-    decode_sequence_s: float = 0.0
-    cut_sequence_s: float = 0.0
-    call_s: float = 0.0
-    sync_s: float = 0.0
-    at_once: float = math.inf
-    servers_at_once: float = math.inf
-    copy_bytes_s: float = 4 * GB
-    reserved_bytes: float = 2.0 * GIB
-    server_bytes: float = 3.0 * GIB
-    resting_bytes: float = 0.6 * GIB
-    fragmentation: float = 0.04
-
+_A100 = Device(
+    name="A100-80",
+    memory_bytes=80 * GIB,
+    flops=312 * TERA,
+    matmul_flops=271.2 * TERA,
+    fp32_flops=19.5 * TERA,
+    fp8_flops=0.0,
+    memory_bytes_s=2039 * GB,
+    inside_bytes_s=300 * GB,
+    between_bytes_s=25 * GB,
+    host_bytes_s=32 * GB,
+    per_node=8,
+    tile_rows=16,
+    source="NVIDIA A100 Tensor Core GPU data sheet (SXM, 80 GB); HDR InfiniBand, 200 Gbit/s a device; products",
+)
+_H100 = Device(
+    name="H100",
+    memory_bytes=80 * GIB,
+    flops=989 * TERA,
+    matmul_flops=794.5 * TERA,
+    fp32_flops=67 * TERA,
+    fp8_flops=1979 * TERA,
+    memory_bytes_s=3350 * GB,
+    inside_bytes_s=450 * GB,
+    between_bytes_s=50 * GB,
+    host_bytes_s=64 * GB,
+    per_node=8,
+    source="NVIDIA H100 Tensor Core GPU data sheet (SXM); NDR InfiniBand, 400 Gbit/s a device; products",
+)
+_H20 = replace(
+    _H100,
+    name="H20",
+    memory_bytes=96 * GIB,
+    flops=148 * TERA,
+    matmul_flops=148 * TERA,
+    fp32_flops=44 * TERA,
+    fp8_flops=296 * TERA,
+    memory_bytes_s=4000 * GB,
+    source="NVIDIA H20 (HGX, 96 GB) as sold; attention alone reaches 0.87 of its peak (flash-attention, issue 1310)",
+)
+_B200 = Device(
+    name="B200",
+    memory_bytes=178 * GIB,
+    flops=2250 * TERA,
+    matmul_flops=2250 * TERA * _REACHED,
+    fp32_flops=75 * TERA,
+    fp8_flops=4500 * TERA,
+    memory_bytes_s=8000 * GB,
+    inside_bytes_s=900 * GB,
+    between_bytes_s=50 * GB,
+    host_bytes_s=64 * GB,
+    per_node=8,
+    source="NVIDIA DGX B200 data sheet (an eighth; 180 GB, 178 GiB usable); NDR InfiniBand, 400 Gbit/s a device",
+)
+_MI300X = Device(
+    name="MI300X",
+    memory_bytes=190 * GIB,
+    flops=1307 * TERA,
+    matmul_flops=668.4 * TERA,
+    fp32_flops=163.4 * TERA,
+    fp8_flops=2615 * TERA,
+    memory_bytes_s=5300 * GB,
+    inside_bytes_s=448 * GB,
+    between_bytes_s=50 * GB,
+    host_bytes_s=64 * GB,
+    per_node=8,
+    tile_rows=16,
+    source="AMD Instinct MI300X data sheet (192 GB); seven links of 64 GB/s; 400 Gbit/s a device; products",
+)
+_L40S = Device(
+    name="L40S",
+    memory_bytes=48 * GB,
+    flops=362 * TERA,
+    matmul_flops=362 * TERA * _REACHED,
+    fp32_flops=91.6 * TERA,
+    fp8_flops=733 * TERA,
+    memory_bytes_s=864 * GB,
+    inside_bytes_s=32 * GB,
+    between_bytes_s=25 * GB,
+    host_bytes_s=32 * GB,
+    per_node=8,
+    tile_rows=16,
+    source="NVIDIA L40S data sheet (no NVLink: PCIe Gen4 x16); 200 Gbit/s a device",
+)
+_CPU = Device(
+    name="cpu",
+    memory_bytes=6 * GIB,
+    flops=150 * GB,
+    matmul_flops=150 * GB,
+    fp32_flops=100 * GB,
+    fp8_flops=0.0,
+    memory_bytes_s=40 * GB,
+    inside_bytes_s=1 * GB,
+    between_bytes_s=0.1 * GB,
+    host_bytes_s=5 * GB,
+    per_node=2,
+    tile_rows=1,
+    queues=False,
+    rests_on_host=False,
+    source="one core of a desktop processor as a device, measured with this project; measure your own",
+)
+# What differs from another device in little.
+_VARIANTS = (
+    replace(
+        _A100,
+        name="A800",
+        inside_bytes_s=200 * GB,
+        source="NVIDIA A800 data sheet: an A100 with NVLink of 400 GB/s, both directions together",
+    ),
+    replace(
+        _H100,
+        name="H800",
+        inside_bytes_s=200 * GB,
+        source="an H100 with NVLink of 400 GB/s, both directions together (DeepSeek-V3, arXiv 2412.19437, section 3.1)",
+    ),
+    replace(
+        _H100,
+        name="H200",
+        memory_bytes=139 * GIB,
+        memory_bytes_s=4800 * GB,
+        source="NVIDIA H200 data sheet (SXM, 141 GB, 139 GiB usable); NDR InfiniBand; products of the H100, the same chip",
+    ),
+    replace(
+        _H20,
+        name="H20-141",
+        memory_bytes=139 * GIB,
+        source="as H20, with 141 GB; its maker does not publish its bandwidth: the smaller one's is taken",
+    ),
+    replace(
+        _B200,
+        name="GB200",
+        memory_bytes=184 * GB,
+        flops=2500 * TERA,
+        matmul_flops=2500 * TERA * _REACHED,
+        fp32_flops=80 * TERA,
+        fp8_flops=5000 * TERA,
+        host_bytes_s=225 * GB,
+        per_node=64,
+        source="NVIDIA GB200 NVL72 data sheet (186 GB); a node is a rack, of whose 72 devices 64 are used; NVLink-C2C",
+    ),
+    replace(
+        _B200,
+        name="B300",
+        memory_bytes=268 * GIB,
+        between_bytes_s=100 * GB,
+        source="NVIDIA DGX B300 data sheet (an eighth; 288 GB); 800 Gbit/s a device",
+    ),
+    replace(
+        _MI300X,
+        name="MI325X",
+        memory_bytes=254 * GIB,
+        matmul_flops=784.9 * TERA,
+        memory_bytes_s=6000 * GB,
+        source="AMD Instinct MI325X data sheet (256 GB); links as MI300X; products",
+    ),
+)
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
-    {
-        device.name: device
-        for device in (
-            Device(
-                name="A100-80",
-                memory_bytes=80 * GIB,
-                flops=312e12,
-                fp32_flops=19.5e12,
-                memory_bytes_s=2039 * GB,
-                inside_bytes_s=300 * GB,
-                between_bytes_s=25 * GB,
-                host_bytes_s=32 * GB,
-                per_node=8,
-                source="NVIDIA A100 Tensor Core GPU data sheet (SXM, 80 GB); HDR InfiniBand, 200 Gbit/s a device",
-            ),
-            Device(
-                name="H100",
-                memory_bytes=80 * GIB,
-                flops=989e12,
-                fp32_flops=67e12,
-                memory_bytes_s=3350 * GB,
-                inside_bytes_s=450 * GB,
-                between_bytes_s=50 * GB,
-                host_bytes_s=64 * GB,
-                per_node=8,
-                source="NVIDIA H100 Tensor Core GPU data sheet (SXM); NDR InfiniBand, 400 Gbit/s a device",
-            ),
-            Device(
-                name="H200",
-                memory_bytes=141 * GB,
-                flops=989e12,
-                fp32_flops=67e12,
-                memory_bytes_s=4800 * GB,
-                inside_bytes_s=450 * GB,
-                between_bytes_s=50 * GB,
-                host_bytes_s=64 * GB,
-                per_node=8,
-                source="NVIDIA H200 Tensor Core GPU data sheet (SXM); NDR InfiniBand, 400 Gbit/s a device",
-            ),
-            Device(
-                name="B200",
-                memory_bytes=180 * GB,
-                flops=2250e12,
-                fp32_flops=75e12,
-                memory_bytes_s=8000 * GB,
-                inside_bytes_s=900 * GB,
-                between_bytes_s=50 * GB,
-                host_bytes_s=64 * GB,
-                per_node=8,
-                source="NVIDIA DGX B200 data sheet (an eighth of the system); NDR InfiniBand, 400 Gbit/s a device",
-            ),
-            Device(
-                name="L40S",
-                memory_bytes=48 * GB,
-                flops=362e12,
-                fp32_flops=91.6e12,
-                memory_bytes_s=864 * GB,
-                inside_bytes_s=32 * GB,
-                between_bytes_s=25 * GB,
-                host_bytes_s=32 * GB,
-                per_node=8,
-                source="NVIDIA L40S data sheet (no NVLink: PCIe Gen4 x16); 200 Gbit/s a device",
-            ),
-            Device(
-                name="cpu",
-                memory_bytes=6 * GIB,
-                flops=150e9,
-                fp32_flops=100e9,
-                memory_bytes_s=40 * GB,
-                inside_bytes_s=1 * GB,
-                between_bytes_s=0.1 * GB,
-                host_bytes_s=5 * GB,
-                per_node=2,
-                source="one core of a desktop processor as a device, measured with this project; measure your own",
-                rests_on_host=False,
-            ),
-        )
-    }
-)
-
-_CPU_RATES = Rates(
-    matmul=0.65,
-    experts=0.4,
-    attention=0.5,
-    prefill=0.8,
-    memory=0.8,
-    links=1.0,
-    network=0.6,
-    host=0.6,
-    half_tokens=14.0,
-    half_expert_tokens=20.0,
-    layer_s=1e-3,
-    expert_layer_s=1.5e-3,
-    decode_layer_s=0.4e-3,
-    decode_expert_layer_s=2e-3,
-    decode_s=2e-3,
-    hop_s=2e-3,
-    update_s=0.006,
-    wake_s=0.05,
-    barrier_s=0.01,
-    request_s=1e-3,
-    micro_s=0.1e-3,
-    sequence_s=0.1e-3,
-    cut_sequence_s=0.2e-3,
-    decode_sequence_s=40e-6,
-    call_s=2e-3,
-    sync_s=0.04,
-    copy_bytes_s=0.3 * GB,
-    reserved_bytes=1.0 * GIB,
-    server_bytes=1.5 * GIB,
-    resting_bytes=1.5 * GIB,
-    fragmentation=0.02,
-)
-# Megatron's whole training steps reach 51% to 56% of an A100's peak with models of 175B to 1T (arXiv 2205.05198, table 5), so
-# that large products alone reach no less: beside its memory, an A100's tensor cores are slower than an H100's.
-_A100_RATES = replace(Rates(), matmul=0.55)
-
-RATES: Mapping[str, Rates] = MappingProxyType(
-    {name: Rates() for name in DEVICES}
-    # Without NVLink, ranks synchronise through PCIe.
-    | {"A100-80": _A100_RATES, "L40S": replace(Rates(), hop_s=25e-6), "cpu": _CPU_RATES}
+    {each.name: each for each in (_A100, _H100, _H20, _B200, _MI300X, _L40S, *_VARIANTS, _CPU)}
 )

@@ -1,8 +1,9 @@
 """Seconds of a step's rollout under every number and size of servers: prefill, and decode step by step.
 
-A decode step reads the weights once and every running sequence's keys and values (a roofline: Pope et al., arXiv
-2211.05102). While more samples wait than a server's cache holds it runs full; then the batch thins out along the tail of
-the length distribution, and the step ends with the longest response of all.
+A decode step reads the weights once and every running sequence's keys and values, or multiplies for longer than that (a
+roofline: Pope et al., arXiv 2211.05102); to this come two all-reduces a layer where servers are cut, what the layers' kernels
+cost at any size, and the host's work on every running request. While more samples wait than a server's cache holds it runs
+full; then the batch thins out along the tail of the length distribution, and the step ends with the longest response of all.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import numpy as np
 from megarl.models.config import ModelConfig
 from megarl.models.flops import forward_flops
 from megarl.placement.cluster import Cluster
-from megarl.placement.links import all_reduce_s
+from megarl.placement.links import all_reduce_s, server_reduce_s
 from megarl.placement.memory import ServerBytes
-from megarl.placement.sizes import kv_bytes, kv_span, model_sizes
+from megarl.placement.roofline import attention_products, mlp_products, serving_roof
+from megarl.placement.sizes import kv_bytes, kv_span
 from megarl.placement.space import Servers
 from megarl.placement.workload import ROLLOUT, Workload
+
+# Tokens of one chunk of prefill: the default of SGLang's --chunked-prefill-size on most devices.
+PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def rollout_seconds(
     tail = np.sum(
         width * any_alive * step.seconds(np.maximum(start * share, 1.0), workload.prompt_tokens + age), axis=1
     )
-    prefill = prefill_seconds(config, choice.used, workload, cluster)
+    prefill = prefill_seconds(config, choice.used, choice.tp, workload, cluster)
     # Samples of as many steps as they may be old are in flight beside this one's.
     most = np.maximum(np.minimum(np.minimum(room, workload.max_running), each * (1 + workload.staleness)), 1)
     flow = prefill + each * mean / most * step.seconds(most, context)
@@ -96,12 +101,10 @@ class _Step:
 
     def __init__(self, config: ModelConfig, choice: Servers, workload: Workload, cluster: Cluster) -> None:
         self._config, self._choice, self._cluster = config, choice, cluster
-        self._bytes = workload.bytes_each
-        self._peak = cluster.device.peak_flops(workload.dtype) * cluster.rates.prefill
-        self._memory = cluster.device.memory_bytes_s * cluster.rates.memory
-        self._sizes = model_sizes(config)
+        self._bytes, self._weight_bytes = workload.bytes_each, workload.served_bytes_each
+        self._roof = serving_roof(cluster, workload.served_dtype)
+        self._wide_roof = serving_roof(cluster, workload.dtype)
         self._kv = kv_bytes(config, choice.tp, self._bytes)
-        self._flops = forward_flops(config, [1]).linear
         # Servers of one node may share its cores.
         here = np.minimum(choice.used, cluster.devices_per_node)
         self._crowd = np.maximum(here / cluster.rates.servers_at_once, 1.0)
@@ -109,30 +112,63 @@ class _Step:
     def seconds(self, batch: Any, context: Any) -> Any:
         """batch: [N] or [N, Q]; context: alike, or one number."""
         wide = (...,) + (None,) * (np.ndim(batch) - 1)
-        tp, kv = self._choice.tp[wide], self._kv[wide]
-        rates, config = self._cluster.rates, self._config
-        weights = self._weights_read(batch) * self._bytes / tp / self._memory
-        compute = batch * self._flops / tp / self._peak
-        cache = batch * kv * kv_span(config, context) / self._memory
-        message = batch * config.hidden_size * self._bytes
-        tensor = 2 * config.num_layers * all_reduce_s(self._cluster, message, tp, 1)
+        tp, config, rates = self._choice.tp[wide], self._config, self._cluster.rates
         moe = len(config.moe_layers)
+        layers = self._attention(batch, tp) * config.num_layers
+        if moe < config.num_layers:
+            products = mlp_products(config.hidden_size, config.ffn_hidden_size, tp)
+            layers = layers + (config.num_layers - moe) * self._products(batch, products)
+        if moe:
+            layers = layers + moe * self._experts(batch, tp)
+        head = self._wide_roof.product_s(batch, config.hidden_size, config.vocab_size / tp, self._bytes, self._bytes)
+        message = batch * config.hidden_size * self._bytes
+        tensor = 2 * config.num_layers * server_reduce_s(self._cluster, message, tp)
         launch = (config.num_layers - moe) * rates.decode_layer_s + moe * rates.decode_expert_layer_s + rates.decode_s
-        launch = launch + config.num_layers * batch * rates.decode_sequence_s
-        return (np.maximum(weights, compute) + cache + tensor + launch) * self._crowd[wide]
+        host = batch * (config.num_layers * rates.decode_sequence_s + rates.decode_request_s)
+        return (layers + head + self._cache(batch, context, wide) + tensor + launch + host) * self._crowd[wide]
 
-    def _weights_read(self, batch: Any) -> Any:
-        """Parameters that a step of this batch meets: of the experts those that some token chose."""
-        sizes, moe = self._sizes, self._config.moe
-        embedding = 0.0 if sizes.tied else sizes.embedding
-        if moe is None:
-            return sizes.total - embedding
-        met = 1 - (1 - moe.top_k / moe.num_experts) ** batch
-        return sizes.total - embedding - sizes.moe_layers * sizes.routed * (1 - met)
+    def _products(self, rows: Any, products: Any) -> Any:
+        return self._roof.products_s(rows, products, self._weight_bytes, self._bytes)
+
+    def _attention(self, batch: Any, tp: Any) -> Any:
+        """The products of one layer's attention."""
+        return self._products(batch, attention_products(self._config, tp))
+
+    def _experts(self, batch: Any, tp: Any) -> Any:
+        """One layer's router and shared experts, and those experts that some token chose."""
+        config, moe = self._config, self._config.moe
+        assert moe is not None
+        met = moe.num_experts * -np.expm1(batch * np.log1p(-min(moe.top_k / moe.num_experts, 1 - 1e-12)))
+        routed = self._products(batch * moe.top_k / met, mlp_products(config.hidden_size, moe.ffn_hidden_size, tp))
+        shared = self._products(batch, mlp_products(config.hidden_size, moe.shared_ffn_hidden_size, tp))
+        router = self._wide_roof.product_s(batch, config.hidden_size, moe.num_experts, self._bytes, self._bytes)
+        return met * routed + shared + router
+
+    def _cache(self, batch: Any, context: Any, wide: Any) -> Any:
+        """The core of all layers' attention: keys and values are read, and each multiplies a whole tile of queries."""
+        config, device = self._config, self._cluster.device
+        tokens = batch * kv_span(config, context)
+        kv = self._kv[wide]
+        # Queries that share a key-value head share a tile (FlashAttention-3, arXiv 2407.08608, packs them).
+        heads = config.num_heads / self._choice.tp[wide]
+        shared = heads if config.mla is not None else np.minimum(heads, config.num_heads / config.num_kv_heads)
+        rows = np.ceil(shared / device.tile_rows) * device.tile_rows
+        # Two operations for each element of keys and of values and each row.
+        flops = kv / self._bytes * 2 * rows
+        reached = device.product_flops("bfloat16" if self._bytes == 2 else "float32") * self._cluster.rates.attention
+        return tokens * np.maximum(kv / self._roof.bytes_s, flops / reached)
 
 
-def prefill_seconds(config: ModelConfig, devices: Any, workload: Workload, cluster: Cluster) -> Any:
-    """Seconds of reading a step's prompts on so many devices: once for all samples of a group, servers share prefixes."""
-    rate = cluster.device.peak_flops(workload.dtype) * cluster.rates.prefill
-    flops = forward_flops(config, [max(1, round(workload.prompt_tokens))]).total
-    return workload.prompts * flops / (devices * rate)
+def prefill_seconds(config: ModelConfig, devices: Any, tp: Any, workload: Workload, cluster: Cluster) -> Any:
+    """Seconds of reading a step's prompts on so many devices: once for all samples of a group, servers share prefixes.
+
+    tp: devices of one server.
+    """
+    flops = forward_flops(config, [max(1, round(workload.prompt_tokens))])
+    served = serving_roof(cluster, workload.served_dtype).flops_s
+    compute = workload.prompts * (flops.total - flops.logits) / (devices * served)
+    # Each server reads its prompts in chunks of so many tokens.
+    tokens = workload.prompts * workload.prompt_tokens / (devices / np.asarray(tp))
+    message = PREFILL_TOKENS * config.hidden_size * workload.bytes_each
+    reduces = 2 * config.num_layers * tokens / PREFILL_TOKENS * all_reduce_s(cluster, message, tp, 1)
+    return compute + np.where(np.asarray(tp) > 1, reduces, 0.0)

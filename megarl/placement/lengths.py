@@ -1,4 +1,4 @@
-"""How long responses are: a distribution over tokens, given, counted in a run, or assumed log-normal."""
+"""How long responses are: a distribution over tokens, counted, log-normal of a given mean, or a band where nothing is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from megarl.core.errors import UserError
 Floats = NDArray[np.float64]
 # Quantiles that the distribution is known by: even in the body, close to 1 in the tail, which decides when a step ends.
 _LEVELS = np.array([*np.linspace(0.02, 0.98, 25), 0.985, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9999])
+_SCORES = np.array([NormalDist().inv_cdf(level) for level in _LEVELS])
 _HALVINGS = 60
+# Spreads that are looked through for one that cuts off a given share.
+_SPREADS = (0.05, 20.0)
+# Standard deviation over mean of lengths, before the limit cuts them, where a mean is all that is known.
+ASSUMED_SPREAD = 0.9
+# Mean response, tokens, where nothing is known: of published runs a tenth, half and nine tenths are below (the table of
+# bench/published/lengths.csv, which a test holds these to). Their limits, of 1,024 to 20,480 tokens, say little of them but
+# where they cut.
+LOW_MEAN, LIKELY_MEAN, HIGH_MEAN = 549.0, 1267.0, 3500.0
 
 
 @dataclass(frozen=True)
@@ -75,21 +84,65 @@ def lognormal(mean: float, spread: float, longest: float) -> Lengths:
             f"A mean response of {mean:g} tokens (spread {spread:g}) cannot be where the longest is {longest:g}: give a "
             f"mean between 0 and {longest:g} and a spread of at least 0."
         )
-    sigma = math.sqrt(math.log1p(spread**2))
-    scores = np.array([NormalDist().inv_cdf(level) for level in _LEVELS])
-    shape = np.exp(scores * sigma)
+    return cut_lognormal(_mean_before(mean, spread, longest), spread, longest)
+
+
+def cut_lognormal(mean: float, spread: float, longest: float) -> Lengths:
+    """Log-normal lengths of that mean and spread (standard deviation over mean) before being cut at `longest`."""
+    return Lengths(tuple(_LEVELS), tuple(np.minimum(_shape(spread) * mean, longest)), longest)
+
+
+def _mean_before(mean: float, spread: float, longest: float) -> float:
+    """The mean before the cut of log-normal lengths that have this mean after it."""
+    shape = _shape(spread)
     even = np.interp((np.arange(64) + 0.5) / 64, _LEVELS, shape)
     low, high = mean / shape[-1] / 2, longest / shape[0] * 2
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)
-        if float(np.mean(np.minimum(even * middle, longest))) < mean:
+        if float(np.minimum(even * middle, longest).mean()) < mean:
             low = middle
         else:
             high = middle
-    return Lengths(tuple(_LEVELS), tuple(np.minimum(shape * math.sqrt(low * high), longest)), longest)
+    return math.sqrt(low * high)
 
 
-def counted(lengths: Sequence[int], longest: float) -> Lengths:
+def _shape(spread: float) -> Floats:
+    """[Q] quantiles of a log-normal distribution with a mean of 1."""
+    sigma = math.sqrt(math.log1p(spread**2))
+    shape: Floats = np.exp(_SCORES * sigma - sigma**2 / 2)
+    return shape
+
+
+def with_cut_share(mean: float, share: float, at: float, longest: float) -> Lengths:
+    """Log-normal lengths, cut at `longest`, as those are that a limit of `at` gives this mean and cuts this share of."""
+
+    def cut_there(spread: float) -> float:
+        sigma = math.sqrt(math.log1p(spread**2))
+        return 1 - NormalDist().cdf(math.log(at / _mean_before(mean, spread, at)) / sigma + sigma / 2)
+
+    low, high = _SPREADS
+    for _ in range(_HALVINGS // 2):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if cut_there(middle) < share else (low, middle)
+    spread = math.sqrt(low * high)
+    return cut_lognormal(_mean_before(mean, spread, at), spread, longest)
+
+
+@dataclass(frozen=True)
+class Band:
+    """What lengths may be where nothing is known of them: at the least, most likely, and at the most."""
+
+    low: Lengths
+    likely: Lengths
+    high: Lengths
+
+
+def assumed_lengths(longest: float) -> Band:
+    """Lengths of a run of which nothing is known but its limit: those of published runs, cut there."""
+    return Band(*(cut_lognormal(mean, ASSUMED_SPREAD, longest) for mean in (LOW_MEAN, LIKELY_MEAN, HIGH_MEAN)))
+
+
+def counted(lengths: Sequence[float], longest: float) -> Lengths:
     """The distribution of lengths that were counted. Raises UserError when there are none."""
     if not len(lengths):
         raise UserError("There are no response lengths to plan with. Give a mean by --response-mean.")

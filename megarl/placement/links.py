@@ -13,6 +13,9 @@ import numpy as np
 
 from megarl.placement.cluster import Cluster
 
+# The most that the custom all-reduce of a server takes (SGLang and vLLM, custom_all_reduce.py).
+CUSTOM_REDUCE_BYTES = 8 * 2**20
+
 
 def group_bytes_s(cluster: Cluster, size: Any, stride: Any) -> Any:
     """Bytes a second that a ring over the group moves through each rank."""
@@ -32,6 +35,18 @@ def all_gather_s(cluster: Cluster, total_bytes: Any, size: Any, stride: Any) -> 
 def all_reduce_s(cluster: Cluster, total_bytes: Any, size: Any, stride: Any) -> Any:
     """All-reduce: a reduce-scatter and an all-gather."""
     return 2 * all_gather_s(cluster, total_bytes, size, stride)
+
+
+def server_reduce_s(cluster: Cluster, total_bytes: Any, size: Any) -> Any:
+    """All-reduce of a server's ranks, captured in a graph: a kernel of its own for small messages, else NCCL's ring.
+
+    Both SGLang and vLLM leave to NCCL what is above CUSTOM_REDUCE_BYTES or crosses nodes. 0 where there is one rank.
+    """
+    device, rates, size = cluster.device, cluster.rates, np.asarray(size)
+    moved = 2 * total_bytes * (size - 1) / size
+    own = rates.reduce_s + moved / (device.inside_bytes_s * rates.reduce_links)
+    small = (np.asarray(total_bytes) <= CUSTOM_REDUCE_BYTES) & (size <= cluster.devices_per_node)
+    return np.where(size > 1, np.where(small, own, all_reduce_s(cluster, total_bytes, size, 1)), 0.0)
 
 
 def all_to_all_s(cluster: Cluster, own_bytes: Any, size: Any, stride: Any) -> Any:

@@ -9,13 +9,25 @@ from pathlib import Path
 import psutil
 
 from megarl.core.platform import get_platform, num_local_devices
-from megarl.placement.cluster import Cluster, make_cluster, read_cluster
+from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.devices import DEVICES
 from megarl.recipe.schema import Recipe
 
 # What the driver of NVIDIA's devices says of each of them; longer names first, for some begin alike.
 _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
-_NAMES = {"A100": "A100-80", "H100": "H100", "H200": "H200", "B200": "B200", "L40S": "L40S"}
+_NAMES = {
+    "GB200": "GB200",
+    "A100": "A100-80",
+    "A800": "A800",
+    "H100": "H100",
+    "H200": "H200",
+    "H800": "H800",
+    "H20-3e": "H20-141",
+    "H20": "H20",
+    "B200": "B200",
+    "B300": "B300",
+    "L40S": "L40S",
+}
 HOST = "cpu"
 
 
@@ -29,7 +41,7 @@ def run_cluster(recipe: Recipe) -> Cluster | None:
     if here is None:
         return host_cluster(wanted, file)
     if file is not None:
-        return read_cluster(file)
+        return one_kind(read_cluster(file))
     name = device_name()
     return None if name is None or not here else make_cluster(name, -(-wanted // here), here)
 
@@ -39,7 +51,7 @@ def host_cluster(devices: int, file: Path | None = None) -> Cluster:
 
     file: where its figures are; default: the table's.
     """
-    cluster = make_cluster(HOST, 1) if file is None else read_cluster(file)
+    cluster = make_cluster(HOST, 1) if file is None else one_kind(read_cluster(file))
     memory = psutil.virtual_memory().total / devices
     if file is None:
         cores = float(len(os.sched_getaffinity(0)))

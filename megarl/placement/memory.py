@@ -118,9 +118,14 @@ class ServerBytes:
         return self.weights + self.cache + self.other
 
 
-def server_bytes(config: ModelConfig, choice: Servers, cluster: Cluster, bytes_each: int) -> ServerBytes:
-    """Bytes of a server under every choice: what its share of the device leaves beside the weights is KV cache."""
-    weights = model_sizes(config).total * bytes_each / choice.tp
+def server_bytes(
+    config: ModelConfig, choice: Servers, cluster: Cluster, bytes_each: int, whole: float | None = None
+) -> ServerBytes:
+    """Bytes of a server under every choice: what its share of the device leaves beside the weights is KV cache.
+
+    bytes_each: of one element of the cache. whole: of all weights; default: as many bytes for each of them.
+    """
+    weights = (model_sizes(config).total * bytes_each if whole is None else whole) / choice.tp
     share = choice.share * cluster.device.memory_bytes
     cache = np.maximum(share - weights - cluster.rates.server_bytes, 0.0)
     return ServerBytes(

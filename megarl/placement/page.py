@@ -48,7 +48,7 @@ def page(plan: Plan) -> str:
 
 def _devices(plan: Plan) -> str:
     """Every pool as a bar as wide as its share of the devices; in it a band a role, and its layout."""
-    total = plan.cluster.num_devices
+    total = plan.cluster.all_devices
     height = max(len(pool.roles) for pool in plan.best.pools) * _ROW + 24
     bars = []
     for pool in plan.best.pools:

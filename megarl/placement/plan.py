@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import numpy as np
 
@@ -27,7 +28,10 @@ PHASES = ("rollout", "sync", "sleep and wake", "prepare", "train", "between stag
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role's part. shape: its layout or its servers, in words. parts: seconds by stage and where they go."""
+    """One role's part. shape: its layout or its servers, in words. parts: seconds by stage and where they go.
+
+    dispatch_s: of its samples, counted between the stages.
+    """
 
     role: str
     shape: str
@@ -36,17 +40,28 @@ class RolePlan:
     held_bytes: Mapping[str, float]
     resting_bytes: float
     choice: Mapping[str, int | float | str | bool]
+    dispatch_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Devices first .. first + devices - 1, and the roles that share them. peak_bytes: of one device at its fullest."""
+    """Devices first .. first + devices - 1, and the roles that share them. peak_bytes: of one device at its fullest.
+
+    kind: the nodes that they are of; devices are counted kind by kind. named: whether there are several kinds.
+    """
 
     devices: int
     first: int
     roles: tuple[RolePlan, ...]
     peak_bytes: float
     peak_role: str
+    kind: Cluster
+    named: bool = False
+
+    def describe(self) -> str:
+        """`actor+rollout on 24`, or `on 24 H100` where there are several kinds of nodes."""
+        device = f" {self.kind.device.name}" if self.named else ""
+        return f"{'+'.join(role.role for role in self.roles)} on {self.devices}{device}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class PlacementPlan:
 
     def describe(self) -> str:
         """`hybrid: actor+rollout on 24, critic on 8`."""
-        pools = ", ".join(f"{'+'.join(role.role for role in pool.roles)} on {pool.devices}" for pool in self.pools)
+        pools = ", ".join(pool.describe() for pool in self.pools)
         return f"{self.names[0]}{', asynchronous' if self.asynchronous else ''}: {pools}"
 
 
@@ -84,7 +99,7 @@ class Plan:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of prompts and responses, a second and device."""
-        return self.tokens / self.best.step_s / self.cluster.num_devices
+        return self.tokens / self.best.step_s / self.cluster.all_devices
 
 
 def make_plan(
@@ -106,20 +121,27 @@ def make_plan(
             f"There is no placement named {name!r}. Names: {', '.join(NAMES)}; without a name all are tried."
         )
     asked = _Asked(top, name, space, allowed)
-    looks = [_look(replace(workload, micro_tokens=(tokens,)), cluster, asked) for tokens in workload.micro_tokens]
-    best: dict[frozenset[Pool], tuple[Found, _Look]] = {}
+    # All on one kind of nodes, or the rollout on another than the ranks.
+    hosts: list[tuple[Cluster, Cluster | None]] = [(kind, None) for kind in cluster.kinds]
+    hosts += permutations(cluster.kinds, 2)
+    looks = [
+        _look(replace(workload, micro_tokens=(tokens,)), kind, asked, serving)
+        for kind, serving in hosts
+        for tokens in workload.micro_tokens
+    ]
+    best: dict[_Key, tuple[Found, _Look]] = {}
     for look in looks:
         for found in look.result.found:
-            key = frozenset(found.partition)
+            key = look.key(found.partition)
             if key not in best or found.seconds < best[key][0].seconds:
                 best[key] = found, look
     if not best:
-        raise UserError(_infeasible(looks[0].tables, workload, cluster, asked))
+        raise UserError(_infeasible(looks[0].tables, workload, cluster.kinds[0], asked))
     # What one size of micro-batches cut away was behind `top` partitions of it: it cannot come before these.
     ranked = sorted(best.values(), key=lambda pair: pair[0].seconds)[:top]
-    plans = [placement_plan(found, look.tables, look.workload, cluster) for found, look in ranked]
+    plans = [placement_plan(found, look.tables, look.workload, look.cluster, cluster) for found, look in ranked]
     others = tuple((plan, _lost(plan, plans[0])) for plan in plans[1:])
-    shown = {frozenset(found.partition) for found, _ in ranked}
+    shown = {look.key(found.partition) for found, look in ranked}
     return Plan(cluster, workload.tokens, plans[0], others, _bounds(looks, best, shown))
 
 
@@ -138,50 +160,66 @@ class _Asked:
         return named and (self.allowed is None or self.allowed(partition))
 
 
+_Key = tuple[Cluster, Cluster | None, frozenset[Pool]]
+
+
 @dataclass(frozen=True)
 class _Look:
-    """One size of micro-batches, and what was found with it."""
+    """One size of micro-batches on one kind of nodes, and what was found with it. tables.serving: the rollout's kind."""
 
     workload: Workload
+    cluster: Cluster
     tables: AllTables
     result: Result
 
+    def key(self, partition: Partition) -> _Key:
+        """What makes two placements the same but for their sizes."""
+        return self.cluster, self.tables.serving, frozenset(partition)
 
-def _look(workload: Workload, cluster: Cluster, asked: _Asked) -> _Look:
-    tables = build_tables(workload, cluster, asked.space)
+
+def _look(workload: Workload, cluster: Cluster, asked: _Asked, serving: Cluster | None = None) -> _Look:
+    tables = build_tables(workload, cluster, asked.space, serving=serving)
     result = search(
         tables.searched(asynchronous=workload.staleness > 0),
         devices=cluster.num_devices,
         usable=cluster.usable_bytes,
         top=asked.top,
-        allowed=asked.wants,
+        allowed=lambda partition: asked.wants(partition) and (serving is None or (ROLLOUT,) in partition),
     )
-    return _Look(workload, tables, result)
+    return _Look(workload, cluster, tables, result)
 
 
-def _bounds(
-    looks: list[_Look], best: Mapping[frozenset[Pool], tuple[Found, _Look]], shown: set[frozenset[Pool]]
-) -> tuple[Bound, ...]:
+def _bounds(looks: list[_Look], best: Mapping[_Key, tuple[Found, _Look]], shown: set[_Key]) -> tuple[Bound, ...]:
     """What is known of the partitions that are not shown, over all sizes of micro-batches."""
-    least: dict[frozenset[Pool], Bound] = {}
-    for bound in (bound for look in looks for bound in look.result.others):
-        key = frozenset(bound.partition)
-        if key not in least or bound.seconds < least[key].seconds:
-            least[key] = bound
+    least: dict[_Key, Bound] = {}
+    for look in looks:
+        for bound in look.result.others:
+            key = look.key(bound.partition)
+            if key not in least or bound.seconds < least[key].seconds:
+                least[key] = bound
     for key, (found, _) in best.items():
         if key not in least or found.seconds < least[key].seconds:
             least[key] = Bound(found.partition, found.seconds)
     return tuple(sorted((each for key, each in least.items() if key not in shown), key=lambda each: each.seconds))
 
 
-def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster: Cluster) -> PlacementPlan:
-    """Seconds and bytes of what the search found, in detail."""
-    pools, first = [], 0
+def placement_plan(
+    found: Found, tables: AllTables, workload: Workload, cluster: Cluster, within: Cluster | None = None
+) -> PlacementPlan:
+    """Seconds and bytes of what the search found, in detail. within: the cluster, where it has other kinds of nodes too."""
+    pools = []
+    kinds = (within or cluster).kinds
+    first = {kind: sum(each.num_devices for each in kinds[: kinds.index(kind)]) for kind in kinds}
     order = sorted(range(len(found.partition)), key=lambda index: -found.devices[index])
     for index in order:
         pool = found.partition[index]
+        elsewhere = tables.serving if pool == (ROLLOUT,) else None
+        kind = elsewhere or cluster
+        devices = (
+            found.devices[index] if elsewhere is None else int(tables.rollout.servers.devices[found.rows[index][0]])
+        )
         roles = tuple(
-            _rollout_plan(tables, row, workload, cluster, shared=ACTOR in pool, asynchronous=found.asynchronous)
+            _rollout_plan(tables, row, workload, kind, shared=ACTOR in pool, asynchronous=found.asynchronous)
             if role == ROLLOUT
             else _role_plan(role, tables, row, workload, cluster)
             for role, row in zip(pool, found.rows[index], strict=True)
@@ -189,9 +227,9 @@ def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster:
         resting = sum(role.resting_bytes for role in roles)
         peaks = {role.role: resting - role.resting_bytes + sum(role.held_bytes.values()) for role in roles}
         fullest = max(peaks, key=lambda role: peaks[role])
-        reserved = cluster.rates.reserved_bytes
-        pools.append(PoolPlan(found.devices[index], first, roles, peaks[fullest] + reserved, fullest))
-        first += found.devices[index]
+        reserved = kind.rates.reserved_bytes
+        pools.append(PoolPlan(devices, first[kind], roles, peaks[fullest] + reserved, fullest, kind, len(kinds) > 1))
+        first[kind] += devices
     phases = {phase: _phase(phase, pools, cluster) for phase in PHASES}
     if found.asynchronous:
         # The rollout runs beside all but the sync: only what it takes longer than they do is waited for.
@@ -201,7 +239,9 @@ def placement_plan(found: Found, tables: AllTables, workload: Workload, cluster:
         (sum(sum(role.seconds.values()) for role in pool.roles) for pool in pools if _is_late(pool)), default=0.0
     )
     phases["train"] += max(0.0, whole - sum(phases.values()))
-    phases["between stages"] = STAGES * cluster.rates.barrier_s
+    phases["between stages"] = STAGES * cluster.rates.barrier_s + sum(
+        role.dispatch_s for pool in pools for role in pool.roles
+    )
     return PlacementPlan(names_of(found.partition), found.asynchronous, tuple(pools), sum(phases.values()), phases)
 
 
@@ -225,9 +265,11 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
     held = held_bytes(role, choice, workload)
     cost = table.choices.cost[row]
     parts: dict[str, dict[str, float]] = {}
+    dispatch_s = 0.0
     for stage, seconds in zip(("prepare", "train"), stage_seconds(role, choice, workload, cluster), strict=True):
         if seconds is not None:
-            parts[stage] = {name: float(value[0]) for name, value in vars(seconds).items()}
+            parts[stage] = {name: float(np.ravel(value)[0]) for name, value in vars(seconds).items()}
+            dispatch_s += parts[stage].pop("dispatch")
     rests = bool(table.rests[row])
     gather = float(gather_seconds(workload.models[role], choice, workload, cluster)[0]) if role == ACTOR else 0.0
     layout = choice.layout(0)
@@ -248,6 +290,7 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
             "recompute": recompute,
             "rests": rests,
         },
+        dispatch_s=dispatch_s,
     )
 
 
@@ -257,10 +300,10 @@ def _rollout_plan(
     table = tables.rollout
     choice = table.servers.take(np.array([row]))
     config = workload.models[ROLLOUT]
-    held = server_bytes(config, choice, cluster, workload.bytes_each)
+    held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     rests = bool(table.rests[row])
-    apart, together = sync_seconds(config, workload, cluster)
+    apart, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)
     generation = float((seconds.flow if asynchronous else seconds.total)[0])
     count, tp, running = int(choice.count[0]), int(choice.tp[0]), int(seconds.running[0])
     servers = f"{count} server{'s' if count > 1 else ''} of tp{tp}, {running} sequences each"

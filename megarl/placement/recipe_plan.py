@@ -12,9 +12,9 @@ from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import GIB
-from megarl.placement.plan import PlacementPlan, PoolPlan, placement_plan, smallest_cluster
+from megarl.placement.plan import PlacementPlan, placement_plan, smallest_cluster
 from megarl.placement.search import Found
-from megarl.placement.sizes import kv_bytes, model_sizes
+from megarl.placement.sizes import kv_bytes
 from megarl.placement.space import RECOMPUTE, Layouts, Servers
 from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout
 from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT, Workload
@@ -69,14 +69,14 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
         if not full:
             return plan
         worst = max(full, key=lambda pool: pool.peak_bytes)
-        what = f"{_words(worst)} needs {worst.peak_bytes / GIB:.1f} GiB of each device while {worst.peak_role} works"
+        what = f"{worst.describe()} needs {worst.peak_bytes / GIB:.1f} GiB of each device while {worst.peak_role} works"
         have = f"{cluster.device.name} lets roles use {usable / GIB:.1f} GiB"
     else:
         # Devices that are processes take what they need of one memory.
         needed = sum(pool.peak_bytes * pool.devices for pool in plan.pools)
         if needed <= usable * cluster.num_devices:
             return plan
-        what = f"{' and '.join(map(_words, plan.pools))} need {needed / GIB:.1f} GiB together"
+        what = f"{' and '.join(pool.describe() for pool in plan.pools)} need {needed / GIB:.1f} GiB together"
         have = f"this machine's processes can use {usable * cluster.num_devices / GIB:.1f} GiB"
     smallest = smallest_cluster(workload, cluster)
     advice = (
@@ -88,10 +88,6 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
         f"The run does not fit into memory: {what}, and {have}. Cut the models further (<role>.parallel), lower "
         f"actor.micro_batch_tokens, or let roles and servers rest (<role>.resting, rollout.resting). {advice}"
     )
-
-
-def _words(pool: PoolPlan) -> str:
-    return f"{'+'.join(role.role for role in pool.roles)} on {pool.devices}"
 
 
 def _role_table(role: str, layout: Layout, recipe: Recipe, workload: Workload, cluster: Cluster) -> RoleTable:
@@ -109,7 +105,7 @@ def _rollout_table(recipe: Recipe, workload: Workload, cluster: Cluster, devices
     used = np.array([settings.servers * settings.tp], np.int64)
     fraction = _fraction(settings.server_args) or (SHARED_FRACTION if shared else OWN_FRACTION)
     if settings.kv_tokens is not None:
-        held = settings.kv_tokens * kv_bytes(config, tp, each) + model_sizes(config).total * each / tp
+        held = settings.kv_tokens * kv_bytes(config, tp, each) + workload.served_weights / tp
         # A little more, so that rounding takes no token away.
         fraction = float(held[0] * (1 + 1e-9) + cluster.rates.server_bytes) / cluster.device.memory_bytes
     choice = Servers(np.array([devices], np.int64), tp, np.array([fraction]), used)

@@ -31,7 +31,6 @@ def _roles(placement: PlacementPlan, plan: Plan) -> Table:
     table = Table(title="Pools", title_justify="left")
     for column in ("devices", "role", "layout", "seconds", "GiB awake", "GiB resting", "peak of the device, GiB"):
         table.add_column(column, justify="left" if column in ("role", "layout") else "right")
-    capacity = plan.cluster.device.memory_bytes / GIB
     for pool in placement.pools:
         for index, role in enumerate(pool.roles):
             table.add_row(
@@ -41,7 +40,9 @@ def _roles(placement: PlacementPlan, plan: Plan) -> Table:
                 f"{sum(role.seconds.values()):.3g}",
                 f"{sum(role.held_bytes.values()) / GIB:.1f}",
                 f"{role.resting_bytes / GIB:.1f}" if len(pool.roles) > 1 else "",
-                "" if index else f"{pool.peak_bytes / GIB:.1f} of {capacity:.0f} ({pool.peak_role})",
+                ""
+                if index
+                else f"{pool.peak_bytes / GIB:.1f} of {pool.kind.device.memory_bytes / GIB:.0f} ({pool.peak_role})",
                 end_section=index == len(pool.roles) - 1,
             )
     return table
@@ -97,6 +98,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "nodes": plan.cluster.nodes,
             "devices_per_node": plan.cluster.devices_per_node,
             "device": plan.cluster.device.name,
+            "others": [
+                {"nodes": other.nodes, "devices_per_node": other.devices_per_node, "device": other.device.name}
+                for other in plan.cluster.others
+            ],
         },
         "tokens_per_s_per_device": plan.tokens_per_s,
         "best": _placement(plan.best),
@@ -113,6 +118,7 @@ def _placement(placement: PlacementPlan) -> dict[str, Any]:
         "pools": [
             {
                 "first_device": pool.first,
+                "device": pool.kind.device.name,
                 "devices": pool.devices,
                 "peak_bytes": pool.peak_bytes,
                 "peak_role": pool.peak_role,

@@ -53,12 +53,10 @@ class Played:
     lost_s: float
 
 
-def simulate(
-    placement: PlacementPlan, workload: Workload, cluster: Cluster, steps: int, conditions: Conditions
-) -> Played:
+def simulate(placement: PlacementPlan, workload: Workload, steps: int, conditions: Conditions) -> Played:
     """Play so many steps."""
     random = np.random.default_rng(conditions.seed)
-    drawn = [_draw_step(placement, workload, cluster, random) for _ in range(steps)]
+    drawn = [_draw_step(placement, workload, random) for _ in range(steps)]
     rollout, tail, stages = (np.array([step[index] for step in drawn]) for index in range(3))
     fixed = sum(float(placement.phases[phase]) for phase in ("sync", "sleep and wake", "between stages"))
     ends = _schedule(rollout, stages + fixed, workload.staleness if placement.asynchronous else None)
@@ -74,14 +72,12 @@ def simulate(
     return Played(total, step_s, rollout, tail, busy, failures, lost)
 
 
-def _draw_step(
-    placement: PlacementPlan, workload: Workload, cluster: Cluster, random: np.random.Generator
-) -> tuple[float, float, float]:
+def _draw_step(placement: PlacementPlan, workload: Workload, random: np.random.Generator) -> tuple[float, float, float]:
     """Seconds of one step's rollout, of its tail, and of both stages, for lengths that are drawn."""
     lengths = workload.responses
     tokens = np.interp(random.random(workload.samples), lengths.levels, lengths.values)
-    rollout = next(role for pool in placement.pools for role in pool.roles if role.role == ROLLOUT)
-    generation, tail = _rollout_seconds(tokens, rollout, workload, cluster)
+    kind, rollout = next((pool.kind, role) for pool in placement.pools for role in pool.roles if role.role == ROLLOUT)
+    generation, tail = _rollout_seconds(tokens, rollout, workload, kind)
     expected = workload.samples * (workload.prompt_tokens + lengths.mean)
     share = (workload.samples * workload.prompt_tokens + float(tokens.sum())) / expected
     stages = float(placement.phases["prepare"] + placement.phases["train"]) * share

@@ -7,7 +7,7 @@ fit into a device's memory alone are not there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,30 +54,47 @@ class RolloutTable:
 
 @dataclass(frozen=True)
 class AllTables:
-    """Every role's choices."""
+    """Every role's choices. serving: nodes of another kind that the rollout has for itself; None where it has none."""
 
     roles: dict[str, RoleTable]
     rollout: RolloutTable
+    serving: Cluster | None = None
 
     def searched(self, *, asynchronous: bool) -> Tables:
-        """As the search wants them, in the order of the roles."""
+        """As the search wants them, in the order of the roles. On nodes of its own the rollout takes nothing of the others'."""
         roles = {role: table.choices for role, table in self.roles.items()}
         first = {ACTOR: roles.pop(ACTOR)} if ACTOR in roles else {}
+        apart, shared, flowing = (
+            each if self.serving is None else _elsewhere(each)
+            for each in (self.rollout.apart, self.rollout.shared, self.rollout.flowing)
+        )
         return Tables(
-            roles={**first, ROLLOUT: self.rollout.apart, **roles},
-            shared=self.rollout.shared,
-            flowing=self.rollout.flowing if asynchronous else None,
+            roles={**first, ROLLOUT: apart, **roles},
+            shared=shared,
+            flowing=flowing if asynchronous else None,
         )
 
 
+def _elsewhere(choices: Choices) -> Choices:
+    nothing = np.zeros(len(choices))
+    return replace(choices, devices=np.zeros(len(choices), np.int64), rest=nothing, extra=nothing)
+
+
 def build_tables(
-    workload: Workload, cluster: Cluster, space: Space | None = None, pool_sizes: Sequence[int] | None = None
+    workload: Workload,
+    cluster: Cluster,
+    space: Space | None = None,
+    pool_sizes: Sequence[int] | None = None,
+    serving: Cluster | None = None,
 ) -> AllTables:
-    """All choices of a workload's roles on pools of a cluster. space, pool_sizes: default: all."""
-    space, sizes = space or Space(), pool_sizes or cluster.pool_sizes()
+    """All choices of a workload's roles on pools of a cluster. space, pool_sizes: default: all. serving: for the rollout."""
+    space, sizes, host = space or Space(), pool_sizes or cluster.pool_sizes(), serving or cluster
     return AllTables(
         roles={role: role_table(role, workload, cluster, space, sizes) for role in workload.roles if role != ROLLOUT},
-        rollout=rollout_table(workload, cluster, space, sizes),
+        rollout=rollout_table(
+            workload, host, space, sizes if serving is None else serving.pool_sizes(), across=serving is not None
+        ),
+        serving=serving,
     )
 
 
@@ -127,8 +144,8 @@ def _costs(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> 
     """[N, 4] or [N, 6] seconds of a role that stays on its devices."""
     cost = _no_costs(len(choice), cluster)
     score, update = stage_seconds(role, choice, workload, cluster)
-    cost[:, 1] = 0.0 if score is None else score.total
-    cost[:, 2] = 0.0 if update is None else update.total
+    cost[:, 1] = 0.0 if score is None else score.work
+    cost[:, 2] = 0.0 if update is None else update.work
     if role == ACTOR:
         cost[:, 0] = gather_seconds(workload.models[role], choice, workload, cluster)
     if cost.shape[1] > SLOWEST.stop:
@@ -155,13 +172,15 @@ def stage_seconds(
     return score, update
 
 
-def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RolloutTable:
-    """The choices of the rollout."""
+def rollout_table(
+    workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int], *, across: bool = False
+) -> RolloutTable:
+    """The choices of the rollout. across: whether the actor is on nodes of another kind."""
     config, rates = workload.models[ROLLOUT], cluster.rates
     fewer = bool(np.isfinite(rates.servers_at_once))
     for spanning in (False, True):
         choice = servers(space, config, pool_sizes, cluster.devices_per_node, spanning=spanning, fewer=fewer)
-        held = server_bytes(config, choice, cluster, workload.bytes_each)
+        held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
         seconds = rollout_seconds(config, choice, held, workload, cluster)
         works = np.flatnonzero(np.isfinite(seconds.total))
         if len(works):
@@ -169,16 +188,18 @@ def rollout_table(workload: Workload, cluster: Cluster, space: Space, pool_sizes
     rows = works[within(held.total[works], seconds.total[works], choice.devices[works], cluster, space.memory_shares)]
     rests = np.repeat([rest for rest in (False, True) if cluster.device.rests_on_host or not rest], len(rows))
     rows = np.tile(rows, len(rests) // max(len(rows), 1))
-    return price_rollout(choice.take(rows), rests, workload, cluster)
+    return price_rollout(choice.take(rows), rests, workload, cluster, across=across)
 
 
-def price_rollout(choice: Servers, rests: Mask, workload: Workload, cluster: Cluster) -> RolloutTable:
+def price_rollout(
+    choice: Servers, rests: Mask, workload: Workload, cluster: Cluster, *, across: bool = False
+) -> RolloutTable:
     """Bytes and seconds of these choices, whether a device holds them or not."""
     config, rates = workload.models[ROLLOUT], cluster.rates
-    held = server_bytes(config, choice, cluster, workload.bytes_each)
+    held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     whole, total, flow = held.total, seconds.total, seconds.flow
-    apart, shared = sync_seconds(config, workload, cluster)
+    apart, shared = sync_seconds(config, workload, cluster, across=across)
     wake = rates.wake_s * rests
     rest = np.where(rests, np.minimum(rates.resting_bytes, whole), whole)
 
@@ -228,12 +249,19 @@ def has_head(role: str) -> bool:
     return role not in (CRITIC, REWARD)
 
 
-def sync_seconds(config: ModelConfig, workload: Workload, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of moving the actor's weights into servers on other devices, and into servers on its own."""
+def sync_seconds(
+    config: ModelConfig, workload: Workload, cluster: Cluster, *, across: bool = False
+) -> tuple[float, float]:
+    """Seconds of moving the actor's weights into servers on other devices, and into servers on its own.
+
+    across: whether the other devices are on nodes of another kind.
+    """
     total = model_sizes(config).total * workload.bytes_each
     device, rates = cluster.device, cluster.rates
     # A broadcast is as fast as its slowest link, however many servers listen.
-    link = device.between_bytes_s * rates.network if cluster.nodes > 1 else device.inside_bytes_s * rates.links
+    link = (
+        device.between_bytes_s * rates.network if across or cluster.nodes > 1 else device.inside_bytes_s * rates.links
+    )
     return rates.sync_s + total / min(link, rates.copy_bytes_s * 2), rates.sync_s + total / rates.copy_bytes_s
 
 

@@ -6,19 +6,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
+from megarl.models.context import SAMPLE_PARTS, check_context
 from megarl.models.hf_config import parse_model_config
-from megarl.placement.lengths import Lengths, lognormal
+from megarl.placement.lengths import Lengths, assumed_lengths
+from megarl.placement.sizes import model_sizes
+from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import Recipe
 
 ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD = "actor", "rollout", "reference", "critic", "reward_model"
 TEACHER = "teacher"
 ROLES = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD, TEACHER)
 TRAINED = (ACTOR, CRITIC)
-# Where nothing is known of the responses: this share of the limit on average, and this spread (standard deviation/mean).
-ASSUMED_MEAN, ASSUMED_SPREAD = 0.4, 0.7
+Quantization = Literal["fp8"]
+# Mean prompt, tokens, where nothing is known: of published runs on mathematics 103 (verl, issue 1208) and 159 (DAPO, 14B).
+ASSUMED_PROMPT = 150.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Workload:
     micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
     once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
     log-probs are computed again before the update. shards_optimizer: whether data-parallel ranks share out its state.
+    quantization: of the servers' weights; their KV cache keeps the run's dtype.
     """
 
     models: Mapping[str, ModelConfig]
@@ -48,6 +54,7 @@ class Workload:
     staleness: int = 0
     scores: bool = True
     shards_optimizer: bool = True
+    quantization: Quantization | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -69,18 +76,35 @@ class Workload:
         """Bytes of one weight."""
         return 4 if self.dtype == "float32" else 2
 
+    @property
+    def served_dtype(self) -> str:
+        """What a server's products multiply."""
+        return self.quantization or self.dtype
+
+    @property
+    def served_bytes_each(self) -> int:
+        """Bytes of one weight of a server's layers."""
+        return 1 if self.quantization == "fp8" else self.bytes_each
+
+    @property
+    def served_weights(self) -> float:
+        """Bytes of the rollout's weights on one server: its layers as they are served, vocabulary matrices in the run's dtype."""
+        sizes = model_sizes(self.models[ROLLOUT])
+        ends = sizes.embedding * (1 if sizes.tied else 2)
+        return (sizes.total - ends) * self.served_bytes_each + ends * self.bytes_each
+
 
 def recipe_workload(
     recipe: Recipe, model: ModelConfig, responses: Lengths | None = None, prompt_tokens: float | None = None
 ) -> Workload:
     """The workload of a recipe. model: the actor's; those of other folders are read.
 
-    responses: their lengths where they are known; else log-normal, and said so. prompt_tokens: mean, where it is known.
+    responses: their lengths where they are known; else the likely ones of `assumed_lengths`. prompt_tokens: mean, where it is
+    known. Raises UserError for samples that are longer than a model's context.
     """
     rollout, actor = recipe.rollout, recipe.actor
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    longest = recipe.data.max_prompt_tokens + rollout.max_response_tokens
-    limit = rollout.max_response_tokens
+    longest = longest_sample(recipe)
     models = {ACTOR: model, ROLLOUT: model}
     if recipe.algorithm.kl_coef > 0:
         models[REFERENCE] = model
@@ -90,6 +114,8 @@ def recipe_workload(
         models[REWARD] = read_model(recipe.reward_model.path)
     if recipe.teacher is not None:
         models[TEACHER] = read_model(recipe.teacher.path)
+    for role, each in models.items():
+        check_context(each, longest, SAMPLE_PARTS, "the model" if each is model else f"{role}.path")
     mini_batch = actor.mini_batch_samples or samples
     given = max(actor.micro_batch_tokens, longest)
     return Workload(
@@ -97,8 +123,8 @@ def recipe_workload(
         prompts=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
         mini_batches=max(1, samples // mini_batch),
-        prompt_tokens=prompt_tokens or recipe.data.max_prompt_tokens / 2,
-        responses=responses or lognormal(ASSUMED_MEAN * limit, ASSUMED_SPREAD, limit),
+        prompt_tokens=prompt_tokens or min(ASSUMED_PROMPT, recipe.data.max_prompt_tokens / 2),
+        responses=responses or assumed_lengths(rollout.max_response_tokens).likely,
         longest_sample=longest,
         micro_tokens=tuple(sorted({longest, max(longest, given // 2), given, given * 2})),
         epochs=actor.epochs,

@@ -16,8 +16,9 @@ from megarl.core.layout import Layout
 from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.models.hf_config import load_model_config
 from megarl.placement.cluster import Cluster, make_cluster
-from megarl.placement.devices import DEVICES, GIB, RATES
+from megarl.placement.devices import DEVICES, GIB
 from megarl.placement.local import HOST, device_name
+from megarl.placement.rates import RATES
 from megarl.profiling.fit import Findings, Fitted, error_words, fit_cluster
 from megarl.profiling.job import Case, Dtype, Job, Measured
 from megarl.profiling.ranks import measure_ranks

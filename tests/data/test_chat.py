@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +8,8 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.data.chat import check_messages, encode, load_tokenizer, render
 from megarl.data.rows import Row
+from tests.data.conftest import make_tokenizer
+from tests.support.tiny import tiny_config
 
 ROW = Row(Path("a.jsonl"), 7, {})
 
@@ -66,3 +70,36 @@ def test_a_template_that_refuses_names_the_row_and_the_roles(chat_tokenizer: Any
 def test_messages_need_a_template(plain_tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"line 7.*no chat template"):
         render(plain_tokenizer, [{"role": "user", "content": "a"}], ROW, generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages[9].x }}", "{{ raise_exception('no') }}", "{{ messages() }}"]
+)
+def test_a_template_that_fails_is_told(template: str) -> None:
+    tokenizer = make_tokenizer(chat_template=template)
+    with pytest.raises(UserError, match="line 7: the model's chat template refuses these messages"):
+        render(tokenizer, [{"role": "user", "content": "a"}], ROW, generation_prompt=True)
+
+
+WRONG: tuple[Any, ...] = (None, True, -1, 1.5, "", "x", [], ["x"], {}, {"x": 1}, 10**30)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_files_with_wrong_types_are_refused_or_harmless(name: str, model_folder: Path, tmp_path: Path) -> None:
+    """Whatever transformers and its parsers raise, a user reads one paragraph."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen3").to_dict()))
+    raw = json.loads((folder / name).read_text())
+    keys = [(key, value) for key in raw for value in WRONG]
+    texts = [json.dumps(raw | {key: value}) for key, value in keys]
+    refused = 0
+    for text in ("", "{", "[]", "null", "[" * 100_000, *texts):
+        (folder / name).write_text(text)
+        try:
+            assert encode(load_tokenizer(folder), ["1+1"], special_tokens=True)[0].dtype == "int64"
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)
+            assert str(folder) in str(error)
+            assert len(str(error)) < 1000
+    assert refused > 20

@@ -1,8 +1,11 @@
+import random
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megarl.core.errors import UserError
 from megarl.data.rows import json_type, read_rows
@@ -42,6 +45,9 @@ def test_a_dotted_key_prefers_the_literal_field(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ('{"prompt": "a"}\n{"prompt": \n', ["line 2", "malformed JSON", "column"]),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', ["line 2", "half a character (\\ud83d without", "Leave it out"]),
+        ("[" * 100_000, ["line 1", "JSON that cannot be read", "recursion"]),
+        (f'{{"answer": {"9" * 5000}}}', ["line 1", "JSON that cannot be read", "4300 digits"]),
         ('{"prompt": "a"}\n["b"]\n', ["line 2", "a JSON list where an object is wanted"]),
         ("", ["has no rows"]),
         ("\n \n", ["has no rows"]),
@@ -59,6 +65,15 @@ def test_bytes_that_are_not_utf8_name_the_line(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9t\xe9"}\n')
     with pytest.raises(UserError, match=r"line 2: not UTF-8"):
         list(read_rows(path))
+
+
+def test_half_a_character_is_told_however_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_bytes(b'{"prompt": "\xed\xa0\xbd"}\n')
+    with pytest.raises(UserError, match=r"line 1: half a character \(\\ud83d"):
+        list(read_rows(path))
+    path.write_bytes(b'{"prompt": "\\ud83d\\ude00 \xed\x95\x9c"}\n')
+    assert [row.fields["prompt"] for row in read_rows(path)] == ["\U0001f600 \ud55c"]
 
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
@@ -80,6 +95,35 @@ def test_a_folder_and_an_unknown_kind_are_refused(tmp_path: Path) -> None:
 def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a readable Parquet file"):
         list(read_rows(write(tmp_path / "a.parquet", "PAR1 not really")))
+
+
+@given(rng=st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_parquet_file_with_other_bytes_is_refused_or_read(tmp_path: Path, rng: random.Random) -> None:
+    path = tmp_path / "a.parquet"
+    columns = {"prompt": ["1+1=?"] * 9, "chat": [[{"role": "user", "content": "é"}]] * 9, "n": list(range(9))}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    for _ in range(rng.randint(1, 3)):
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    path.write_bytes(content[: rng.randrange(len(content))] if rng.random() < 0.2 else content)
+    try:
+        rows = [row.fields for row in read_rows(path)]
+    except UserError as error:
+        assert str(path) in str(error)
+    else:
+        assert len(rows) > 0
+
+
+def test_changed_values_are_seen_where_parquet_has_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": ["abcdefgh"]}), path, compression="none", write_page_checksum=True
+    )
+    content = path.read_bytes().replace(b"abcdefgh", b"abcdefgX", 1)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="not a readable Parquet file"):
+        list(read_rows(path))
 
 
 def test_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:

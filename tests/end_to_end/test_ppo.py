@@ -73,7 +73,8 @@ def test_the_critic_is_exported_and_scores_a_run_with_pools_of_devices(trained: 
     assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
     driver = start(
         inputs,
-        *("run.name=scored", "algorithm.advantage=rloo", "algorithm.policy_loss=distill", "algorithm.kl_coef=0"),
+        *("run.name=scored", "algorithm.advantage=tests.end_to_end.rewards:taught", "algorithm.kl_coef=0"),
+        "algorithm.settings={reward_share: 0.0}",
         *(f"teacher.path={inputs}/model", f"reward_model.path={critic}", "reward_model.weight=0.5", "train.steps=2"),
         "algorithm.old_logprobs=rollout",
         "cluster.devices=2",

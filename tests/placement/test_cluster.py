@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.placement.cluster import make_cluster, read_cluster
+from megarl.placement.cluster import make_cluster, one_kind, read_cluster
 from megarl.placement.devices import DEVICES, GIB
 
 
@@ -37,6 +37,16 @@ def test_a_file_replaces_figures_of_the_table(tmp_path: Path) -> None:
         ("device: H100\nnodes: 0\n", ["nodes", "0"]),
         ("device: H100\nmeasured: {matmull: 0.5}\n", ["matmull", "matmul"]),
         ("device: H100\nmemory_gib: 1\n", ["holds nothing", "memory_gib"]),
+        ("device: H100\nmeasured: {matmul: 1.2}\n", ["cluster.yaml:2", "measured.matmul", "1.2", "at most 1"]),
+        ("device: H100\nmeasured: {links: 0}\n", ["measured.links", "over 0"]),
+        ("device: H100\nmeasured: {fragmentation: 1.5}\n", ["measured.fragmentation", "at most 1"]),
+        ("device: H20\nmeasured: {matmul_flops: 2.0e+14}\n", ["cluster.yaml:2", "H20 cannot reach 2e+14", "1.48e+14"]),
+        ("nodes: [{device: H100, count: 4}, {device: H2, count: 1}]\n", ["cluster.yaml:1", "H2"]),
+        ("nodes: [{device: H100, cuont: 4}]\n", ["nodes.0.cuont", "nodes.0.count"]),
+        ("nodes: [{device: H100, measured: {memory: 2}}]\n", ["nodes.0.measured.memory", "at most 1"]),
+        ("nodes: [{device: H100}]\ndevice: H20\n", ["device"]),
+        ("nodes: []\n", ["list of nodes is empty"]),
+        ("nodes: [{device: H100}, {device: H100}]\n", ["are alike", "sum as count"]),
         ("device: [\n", ["YAML"]),
     ],
 )
@@ -44,6 +54,25 @@ def test_wrong_files_are_refused_with_what_to_do(tmp_path: Path, text: str, part
     with pytest.raises(UserError) as caught:
         read_cluster(written(tmp_path, text))
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_nodes_of_several_kinds_are_each_their_own(tmp_path: Path) -> None:
+    text = (
+        "nodes:\n  - {device: H100, count: 4}\n  - {device: H20, count: 8, memory_gib: 90, measured: {matmul: 0.8}}\n"
+    )
+    cluster = read_cluster(written(tmp_path, text))
+    train, serve = cluster.kinds
+    assert (train.num_devices, serve.num_devices) == (32, 64)
+    assert train == make_cluster("H100", 4)
+    assert serve.device.memory_bytes == 90 * GIB and serve.rates.matmul == 0.8 and serve.others == ()
+    assert cluster.describe() == "4 nodes of 8 H100 = 32 devices and 8 nodes of 8 H20 = 64 devices"
+
+
+def test_what_takes_one_kind_refuses_several(tmp_path: Path) -> None:
+    several = read_cluster(written(tmp_path, "nodes: [{device: H100}, {device: H20}]\n"))
+    with pytest.raises(UserError, match=r"1 node of 8 H100 .* and 1 node of 8 H20"):
+        one_kind(several)
+    assert one_kind(several.kinds[1]).device.name == "H20"
 
 
 def test_a_missing_file_says_how_to_write_one(tmp_path: Path) -> None:

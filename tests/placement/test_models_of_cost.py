@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds
-from megarl.placement.lengths import counted, lognormal
+from megarl.placement.lengths import lognormal
 from megarl.placement.links import all_gather_s, group_bytes_s
 from megarl.placement.memory import role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
@@ -88,18 +87,24 @@ def test_more_devices_never_slow_a_pass_down(devices: int, tp: int, pp: int) -> 
     assert many <= few * 1.001
 
 
-def test_an_update_costs_three_passes_and_recompute_a_fourth() -> None:
+def test_an_update_multiplies_three_times_and_recompute_a_fourth() -> None:
     work = workload(QWEN_7B, mini_batches=1)
     one = score_seconds(QWEN_7B, choice(8, 2), work, CLUSTER).compute[0]
-    assert update_seconds(QWEN_7B, choice(8, 2), work, CLUSTER).compute[0] == pytest.approx(3 * one)
-    assert update_seconds(QWEN_7B, choice(8, 2, again=2), work, CLUSTER).compute[0] == pytest.approx(4 * one)
+    update = update_seconds(QWEN_7B, choice(8, 2), work, CLUSTER).compute[0]
+    # Beside them attention's backward pass takes longer than two forward ones, and gradients are added up.
+    assert 3 * one < update < 3.3 * one
+    again = update_seconds(QWEN_7B, choice(8, 2, again=2), work, CLUSTER).compute[0]
+    some = update_seconds(QWEN_7B, choice(8, 2, again=1), work, CLUSTER).compute[0]
+    # All layers once more, but not the vocabulary's product.
+    assert update + 0.8 * one < again < update + one
+    assert update < some < update + 0.1 * one
 
 
 def test_a_pipeline_waits_for_its_ends() -> None:
     work = workload(QWEN_7B, mini_batches=1)
     two = update_seconds(QWEN_7B, choice(8, pp=2), work, CLUSTER)
     count = batches(work.samples, work, choice(8, pp=2)).count[0]
-    rest = two.total[0] - two.bubble[0] - two.gradients[0] - two.optimizer[0]
+    rest = two.work[0] - two.bubble[0] - two.gradients[0] - two.optimizer[0]
     assert two.bubble[0] == pytest.approx(rest / count)
 
 
@@ -179,16 +184,6 @@ def test_decode_of_equal_lengths_by_hand() -> None:
     rates, memory = CLUSTER.rates, CLUSTER.device.memory_bytes_s * CLUSTER.rates.memory
     weights = (model_sizes(QWEN_7B).total - 152064 * 3584) * 2 / memory
     cache = 500 * kv_bytes(QWEN_7B, np.array([1]), 2)[0] / memory
-    step = weights + cache + 28 * rates.decode_layer_s + rates.decode_s
+    step = weights + cache + 28 * rates.decode_layer_s + rates.decode_s + rates.decode_request_s
     assert seconds.tail[0] == pytest.approx(999 * step, rel=0.01)
     assert seconds.full[0] == 0
-
-
-def test_lengths_keep_their_mean_and_their_limit() -> None:
-    lengths = lognormal(1000, 1.0, 4096)
-    assert lengths.mean == pytest.approx(1000, rel=1e-3)
-    assert max(lengths.values) <= 4096
-    assert float(np.diff(lengths.knots) @ lengths.running) == pytest.approx(1000, rel=0.02)
-    assert counted([10, 20, 30, 40], 100).mean == pytest.approx(25, rel=0.02)
-    with pytest.raises(UserError, match="mean response"):
-        lognormal(5000, 1.0, 4096)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,9 +15,12 @@ from rich.console import Console
 
 from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
+from megarl.placement.lengths import lognormal
 from megarl.placement.page import gantt, page
-from megarl.placement.plan import PHASES, PlacementPlan, PoolPlan, make_plan
+from megarl.placement.plan import PHASES, PlacementPlan, PoolPlan, RolePlan, make_plan
 from megarl.placement.report import as_json, render
+from megarl.placement.workload import ROLLOUT
+from megarl.plan_commands import PlanOptions, run_plan
 from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
 
 CLUSTER = make_cluster("H100", 2)
@@ -83,6 +88,41 @@ def test_what_does_not_fit_is_refused_with_the_smallest_cluster() -> None:
         make_plan(workload(LLAMA_7B), small.of_nodes(nodes - 1))
 
 
+MIXED = replace(make_cluster("H100", 2), others=(make_cluster("H20", 4),))
+
+
+def test_ranks_and_servers_may_be_on_nodes_of_different_kinds() -> None:
+    work = workload(QWEN_7B, GRPO, prompts=2048, responses=lognormal(900, 0.9, 1536), longest_sample=2048)
+    plan = make_plan(work, MIXED)
+    alone = [make_plan(work, kind).best.step_s for kind in MIXED.kinds]
+    best = plan.best
+    assert best.step_s < min(alone)
+    [servers] = [pool for pool in best.pools if pool.roles[0].role == ROLLOUT]
+    ranks = [pool for pool in best.pools if pool is not servers]
+    assert {pool.kind.device.name for pool in ranks} != {servers.kind.device.name}
+    # Devices are counted kind by kind, and every pool is within its own.
+    spans = sorted((pool.first, pool.first + pool.devices, pool.kind.device.name) for pool in best.pools)
+    assert all(end <= 16 if name == "H100" else start >= 16 and end <= 48 for start, end, name in spans)
+    assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    assert "H100" in best.describe() and "H20" in best.describe()
+    # What each role takes is what it takes on its own kind.
+    again = make_plan(work, servers.kind, allowed=lambda partition: (ROLLOUT,) in partition, top=1)
+    assert servers.roles[0].seconds["rollout"] <= _of(again.best, ROLLOUT).seconds["rollout"]
+    assert as_json(plan)["cluster"]["others"] == [{"nodes": 4, "devices_per_node": 8, "device": "H20"}]
+    assert "H20" in page(plan)
+
+
+def test_one_kind_beside_another_that_is_too_small_is_used_alone() -> None:
+    tiny = replace(make_cluster("H100", 2), others=(make_cluster("L40S", 1, 1),))
+    plan = make_plan(workload(QWEN_7B, GRPO), tiny)
+    assert plan.best.step_s == make_plan(workload(QWEN_7B, GRPO), tiny.kinds[0]).best.step_s
+    assert {pool.kind.device.name for pool in plan.best.pools} == {"H100"}
+
+
+def _of(placement: PlacementPlan, role: str) -> RolePlan:
+    return next(each for pool in placement.pools for each in pool.roles if each.role == role)
+
+
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(UserError, match="colocate, hybrid, split, standalone"):
         make_plan(workload(), CLUSTER, name="collocate")
@@ -111,10 +151,56 @@ def plan_command(*words: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_plans_from_config_json_alone(tmp_path: Path) -> None:
     html = tmp_path / "plan.html"
     model = f"model.path={write_config(tmp_path)}"
-    run = plan_command("recipes/quickstart.yaml", model, "--device", "H100", "--json", "--html", str(html))
+    run = plan_command("recipes/quickstart.yaml", model, "--device", "H20", "--json", "--html", str(html))
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["best"]["step_s"] > 0
+    plan = json.loads(run.stdout)
+    band = plan["lengths"]["step_s"]
+    assert 0 < band["low"] <= band["likely"] == plan["best"]["step_s"] <= band["high"]
     assert "<svg" in html.read_text()
+    assert run.stderr.startswith("Lengths are not known: a step takes")
+
+
+LONG = ("rollout.max_response_tokens=4096", "actor.micro_batch_tokens=8192", "rollout.kv_tokens=300000")
+
+
+def planned(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str, **options: object) -> tuple[dict, str]:  # type: ignore[type-arg]
+    """What `megarl plan --json` prints, and what it says beside."""
+    recipe, model = Path("recipes/quickstart.yaml"), f"model.path={write_config(folder)}"
+    run_plan(recipe, [model, *LONG, *overrides], CLUSTER, PlanOptions(as_text=True, **options))  # type: ignore[arg-type]
+    printed = capsys.readouterr()
+    return json.loads(printed.out), " ".join(printed.err.split())
+
+
+def test_a_plan_says_first_how_sure_its_lengths_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown, said = planned(tmp_path, capsys)
+    band = unknown["lengths"]["step_s"]
+    assert band["low"] < 0.8 * band["likely"] < 0.64 * band["high"]
+    assert said.startswith("Lengths are not known: a step takes") and "--lengths FILE" in said
+    (tmp_path / "lengths.txt").write_text("400\n500\n600\n")
+    known, said = planned(tmp_path, capsys, lengths=tmp_path / "lengths.txt")
+    assert said.startswith("Lengths: 3 samples in") and "mean response of 500" in said
+    assert known["lengths"]["response_mean"] == pytest.approx(500, rel=0.01)
+    given, _ = planned(tmp_path, capsys, response_mean=500.0, response_spread=0.1)
+    assert known["best"]["step_s"] == pytest.approx(given["best"]["step_s"], rel=0.1)
+    longer, _ = planned(tmp_path, capsys, response_mean=500.0, response_spread=0.1, prompt_mean=60.0)
+    assert longer["best"]["step_s"] > given["best"]["step_s"] and longer["lengths"]["prompt_mean"] == 60.0
+
+
+def test_servers_in_fp8_generate_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, _ = planned(tmp_path, capsys, response_mean=1000.0)
+    half, _ = planned(tmp_path, capsys, response_mean=1000.0, quantization="fp8")
+    assert half["best"]["phases_s"]["rollout"] < 0.9 * whole["best"]["phases_s"]["rollout"]
+
+
+def test_a_context_that_is_too_short_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    longest = ("rollout.max_response_tokens=32768", "actor.micro_batch_tokens=65536", "rollout.kv_tokens=3000000")
+    with pytest.raises(UserError, match=r"longer than the context of 32768 tokens"):
+        planned(tmp_path, capsys, *longest)
+
+
+def test_lengths_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="Give one of them"):
+        planned(tmp_path, capsys, lengths=tmp_path, response_mean=3.0)
 
 
 @pytest.mark.parametrize(

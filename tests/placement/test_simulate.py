@@ -21,7 +21,7 @@ NO_FAILURES = Conditions(hours_between_failures=1e12)
 def test_without_spread_every_step_is_the_predicted_one() -> None:
     work = replace(WORK, responses=lognormal(1000, 0.0, 1024))
     plan = make_plan(work, CLUSTER, name="colocate")
-    played = simulate(plan.best, work, CLUSTER, 5, NO_FAILURES)
+    played = simulate(plan.best, work, 5, NO_FAILURES)
     assert played.step_s == pytest.approx(np.full(5, plan.best.step_s), rel=0.03)
     assert played.total_s == pytest.approx(played.step_s.sum())
     assert played.failures == 0
@@ -29,7 +29,7 @@ def test_without_spread_every_step_is_the_predicted_one() -> None:
 
 def test_drawn_lengths_stay_around_the_prediction_and_are_the_same_by_seed() -> None:
     plan = make_plan(WORK, CLUSTER)
-    one, again, other = (simulate(plan.best, WORK, CLUSTER, 20, replace(NO_FAILURES, seed=seed)) for seed in (1, 1, 2))
+    one, again, other = (simulate(plan.best, WORK, 20, replace(NO_FAILURES, seed=seed)) for seed in (1, 1, 2))
     assert np.array_equal(one.step_s, again.step_s)
     assert not np.array_equal(one.step_s, other.step_s)
     assert one.step_s.mean() == pytest.approx(plan.best.step_s, rel=0.1)
@@ -39,7 +39,7 @@ def test_drawn_lengths_stay_around_the_prediction_and_are_the_same_by_seed() -> 
 def test_failures_cost_what_came_after_the_checkpoint_and_a_restart() -> None:
     plan = make_plan(WORK, CLUSTER)
     conditions = Conditions(hours_between_failures=plan.best.step_s * 32 * 8 / 3600, restart_s=100.0, save_every=4)
-    played = simulate(plan.best, WORK, CLUSTER, 40, conditions)
+    played = simulate(plan.best, WORK, 40, conditions)
     assert played.failures > 0
     assert played.lost_s >= 100.0 * played.failures
     assert played.total_s == pytest.approx(played.step_s.sum() + played.lost_s)
@@ -56,6 +56,6 @@ def test_staleness_lets_the_rollout_run_ahead_by_hand() -> None:
 def test_sixteen_thousand_devices_are_played() -> None:
     cluster = make_cluster("H100", 2048)
     work = replace(WORK, prompts=4096)
-    played = simulate(make_plan(work, cluster, top=1).best, work, cluster, 3, Conditions())
+    played = simulate(make_plan(work, cluster, top=1).best, work, 3, Conditions())
     assert played.total_s > 0
     assert all(0 < busy <= played.total_s * 1.001 for busy in played.busy_s)

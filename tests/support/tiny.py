@@ -92,10 +92,8 @@ WORDS = (
 )
 
 
-def write_tiny_model(
-    folder: Path, family: str = "qwen3", *, seed: int = 0, tokenizer: bool = True, **overrides: Any
-) -> Path:
-    """Write a random model of that family and, if asked for, a tokenizer of one token a character; returns the folder."""
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The config of a small model."""
     settings: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -114,8 +112,15 @@ def write_tiny_model(
     }
     if family in ("qwen2", "deepseek_v3"):
         settings.pop("head_dim")
+    return CONFIGS[family](**settings)
+
+
+def write_tiny_model(
+    folder: Path, family: str = "qwen3", *, seed: int = 0, tokenizer: bool = True, **overrides: Any
+) -> Path:
+    """Write a random model of that family and, if asked for, a tokenizer of one token a character; returns the folder."""
     set_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Norms of one, biases of zero and routers that send all tokens alike would hide mistakes.

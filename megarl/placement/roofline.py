@@ -1,0 +1,82 @@
+"""What a model asks of a device: the matrix products of a layer, the bytes of everything beside them, and their seconds.
+
+A product takes as long as its operations or its bytes do, whichever is longer (Williams et al., Roofline, 2009): so one device
+reaches a small share of its peak and another nearly all of it with the same kernels. Training and serving read the same
+lists. Not for fixed times, collectives and schedules: see `compute` and `generation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.models.config import ModelConfig
+from megarl.placement.cluster import Cluster
+
+# Bytes of one logit's way through log-probs and entropy in each direction: read in the model's dtype, worked on in float32.
+LOGIT_BYTES = 20
+# Attention's backward pass beside its forward pass, in seconds: FlashAttention-3 on H100, causal, 2,048 to 8,192 tokens.
+ATTENTION_BACKWARD = 3.5
+
+Products = list[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What products and memory reach: operations and bytes a second."""
+
+    flops_s: float
+    bytes_s: float
+
+    def product_s(self, rows: Any, inner: Any, columns: Any, weight_bytes: float, bytes_each: float) -> Any:
+        """Seconds of [rows, inner] by [inner, columns] weights. weight_bytes, bytes_each: of one weight, of one activation."""
+        moved = inner * columns * weight_bytes + rows * (inner + columns) * bytes_each
+        return np.maximum(2.0 * rows * inner * columns / self.flops_s, moved / self.bytes_s)
+
+    def products_s(self, rows: Any, products: Products, weight_bytes: float, bytes_each: float) -> Any:
+        """Seconds of several products with the same rows."""
+        return sum(self.product_s(rows, inner, columns, weight_bytes, bytes_each) for inner, columns in products)
+
+
+def training_roof(cluster: Cluster, dtype: str) -> Roof:
+    """Of products in training."""
+    rates, device = cluster.rates, cluster.device
+    return Roof(device.product_flops(dtype) * rates.matmul, device.memory_bytes_s * rates.memory)
+
+
+def serving_roof(cluster: Cluster, dtype: str) -> Roof:
+    """Of products in a server."""
+    rates, device = cluster.rates, cluster.device
+    return Roof(device.product_flops(dtype) * rates.serving, device.memory_bytes_s * rates.memory)
+
+
+def attention_products(config: ModelConfig, tp: Any) -> Products:
+    """[inner, columns] of the products of one layer's attention on one rank; key-value heads are repeated where they are few."""
+    hidden, heads, mla = config.hidden_size, config.num_heads / np.asarray(tp), config.mla
+    if mla is None:
+        kv = np.maximum(config.num_kv_heads / np.asarray(tp), 1)
+        return [(hidden, (heads + 2 * kv) * config.head_dim), (heads * config.head_dim, hidden)]
+    wide = heads * (mla.nope_dim + mla.rope_dim)
+    query = [(hidden, wide)] if mla.q_rank is None else [(hidden, mla.q_rank), (mla.q_rank, wide)]
+    key_value = [(hidden, mla.kv_rank + mla.rope_dim), (mla.kv_rank, heads * (mla.nope_dim + mla.v_dim))]
+    return [*query, *key_value, (heads * mla.v_dim, hidden)]
+
+
+def mlp_products(hidden: int, width: float, tp: Any) -> Products:
+    """[inner, columns] of a gated MLP's products on one rank. width: of one of its two gated halves."""
+    own = width / np.asarray(tp)
+    return [(hidden, 2 * own), (own, hidden)] if width else []
+
+
+def attention_elements(config: ModelConfig, tp: Any) -> Any:
+    """Elements a token that one layer's norms, residuals, rotary positions and splits read and write on one rank."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    # Each norm and each residual reads and writes the hidden states (2 x 2 + 2 x 3), which sequence parallel cuts.
+    return (10 * hidden + 6 * heads + 8 * config.num_kv_heads * config.head_dim) / np.asarray(tp)
+
+
+def expert_elements(hidden: int, width: int) -> int:
+    """Elements that one token at one expert moves: permuted, sent, sorted and back again, and the activation between."""
+    return 8 * hidden + 3 * width
