@@ -130,6 +130,7 @@ def _launch_rollout(
         context_length=longest_sample(recipe),
         seed=recipe.run.seed,
         rests=bool(settings.resting),
+        deterministic=settings.deterministic,
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     deadlines = recipe.deadlines

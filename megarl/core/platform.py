@@ -41,6 +41,8 @@ class Platform:
     ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`; shared_server_args:
     those of a server whose devices are ranks' as well, before the recipe's own; resting_server_args: those of one that
     gives its memory back at times (none on cpu: there SGLang 0.5.21 keeps what it is asked to release).
+    deterministic_server_args: those of one whose answers must not depend on what else it answers.
+    deterministic_attention: its attention backends; most_deterministic_tp: its largest tensor-parallel size, if there is one.
     env: variables that every rank and server starts with.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
     enough to stay in memory that is at hand, since fresh pages cost more than arithmetic.
@@ -62,6 +64,9 @@ class Platform:
     has_apex: bool
     shared_server_args: tuple[str, ...] = ()
     resting_server_args: tuple[str, ...] = ()
+    deterministic_server_args: tuple[str, ...] = ()
+    deterministic_attention: tuple[str, ...] = ()
+    most_deterministic_tp: int | None = None
     chunk_elements: int = 16 * 2**20
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
@@ -108,6 +113,16 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             ray_resource="megarl_cpu_device",
             server_module="megarl.rollout.sglang_cpu",
             server_args=CPU_SERVER_ARGS,
+            # A prompt that is cut into chunks is computed in other shapes, and where it is cut depends on its neighbours.
+            # SGLang would then keep memory for whole batches of prompts, more than there is; the cache's size is the recipe's.
+            deterministic_server_args=(
+                "--enable-deterministic-inference",
+                *("--chunked-prefill-size", "-1"),
+                *("--mem-fraction-static", "0.8"),
+            ),
+            deterministic_attention=("torch_native",),
+            # gloo adds the numbers of two ranks in either order alike, and those of more by their place in the batch.
+            most_deterministic_tp=2,
             env=CPU_ENV,
             has_transformer_engine=False,
             has_apex=False,
@@ -128,6 +143,9 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         # By default it would take nearly all of the memory, and the ranks find none.
         shared_server_args=("--mem-fraction-static", "0.3"),
         resting_server_args=("--enable-memory-saver",),
+        deterministic_server_args=("--enable-deterministic-inference",),
+        # SGLang 0.5.21: those with cached prefixes among its DETERMINISTIC_ATTENTION_BACKEND_CHOICES.
+        deterministic_attention=("fa3", "fa4", "triton"),
         env={},
         has_transformer_engine=_installed("transformer_engine"),
         has_apex=_installed("apex") and _installed("amp_C"),

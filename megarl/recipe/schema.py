@@ -53,6 +53,10 @@ class Rollout(Section):
     kv_tokens: PositiveInt | None = Field(
         None, description="KV cache of one server, in tokens; default: SGLang decides; needed on cpu"
     )
+    deterministic: bool = Field(
+        False,
+        description="the same run gives the same samples twice, bit for bit, by SGLang's deterministic mode, which is slower",
+    )
     concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
     resting: tuple[ServerPart, ...] = Field(
         (),

@@ -18,6 +18,7 @@ import numpy as np
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
 from megarl.recipe.roles import ServerPart
+from megarl.rollout.seeds import prompt_key
 
 CONNECT_S = 10.0
 CALL_S = 60.0
@@ -46,7 +47,9 @@ class ServerEndpoint:
 class Sampling:
     """How a response is sampled. temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens bounds it.
 
-    routing: also ask which experts were chosen.
+    seed: of its random numbers, of 63 bits; a server outside of its deterministic mode has its own. alone: share cached
+    prefixes with requests of the same prompt only, because others' were computed in other shapes. routing: also ask which
+    experts were chosen.
     """
 
     max_tokens: int
@@ -55,6 +58,8 @@ class Sampling:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     routing: bool = False
+    seed: int | None = None
+    alone: bool = False
 
     def body(self) -> dict[str, Any]:
         """SGLang's sampling_params."""
@@ -66,6 +71,8 @@ class Sampling:
         }
         if self.stop:
             body["stop"] = list(self.stop)
+        if self.seed is not None:
+            body["sampling_seed"] = self.seed
         return body
 
 
@@ -139,6 +146,7 @@ class ServerClient:
             "sampling_params": sampling.body(),
             "return_logprob": True,
             **({"return_routed_experts": True} if sampling.routing else {}),
+            **({"extra_key": prompt_key(token_ids)} if sampling.alone else {}),
         }
         async with _deadline(deadline_s, self._what("/generate")):
             for attempt in range(self._attempts - 1):

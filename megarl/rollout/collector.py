@@ -32,6 +32,7 @@ from megarl.rewards.combine import Graders, part_metrics
 from megarl.rollout import filters
 from megarl.rollout.advantages import Advantages, Columns, Learnable
 from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
+from megarl.rollout.seeds import Purpose, request_seed
 from megarl.rollout.single_turn import generate_sample
 
 log = get_logger(__name__)
@@ -136,6 +137,7 @@ class Collector:
             settings.top_k,
             settings.stop,
             self._recipe.actor.routing_replay,
+            alone=settings.deterministic,
         )
         generated = await self._collect(step, prompts, settings.samples_per_prompt, sampling)
         if algorithm.refill_rounds:
@@ -143,7 +145,8 @@ class Collector:
         greedy: list[Sample] = []
         if self._advantages.needs_greedy:
             asked = {sample.group_id: sample.prompt for sample in generated.samples}
-            greedy = (await self._collect(step, [*asked.values()], 1, replace(sampling, temperature=0.0))).samples
+            plain = replace(sampling, temperature=0.0)
+            greedy = (await self._collect(step, [*asked.values()], 1, plain, "greedy")).samples
         self._write(f"step_{step:06d}.jsonl", generated.samples)
         _check_versions([*generated.samples, *greedy], weight_version)
         kept = filters.usable(generated.samples)
@@ -187,9 +190,12 @@ class Collector:
             raise MegarlError("There is nothing to evaluate on: the recipe has no data.eval.")
         settings = self._recipe.eval
         sampling = Sampling(
-            self._recipe.rollout.max_response_tokens, settings.temperature, stop=self._recipe.rollout.stop
+            self._recipe.rollout.max_response_tokens,
+            settings.temperature,
+            stop=self._recipe.rollout.stop,
+            alone=self._recipe.rollout.deterministic,
         )
-        generated = await self._collect(step, self._eval_prompts, settings.samples_per_prompt, sampling)
+        generated = await self._collect(step, self._eval_prompts, settings.samples_per_prompt, sampling, "eval")
         samples = generated.samples
         self._write(f"eval_{step:06d}.jsonl", samples)
         _check_versions(samples, weight_version)
@@ -224,7 +230,12 @@ class Collector:
         return [[int(token) for token in sequence] for sequence in chosen]
 
     async def _collect(
-        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, sampling: Sampling
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        sampling: Sampling,
+        purpose: Purpose = "train",
     ) -> _Generated:
         """All samples of all prompts, in their order; grading a sample overlaps with generating others."""
         room = asyncio.Semaphore(self._recipe.rollout.concurrency)
@@ -234,11 +245,12 @@ class Collector:
         async def one(prompt: Prompt, index: int) -> Sample:
             nonlocal finished
             group = f"{step}/{prompt.id}"
+            seed = request_seed(self._recipe.run.seed, purpose, step, prompt.id, index)
             async with room:
                 sample = await generate_sample(
                     self._client,
                     prompt,
-                    sampling,
+                    replace(sampling, seed=seed),
                     sample_id=f"{group}/{index}",
                     group_id=group,
                     deadline_s=self._recipe.deadlines.rollout_s,

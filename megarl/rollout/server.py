@@ -35,7 +35,7 @@ class ServerSpec:
     model: HF folder. tp: over all of its nodes. kv_tokens: KV cache in tokens; None lets SGLang decide. context_length:
     longest prompt with its response; None is the model's own. weight_version: of the weights in `model`. span: where the
     server is over several nodes; only the first answers requests. shares_devices: with ranks, and so their memory. rests:
-    it gives memory back at times. extra: flags of sglang.launch_server.
+    it gives memory back at times. deterministic: an answer depends on its request alone. extra: flags of sglang.launch_server.
     """
 
     model: Path
@@ -49,6 +49,7 @@ class ServerSpec:
     span: Span | None = None
     shares_devices: bool = False
     rests: bool = False
+    deterministic: bool = False
     extra: tuple[str, ...] = ()
 
     def flags(self, host: str, port: int) -> list[str]:
@@ -108,6 +109,7 @@ class ServerProcess(ManagedProcess):
                     *platform.server_args,
                     *(platform.shared_server_args if spec.shares_devices else ()),
                     *(platform.resting_server_args if spec.rests else ()),
+                    *(platform.deterministic_server_args if spec.deterministic else ()),
                     *spec.flags(place.host, port),
                 ),
                 log=place.logs / f"{name.replace(' ', '_')}.log",

@@ -3,7 +3,7 @@
 SGLang imports packages that exist only with CUDA, though its torch-native CPU path calls next to nothing of them.
 Before SGLang loads, this adapter answers those imports: `sgl_kernel` with a small module, `triton` and `torchvision`
 with packages whose names resolve and do nothing. Nothing of SGLang is changed. Written for SGLang 0.5.21; it refuses
-any other.
+any other. In deterministic mode SGLang's batch-invariant kernels have a stand-in, too (sglang_cpu_invariant.py).
 
 SGLang's scheduler and detokenizer start as copies of the process that has loaded it. Never used where CUDA is available:
 the launcher there is megarl/rollout/sglang_server.py.
@@ -18,12 +18,14 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 WRITTEN_FOR = "0.5.21"
+DETERMINISTIC = "--enable-deterministic-inference"
 
 
 class StandInModule(ModuleType):
@@ -113,17 +115,32 @@ def check_version() -> None:
         )
 
 
-def install() -> None:
+def install(*, deterministic: bool = False) -> None:
     """Make SGLang's imports succeed in this process; packages that are installed are left alone."""
     check_version()
+    if deterministic:
+        _install_invariant()
     if _missing("sgl_kernel"):
         kernels = importlib.import_module("megarl.rollout.sglang_cpu_kernels")
+        kernels.register_operators()
         kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
         sys.modules["sgl_kernel"] = kernels
     if _missing("triton"):
         sys.meta_path.append(StandInFinder("triton", _triton_names))
     if _missing("torchvision"):
         _install_torchvision()
+
+
+def _install_invariant() -> None:
+    """Before SGLang looks for its batch-invariant kernels."""
+    if not _missing("sgl_kernel"):
+        sys.exit(
+            "rollout.deterministic is not for a CPU with the package sgl_kernel: its kernels are chosen by the size of the "
+            "batch. Uninstall it, or set rollout.deterministic to false."
+        )
+    # The seeded sampler is compiled otherwise, anew for each size of a batch, and not to the same bits.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    sys.modules["sglang.srt.batch_invariant_ops"] = importlib.import_module("megarl.rollout.sglang_cpu_invariant")
 
 
 def _install_torchvision() -> None:
@@ -139,11 +156,24 @@ def _install_torchvision() -> None:
     sys.meta_path.append(StandInFinder("torchvision", _no_names))
 
 
-def load() -> None:
+def _allow_attention() -> None:
+    """Name the attention backend as a deterministic one, where SGLang has others name theirs.
+
+    It computes each request alone. Cached prefixes are the same bits for requests of the same prompt, and the collector sees to
+    it that no others share them.
+    """
+    choices = importlib.import_module("sglang.srt.arg_groups.choices")
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+def load(*, deterministic: bool = False) -> None:
     """Import the server. Nothing that an import makes is garbage: not to look for it saves a quarter of the time."""
     gc.disable()
-    install()
+    install(deterministic=deterministic)
     importlib.import_module("sglang.srt.entrypoints.http_server")
+    if deterministic:
+        _allow_attention()
     gc.freeze()
     gc.enable()
 
@@ -165,6 +195,6 @@ if __name__ == "__main__":
     from megarl.rollout.launcher import read_api_key, run_sglang_server
 
     api_key = read_api_key()
-    load()
+    load(deterministic=DETERMINISTIC in sys.argv)
     fork_children()
     run_sglang_server(sys.argv[1:], api_key)

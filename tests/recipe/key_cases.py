@@ -100,6 +100,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "stop": ["[x]"],
             "max_running_requests": ["8"],
             "kv_tokens": ["5000"],
+            "deterministic": ["true"],
             "concurrency": ["2"],
             "resting": ["[weights]", "[kv_cache]"],
             "server_args": ["[--chunked-prefill-size, '512']"],
