@@ -8,6 +8,8 @@ from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UN
 from megarl.recipe.functions import Asked
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
+from megarl.recipe.rollout_rules import DETERMINISTIC_CONTRADICTIONS
+from megarl.recipe.rollout_rules import longest_sample as longest_sample  # noqa: PLC0414
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
@@ -102,6 +104,7 @@ def _owned_flags(recipe: Recipe) -> list[str]:
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ALGORITHM_CONTRADICTIONS,
     *ROLE_CONTRADICTIONS,
+    *DETERMINISTIC_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",
         lambda r, _: r.rollout.top_k == 0 or r.rollout.top_k < -1,
@@ -160,8 +163,3 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         (Recipe,),
     ),
 )
-
-
-def longest_sample(recipe: Recipe) -> int:
-    """Most tokens of one sample: prompt and response."""
-    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens

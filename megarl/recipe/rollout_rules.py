@@ -1,0 +1,84 @@
+"""What `rollout.deterministic` asks of the other keys: where servers cannot keep an answer independent of its neighbours."""
+
+from __future__ import annotations
+
+from megarl.core.platform import Platform, get_platform
+from megarl.recipe.rule import Contradiction
+from megarl.recipe.schema import Recipe
+
+# Flags of SGLang that choose what a request's numbers are computed with by what else is in the batch.
+UNDOING = ("--speculative-", "--enable-mixed-chunk", "--enable-torch-compile", "--sampling-backend", "--rl-on-policy-target")
+ATTENTION = "--attention-backend"
+
+
+def longest_sample(recipe: Recipe) -> int:
+    """Most tokens of one sample: prompt and response."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+
+
+def _platform(recipe: Recipe) -> Platform:
+    return get_platform(recipe.cluster.platform)
+
+
+def _wanted_cache(recipe: Recipe) -> int:
+    """Tokens of a cache that never runs full."""
+    return min(recipe.rollout.max_running_requests, recipe.rollout.concurrency) * longest_sample(recipe)
+
+
+def _may_run_full(recipe: Recipe) -> bool:
+    tokens = recipe.rollout.kv_tokens
+    if tokens is None:
+        return not _platform(recipe).needs_kv_tokens  # where it is needed, it is by default as large as is wanted
+    return tokens < _wanted_cache(recipe)
+
+
+def _undoing_flags(recipe: Recipe) -> list[str]:
+    """Words of rollout.server_args that would undo it."""
+    platform, words = _platform(recipe), recipe.rollout.server_args
+    set_already = tuple(word for word in platform.deterministic_server_args if word.startswith("--"))
+    found = [word for word in words if word.startswith((*UNDOING, *set_already))]
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        value = value or next(iter(words[index + 1 : index + 2]), "")
+        if name == ATTENTION and value not in platform.deterministic_attention:
+            found.append(f"{ATTENTION} {value}")
+    return found
+
+
+def _too_large(recipe: Recipe) -> bool:
+    most = _platform(recipe).most_deterministic_tp
+    return most is not None and recipe.rollout.tp > most
+
+
+DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        "rollout.deterministic",
+        lambda r, _: r.rollout.deterministic and _may_run_full(r),
+        lambda r: (
+            "a server whose cache runs full drops a request and computes it again as one long prompt, which gives other bits. "
+            f"Set rollout.kv_tokens to {_wanted_cache(r)} or more (rollout.max_running_requests "
+            f"{r.rollout.max_running_requests}, at most rollout.concurrency {r.rollout.concurrency}, times "
+            f"{longest_sample(r)} tokens of a longest sample), or rollout.max_running_requests to less"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "rollout.deterministic",
+        lambda r, _: r.rollout.deterministic and _too_large(r),
+        lambda r: (
+            f"on {_platform(r).name} the sum over more than {_platform(r).most_deterministic_tp} ranks is taken in an order that "
+            f"depends on the batch. Set rollout.tp to at most {_platform(r).most_deterministic_tp} (it is {r.rollout.tp}), and "
+            "rollout.servers to more"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "rollout.deterministic",
+        lambda r, _: r.rollout.deterministic and bool(_undoing_flags(r)),
+        lambda r: (
+            f"rollout.server_args would undo it: {', '.join(_undoing_flags(r))}. Remove that; attention backends that are "
+            f"deterministic on {_platform(r).name}: {', '.join(_platform(r).deterministic_attention)}"
+        ),
+        (Recipe,),
+    ),
+)
