@@ -77,7 +77,7 @@ class ModelConfig:
     moe_layers: layers (from 0) that have experts in the MLP's place. local_layers: layers with sliding-window attention
     over `window` tokens (the token itself among them), rotated by `local_rope` where given.
     norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
-    embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
+    embedding_scale: multiplies the embeddings. pad_token_id: the token whose embedding does not learn; None is none. query_scale: of the attention logits; None is head_dim ** -0.5.
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
     fp8_block: rows and columns of a block with one scale, where the folder's weights are FP8; what is loaded is not.
     """
@@ -105,6 +105,7 @@ class ModelConfig:
     norm_offset: bool = False
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
+    pad_token_id: int | None = None
     query_scale: float | None = None
     window: int | None = None
     local_layers: frozenset[int] = frozenset()

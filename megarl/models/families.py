@@ -50,7 +50,7 @@ class Family:
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
-    out what equals its own default. only: see COMMON.
+    out what equals its own default. pad: the padding token where no key says. only: see COMMON.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Family:
     window_default: int | None = None
     theta: float = 10000.0
     tied: bool = False
+    pad: int | None = None
     only: Only = field(default_factory=lambda: COMMON)
 
 
@@ -126,6 +127,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window_default=4096,
             theta=1e6,
             tied=True,
+            pad=0,
             only=_GEMMA3_ONLY,
         ),
     }

@@ -223,11 +223,28 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
     if config.embedding_scale != 1.0 and chunk.pre_process:
         # The embedding alone is scaled, not the head that may share its weight.
         chunk.embedding.register_forward_hook(partial(_scale_output, config.embedding_scale))
+    if config.pad_token_id is not None and chunk.pre_process:
+        chunk.embedding.word_embeddings.register_forward_hook(partial(_hold_padding, config.pad_token_id))
 
 
 def _scale_output(scale: float, module: torch.nn.Module, given: Any, output: Tensor) -> Tensor:
     # The scale is rounded to the weights' type, as transformers does.
     return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
+
+
+def _hold_padding(token: int, module: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
+    """No gradient for one row of the embedding, as with torch's `padding_idx`; a head that shares the weight has its own.
+
+    transformers makes the row zero, and the gradient of RMSNorm at zero is the gradient behind it over sqrt(eps).
+    given: tokens [b, s]. output: [b, s, hidden], or [s / tp, b, hidden] where it is scattered for sequence parallel.
+    """
+    if not output.requires_grad:
+        return output
+    padding = given[0] == token
+    if module.reduce_scatter_embeddings:
+        group = module.tp_group
+        padding = padding.t().chunk(group.size())[group.rank()]
+    return torch.where(padding[..., None], output.detach(), output)
 
 
 def packed_params(cu_seqlens: Tensor) -> PackedSeqParams:

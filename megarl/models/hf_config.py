@@ -100,6 +100,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         window=window,
         local_layers=local_layers,
         local_rope=local_rope if local_layers else None,
+        pad_token_id=_pad_token(fields, family),
         fp8_block=read_fp8_block(fields),
     )
     return _with_head(config, fields, heads_of[architecture])
@@ -115,6 +116,16 @@ def _with_head(config: ModelConfig, fields: Fields, architecture: str) -> ModelC
             f"{fields.path}: {architecture} must have one label, the score (num_labels=1); it has {labels}."
         )
     return config.with_score_head()
+
+
+def _pad_token(fields: Fields, family: Family) -> int | None:
+    """The row of the embedding that transformers does not train (`padding_idx`). Raises UserError."""
+    value, vocab = fields.raw.get("pad_token_id", family.pad), fields.count("vocab_size")
+    if value is None:  # an answer here, unlike elsewhere: no such row
+        return None
+    if type(value) is not int or not -vocab <= value < vocab:
+        fields.refuse("pad_token_id", value, f"a token of the vocabulary, from 0 to {vocab - 1}, or null is wanted")
+    return value % vocab  # torch counts negative ones from the end
 
 
 def _check_present(fields: Fields, family: Family, architecture: str) -> None:

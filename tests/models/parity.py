@@ -15,8 +15,8 @@ LENGTHS = (7, 1, 33, 20)
 
 def packed_tokens(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [T], positions [T], bounds [S + 1] of sequences of LENGTHS."""
-    # From 1 on: 0 is the padding, whose embedding transformers does not train.
     tokens = torch.randint(1, vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+    tokens[2::9] = 0  # the padding, whose embedding transformers does not train
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     return tokens, positions, torch.tensor([0, *LENGTHS]).cumsum(0).int()
 

@@ -21,7 +21,7 @@ from megarl.models.hf_weights import export_buckets, load_hf_weights
 from megarl.models.layer_spec import stage_spec, uses_transformer_engine
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_tokens, transformers_logprobs
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import CONFIGS, write_tiny_model
 
 CPU = get_platform("cpu")
 WITH_TRANSFORMER_ENGINE = replace(CPU, has_transformer_engine=True)
@@ -109,7 +109,7 @@ def test_packed_logprobs_equal_transformers(
     assert (ours - transformers_logprobs(tmp_path, VOCAB)).abs().max().item() < 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("family", CONFIGS)
 def test_gradients_equal_transformers(family: str, one_rank: Groups, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, family, experts_implementation="eager")
     ours, theirs = loss_gradients(built(tmp_path, one_rank).train(), tmp_path), transformers_gradients(tmp_path)
