@@ -66,6 +66,10 @@ class RankActor:
         """
         return self._rank.update(role, *_merged(names, num_shards, parts))
 
+    def take_notes(self, role: str) -> list[str]:
+        """What a user should read of the role's updates."""
+        return self._rank.take_notes(role)
+
     def evaluate(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
         """What the role's loss reports, as `update` does; nothing is learned."""
         return self._rank.evaluate(role, *_merged(names, num_shards, parts))

@@ -14,9 +14,12 @@ from typing import Any
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.waits import Pending
 from megarl.core.layout import Layout, dp_rank
+from megarl.core.log import get_logger
 from megarl.core.types import BatchInfo
 from megarl.recipe.run import Deadlines
-from megarl.training.spec import RoleSpec
+from megarl.training.spec import NEARLY_ALL, RoleSpec
+
+log = get_logger(__name__)
 
 # One reference a shard to a Column in the object store.
 ColumnRefs = tuple[Any, ...]
@@ -81,7 +84,21 @@ class Role:
 
     def update(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
         """One optimizer step a mini-batch; returns metrics, reduced over all ranks. Columns it does not read stay away."""
-        return self._metrics("update", batch, columns)
+        return self._metrics("update", batch, columns).then(self._told)
+
+    def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The same, once a user has been told what the ranks say of them."""
+        if any(name.endswith("/grad_share_max") and share > NEARLY_ALL for name, share in metrics.items()):
+            asked = self.ranks.ask(
+                lambda worker, _: worker.handle.take_notes.remote(self.name),
+                "update",
+                self.name,
+                self.deadlines.train_s,
+                only=[0],
+            )
+            for note in asked.wait()[0]:
+                log.warning("%s: %s", self.name, note)
+        return metrics
 
     def evaluate(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
         """What the role's loss reports of the batch, as `update` does; nothing is learned."""

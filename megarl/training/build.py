@@ -18,10 +18,11 @@ from megarl.models.config import ModelConfig
 from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_dtypes import wide_parameters
-from megarl.models.hf_weights import exact_buffers, hold_in_float32, layer_spec, load_hf_weights
+from megarl.models.hf_weights import exact_buffers, global_tensors, hold_in_float32, layer_spec, load_hf_weights
 from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
+from megarl.training.grad_share import GradShares
 from megarl.training.optimizer import Stepper, is_distributed, mark_experts
 from megarl.training.parallel import Groups
 from megarl.training.schedule import AuxiliaryScale, finalize_without_scaling
@@ -36,7 +37,7 @@ class Built:
 
     chunks: one model a virtual stage. wrapped: the same as Megatron's schedules want them: cast, and in training in
     DistributedDataParallel. stepper: None where the role is frozen. auxiliary: the share of the experts' own loss.
-    replays: the routers, where the rollout's routing is replayed.
+    replays: the routers, where the rollout's routing is replayed. shares: of the parameters in its gradients.
     """
 
     chunks: list[GPTModel]
@@ -44,6 +45,7 @@ class Built:
     stepper: Stepper | None
     auxiliary: AuxiliaryScale | None
     replays: Replays | None
+    shares: GradShares | None = None
 
 
 def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Platform, seed: int) -> Built:
@@ -74,7 +76,11 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         return Built(chunks, wrapped, None, None, replays)
     auxiliary = AuxiliaryScale() if config.moe is not None and spec.aux_loss_coef > 0 else None
     wrapped = _data_parallel(chunks, wrapped, groups, auxiliary, is_distributed(spec.optimizer))
-    return Built(chunks, wrapped, Stepper(spec.optimizer, wrapped, dtype, spec.total_steps), auxiliary, replays)
+    stepper = Stepper(spec.optimizer, wrapped, dtype, spec.total_steps)
+    parameters = global_tensors(chunks, groups.layout, groups.rank)
+    return Built(
+        chunks, wrapped, stepper, auxiliary, replays, GradShares(stepper.optimizer, parameters, groups.place.tp)
+    )
 
 
 def _data_parallel(

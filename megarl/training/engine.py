@@ -60,7 +60,7 @@ class Engine:
         with groups.active():
             built = build_role(config, spec, groups, platform, seed)
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
-        self._auxiliary, self._replays = built.auxiliary, built.replays
+        self._auxiliary, self._replays, self._shares = built.auxiliary, built.replays, built.shares
         self._offload = Offload(self._wrapped, self._stepper.optimizer if self._stepper else None, platform)
         self._offload.sleep(spec.resting)
 
@@ -163,7 +163,8 @@ class Engine:
         columns: label-aligned, as many micro-batches as the shard has; at least those that the loss reads.
         Raises MegarlError when the role is frozen, a column is missing, or a gradient is not finite.
         """
-        stepper = self._require_stepper("update")
+        stepper, shares = self._require_stepper("update"), self._shares
+        assert shares is not None
         _check_columns(columns, loss)
         if not shard.mini_batches:
             return {}  # every group was dropped, on every rank: there is nothing to learn from in this step
@@ -177,12 +178,17 @@ class Engine:
                 stepper.zero_grad()
                 self._accumulate_gradients(batches, loss, sums)
                 sums.end_mini_batch()
-                steps.append(stepper.step(self._groups.rank))
+                steps.append(stepper.step(self._groups.rank, shares.add))
             metrics = self._reduce(sums)
         return metrics | {
             f"{loss.group}/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+            f"{loss.group}/grad_share_max": shares.report(),
             f"{loss.group}/lr": steps[-1].lr,
         }
+
+    def take_notes(self) -> list[str]:
+        """What a user should read of the updates since the last call; the same on every rank."""
+        return [] if self._shares is None else self._shares.take_notes()
 
     def evaluate(self, shard: Shard, columns: dict[str, Column], loss: Loss) -> dict[str, float]:
         """What the loss reports of the shard's mini-batches, over all ranks; nothing is learned.

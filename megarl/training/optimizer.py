@@ -7,7 +7,7 @@ else, so SGD keeps its state, if it has any, whole on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,8 +95,10 @@ class Stepper:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self, rank: int) -> StepResult:
+    def step(self, rank: int, look: Callable[[float], None] | None = None) -> StepResult:
         """Clip the gradients and apply them. They are summed over all ranks already.
+
+        look: called with their norm before they are clipped.
 
         Raises MegarlError, before any weight has changed, when the gradient is not finite.
         """
@@ -108,6 +110,8 @@ class Stepper:
                 f"{rank}); the weights were left as they were. Look at the loss and the log-prob differences of the "
                 "last steps: a lower learning rate, or float32, usually mends it."
             )
+        if look is not None:
+            look(grad_norm)
         # Before the step: the first step of a warm-up has a rate above zero, and the last of a decay has min_lr.
         self.scheduler.step(1)
         for member in self.optimizer.chained_optimizers:

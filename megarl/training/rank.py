@@ -141,6 +141,10 @@ class Rank:
         with self.watched(role, "update"):
             return self.engine(role).update(shard, columns, self._loss(role))
 
+    def take_notes(self, role: str) -> list[str]:
+        """What a user should read of the role's updates since the last call."""
+        return self.engine(role).take_notes()
+
     def evaluate(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
         """What the role's loss reports of the shard, without learning from it; as `update` otherwise."""
         with self.watched(role, "evaluate"):

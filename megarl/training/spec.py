@@ -14,6 +14,9 @@ from megarl.recipe.roles import Lora, Optimizer, Part
 from megarl.recipe.section import Recompute
 from megarl.recipe.supervised import Dpo
 
+# Share of a squared gradient norm above which one parameter is told of.
+NEARLY_ALL = 0.99
+
 
 @dataclass(frozen=True)
 class PolicyObjective:
