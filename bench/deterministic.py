@@ -2,8 +2,8 @@
 
     python -m bench.deterministic
 
-One server as it is by default and one in deterministic mode are sent the same seeded requests in turns, each time in another order
-and with another number in flight. Exits with 1 where a sample of the deterministic server was not the same each time.
+One server as it is by default and one in deterministic mode are sent the same seeded requests in turns, each time in
+another order and with another number in flight. Exits with 1 where a sample of the deterministic server was not the same each time.
 """
 
 from __future__ import annotations
@@ -150,7 +150,13 @@ def main(
         finally:
             for server in servers.values():
                 server.stop()
-    result |= {"prompts": prompts, "samples_per_prompt": samples, "max_tokens": tokens, "layers": layers, "width": width}
+    result |= {
+        "prompts": prompts,
+        "samples_per_prompt": samples,
+        "max_tokens": tokens,
+        "layers": layers,
+        "width": width,
+    }
     write("deterministic", result, out)
     show(result)
     if result["equal_samples"]["deterministic"] < result["samples"]:

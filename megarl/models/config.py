@@ -77,7 +77,8 @@ class ModelConfig:
     moe_layers: layers (from 0) that have experts in the MLP's place. local_layers: layers with sliding-window attention
     over `window` tokens (the token itself among them), rotated by `local_rope` where given.
     norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
-    embedding_scale: multiplies the embeddings. pad_token_id: the token whose embedding does not learn; None is none. query_scale: of the attention logits; None is head_dim ** -0.5.
+    pad_token_id: the token whose embedding does not learn; None is none.
+    embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
     fp8_block: rows and columns of a block with one scale, where the folder's weights are FP8; what is loaded is not.
     """

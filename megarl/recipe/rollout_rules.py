@@ -7,8 +7,14 @@ from megarl.recipe.rule import Contradiction
 from megarl.recipe.schema import Recipe
 
 # Flags of SGLang that choose what a request's numbers are computed with by what else is in the batch.
-UNDOING = ("--speculative-", "--enable-mixed-chunk", "--enable-torch-compile", "--sampling-backend", "--rl-on-policy-target")
-ATTENTION = "--attention-backend"
+UNDOING = (
+    "--speculative-",
+    "--enable-mixed-chunk",
+    "--enable-torch-compile",
+    "--sampling-backend",
+    "--rl-on-policy-target",
+)
+ATTENTION, CHUNKS = "--attention-backend", "--chunked-prefill-size"
 
 
 def longest_sample(recipe: Recipe) -> int:
@@ -35,8 +41,8 @@ def _may_run_full(recipe: Recipe) -> bool:
 def _undoing_flags(recipe: Recipe) -> list[str]:
     """Words of rollout.server_args that would undo it."""
     platform, words = _platform(recipe), recipe.rollout.server_args
-    set_already = tuple(word for word in platform.deterministic_server_args if word.startswith("--"))
-    found = [word for word in words if word.startswith((*UNDOING, *set_already))]
+    decided = (CHUNKS,) if CHUNKS in platform.deterministic_server_args else ()
+    found = [word for word in words if word.startswith((*UNDOING, *decided))]
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
         value = value or next(iter(words[index + 1 : index + 2]), "")

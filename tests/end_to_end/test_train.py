@@ -13,7 +13,9 @@ from tests.end_to_end.harness import Driver, start
 
 pytestmark = pytest.mark.slow
 
-SETTING = ("run.name=trained", "report.wandb={}", "cluster.devices=2", "actor.parallel.tp=2", "train.async_save=true")
+TWO = ("cluster.devices=2", "actor.parallel.tp=2", "rollout.deterministic=true")
+SETTING = ("run.name=trained", "report.wandb={}", "train.async_save=true", *TWO)
+SAMPLED = re.compile(r"(actor|critic|reward|rollout|eval|data)/")
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +89,29 @@ def test_a_run_that_exists_is_not_overwritten_and_can_be_resumed(trained: Driver
     names = sorted(path.name for path in (driver.folder / "checkpoints").iterdir())
     assert names == ["step_000004", "step_000005"]
     driver.assert_nothing_left()
+
+
+def test_the_same_run_is_the_same_to_the_bit_and_another_seed_is_not(trained: Driver, inputs: Path) -> None:
+    """Against a run that was resumed (the test before this), on other servers, with other requests in flight at once."""
+    beside = ("rollout.servers=2", "rollout.concurrency=5", "train.save_every=null", "train.steps=5")
+    again = start(inputs, "run.name=again", *TWO, *beside)
+    other = start(inputs, "run.name=other", *TWO, "run.seed=2", "train.steps=1", "train.save_every=null")
+    for driver in (again, other):
+        code, _, error = driver.finish()
+        assert code == 0, error
+
+    def samples(driver: Driver, step: int) -> str:
+        # All 16 of a step, in the order of their ids.
+        return (driver.folder / "samples" / f"step_{step:06d}.jsonl").read_text()
+
+    assert [samples(again, step) for step in range(1, 6)] == [samples(trained, step) for step in range(1, 6)]
+    for mine, theirs in zip(again.metrics(), trained.metrics(), strict=True):
+        sampled = [name for name in set(mine) & set(theirs) if SAMPLED.match(name)]
+        assert len(sampled) >= 20 or mine["step"] == 0
+        assert {name: mine[name] for name in sampled} == {name: theirs[name] for name in sampled}
+    weights = [(driver.folder / "hf" / "model.safetensors").read_bytes() for driver in (trained, again, other)]
+    assert weights[0] == weights[1] != weights[2]
+    responses = [
+        {json.loads(line)["response"] for line in samples(driver, 1).splitlines()} for driver in (other, again)
+    ]
+    assert responses[0] != responses[1]

@@ -14,6 +14,7 @@ from megarl.recipe.supervised import SftRecipe
 
 DISTILL = ("algorithm.policy_loss=distill", "teacher.path=m")
 DISTILLED = ("algorithm.advantage=distill", "teacher.path=m")
+DETERMINISTIC = ("rollout.deterministic=true", "cluster.platform=cpu")
 REMOTE = "reward.graders.x={kind: remote, url: 'http://h'}"
 UNREAD = [
     (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),
@@ -226,6 +227,24 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["actor.optimizer.schedule=linear", "actor.optimizer.min_lr=1"], "Set it to at most 1e-06"),
         (["rollout.server_args=[--port=80]"], "--port (decided by nothing: a free port is chosen)"),
         (["rollout.server_args=[--tp, '2']"], "--tp (decided by rollout.tp)"),
+        (
+            [*DETERMINISTIC, "rollout.kv_tokens=69631"],
+            "Set rollout.kv_tokens to 69632 or more (rollout.max_running_requests",
+        ),
+        (["rollout.deterministic=true", "cluster.platform=cuda"], "a server whose cache runs full drops a request"),
+        ([*DETERMINISTIC, "rollout.tp=4"], "on cpu the sum over more than 2 ranks"),
+        (
+            [*DETERMINISTIC, "rollout.server_args=[--chunked-prefill-size, '512']"],
+            "would undo it: --chunked-prefill-size.",
+        ),
+        (
+            [*DETERMINISTIC, "rollout.server_args=[--speculative-algorithm=EAGLE]"],
+            "--speculative-algorithm=EAGLE. Remove",
+        ),
+        (
+            [*DETERMINISTIC, "rollout.server_args=[--attention-backend, triton]"],
+            "--attention-backend triton. Remove that; attention backends that are deterministic on cpu: torch_native",
+        ),
     ],
 )
 def test_values_that_contradict_each_other(recipe_file: Path, overrides: list[str], says: str) -> None:
@@ -239,6 +258,23 @@ def test_flags_of_the_server_that_megarl_does_not_set_are_welcome(recipe_file: P
     keys = [key for key in OWNED_FLAGS.values() if not key.startswith("nothing")]
     flags = Schema(type(load_recipe(recipe_file).recipe))
     assert all(flags.node(tuple(key.split("."))) is not None for key in keys)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        DETERMINISTIC,
+        [*DETERMINISTIC, "rollout.tp=2", "rollout.servers=3"],
+        [*DETERMINISTIC, "rollout.concurrency=3", "rollout.kv_tokens=3264"],
+        [*DETERMINISTIC, "rollout.server_args=[--attention-backend=torch_native]"],
+        [
+            *("rollout.deterministic=true", "cluster.platform=cuda", "rollout.kv_tokens=69632", "rollout.tp=8"),
+            "rollout.server_args=[--attention-backend, fa3, --chunked-prefill-size, '512']",
+        ],
+    ],
+)
+def test_deterministic_servers_are_accepted_where_they_can_be(recipe_file: Path, overrides: list[str]) -> None:
+    assert load_recipe(recipe_file, overrides).recipe.rollout.deterministic  # type: ignore[union-attr]
 
 
 def test_several_problems_are_listed_together(recipe_file: Path) -> None:

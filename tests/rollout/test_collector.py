@@ -19,6 +19,7 @@ from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout.client import ServerClient
 from megarl.rollout.collector import Collector
+from megarl.rollout.seeds import request_seed
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
@@ -473,3 +474,29 @@ def test_a_probe_is_short_and_of_the_last_step(tmp_path: Path) -> None:
     assert after[0] == [10, 8, 9, 5, END]
     assert len(after) == 4
     assert all(np.asarray(row).dtype.kind == "i" for row in after)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_request_has_the_seed_of_its_sample(tmp_path: Path, deterministic: bool) -> None:
+    rollout = {"deterministic": deterministic, "concurrency": 3}
+    recipe = make_recipe(tmp_path, rollout=rollout, run={"seed": 5}, algorithm={"advantage": "remax"})
+
+    async def go(collector: Collector, _: FakeSglang) -> None:
+        await collector.generate(2, 0)
+        await collector.evaluate(2, 0)
+
+    fakes: list[FakeSglang] = []
+
+    def fake() -> FakeSglang:
+        fakes.append(FakeSglang())
+        return fakes[-1]
+
+    collect(fake, recipe, go)
+    bodies = [body for path, body in fakes[0].calls if path == "/generate"]
+    found = sorted((body["input_ids"][0], body["sampling_params"]["sampling_seed"]) for body in bodies)
+    wanted = [(10 + i, request_seed(5, "train", 2, f"p{i}", index)) for i in range(4) for index in range(2)]
+    wanted += [(10 + i, request_seed(5, "greedy", 2, f"p{i}", 0)) for i in range(4)]
+    wanted += [(10 + i, request_seed(5, "eval", 2, f"p{i}", 0)) for i in (8, 9)]
+    assert found == sorted(wanted)
+    assert len({seed for _, seed in found}) == 14
+    assert all(("extra_key" in body) is deterministic for body in bodies)

@@ -38,6 +38,15 @@ def test_a_server_on_the_ranks_devices_leaves_them_memory_unless_the_recipe_says
     assert KEY not in " ".join(argv)
 
 
+def test_a_deterministic_server_is_told_so(tmp_path: Path) -> None:
+    place, flag = ProcessPlace(tmp_path, KEY, temp=tmp_path), "--enable-deterministic-inference"
+    for platform in (get_platform("cpu"), get_platform("cuda")):
+        by_default = ServerProcess("server 0", SPEC, platform, place).command.argv
+        argv = ServerProcess("server 0", replace(SPEC, deterministic=True), platform, place).command.argv
+        assert flag in argv and flag not in by_default
+        assert argv.index(flag) < argv.index("--x")
+
+
 def test_parts_of_a_server_meet_at_the_first() -> None:
     parts = [replace(SPEC, span=Span(2, rank, "10.0.0.1:29000")) for rank in range(2)]
     flags = [part.flags(f"10.0.0.{index + 1}", 30000 + index) for index, part in enumerate(parts)]

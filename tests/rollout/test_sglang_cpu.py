@@ -61,6 +61,34 @@ def test_new_cache_slots_go_to_the_rows_of_their_requests() -> None:
     assert table.tolist() == [[9, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 7, 8, 0, 0]]
 
 
+def murmur(blocks: list[int]) -> int:
+    """MurmurHash3_x86_32 of whole blocks with seed 0, after the published algorithm, in plain Python."""
+    state = 0
+    for block in blocks:
+        block = block * 0xCC9E2D51 % 2**32
+        block = (block << 15 | block >> 17) % 2**32 * 0x1B873593 % 2**32
+        state ^= block
+        state = ((state << 13 | state >> 19) * 5 + 0xE6546B64) % 2**32
+    state ^= 4 * len(blocks)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        state = (state ^ state >> shift) * factor % 2**32
+    return state
+
+
+def test_seeded_numbers_are_murmur_hashes_of_seed_position_and_column() -> None:
+    # Published: of the four bytes of 0x87654321, and of none.
+    assert (murmur([0x87654321]), murmur([])) == (0xF55B516B, 0)
+    seeds, positions = [0, 1, 2**63 - 1, 0x123456789ABCDEF0], [0, 5, 2**31 - 1, 77]
+    sglang_cpu_kernels.register_operators()
+    found = torch.ops.sgl_kernel.murmur_hash32_cpu.default(
+        torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.arange(100)
+    )
+    assert found.shape == (4, 100)
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for column in range(100):
+            assert int(found[row, column]) == murmur([seed % 2**32, seed >> 32, position, column])
+
+
 def test_a_kernel_without_a_stand_in_says_its_name_when_called() -> None:
     kernel = sglang_cpu_kernels.moe_align_block_size
     with pytest.raises(NotImplementedError, match="moe_align_block_size"):

@@ -65,7 +65,9 @@ def test_a_padding_token_that_config_json_does_not_name_is_told_of_once(
 
 def test_it_is_the_share_of_the_largest_parameter_of_a_sound_model(rank: Rank, spec: RoleSpec, folder: Path) -> None:
     expected = gradients(folder)
-    fused = {name: gradient for name, gradient in expected.items() if name.endswith(("o_proj.weight", "down_proj.weight"))}
+    fused = {
+        name: gradient for name, gradient in expected.items() if name.endswith(("o_proj.weight", "down_proj.weight"))
+    }
     found = update(rank, spec)
     largest = max(share(each, expected) for each in (*fused.values(), expected["model.embed_tokens.weight"]))
     assert largest - 1e-6 <= found < 0.9
