@@ -89,6 +89,18 @@ def test_fp8_weights_have_blocks() -> None:
     assert parse(quantization_config=None) == parse()
 
 
+def test_the_padding_token_is_the_one_that_transformers_would_hold() -> None:
+    def pad(**changes: Any) -> int | None:
+        return parse(vocab_size=97, **changes).pad_token_id
+
+    assert (pad(pad_token_id=5), pad(pad_token_id=-1), pad(pad_token_id=None), pad()) == (5, 96, None, None)
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None}
+    assert (pad(**gemma), pad(**gemma, pad_token_id=None)) == (0, None)
+    for wrong in (97, -98, "5", [5], True, 5.0):
+        with pytest.raises(UserError, match="pad_token_id is .*from 0 to 96"):
+            pad(pad_token_id=wrong)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
 def test_the_vocabulary_is_padded_to_a_multiple(tp: int) -> None:
     padded = parse(vocab_size=97).padded_vocab_size(tp)
