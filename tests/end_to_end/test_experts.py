@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from megarl.core.errors import SyncError
 from megarl.core.timing import PhaseTimer
-from megarl.preflight import preflight
 from megarl.recipe.load import load_recipe
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.rollout.client import Sampling, ServerClient
-from megarl.session import TrainSession, train_session
+from megarl.run.preflight import preflight
+from megarl.run.session import TrainSession, train_session
 from tests.end_to_end.harness import RECIPE
 from tests.end_to_end.test_engines import one_step
 from tests.support.tiny import write_tiny_model

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl import checkpoints, commands, preflight, session
 from megarl.cluster import feeder, ranks, rollout, runtime, seats, servers, waits
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
@@ -30,6 +29,8 @@ from megarl.report import writers
 from megarl.report.history import METRICS_FILE
 from megarl.rewards import combine
 from megarl.rollout import collector
+from megarl.run import begin, preflight, session, supervised, train
+from megarl.training import run_checkpoints
 from tests.support.dry.actors import Book, Client, Collector, Pool, Poster, Rank, Ray, Router, Server
 from tests.support.dry.learning import rounded
 
@@ -103,18 +104,19 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(
             writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)
         )
-        patch.setattr(commands, "place", partial(_placed, book))
-        patch.setattr(commands, "RunConsole", partial(_Silent, book))
-        patch.setattr(commands, "Console", lambda: Console(file=io.StringIO()))
+        patch.setattr(train, "place", partial(_placed, book))
+        patch.setattr(begin, "RunConsole", partial(_Silent, book))
+        for module in (begin, train):
+            patch.setattr(module, "Console", lambda: Console(file=io.StringIO()))
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
         for module in (preflight, collector, pairs, sft):
             patch.setattr(module, "load_tokenizer", TOKENIZERS)
         patch.setattr(disk, "sync", lambda path: None)
-        patch.setattr(checkpoints, "sync", lambda path: None)
+        patch.setattr(run_checkpoints, "sync", lambda path: None)
         # What a run says of itself is no effect of its recipe.
-        patch.setattr(commands, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
-        patch.setattr(commands, "draw_curve", lambda source, target: None)
-        patch.setattr(commands, "advice", lambda folder: None)
+        patch.setattr(begin, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
+        patch.setattr(begin, "draw_curve", lambda source, target: None)
+        patch.setattr(train, "advice", lambda folder: None)
         yield
 
 
@@ -154,10 +156,10 @@ def run(kind: type[AnyRecipe], recipe: Path, overrides: Sequence[str], temp: Pat
     book = Book()
     with stage(book, temp):
         if kind is Recipe:
-            commands.run_train(recipe, list(overrides), resume=resume, go_on=False)
+            train.run_train(recipe, list(overrides), resume=resume, go_on=False)
         else:
             each: Any = kind
-            commands.run_supervised(each, recipe, list(overrides), resume=resume, go_on=False)
+            supervised.run_supervised(each, recipe, list(overrides), resume=resume, go_on=False)
     return book
 
 

@@ -1,14 +1,14 @@
-"""What each Megatron role of a recipe is built from. It starts nothing: megarl/session.py does."""
+"""What each Megatron role of a recipe is built from. It starts nothing: megarl/run/session.py does."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.preflight import Preflight
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SupervisedRecipe
+from megarl.run.preflight import Preflight
 from megarl.training.spec import (
     DpoObjective,
     Objective,

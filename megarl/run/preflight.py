@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
@@ -32,6 +31,7 @@ from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders
+from megarl.training.run_checkpoints import Checkpoints
 
 CHECKPOINTS = "checkpoints"
 EXPORTED = "hf/config.json"  # the last thing that a run does
