@@ -76,9 +76,9 @@ def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
     return False
 
 
-def end(keeper: Recorder, state: State, recipe: AnyRecipe) -> None:
+def end(recorder: Recorder, state: State, recipe: AnyRecipe) -> None:
     """Commit what is being written. Raises StoppedError where steps are left."""
-    keeper.finish()
+    recorder.finish()
     if state.step < recipe.train.steps:
         raise StoppedError(
             f"stopped as it was asked to, after step {state.step} of {recipe.train.steps}, which is committed. Go on with "
