@@ -173,7 +173,7 @@ def _guess(keys: Keys, schema: Schema) -> str:
     now = RENAMED.get(name)
     if now in schema.children(tuple(section)):
         return f" It is called `{'.'.join((*section, now))}` now."
-    theirs = meant_by(name)
+    theirs = None if any(leaf[-1] == name for leaf in schema.leaves()) else meant_by(name)
     if theirs is not None and schema.node(tuple(theirs[0].split("."))) is not None:
         return f" It is what {theirs[1]} calls `{theirs[0]}`."
     guess = nearest(keys, schema)
