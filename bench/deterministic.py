@@ -3,7 +3,7 @@
     python -m bench.deterministic
 
 One server as it is by default and one in deterministic mode are sent the same seeded requests in turns, each time in
-another order and with another number in flight. Exits with 1 where a sample of the deterministic server was not the same each time.
+another order and with another number in flight. Exits with 1 where the deterministic server did not always answer the same.
 """
 
 from __future__ import annotations

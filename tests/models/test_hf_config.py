@@ -97,7 +97,7 @@ def test_the_padding_token_is_the_one_that_transformers_would_hold() -> None:
     gemma = {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None}
     assert (pad(**gemma), pad(**gemma, pad_token_id=None)) == (0, None)
     for wrong in (97, -98, "5", [5], True, 5.0):
-        with pytest.raises(UserError, match="pad_token_id is .*from 0 to 96"):
+        with pytest.raises(UserError, match=r"pad_token_id is .*from 0 to 96"):
             pad(pad_token_id=wrong)
 
 
