@@ -30,7 +30,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import load_prompts
 from megarl.recipe.schema import Data
 from megarl.rollout.client import Generation, Sampling, ServerClient
-from megarl.rollout.process import start_all
+from megarl.rollout.process import process_tree, start_all
 from megarl.rollout.seeds import request_seed
 from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
 from tools.make_arithmetic import make_arithmetic
@@ -38,6 +38,7 @@ from tools.make_tiny_model import make_tiny_model
 
 SIDES = {"default": False, "deterministic": True}
 START_S = 300.0
+BYTES_A_TOKEN = 12  # of an answer: the token and its log-prob
 
 Request = tuple[IntArray, Sampling]
 Answers = dict[int, bytes]
@@ -55,10 +56,17 @@ async def answer_all(client: ServerClient, requests: Sequence[Request], order: S
     return {number: answer.token_ids.tobytes() + answer.logprobs.tobytes() for number, answer in answers}
 
 
+def cpu_seconds(server: ServerProcess) -> float:
+    """Of the server and all of its processes: what other work on the machine does not change."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in process_tree(server.pid)]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
 async def measure(servers: dict[str, ServerProcess], requests: Sequence[Request], repeats: int) -> dict[str, Any]:
     """Seconds, tokens and equal answers of each side; the first turn warms up and counts for the answers alone."""
     seconds: dict[str, list[float]] = {side: [] for side in servers}
     rates: dict[str, list[float]] = {side: [] for side in servers}
+    cpu: dict[str, list[float]] = {side: [] for side in servers}
     seen: dict[str, list[Answers]] = {side: [] for side in servers}
     for turn in range(repeats + 1):
         order = list(range(len(requests)))
@@ -68,13 +76,15 @@ async def measure(servers: dict[str, ServerProcess], requests: Sequence[Request]
         for side, server in servers.items():
             async with ServerClient(server.endpoint) as client:
                 await client.flush_cache()
-                began = time.perf_counter()
+                began, worked = time.perf_counter(), cpu_seconds(server)
                 answers = await answer_all(client, requests, order, limit)
                 took = time.perf_counter() - began
             seen[side].append(answers)
             if turn and limit == len(order):
+                tokens = sum(len(answer) for answer in answers.values()) / BYTES_A_TOKEN
                 seconds[side].append(took)
-                rates[side].append(sum(len(answer) for answer in answers.values()) / 12 / took)
+                rates[side].append(tokens / took)
+                cpu[side].append(1e3 * (cpu_seconds(server) - worked) / tokens)
     equal = {
         side: sum(len({answers[number] for answers in turns}) == 1 for number in range(len(requests)))
         for side, turns in seen.items()
@@ -82,6 +92,8 @@ async def measure(servers: dict[str, ServerProcess], requests: Sequence[Request]
     return {
         "tokens_per_s": {side: summary(each) for side, each in rates.items()},
         "slower": summary(ratios(seconds, "deterministic", "default")),
+        "cpu_ms_per_token": {side: summary(each) for side, each in cpu.items()},
+        "more_cpu": summary(ratios(cpu, "deterministic", "default")),
         "equal_samples": equal,
         "samples": len(requests),
         "turns": repeats + 1,
@@ -91,18 +103,23 @@ async def measure(servers: dict[str, ServerProcess], requests: Sequence[Request]
 def show(result: dict[str, Any]) -> None:
     """The table."""
     table = Table(title="SGLang on this machine, by default and in deterministic mode")
-    for column in ("server", "tokens/s", "lowest", "highest", "samples that were always the same"):
+    for column in ("server", "tokens/s", "lowest", "highest", "CPU ms/token", "samples that were always the same"):
         table.add_column(column, justify="left" if column == "server" else "right")
     for side, rates in result["tokens_per_s"].items():
         numbers = (f"{rates[name]:,.0f}" for name in ("median", "lowest", "highest"))
-        table.add_row(side, *numbers, f"{result['equal_samples'][side]} of {result['samples']}")
+        table.add_row(
+            side,
+            *numbers,
+            f"{result['cpu_ms_per_token'][side]['median']:.2f}",
+            f"{result['equal_samples'][side]} of {result['samples']}",
+        )
     console = Console()
     console.print(table)
-    slower = result["slower"]
-    console.print(
-        f"A step's samples take {slower['median']:.2f} times as long ({slower['lowest']:.2f} to {slower['highest']:.2f}, "
-        f"pairs of turns). Load average {os.getloadavg()[0]:.1f}."
-    )
+    for what, ratio in (("as long", result["slower"]), ("as much CPU", result["more_cpu"])):
+        console.print(
+            f"The same samples take {ratio['median']:.2f} times {what} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})."
+        )
+    console.print(f"Load average {os.getloadavg()[0]:.1f}.")
 
 
 def main(
@@ -134,7 +151,6 @@ def main(
             "float32",
             max_running_requests=128,
             kv_tokens=len(requests) * (64 + tokens),
-            extra=("--log-level", "info"),
         )
         servers = {
             side: ServerProcess(side, replace(spec, deterministic=deterministic), get_platform(), place)
@@ -143,10 +159,6 @@ def main(
         try:
             start_all(list(servers.values()), START_S)
             result = asyncio.run(measure(servers, requests, repeats))
-        except BaseException:
-            for server in servers.values():
-                print(server.log_tail())
-            raise
         finally:
             for server in servers.values():
                 server.stop()
