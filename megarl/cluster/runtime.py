@@ -27,6 +27,7 @@ from megarl.cluster.process import LOOPBACK, ProcessSpec
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
@@ -124,6 +125,8 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, UserError):
+            error.exit_code = FAULT  # devices were taken: this is no refusal any more
         self.close()
 
 
