@@ -24,6 +24,7 @@ import ray
 
 from megarl.cluster.nodes import REGISTRY, Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
+from megarl.cluster.services import Services
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
@@ -100,7 +101,8 @@ class Runtime:
                 _start_ray(platform, run_id, num_devices, temp)
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
                 count = int(devices.get(platform.ray_resource, 0))
-                runtime.nodes = Nodes((Node(socket.gethostname(), LOOPBACK, here, temp, count),))
+                node = Node(socket.gethostname(), LOOPBACK, here, temp, count)
+                runtime.nodes = Nodes((node,), run_id=run_id, services=Services.find(here))
             runtime.slots = reserve(platform, runtime.nodes.members, num_devices)
         except BaseException:
             runtime.close()
@@ -112,6 +114,7 @@ class Runtime:
         if ray.is_initialized():
             self.nodes.clean()
             ray.shutdown()
+        self.nodes.services.close()
         cleaned = janitor.clean(self.run_id, self.temp / REGISTRY, folders=[self.temp], but=[self.guard.pid])
         if cleaned.pids:
             log.info("ended %d processes that were still there", len(cleaned.pids))
