@@ -38,6 +38,7 @@ from megarl.core import janitor
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.log import get_logger
 from megarl.core.process_state import stopped_of
+from megarl.core.scratch import REGISTRY, temporary
 from megarl.core.versions import code_digest, installed
 from megarl.rollout.process import free_port
 
@@ -51,7 +52,6 @@ PROBE_S = 6.0  # longest wait for a peer to send a few kilobytes back
 CLEAN_S = 10.0  # longest wait for a node to end what is left on it
 COMPARED = ("torch", "megatron-core", "sglang", "sglang-router", "transformers", "ray", "numpy")
 GONE = "the process has ended"
-REGISTRY = "shared_memory.txt"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Node:
     """One machine.
 
     name: its hostname. address: by which the others reach it. ray_id: Ray's name for it. temp: folder for sockets and
-    temporary files, on its own disk. devices: of the platform's, as Ray counts them.
+    temporary files, on its own disk. devices: of the platform's, as Ray counts them. joined: its Ray is not this run's,
+    so that processes do not inherit where their temporary files go.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Node:
     ray_id: str
     temp: Path
     devices: int
+    joined: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -84,6 +86,7 @@ class NodeActor:
         self._address = address
         self._run_id = run_id
         self._temp = Path(tempfile.mkdtemp(prefix="megarl-"))
+        temporary(self._temp).mkdir()
         self._echo: Echo | None = None
         janitor.start(run_id, self._temp / REGISTRY, folders=[self._temp], detached=True)
 
@@ -188,7 +191,9 @@ class Nodes:
             raise DeadlineError(f"No process of the run could be started on these nodes:\n{lines}")
         facts: dict[str, NodeFacts] = answers
         devices = {row["NodeID"]: int(row["Resources"].get(resource, 0)) for row in rows}
-        members = tuple(Node(fact.name, fact.address, key, fact.temp, devices[key]) for key, fact in facts.items())
+        members = tuple(
+            Node(fact.name, fact.address, key, fact.temp, devices[key], joined=True) for key, fact in facts.items()
+        )
         nodes = cls(members, facts, actors, run_id, Services.find(members[0].ray_id))
         nodes._check()
         return nodes

@@ -57,7 +57,10 @@ class Interrupts:
         if self._number is None:
             self._number, self._since = number, now
             # Not by print: it may be just what was interrupted.
-            os.write(2, f"\nmegarl: {signal.Signals(number).name}: ending (Ctrl-C: at once)\n".encode())
+            os.write(
+                2,
+                f"\nmegarl: {signal.Signals(number).name}: ending everything in order (Ctrl-C again: at once)\n".encode(),
+            )
             raise KeyboardInterrupt
         if number == signal.SIGINT and now - self._since > SAME_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

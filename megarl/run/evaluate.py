@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.core.log import setup_logging
+from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
@@ -21,16 +22,17 @@ def run_eval(path: Path, overrides: list[str]) -> None:
     loaded = load_recipe(path, overrides, Recipe)
     recipe = loaded.recipe
     checked = preflight_eval(recipe)
-    from megarl.run.session import eval_session
-
     folder = recipe.run.dir / f"{recipe.run.name}-eval"
     console = Console()
     timer = PhaseTimer()
     with ExitStack() as stack:
+        scratch = stack.enter_context(Scratch.open())
+        from megarl.run.session import eval_session
+
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         console.print(f"{checked.eval_rows} held-out rows, model {recipe.model.path}", highlight=False)
         with console.status("starting the servers"):
-            rollout = stack.enter_context(eval_session(recipe, checked, timer, folder))
+            rollout = stack.enter_context(eval_session(recipe, checked, timer, folder, scratch))
         with console.status("answering and grading"), timer.phase("eval"):
             result = rollout.evaluate(0, 0)
     (folder / "eval.json").write_text(json.dumps(result.metrics, indent=1))

@@ -21,11 +21,11 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
     recipe = loaded.recipe
     resume = resumes(recipe.run.folder, resume, go_on)
     checked = preflight_supervised(recipe, resume=resume)
-    from megarl.run.session import supervised_session
-
     with opened(loaded, checked.lines(), resume) as run:
+        from megarl.run.session import supervised_session
+
         with run.timer.phase("start"):
-            session = run.stack.enter_context(supervised_session(recipe, checked, run.timer))
+            session = run.stack.enter_context(supervised_session(recipe, checked, run.timer, run.scratch))
             recorder = Recorder(
                 run.writers,
                 run.console,

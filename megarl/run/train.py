@@ -1,6 +1,7 @@
 """What `megarl train` does: check, start, run the loop, leave the results.
 
-Ray and the engines are imported only once a recipe has been accepted, so that a refusal takes no longer than the check.
+Ray and the engines are imported only once a recipe has been accepted, so that a refusal takes no longer than the check, and
+once the run has a temporary folder: what libraries put there as they are imported goes with the run.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
     resume = resumes(recipe.run.folder, resume, go_on)
     checked = preflight(recipe, sources=loaded.sources, resume=resume)
     predicted = place(recipe).predicted
-    from megarl.run.session import train_session
-
     with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
+        from megarl.run.session import train_session
+
         timer = run.timer
         with timer.phase("start"):
-            session = run.stack.enter_context(train_session(recipe, checked, timer))
+            session = run.stack.enter_context(train_session(recipe, checked, timer, run.scratch))
             recorder = Recorder(
                 run.writers,
                 run.console,
