@@ -13,7 +13,6 @@ from rich.console import Console
 
 from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
-from megarl.core.scratch import Scratch
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import Loaded
@@ -46,7 +45,6 @@ class Open:
     committed: Committed | None
     stop: StopRequest
     stack: ExitStack
-    scratch: Scratch
 
 
 @contextmanager
@@ -65,14 +63,13 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
         out.print(line, highlight=False, soft_wrap=True)
     with ending(loaded, checkpoints) as early, ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        scratch = stack.enter_context(Scratch.open())
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
         early.timer = PhaseTimer(on_phase=console.phase)
         try:
-            yield Open(console, early.timer, writers, checkpoints, committed, stop, stack, scratch)
+            yield Open(console, early.timer, writers, checkpoints, committed, stop, stack)
         except Exception as error:
             early.look(error)
             raise

@@ -120,12 +120,16 @@ def says_full(error: BaseException | None) -> bool:
 
 
 def full_disks(folders: list[Path]) -> list[str]:
-    """Those of these folders on whose disk nothing more can be written, for people; each disk once."""
-    found, devices = [], set()
-    for folder in folders:
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        usage, device = shutil.disk_usage(there), there.stat().st_dev
-        if usage.free < FULL_BYTES and device not in devices:
-            devices.add(device)
-            found.append(f"that of {folder}: {usage.free / 1e6:.1f} MB of {usage.total / 1e6:,.0f} MB are free")
-    return found
+    """The disks of these folders on which nothing more can be written, for people; each once."""
+    mounts = {_mount(folder.absolute()) for folder in folders}
+    usages = {mount: shutil.disk_usage(mount) for mount in sorted(mounts)}
+    return [
+        f"{mount}: {usage.free / 1e6:.1f} of {usage.total / 1e6:,.0f} MB are free"
+        for mount, usage in usages.items()
+        if usage.free < FULL_BYTES
+    ]
+
+
+def _mount(folder: Path) -> Path:
+    """Where the file system of a folder, or of what there is of its path, begins."""
+    return next(path for path in (folder, *folder.parents) if path.is_mount())

@@ -19,16 +19,20 @@ from megarl.run.preflight import preflight_eval
 
 def run_eval(path: Path, overrides: list[str]) -> None:
     """`megarl eval`."""
+    with Scratch.open() as scratch:
+        _evaluate(path, overrides, scratch)
+
+
+def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
     loaded = load_recipe(path, overrides, Recipe)
     recipe = loaded.recipe
     checked = preflight_eval(recipe)
+    from megarl.run.session import eval_session
+
     folder = recipe.run.dir / f"{recipe.run.name}-eval"
     console = Console()
     timer = PhaseTimer()
     with ExitStack() as stack:
-        scratch = stack.enter_context(Scratch.open())
-        from megarl.run.session import eval_session
-
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         console.print(f"{checked.eval_rows} held-out rows, model {recipe.model.path}", highlight=False)
         with console.status("starting the servers"):

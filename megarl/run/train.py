@@ -1,7 +1,6 @@
 """What `megarl train` does: check, start, run the loop, leave the results.
 
-Ray and the engines are imported only once a recipe has been accepted, so that a refusal takes no longer than the check, and
-once the run has a temporary folder: what libraries put there as they are imported goes with the run.
+Ray and the engines are imported only once a recipe has been accepted, so that a refusal takes no longer than the check.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megarl.core.scratch import Scratch
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import load_recipe
@@ -25,6 +25,11 @@ CRITIC_EXPORT = "hf_critic"
 
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl train`."""
+    with Scratch.open() as scratch:
+        _train(path, overrides, resume, go_on, scratch)
+
+
+def _train(path: Path, overrides: list[str], resume: bool, go_on: bool, scratch: Scratch) -> None:
     loaded = load_recipe(path, overrides, Recipe)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
@@ -32,12 +37,12 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
     resume = resumes(recipe.run.folder, resume, go_on)
     checked = preflight(recipe, sources=loaded.sources, resume=resume)
     predicted = place(recipe).predicted
-    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
-        from megarl.run.session import train_session
+    from megarl.run.session import train_session
 
+    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
         timer = run.timer
         with timer.phase("start"):
-            session = run.stack.enter_context(train_session(recipe, checked, timer, run.scratch))
+            session = run.stack.enter_context(train_session(recipe, checked, timer, scratch))
             recorder = Recorder(
                 run.writers,
                 run.console,
