@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DiskFullError, MegarlError, UserError
+from megarl.core.errors import DiskFullError, MegarlError
 from megarl.core.exit_codes import REFUSED
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import Loaded, command_of
@@ -43,11 +43,13 @@ class Ending:
     def told(self, error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
         """The error that ends the run, with what is left of it. Its processes have been ended by now."""
         abandoned = self.checkpoints.abandon()
-        if says_full(error) and not isinstance(error, UserError):
-            where = "; ".join(self._full) or "by now there is room on it again"
-            error = DiskFullError(f"A disk is full ({where}): {error}")
         if isinstance(error, MegarlError) and error.exit_code == REFUSED:
             return error  # there was no run
+        if says_full(error):
+            where = "; ".join(self._full) or "by now there is room on it again"
+            # Closing files on a full disk fails once more; what failed first says more.
+            first = next((each for each in _chain(error) if isinstance(each, MegarlError)), error)
+            error = DiskFullError(f"A disk is full ({where}): {first}")
         lines = [self._how_far()]
         if abandoned:
             lines.append(f"The checkpoint of step {abandoned[-1]} was not whole yet and has been removed.")
@@ -106,17 +108,23 @@ def _program() -> list[str]:
     return ["megarl"] if found is not None and Path(found).resolve() == called.resolve() else [str(called)]
 
 
-def says_full(error: BaseException | None) -> bool:
+def says_full(error: BaseException) -> bool:
     """Whether an error, or what it came from, is about a full disk or a quota."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if any(words in str(error) for words in FULL):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        (isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT))
+        or any(words in str(each) for words in FULL)
+        for each in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what it came from."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__
 
 
 def full_disks(folders: list[Path]) -> list[str]:

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +115,10 @@ def start(folder: Path, *overrides: str, command: str = "train") -> Driver:
         # Whoever runs the tests in the background may have them ignore Ctrl-C, which children inherit.
         preexec_fn=_heed_interrupts,
     )
-    return Driver(process, folder / "runs" / name, {path.name for path in janitor.SHARED_MEMORY.iterdir()}, temp)
+    segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()}
+    driver = Driver(process, folder / "runs" / name, segments, temp)
+    weakref.finalize(driver, shutil.rmtree, temp, ignore_errors=True)
+    return driver
 
 
 def _heed_interrupts() -> None:
