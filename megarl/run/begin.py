@@ -67,7 +67,7 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
-        early.timer = PhaseTimer(on_phase=console.phase)
+        early.timer = PhaseTimer(on_phase=console.phase, on_progress=console.progress)
         try:
             yield Open(console, early.timer, writers, checkpoints, committed, stop, stack)
         except Exception as error:
