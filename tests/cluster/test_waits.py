@@ -86,7 +86,7 @@ def test_results_come_in_the_order_of_the_calls(workers: list[Worker], waiter: W
 def test_what_is_waited_for_says_how_far_it_is(workers: list[Worker], runtime: Runtime) -> None:
     seen: list[Done] = []
     waiter = Waiter(PhaseTimer(on_progress=seen.append), runtime.nodes)
-    calls = [Call(workers[0], workers[0].handle.count_to_three.remote(waits.PROGRESS_EVERY_S))]
+    calls = [Call(workers[0], workers[0].handle.count_to_three.remote(2 * waits.LOOK_EVERY_S))]
     assert waiter.wait(calls, phase="rollout", role="rollout", deadline_s=60) == ["done"]
     assert seen and all(done.total == 3 for done in seen)
     slow = [Call(workers[0], workers[0].handle.count_to_three.remote(30.0))]
