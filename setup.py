@@ -16,6 +16,7 @@ RUNTIME = [
     "numpy",
     "safetensors",
     "psutil",
+    "py-spy",
     "pyyaml",
     "pydantic>=2",
     "typer",

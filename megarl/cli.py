@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from types import FrameType
-from typing import NoReturn
+from typing import Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from megarl.commands import convert, doctor, evaluate, plan, profile, recipe, submit, supervised, train
 from megarl.core.errors import MegarlError
+from megarl.core.interrupts import Interrupts
+
+
+class Commands(TyperGroup):
+    """All commands. Typer itself ends with 130 at a KeyboardInterrupt, and says nothing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Raises InterruptError where Ctrl-C or SIGTERM ended it."""
+        with Interrupts() as interrupts:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt as error:
+                raise interrupts.error(error) from None
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Reinforcement-learning post-training of large language models on Megatron-core, SGLang and Ray.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -32,21 +46,10 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(submit.app)  # submit, status, logs, cancel
 
 
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends a run as Ctrl-C does: everything is torn down in order, which a second one must not interrupt."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def main() -> None:
-    """Entry point: one paragraph for a user's mistake (exit code 2), no stack trace for an expected error (exit code 1)."""
-    signal.signal(signal.SIGTERM, _terminate)
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    """Entry point. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
     try:
         app(standalone_mode=True)
     except MegarlError as error:
-        errors.print(f"megarl: {error}", markup=False)
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"megarl: {error.told()}", markup=False)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        errors.print("megarl: interrupted; everything of this run has been ended", markup=False)
-        sys.exit(130)

@@ -32,9 +32,13 @@ from megarl.cluster.checks import (
     describe_devices,
 )
 from megarl.cluster.network import Echo, interface_of, probe_all
+from megarl.cluster.services import Services
+from megarl.cluster.stacks import PY_SPY_S, foreign_stack
 from megarl.core import janitor
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.log import get_logger
+from megarl.core.process_state import stopped_of
+from megarl.core.scratch import REGISTRY, temporary
 from megarl.core.versions import code_digest, installed
 from megarl.rollout.process import free_port
 
@@ -48,7 +52,6 @@ PROBE_S = 6.0  # longest wait for a peer to send a few kilobytes back
 CLEAN_S = 10.0  # longest wait for a node to end what is left on it
 COMPARED = ("torch", "megatron-core", "sglang", "sglang-router", "transformers", "ray", "numpy")
 GONE = "the process has ended"
-REGISTRY = "shared_memory.txt"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Node:
     """One machine.
 
     name: its hostname. address: by which the others reach it. ray_id: Ray's name for it. temp: folder for sockets and
-    temporary files, on its own disk. devices: of the platform's, as Ray counts them.
+    temporary files, on its own disk. devices: of the platform's, as Ray counts them. joined: its Ray is not this run's,
+    so that processes do not inherit where their temporary files go.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Node:
     ray_id: str
     temp: Path
     devices: int
+    joined: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -81,6 +86,7 @@ class NodeActor:
         self._address = address
         self._run_id = run_id
         self._temp = Path(tempfile.mkdtemp(prefix="megarl-"))
+        temporary(self._temp).mkdir()
         self._echo: Echo | None = None
         janitor.start(run_id, self._temp / REGISTRY, folders=[self._temp], detached=True)
 
@@ -122,6 +128,14 @@ class NodeActor:
         os.kill(pid, number)
         return ""
 
+    def stopped(self) -> list[str]:
+        """Processes of the run here that stand still, for people."""
+        return [str(each) for each in stopped_of(self._run_id)]
+
+    def foreign_stack(self, pid: int) -> str:
+        """All stacks of a process here, read from outside; or why there are none."""
+        return foreign_stack(pid)
+
     def clean(self) -> int:
         """End what Ray does not know of: every process of the run here that is no worker of its; how many there were.
 
@@ -143,12 +157,14 @@ def _parent(pid: int) -> int:
 class Nodes:
     """All machines of a run, the driver's first. A run that started its own Ray has one, and no actor on it.
 
-    facts and actors: by Ray's name for the node.
+    facts and actors: by Ray's name for the node. run_id: of the run. services: Ray's own processes on the driver's.
     """
 
     members: tuple[Node, ...] = ()
     facts: Mapping[str, NodeFacts] = field(default_factory=dict)
     actors: Mapping[str, Any] = field(default_factory=dict)
+    run_id: str = ""
+    services: Services = field(default_factory=Services)
 
     @classmethod
     def join(cls, run_id: str, resource: str, num_devices: int, paths: Mapping[Path, Path]) -> Nodes:
@@ -175,8 +191,10 @@ class Nodes:
             raise DeadlineError(f"No process of the run could be started on these nodes:\n{lines}")
         facts: dict[str, NodeFacts] = answers
         devices = {row["NodeID"]: int(row["Resources"].get(resource, 0)) for row in rows}
-        members = tuple(Node(fact.name, fact.address, key, fact.temp, devices[key]) for key, fact in facts.items())
-        nodes = cls(members, facts, actors)
+        members = tuple(
+            Node(fact.name, fact.address, key, fact.temp, devices[key], joined=True) for key, fact in facts.items()
+        )
+        nodes = cls(members, facts, actors, run_id, Services.find(members[0].ray_id))
         nodes._check()
         return nodes
 
@@ -245,9 +263,7 @@ class Nodes:
 
     def signal(self, address: str, pid: int, number: int) -> str:
         """Send a signal to a process of the run, on whatever node it is; why not, or nothing."""
-        actor = next(
-            (self.actors[node.ray_id] for node in self.members if node.address == address and self.actors), None
-        )
+        actor = self._actor_at(address)
         if actor is not None:
             answers, failed = _ask({"": actor.signal.remote(pid, number)}, CALL_S)
             return str(answers.get("", failed.get("")))
@@ -257,8 +273,31 @@ class Nodes:
             return GONE
         return ""
 
+    def foreign_stack(self, address: str, pid: int) -> str:
+        """All stacks of a process, on whatever node it is, read from outside; or why there are none."""
+        actor = self._actor_at(address)
+        if actor is None:
+            return foreign_stack(pid)
+        answers, failed = _ask({"": actor.foreign_stack.remote(pid)}, CALL_S + PY_SPY_S)
+        return str(answers.get("", f"({failed.get('')})"))
+
+    def _actor_at(self, address: str) -> Any:
+        """A node's own actor; None where there is none."""
+        return next(
+            (self.actors[node.ray_id] for node in self.members if node.address == address and self.actors), None
+        )
+
+    def stopped(self) -> list[str]:
+        """Processes of the run that stand still, on any node that answers, for people."""
+        if not self.actors:
+            return [str(each) for each in stopped_of(self.run_id)] if self.run_id else []
+        answers, _ = _ask({key: actor.stopped.remote() for key, actor in self.actors.items()}, CALL_S)
+        return [f"{each} on {node}" for node in self.members for each in answers.get(node.ray_id, ())]
+
     def clean(self) -> None:
         """End what is left of the run on every node that can be reached, side by side."""
+        if self.services.ended():
+            return  # nobody can be reached by this Ray; their janitors do it
         answers, failed = _ask({key: actor.clean.remote() for key, actor in self.actors.items()}, CLEAN_S)
         for node in self.members:
             if answers.get(node.ray_id):

@@ -73,10 +73,3 @@ def configure_process(spec: ProcessSpec) -> ProcessFacts:
     # The file stays open for the life of the process: a signal handler cannot open one.
     faulthandler.register(STACK_SIGNAL, file=spec.stack.open("w"), all_threads=True)
     return ProcessFacts(os.getpid(), socket.gethostname(), spec.address)
-
-
-def tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a text file, or a word that there is none."""
-    if not path.exists():
-        return f"(no {path.name})"
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) or f"({path.name} is empty)"

@@ -10,8 +10,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +20,17 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.nodes import REGISTRY, Node, Nodes
+from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
+from megarl.cluster.services import Services
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.core.scratch import Scratch
 
 log = get_logger(__name__)
 
@@ -40,18 +41,22 @@ CONNECT_S = 10.0
 class Runtime:
     """What every process of the run needs to know. Use as a context manager: leaving it leaves nothing behind.
 
-    folder: the run's folder, absolute. run_id: marks every process of the run. api_key: the servers' and the router's.
-    nodes: the driver's first. slots: one a rank, in the order of the ranks.
+    folder: the run's folder, absolute. api_key: the servers' and the router's. scratch: on the driver's machine. closes:
+    whether the scratch folder goes with it. nodes: the driver's first. slots: one a rank, in the order of the ranks.
     """
 
     platform: Platform
     folder: Path
-    run_id: str
     api_key: str
-    temp: Path
-    guard: subprocess.Popen[bytes]
+    scratch: Scratch
+    closes: bool = True
     nodes: Nodes = field(default_factory=lambda: Nodes(()))
     slots: tuple[Slot, ...] = ()
+
+    @property
+    def run_id(self) -> str:
+        """Marks every process of the run."""
+        return self.scratch.run_id
 
     @property
     def logs(self) -> Path:
@@ -72,22 +77,28 @@ class Runtime:
         return ProcessSpec(name, self.logs, self.address_of(node or self.here), Path.cwd())
 
     @classmethod
-    def start(cls, platform: Platform, folder: Path, num_devices: int, reads: Sequence[Path] = ()) -> Runtime:
+    def start(
+        cls,
+        platform: Platform,
+        folder: Path,
+        num_devices: int,
+        reads: Sequence[Path] = (),
+        scratch: Scratch | None = None,
+    ) -> Runtime:
         """Start Ray on this machine, or join the one that the environment names, and take a device for every rank.
 
-        reads: what every node has to see, beside the run's folder. Raises UserError, DeadlineError and MegarlError; what
-        was started is gone then.
+        reads: what every node has to see, beside the run's folder. scratch: one of its own where not given. Raises
+        UserError, DeadlineError and MegarlError; what was started is gone then.
         """
-        run_id = secrets.token_hex(8)
         folder = folder.resolve()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        # Ray's sockets live here and their paths must stay short.
-        temp = Path(tempfile.mkdtemp(prefix="megarl-"))
+        closes = scratch is None
+        scratch = scratch or Scratch.open()
+        run_id = scratch.run_id
         os.environ.update(platform.env)
         os.environ[janitor.RUN_ID_VARIABLE] = run_id
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
-        guard = janitor.start(run_id, temp / REGISTRY, folders=[temp])
-        runtime = cls(platform, folder, run_id, secrets.token_hex(32), temp, guard)
+        runtime = cls(platform, folder, secrets.token_hex(32), scratch, closes)
         address = os.environ.get(RAY_ADDRESS_VARIABLE)
         try:
             if address:
@@ -96,10 +107,11 @@ class Runtime:
                     paths = {witness: folder, **{path: path for path in (Path.cwd(), *reads)}}
                     runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, paths)
             else:
-                _start_ray(platform, run_id, num_devices, temp)
+                _start_ray(platform, run_id, num_devices, scratch.folder)
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
                 count = int(devices.get(platform.ray_resource, 0))
-                runtime.nodes = Nodes((Node(socket.gethostname(), LOOPBACK, here, temp, count),))
+                node = Node(socket.gethostname(), LOOPBACK, here, scratch.folder, count)
+                runtime.nodes = Nodes((node,), run_id=run_id, services=Services.find(here))
             runtime.slots = reserve(platform, runtime.nodes.members, num_devices)
         except BaseException:
             runtime.close()
@@ -111,12 +123,13 @@ class Runtime:
         if ray.is_initialized():
             self.nodes.clean()
             ray.shutdown()
-        cleaned = janitor.clean(self.run_id, self.temp / REGISTRY, folders=[self.temp], but=[self.guard.pid])
+        self.nodes.services.close()
+        cleaned = janitor.clean(self.run_id, self.scratch.registry, but=[self.scratch.guard.pid])
         if cleaned.pids:
             log.info("ended %d processes that were still there", len(cleaned.pids))
         os.environ.pop(janitor.RUN_ID_VARIABLE, None)
-        self.guard.kill()
-        self.guard.wait()
+        if self.closes:
+            self.scratch.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -124,6 +137,8 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, UserError):
+            error.exit_code = FAULT  # devices were taken: this is no refusal any more
         self.close()
 
 

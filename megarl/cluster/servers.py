@@ -172,8 +172,10 @@ class ServerPool:
             return
         self.servers.remove(gone)
         if not self.servers:
+            circumstances = self._waiter.circumstances()
             raise WorkerDiedError(
                 f"{endpoint.name} ({endpoint.url}, pid {gone.pid}) left the pool, and no server remains. {reason}"
+                + (f"\n{circumstances}" if circumstances else "")
             )
         log.warning("%s left the pool, %d remain: %s", endpoint.name, len(self.servers), reason.splitlines()[0])
         # Nobody waits for these: the router's own health checks pass over a server that is gone.

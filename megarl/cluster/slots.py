@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from megarl.cluster.nodes import Node
 from megarl.core.errors import DeadlineError, UserError
 from megarl.core.platform import Platform
+from megarl.core.scratch import TMPDIR, temporary
 
 RESERVE_S = 60.0
 FEW_CPUS = 0.01  # a process that waits for a device most of the time
@@ -63,13 +64,14 @@ def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1
         range(count), key=lambda bundle: (places[table[bundle]], list(map(_number, devices[bundle])), bundle)
     )
     uses = {"num_gpus": float(size)} if resource == "GPU" else {"resources": {resource: float(size)}}
+    chosen = [(bundle, nodes[places[table[bundle]]]) for bundle in order]
     return tuple(
         Slot(
-            nodes[places[table[bundle]]],
+            node,
             devices[bundle],
-            {"num_cpus": FEW_CPUS, "scheduling_strategy": _bundle(group, bundle), **uses},
+            {"num_cpus": FEW_CPUS, "scheduling_strategy": _bundle(group, bundle), **uses, **_place(node)},
         )
-        for bundle in order
+        for bundle, node in chosen
     )
 
 
@@ -129,7 +131,12 @@ def beside(nodes: Sequence[Node], taken: Sequence[Slot], count: int) -> tuple[Sl
 def slot_on(node: Node) -> Slot:
     """A slot on this node that takes no device."""
     strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
-    return Slot(node, (), {"num_cpus": 0, "scheduling_strategy": strategy})
+    return Slot(node, (), {"num_cpus": 0, "scheduling_strategy": strategy, **_place(node)})
+
+
+def _place(node: Node) -> dict[str, Any]:
+    """Where a process's temporary files go: libraries make some as they are imported, before any line of ours."""
+    return {"runtime_env": {"env_vars": {TMPDIR: str(temporary(node.temp))}}} if node.joined else {}
 
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:

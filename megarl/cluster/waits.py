@@ -11,21 +11,29 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megarl.cluster.checks import BrokenLinkError, check_links, describe_links, describe_lost
 from megarl.cluster.nodes import Nodes
-from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec, tail
+from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec
+from megarl.cluster.services import RayDiedError
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
+from megarl.core.log import get_logger
+from megarl.core.log_tail import last_lines, own_words
 from megarl.core.progress import read_progress
 from megarl.core.timing import PhaseTimer
 
 T = TypeVar("T")
 U = TypeVar("U")
 
+log = get_logger(__name__)
+
 STACK_WAIT_S = 2.0
+STACK_LINES = 60
+LOOK_EVERY_S = 0.5  # between two looks at Ray's own processes, and at how far an operation is, while waiting
 LINKS_EVERY_S = 10.0  # between two looks at the network while waiting
-PROGRESS_EVERY_S = 1.0  # between two looks at how far an operation is
+# How Ray says that a worker's connection broke off; it adds a page of guesses.
+CUT_OFF = "connection error code 2"
 WATCH_WAIT_S = 2.0  # how much later than its callers a supervisor may notice that its process has ended
 
 
@@ -94,16 +102,17 @@ class Waiter:
 
         Raises WorkerDiedError, DeadlineError, BrokenLinkError, or the call's own MegarlError with the worker's name in
         front. The first failure is raised at once, whatever the other calls still do; where the network explains it, it
-        comes first.
+        comes first, and so does what else explains it: Ray itself, or a process that somebody has stopped.
         """
         with self.timer.waiting():
             try:
                 return self._wait(calls, phase, role, deadline_s)
-            except (UserError, BrokenLinkError):
+            except (UserError, BrokenLinkError, RayDiedError):
                 raise
             except MegarlError as error:
-                if network := self._network():
-                    raise type(error)(f"{network}\n{error}") from error
+                self._check_ray()
+                if reasons := self.circumstances():
+                    raise type(error)(f"{reasons}\n{error}") from error
                 raise
 
     def _wait(self, calls: Sequence[Call], phase: str, role: str, deadline_s: float) -> list[Any]:
@@ -113,9 +122,9 @@ class Waiter:
         end, look = now + deadline_s, now + LINKS_EVERY_S
         while len(results) < len(by_ref):
             pending = [ref for ref in by_ref if ref not in results]
-            pause_s = PROGRESS_EVERY_S if self.timer.on_progress else LINKS_EVERY_S
-            timeout_s = max(0.0, min(end, look, time.monotonic() + pause_s) - time.monotonic())
+            timeout_s = max(0.0, min(end - time.monotonic(), look - time.monotonic(), LOOK_EVERY_S))
             ready, _ = ray.wait([*pending, *self.watches], num_returns=1, timeout=timeout_s)
+            self._check_ray()
             if time.monotonic() > end and not ready:
                 raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
             if time.monotonic() > look:
@@ -153,17 +162,29 @@ class Waiter:
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
             ended(f"its supervisor ended: {type(error).__name__}")
 
-    def _network(self) -> str:
-        """What is wrong with nodes and links, if anything is."""
-        lost, broken = self.nodes.lost(), self.nodes.broken()
-        return "\n".join([*([describe_lost(lost)] if lost else []), *([describe_links(broken)] if broken else [])])
+    def _check_ray(self) -> None:
+        """Raises RayDiedError where Ray's own processes have ended: every other sign comes of that."""
+        if ended := self.nodes.services.ended():
+            log.error("%s", ended)  # now: taking a run without Ray apart lasts several seconds
+            raise RayDiedError(ended)
+
+    def circumstances(self) -> str:
+        """What is wrong with nodes, links and processes, and may be why something else is; empty where nothing is."""
+        lost, broken, stopped = self.nodes.lost(), self.nodes.broken(), self.nodes.stopped()
+        lines = [*([describe_lost(lost)] if lost else []), *([describe_links(broken)] if broken else [])]
+        if stopped:
+            lines.append(
+                f"Stopped, and let go on by kill -CONT and the pid: {', '.join(stopped)}. Whatever waits for them waits "
+                "in vain."
+            )
+        return "\n".join(lines)
 
     def _deadline(self, phase: str, role: str, deadline_s: float, workers: list[Worker]) -> DeadlineError:
         names = ", ".join(worker.name for worker in workers)
         far = [(worker.name, read_progress(worker.spec.progress)) for worker in workers]
         reached = "".join(f" {name} had done {done}." for name, done in far if done is not None)
         stacks = [f"--- {worker.name}, stacks:\n{stacks_of(worker, self.nodes)}" for worker in workers]
-        logs = [f"--- {worker.name}, end of {worker.spec.log}:\n{tail(worker.spec.log)}" for worker in workers]
+        logs = [f"--- {worker.name}, end of {worker.spec.log}:\n{own_words(worker.spec.log)}" for worker in workers]
         return DeadlineError(
             f"{phase} ({role}) did not finish within {deadline_s:g} s. Still waiting for: {names}.{reached} If this work is only "
             "slow, raise its limit under `deadlines` in the recipe.\n" + "\n".join([*stacks, *logs])
@@ -171,20 +192,26 @@ class Waiter:
 
 
 def stacks_of(worker: Worker, nodes: Nodes) -> str:
-    """All stacks of a process, on whatever node it is, as its own fault handler writes them."""
+    """All stacks of a process, on whatever node it is: as its own fault handler writes them, or read from outside."""
+    facts = worker.facts
+    if not facts.pid:
+        return "(no stack: the process has not said yet which one it is; it may still be starting)"
     before = worker.spec.stack.stat().st_size if worker.spec.stack.exists() else 0
-    if trouble := nodes.signal(worker.facts.address, worker.facts.pid, STACK_SIGNAL):
+    if trouble := nodes.signal(facts.address, facts.pid, STACK_SIGNAL):
         return f"({trouble})"
     end = time.monotonic() + STACK_WAIT_S
     size = before
     while time.monotonic() < end:
         # The handler writes in several pieces: the dump is whole once it stopped growing.
         time.sleep(0.1)
-        grown = worker.spec.stack.stat().st_size
+        grown = worker.spec.stack.stat().st_size if worker.spec.stack.exists() else 0
         if grown == size and grown > before:
-            break
+            return last_lines(worker.spec.stack, STACK_LINES)
         size = grown
-    return tail(worker.spec.stack, 60)
+    if size > before:
+        return last_lines(worker.spec.stack, STACK_LINES)
+    outside = nodes.foreign_stack(facts.address, facts.pid)
+    return f"(its own handler did not answer within {STACK_WAIT_S:g} s)\n{outside}"
 
 
 def _fetch(call: Call, phase: str, role: str) -> Any:
@@ -197,15 +224,24 @@ def _fetch(call: Call, phase: str, role: str) -> Any:
             raise type(cause)(f"{phase} ({role}), {worker.name}: {cause}") from None
         raise MegarlError(
             f"{phase} ({role}) failed on {worker.name}: {type(cause).__name__}: {cause}\n--- its trace:\n{error}"
-            f"\n--- end of {worker.spec.log}:\n{tail(worker.spec.log)}"
+            f"\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
         ) from error
     except RayActorError as error:
         raise WorkerDiedError(
             f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died during {phase} ({role}). "
-            f"{_reason(error)}\n--- end of {worker.spec.log}:\n{tail(worker.spec.log)}"
+            f"{_reason(error)}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
+        ) from error
+    except RayError as error:
+        raise WorkerDiedError(
+            f"{phase} ({role}): what {worker.name} gave is lost. {type(error).__name__}: {error}"
         ) from error
 
 
 def _reason(error: RayActorError) -> str:
+    if CUT_OFF in str(error):
+        return (
+            "It ended without a word: it crashed, or something killed it, as the kernel's out-of-memory killer does (see "
+            "dmesg)."
+        )
     lines = [line.strip() for line in str(error).splitlines() if "worker" in line.lower() or "died" in line.lower()]
     return " ".join(lines[-2:])

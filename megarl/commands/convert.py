@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from megarl.commands.options import Json, Timeout
+from megarl.core.scratch import Scratch
 
 if TYPE_CHECKING:
     from megarl.convert.job import Operation
@@ -76,10 +77,12 @@ def _convert(
     settings: tuple[bool, bool, float],
     as_json: bool,
 ) -> NoReturn:
-    from megarl.convert.commands import run_convert
-    from megarl.convert.convert import Settings
+    with Scratch.open():
+        from megarl.convert.commands import run_convert
+        from megarl.convert.convert import Settings
 
-    raise typer.Exit(run_convert(operation, src, dst, layout, dtype, Settings(*settings), as_json=as_json))
+        code = run_convert(operation, src, dst, layout, dtype, Settings(*settings), as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command(name="hf-to-mcore")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megarl.commands.options import Timeout
+from megarl.core.scratch import Scratch
 
 
 def profile(
@@ -21,6 +22,7 @@ def profile(
 
     Example: megarl profile --out cluster.yaml
     """
-    from megarl.profiling.command import run_profile
+    with Scratch.open():
+        from megarl.profiling.command import run_profile
 
-    run_profile(out, servers, timeout)
+        run_profile(out, servers, timeout)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from megarl.core.exit_codes import FAULT, REFUSED, STOPPED
 
 
 class MegarlError(Exception):
     """Base of every error that megarl raises on purpose; the command line prints it without a stack trace."""
 
-    exit_code = 1
+    exit_code = FAULT
+
+    def told(self) -> str:
+        """The message with its notes: what is known of the run that it ended."""
+        return "\n".join([str(self), *getattr(self, "__notes__", ())])
 
 
 class UserError(MegarlError, ValueError):
     """What a user can mend: the message says what is wrong, where, what is allowed, and what to do.
 
-    The command line prints it as one paragraph and exits with code 2, before any device is taken.
+    The command line prints it as one paragraph and exits with code 2, before any device is taken. One that comes out of a
+    run that has begun is a fault like others, and ends with code 1.
     """
 
-    exit_code = 2
+    exit_code = REFUSED
 
 
 class DeadlineError(MegarlError, TimeoutError):
@@ -33,7 +41,20 @@ class WorkerDiedError(MegarlError):
 class StoppedError(MegarlError):
     """The run has stopped before its end, as it was asked to, with a checkpoint of its last step: it can go on later."""
 
-    exit_code = 75  # what sysexits.h calls a temporary failure
+    exit_code = STOPPED
+
+
+class InterruptError(MegarlError):
+    """A signal has ended the command: Ctrl-C or SIGTERM. Its exit code is 128 + the signal's number, as shells say it."""
+
+    def __init__(self, number: int) -> None:
+        name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+        super().__init__(f"interrupted by {name}.")
+        self.exit_code = 128 + number
+
+
+class DiskFullError(MegarlError):
+    """A disk is full: names it, and what there is of it."""
 
 
 class SyncError(MegarlError):

@@ -5,6 +5,7 @@ Libraries' own logs are not touched; megarl's loggers are the children of `megar
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Iterable
@@ -44,6 +45,15 @@ class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Says nothing of a full disk, which would be a stack trace a line: the run's own error does."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            super().handleError(record)
+
+
 @dataclass(frozen=True)
 class RunLog:
     """The handlers of one run: close() takes them off again."""
@@ -79,7 +89,7 @@ def setup_logging(
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     secrets = tuple(secrets)
-    to_file = logging.FileHandler(file, encoding="utf-8")
+    to_file = _FileHandler(file, encoding="utf-8")
     to_file.setLevel(file_level)
     to_file.setFormatter(
         HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S", secrets)

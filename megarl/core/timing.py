@@ -48,6 +48,7 @@ class PhaseTimer:
         self.epoch = time.time()
         self.spans: list[Span] = []
         self.totals: dict[str, float] = {}  # seconds by phase since the start
+        self.last: tuple[int | None, str] | None = None  # the step and the phase that began last
         self._on_phase = on_phase
         self.on_progress = on_progress
         self._clock = clock
@@ -80,7 +81,7 @@ class PhaseTimer:
         """One phase, by a name in PHASES; the same name may come again within a step, and adds up."""
         assert name in PHASES, f"phase {name!r} is not one of {', '.join(PHASES)}"
         assert self._phase is None, f"phase {name!r} began inside of phase {self._phase!r}"
-        self._phase = name
+        self._phase, self.last = name, (self._step, name)
         if self._on_phase is not None:
             self._on_phase(self._step, name)
         start = self.elapsed_s()

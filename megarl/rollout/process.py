@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megarl.core import janitor
 from megarl.core.errors import DeadlineError, MegarlError, WorkerDiedError
+from megarl.core.log_tail import own_words
 
 GUARD = Path(__file__).with_name("guarded.py")
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -159,10 +160,8 @@ class ManagedProcess:
         return frozenset(self._segments)
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines of the log."""
-        if not self.command.log.exists():
-            return "(no log)"
-        return "\n".join(self.command.log.read_text(errors="replace").splitlines()[-lines:]) or "(the log is empty)"
+        """The last lines of the log that are the process's own words."""
+        return own_words(self.command.log, lines)
 
     def epitaph(self) -> str:
         """How the process ended, and the end of its log."""

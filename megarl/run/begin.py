@@ -23,6 +23,7 @@ from megarl.report.console import RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE
 from megarl.report.writers import Writers, open_writers
+from megarl.run.ending import ending
 from megarl.run.preflight import CHECKPOINTS
 from megarl.run.recorder import Recorder
 from megarl.train import State
@@ -48,7 +49,10 @@ class Open:
 
 @contextmanager
 def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
-    """The run's folder, log, writers and console; closed in the end, whatever happens."""
+    """The run's folder, log, writers and console; closed in the end, whatever happens.
+
+    Errors from within say how to go on.
+    """
     recipe = loaded.recipe
     folder = recipe.run.folder
     checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
@@ -57,21 +61,18 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
     out = Console()
     for line in lines:
         out.print(line, highlight=False, soft_wrap=True)
-    with ExitStack() as stack:
+    with ending(loaded, checkpoints) as early, ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
-        yield Open(
-            console,
-            PhaseTimer(on_phase=console.phase, on_progress=console.progress),
-            writers,
-            checkpoints,
-            committed,
-            stop,
-            stack,
-        )
+        early.timer = PhaseTimer(on_phase=console.phase, on_progress=console.progress)
+        try:
+            yield Open(console, early.timer, writers, checkpoints, committed, stop, stack)
+        except Exception as error:
+            early.look(error)
+            raise
 
 
 def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
@@ -89,8 +90,7 @@ def end(recorder: Recorder, state: State, recipe: AnyRecipe) -> None:
     recorder.finish()
     if state.step < recipe.train.steps:
         raise StoppedError(
-            f"stopped as it was asked to, after step {state.step} of {recipe.train.steps}, which is committed. Go on with "
-            "it by --resume."
+            f"stopped as it was asked to, after step {state.step} of {recipe.train.steps}, which is committed."
         )
 
 

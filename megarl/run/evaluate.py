@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.core.log import setup_logging
+from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
@@ -18,6 +19,11 @@ from megarl.run.preflight import preflight_eval
 
 def run_eval(path: Path, overrides: list[str]) -> None:
     """`megarl eval`."""
+    with Scratch.open() as scratch:
+        _evaluate(path, overrides, scratch)
+
+
+def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
     loaded = load_recipe(path, overrides, Recipe)
     recipe = loaded.recipe
     checked = preflight_eval(recipe)
@@ -30,7 +36,7 @@ def run_eval(path: Path, overrides: list[str]) -> None:
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         console.print(f"{checked.eval_rows} held-out rows, model {recipe.model.path}", highlight=False)
         with console.status("starting the servers"):
-            rollout = stack.enter_context(eval_session(recipe, checked, timer, folder))
+            rollout = stack.enter_context(eval_session(recipe, checked, timer, folder, scratch))
         with console.status("answering and grading"), timer.phase("eval"):
             result = rollout.evaluate(0, 0)
     (folder / "eval.json").write_text(json.dumps(result.metrics, indent=1))

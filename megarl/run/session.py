@@ -17,6 +17,7 @@ from megarl.cluster.servers import ServerPool
 from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
+from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.rules import longest_sample
@@ -149,10 +150,12 @@ def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe
 
 
 @contextmanager
-def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iterator[TrainSession]:
+def train_session(
+    recipe: Recipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None
+) -> Iterator[TrainSession]:
     """Start servers, collector and ranks side by side; on leaving, end everything."""
     layouts = role_layouts(recipe)
-    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
+    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe), scratch) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         slots = _server_slots(runtime, recipe)
         launching = _launch_rollout(runtime, recipe, slots, num_shards(recipe), waiter)
@@ -165,9 +168,11 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
 
 
 @contextmanager
-def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: Path) -> Iterator[RolloutPool]:
+def eval_session(
+    recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: Path, scratch: Scratch | None = None
+) -> Iterator[RolloutPool]:
     """Servers and collector only; on leaving, end everything. folder: where logs go."""
-    with Runtime.start(checked.platform, folder, 0, _reads(recipe)) as runtime:
+    with Runtime.start(checked.platform, folder, 0, _reads(recipe), scratch) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         rollout = _launch_rollout(runtime, recipe, _server_slots(runtime, recipe), 1, waiter).ready()
         yield rollout
@@ -175,9 +180,11 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
 
 
 @contextmanager
-def supervised_session(recipe: SupervisedRecipe, checked: Preflight, timer: PhaseTimer) -> Iterator[SupervisedSession]:
+def supervised_session(
+    recipe: SupervisedRecipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None
+) -> Iterator[SupervisedSession]:
     """Start the ranks and the feeder; on leaving, end everything."""
-    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
+    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe), scratch) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(supervised_specs(recipe, checked), ranks, recipe)

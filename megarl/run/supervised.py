@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
+from megarl.core.scratch import Scratch
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.run.begin import end, finish, opened, resumes
@@ -17,6 +18,11 @@ S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe)
 
 def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl sft`, `megarl rm` and `megarl dpo`."""
+    with Scratch.open() as scratch:
+        _supervise(kind, path, overrides, resume, go_on, scratch)
+
+
+def _supervise(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool, scratch: Scratch) -> None:
     loaded = load_recipe(path, overrides, kind)
     recipe = loaded.recipe
     resume = resumes(recipe.run.folder, resume, go_on)
@@ -25,7 +31,7 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
 
     with opened(loaded, checked.lines(), resume) as run:
         with run.timer.phase("start"):
-            session = run.stack.enter_context(supervised_session(recipe, checked, run.timer))
+            session = run.stack.enter_context(supervised_session(recipe, checked, run.timer, scratch))
             recorder = Recorder(
                 run.writers,
                 run.console,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megarl.core.scratch import Scratch
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import load_recipe
@@ -24,6 +25,11 @@ CRITIC_EXPORT = "hf_critic"
 
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl train`."""
+    with Scratch.open() as scratch:
+        _train(path, overrides, resume, go_on, scratch)
+
+
+def _train(path: Path, overrides: list[str], resume: bool, go_on: bool, scratch: Scratch) -> None:
     loaded = load_recipe(path, overrides, Recipe)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
@@ -36,7 +42,7 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
     with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
         timer = run.timer
         with timer.phase("start"):
-            session = run.stack.enter_context(train_session(recipe, checked, timer))
+            session = run.stack.enter_context(train_session(recipe, checked, timer, scratch))
             recorder = Recorder(
                 run.writers,
                 run.console,

@@ -116,6 +116,13 @@ class Checkpoints:
             "one is kept."
         )
 
+    def abandon(self) -> list[int]:
+        """Remove what was begun and not committed, once nobody writes it any more; its steps."""
+        begun = sorted(self.folder.glob(".tmp-step_*"))
+        for folder in begun:
+            shutil.rmtree(folder, ignore_errors=True)
+        return [int(folder.name.rpartition("_")[2]) for folder in begun]
+
     def naming(self, step: int) -> AbstractContextManager[None]:
         """Errors within speak of the checkpoint by its final name."""
         return naming({self._temporary(step).resolve(): self._final(step)})

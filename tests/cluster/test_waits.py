@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -42,6 +43,7 @@ class Helper:
         return value
 
     def hang_in_this_function(self) -> None:
+        print("hanging", flush=True)
         time.sleep(600)
 
     def count_to_three(self, seconds: float) -> str:
@@ -84,7 +86,7 @@ def test_results_come_in_the_order_of_the_calls(workers: list[Worker], waiter: W
 def test_what_is_waited_for_says_how_far_it_is(workers: list[Worker], runtime: Runtime) -> None:
     seen: list[Done] = []
     waiter = Waiter(PhaseTimer(on_progress=seen.append), runtime.nodes)
-    calls = [Call(workers[0], workers[0].handle.count_to_three.remote(waits.PROGRESS_EVERY_S))]
+    calls = [Call(workers[0], workers[0].handle.count_to_three.remote(2 * waits.LOOK_EVERY_S))]
     assert waiter.wait(calls, phase="rollout", role="rollout", deadline_s=60) == ["done"]
     assert seen and all(done.total == 3 for done in seen)
     slow = [Call(workers[0], workers[0].handle.count_to_three.remote(30.0))]
@@ -137,6 +139,36 @@ def test_a_watched_process_that_ends_is_noticed_during_another_wait(workers: lis
         )
     assert len(seen) == 1
     assert waiter.watches == {}
+
+
+def test_a_stopped_process_is_called_so_and_its_stack_is_read_from_outside(
+    workers: list[Worker], waiter: Waiter
+) -> None:
+    hanging = workers[1]
+    call = Call(hanging, hanging.handle.hang_in_this_function.remote())
+    while "hanging" not in hanging.spec.log.read_text():
+        time.sleep(0.05)
+    os.kill(hanging.facts.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError) as caught:
+            waiter.wait([call], phase="update", role="actor", deadline_s=1)
+    finally:
+        os.kill(hanging.facts.pid, signal.SIGCONT)
+    message = str(caught.value)
+    assert re.match(rf"Stopped, .*\(pid {hanging.facts.pid}, stopped by a signal\)", message)
+    assert "its own handler did not answer" in message and "hang_in_this_function" in message
+
+
+def test_who_has_not_said_its_pid_gets_no_signal(workers: list[Worker], waiter: Waiter) -> None:
+    """Pid 0 is the driver's own process group: it would stop the run."""
+    unknown = Worker(workers[0].handle, workers[0].spec, ProcessFacts(0, "?"))
+    heard: list[int] = []
+    before = signal.signal(waits.STACK_SIGNAL, lambda number, frame: heard.append(number))
+    try:
+        assert "has not said yet" in waits.stacks_of(unknown, waiter.nodes)
+    finally:
+        signal.signal(waits.STACK_SIGNAL, before)
+    assert heard == []
 
 
 class Cut(Nodes):

@@ -6,10 +6,13 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +43,7 @@ class Driver:
     process: subprocess.Popen[str]
     folder: Path  # the run's
     shared_memory_before: set[str]
+    temp: Path  # its TMPDIR
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -81,15 +85,16 @@ class Driver:
             self.process.communicate()
 
     def assert_nothing_left(self, within_s: float = 10.0) -> None:
-        """No process and no shared memory of the run, at the latest so many seconds from now."""
+        """No process, no shared memory and no temporary file of the run, at the latest so many seconds from now."""
         end = time.monotonic() + within_s
         run_id = self.run_id()
         while True:
             processes = janitor.processes_of(run_id)
             segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()} - self.shared_memory_before
-            if not processes and not segments:
+            files = list(self.temp.iterdir())
+            if not processes and not segments and not files:
                 return
-            assert time.monotonic() < end, (processes, segments)
+            assert time.monotonic() < end, (processes, segments, files)
             select.select([], [], [], POLL_S)
 
 
@@ -98,17 +103,22 @@ def start(folder: Path, *overrides: str, command: str = "train") -> Driver:
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
     name = next((each.split("=")[1] for each in overrides if each.startswith("run.name=")), "run")
+    # The paths of Ray's sockets have to stay short.
+    temp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     process = subprocess.Popen(
         [sys.executable, "-m", "megarl", command, str(recipe), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
         start_new_session=True,
         # Whoever runs the tests in the background may have them ignore Ctrl-C, which children inherit.
         preexec_fn=_heed_interrupts,
     )
-    return Driver(process, folder / "runs" / name, {path.name for path in janitor.SHARED_MEMORY.iterdir()})
+    segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()}
+    driver = Driver(process, folder / "runs" / name, segments, temp)
+    weakref.finalize(driver, shutil.rmtree, temp, ignore_errors=True)
+    return driver
 
 
 def _heed_interrupts() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.harness import Driver, is_rank, is_server, kill
+from tests.end_to_end.test_sft_and_eval import SFT_RECIPE
 
 pytestmark = pytest.mark.slow
 
@@ -20,16 +27,24 @@ def own_words(error: str) -> str:
 
 
 LONG = ("train.steps=1000", "train.save_every=1000", "data.eval=null")
+SAVING = (*LONG, "train.save_every=1")
+
+
+def pasted(error: str) -> list[str]:
+    """The command that the last line tells to paste."""
+    return shlex.split(error.rstrip().splitlines()[-1])
 
 
 def test_a_killed_rank_is_named(launch: Launch) -> None:
-    driver = launch("run.name=killed-rank", *LONG)
+    driver = launch("run.name=killed-rank", *SAVING)
     driver.wait_for_step(1)
     kill(driver.pids(is_rank))
     code, _, error = driver.finish(60)
     assert code == 1
     assert "rank 0 (pid " in error and "died during" in error
-    assert "Traceback" not in own_words(error)
+    assert "Traceback" not in own_words(error) and "UserWarning" not in error
+    assert re.search(r"The last good checkpoint is \S+/killed-rank/checkpoints/step_00000\d, of step \d\.", error)
+    assert pasted(error)[-1] == "--resume"
     driver.assert_nothing_left()
 
 
@@ -41,16 +56,68 @@ def test_the_last_server_killed_is_named(launch: Launch) -> None:
     assert code == 1
     assert "sglang server 0" in error and "no server remains" in error and "SIGKILL" in error
     assert "Traceback" not in own_words(error)
+    assert "No checkpoint had been committed yet" in error and pasted(error)[-1] == "--continue"
     driver.assert_nothing_left()
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 130)]
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_an_ended_driver_leaves_nothing(launch: Launch, number: signal.Signals, code: int) -> None:
-    driver = launch(f"run.name=driver-{number.name}", *LONG)
+def test_an_ended_driver_leaves_nothing_and_says_how_to_go_on(
+    launch: Launch, number: signal.Signals, code: int
+) -> None:
+    overrides = (f"run.name=driver-{number.name}", *SAVING)
+    driver = launch(*overrides)
     driver.wait_for_step(1)
     driver.pids(is_rank)
-    driver.process.send_signal(number)
-    assert driver.finish(30)[0] == code
+    if number == signal.SIGINT:
+        os.killpg(driver.process.pid, number)  # as a terminal does: to all that it has started
+    else:
+        driver.process.send_signal(number)
+    ended, _, error = driver.finish(30)
+    assert ended == code
     driver.assert_nothing_left()
+    if number != signal.SIGKILL:
+        last = max((driver.folder / "checkpoints").glob("step_*"))
+        assert f"megarl: {number.name}: ending" in error and "interrupted by" in error and "Traceback" not in error
+        assert re.search(r"The run was in step \d+ of 1000 \(\w+\)", error)
+        assert f"The last good checkpoint is {last}, of step {int(last.name[5:])}." in error
+        words = [sys.executable, "-m", "megarl", "train", str(driver.folder.parents[1] / "recipe.yaml")]
+        assert pasted(error) == [*words, *overrides, "--resume"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that holds two checkpoints, and not three."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full_in_mid_run(inputs: Path, small_disk: Path) -> None:
+    """Named, with the checkpoint that is whole; once there is room, the command that was printed goes on."""
+    recipe = inputs / "small.yaml"
+    recipe.write_text(SFT_RECIPE.format(folder=inputs))
+    saving = [
+        "train.save_every=1",
+        "train.keep_last=9",
+        "train.steps=4",
+        "cluster.devices=1",
+        "report.tensorboard=false",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megarl", "sft", str(recipe), f"run.dir={small_disk}", *saving]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"megarl: A disk is full ({small_disk}: " in done.stderr and "MB are free" in done.stderr
+    checkpoints = small_disk / "sft" / "checkpoints"
+    last = max(checkpoints.iterdir())
+    assert "Make room there first" in done.stderr and f"The last good checkpoint is {last}, of step " in done.stderr
+    assert [path for path in checkpoints.iterdir() if path.name.startswith(".")] == []
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert pasted(done.stderr) == [*command, "--resume"]
+    again = subprocess.run(pasted(done.stderr), capture_output=True, text=True, check=False, env=environment)
+    assert again.returncode == 0, again.stderr
+    assert (checkpoints / "step_000004").is_dir()

@@ -101,14 +101,16 @@ def test_a_link_cut_in_the_middle_or_before_the_start_is_named(cluster: Nodes, t
     cluster.mend_between(1, 2)
 
 
-def test_a_run_whose_node_is_cut_off_names_the_node_and_leaves_nothing(cluster: Nodes, inputs: Path) -> None:
+def test_a_run_whose_node_is_cut_off_names_the_node_and_leaves_nothing(
+    cluster: Nodes, inputs: Path, tmp_path: Path
+) -> None:
     recipe = inputs / "several.yaml"
     recipe.write_text(RECIPE.format(folder=inputs))
     overrides = ["run.name=several", "cluster.devices=2", "train.steps=1000", "data.eval=null"]
     process = cluster[0].popen(
         [sys.executable, "-m", "megarl", "train", str(recipe), *overrides], MEGARL_RAY_ADDRESS=cluster.ray_address
     )
-    driver = Driver(process, inputs / "runs" / "several", set())
+    driver = Driver(process, inputs / "runs" / "several", set(), tmp_path)
     driver.wait_for_step(2)
     ranks, servers = driver.pids(is_rank), driver.pids(is_server)
     counts = [len(on_node(cluster, index, ranks)) for index in range(3)]
@@ -124,6 +126,7 @@ def test_a_run_whose_node_is_cut_off_names_the_node_and_leaves_nothing(cluster: 
     assert code == 1
     assert f"{cluster[lost].name} ({cluster[lost].address})" in err
     assert "Traceback" not in err.partition("--- end of")[0]
+    assert "No checkpoint had been committed yet" in err and "--continue" in err.splitlines()[-1]
     end = time.monotonic() + 20
     reachable = [index for index in range(3) if index != lost]
     while left := [pid for index in reachable for pid in on_node(cluster, index, processes_of(driver.run_id()))]:

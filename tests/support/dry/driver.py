@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
 from megarl.cluster.slots import Slot
 from megarl.core import disk, platform
+from megarl.core.scratch import Scratch
 from megarl.data import pairs, sft
 from megarl.data.chat import load_tokenizer
 from megarl.placement.apply import Placed, place
@@ -107,6 +108,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(
             writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)
         )
+        patch.setattr(begin.Scratch, "open", lambda: nullcontext(_scratch(folder)))
         patch.setattr(train, "place", partial(_placed, book))
         patch.setattr(begin, "RunConsole", partial(_Silent, book))
         for module in (begin, train):
@@ -144,14 +146,24 @@ def _slots(node: Node, count: int, size: int) -> tuple[Slot, ...]:
 
 @contextmanager
 def _started(
-    book: Book, temp: Path, kind: platform.Platform, folder: Path, num_devices: int, reads: Sequence[Path] = ()
+    book: Book,
+    temp: Path,
+    kind: platform.Platform,
+    folder: Path,
+    num_devices: int,
+    reads: Sequence[Path] = (),
+    scratch: Scratch | None = None,
 ) -> Iterator[runtime.Runtime]:
     book.note("runtime", kind.name, num_devices)
     node = Node("node", "127.0.0.1", "0" * 56, temp, DEVICES)
-    nobody: Any = SimpleNamespace(pid=0)
     yield runtime.Runtime(
-        kind, folder.resolve(), "run", "key", temp, nobody, Nodes((node,)), _slots(node, num_devices, 1)
+        kind, folder.resolve(), "key", _scratch(temp), False, Nodes((node,)), _slots(node, num_devices, 1)
     )
+
+
+def _scratch(folder: Path) -> Scratch:
+    nobody: Any = SimpleNamespace(pid=0)
+    return Scratch("run", folder, nobody, None)
 
 
 def run(kind: type[AnyRecipe], recipe: Path, overrides: Sequence[str], temp: Path, *, resume: bool = False) -> Book:

@@ -1,0 +1,94 @@
+"""Ray's own processes on the driver's machine: without them nothing of a run goes on, and nobody else says so.
+
+The raylet starts and watches the run's processes; the GCS is where Ray's processes find each other. Where one of them has
+ended, what the driver sees first is something else: a server that seems to have died, or nothing at all for a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.errors import WorkerDiedError
+
+ROLES = {
+    "raylet": "Ray's raylet, which starts and watches all processes of the run on this machine,",
+    "gcs_server": "Ray's GCS, by which all processes of the run find each other,",
+}
+
+
+class RayDiedError(WorkerDiedError):
+    """Ray itself has ended under the run; whatever else is seen follows from that."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One of them. handle: a pidfd."""
+
+    name: str
+    pid: int
+    handle: int
+
+
+class Services:
+    """Watches some processes, without polling them."""
+
+    def __init__(self, services: Sequence[Service] = ()) -> None:
+        self._services = tuple(services)
+        self._poll = select.poll()
+        for service in self._services:
+            self._poll.register(service.handle, select.POLLIN)
+
+    @classmethod
+    def find(cls, node: str) -> Services:
+        """Those of a node of Ray's, which is to be this machine. node: Ray's name for it."""
+        marks = {f"--node_id={node}", f"--node-id={node}"}
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                name = words[0].rpartition("/")[2]
+                if name in ROLES and marks.intersection(words):
+                    found.append(Service(name, int(entry.name), os.pidfd_open(int(entry.name))))
+            except OSError:
+                continue  # it ended meanwhile, or it is another user's
+        return cls(found)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """By name."""
+        return {service.name: service.pid for service in self._services}
+
+    def ended(self) -> str:
+        """What has ended and how, for people; empty where everything runs. Takes no time."""
+        gone = {handle for handle, _ in self._poll.poll(0)}
+        return " ".join(
+            f"{ROLES[service.name]} has ended (pid {service.pid}{_how(service)}): nothing of the run can go on without it."
+            for service in self._services
+            if service.handle in gone
+        )
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        for service in self._services:
+            self._poll.unregister(service.handle)
+            os.close(service.handle)
+        self._services = ()
+
+
+def _how(service: Service) -> str:
+    try:
+        end = os.waitid(os.P_PIDFD, service.handle, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return ""  # somebody else has started it, and knows
+    if end is None:
+        return ""
+    if end.si_code == os.CLD_EXITED:
+        return f", exit code {end.si_status}"
+    hint = ", as the kernel's out-of-memory killer sends it: see dmesg" if end.si_status == 9 else ""
+    return f", by signal {end.si_status}{hint}"

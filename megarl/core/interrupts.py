@@ -1,0 +1,67 @@
+"""Ctrl-C and SIGTERM: everything is torn down in order, which takes seconds, and the user is told at once that it has begun.
+
+Not the request to stop with a checkpoint, which is SIGUSR1: core/stop.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+from megarl.core.errors import InterruptError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Whoever starts this process may send on what the terminal has sent already: that is one Ctrl-C, and not two.
+SAME_S = 1.0
+
+
+class Interrupts:
+    """The signals that end this process. Use as a context manager: it listens meanwhile.
+
+    The first one is raised as a KeyboardInterrupt. Later ones are ignored, as the work is on its way out, but for a Ctrl-C
+    of somebody who does not want to wait: it ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._since = 0.0
+        self._before: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> Interrupts:
+        # Only the main thread may set handlers, and only it gets signals.
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                # Whoever starts this process in the background may have it ignore Ctrl-C.
+                if before != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def error(self, cause: KeyboardInterrupt) -> InterruptError:
+        """What has interrupted, with the notes of the KeyboardInterrupt."""
+        # Ray raises one of its own in the place of the handler's, so that it cannot carry the number.
+        error = InterruptError(signal.SIGINT if self._number is None else self._number)
+        for note in getattr(cause, "__notes__", ()):
+            error.add_note(note)
+        return error
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._number is None:
+            self._number, self._since = number, now
+            # Not by print: it may be just what was interrupted.
+            os.write(
+                2,
+                f"\nmegarl: {signal.Signals(number).name}: ending everything in order (Ctrl-C again: at once)\n".encode(),
+            )
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and now - self._since > SAME_S:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,49 @@
+"""The temporary folder of a run: used by this process and its children, and gone afterwards, also where it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.core.scratch import TMPDIR, Scratch
+
+DRIVER = """
+import os, signal, tempfile
+from megarl.core.scratch import Scratch
+scratch = Scratch.open()
+tempfile.mkdtemp()
+print(scratch.folder, flush=True)
+signal.pause()
+"""
+
+
+def test_temporary_files_go_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TMPDIR, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Scratch.open() as scratch:
+        made = [tempfile.mkdtemp(), subprocess.check_output(["mktemp"], text=True).strip()]
+        assert all(Path(path).is_relative_to(scratch.folder) and Path(path).exists() for path in made)
+    assert list(tmp_path.iterdir()) == []
+    assert os.environ[TMPDIR] == tempfile.gettempdir() == str(tmp_path)
+
+
+def test_a_killed_process_leaves_none(tmp_path: Path) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, env={**os.environ, TMPDIR: str(tmp_path)}
+    )
+    assert driver.stdout is not None
+    folder = Path(driver.stdout.readline().strip())
+    assert folder.parent == tmp_path and folder.exists()
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    end = time.monotonic() + 10
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,114 @@
+"""What is said of a run that ends early: the newest whole checkpoint, and a command that can be pasted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, UserError
+from megarl.core.timing import PhaseTimer
+from megarl.recipe.schema import Recipe
+from megarl.run.ending import ending, full_disks, go_on_command
+from megarl.training.run_checkpoints import Checkpoints
+
+OVERRIDES = ("run.seed=2", "reward.fn=a b:c")
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Any:
+    recipe: Any = Recipe.model_construct()
+    values = {"run": SimpleNamespace(folder=tmp_path / "run"), "train": SimpleNamespace(steps=9)}
+    for name, value in values.items():
+        object.__setattr__(recipe, name, value)
+    return SimpleNamespace(recipe=recipe, path=Path("my recipe.yaml"), overrides=OVERRIDES)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2)
+
+
+def commit(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.begin(step, ["actor"])
+    checkpoints.commit(step, {"weight_version": step})
+
+
+def told(loaded: Any, checkpoints: Checkpoints, error: BaseException, timer: PhaseTimer | None = None) -> BaseException:
+    with pytest.raises(BaseException) as caught, ending(loaded, checkpoints) as early:
+        early.timer = timer
+        raise error
+    return caught.value
+
+
+def test_before_the_first_checkpoint_a_run_begins_anew(loaded: Any, checkpoints: Checkpoints) -> None:
+    error = told(loaded, checkpoints, DeadlineError("too late"))
+    assert isinstance(error, DeadlineError)
+    *_, last = error.told().splitlines()
+    assert "No checkpoint had been committed yet" in error.told() and "had not begun" in error.told()
+    assert shlex.split(last)[-5:] == ["train", "my recipe.yaml", *OVERRIDES, "--continue"]
+
+
+def test_the_newest_whole_checkpoint_is_named_and_a_half_one_is_removed(loaded: Any, checkpoints: Checkpoints) -> None:
+    commit(checkpoints, 2)
+    commit(checkpoints, 4)
+    (checkpoints.folder / "step_000004" / "state.json").write_text("")  # not whole any more
+    checkpoints.begin(6, ["actor"])
+    timer = PhaseTimer()
+    with timer.step(6), timer.phase("save"):
+        pass
+    error = told(loaded, checkpoints, KeyboardInterrupt(), timer)
+    assert isinstance(error, KeyboardInterrupt)
+    [note] = error.__notes__
+    assert (
+        "in step 6 of 9 (save)" in note and "The checkpoint of step 6 was not whole yet and has been removed." in note
+    )
+    assert f"The last good checkpoint is {checkpoints.folder / 'step_000002'}, of step 2." in note
+    assert shlex.split(note.splitlines()[-1])[-1] == "--resume"
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_000002", "step_000004"]
+
+
+def test_a_refusal_is_left_as_it_is_and_a_bug_keeps_its_trace(loaded: Any, checkpoints: Checkpoints) -> None:
+    refused = told(loaded, checkpoints, UserError("no such file"))
+    assert isinstance(refused, UserError) and refused.told() == "no such file"
+    bug = told(loaded, checkpoints, ZeroDivisionError("a bug"))
+    assert isinstance(bug, ZeroDivisionError) and "begin anew" in bug.__notes__[0]
+
+
+def test_a_full_disk_is_an_error_of_ours_whoever_met_it(loaded: Any, checkpoints: Checkpoints) -> None:
+    commit(checkpoints, 3)
+
+    def write() -> None:
+        with Path("/dev/full").open("w") as full:
+            full.write("a line")
+
+    for fail in (write, lambda: remote("rank 0: OSError: [Errno 28] No space left on device")):
+        with pytest.raises(DiskFullError, match="No space left") as caught, ending(loaded, checkpoints):
+            fail()
+        assert "Make room there first" in caught.value.told() and "of step 3" in caught.value.told()
+        assert caught.value.exit_code == 1
+
+
+def remote(text: str) -> None:
+    raise MegarlError(text)
+
+
+def test_disks_are_named_by_where_they_are_mounted() -> None:
+    assert full_disks([Path("/proc/self/not/there"), Path("/proc")]) == ["/proc: 0.0 of 0 MB are free"]
+
+
+def test_the_command_is_how_this_megarl_was_called(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "megarl"
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    assert go_on_command(loaded, "--resume").startswith(f"{program} train ")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert go_on_command(loaded, "--resume").startswith("megarl train 'my recipe.yaml' ")
+    monkeypatch.setattr(sys, "argv", ["/x/megarl/__main__.py"])
+    assert go_on_command(loaded, "--resume").startswith(f"{sys.executable} -m megarl train ")
