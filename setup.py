@@ -13,6 +13,7 @@ PINNED = {
 
 RUNTIME = [
     *(f"{name}=={version}" for name, version in PINNED.items() if name != "sglang"),
+    "huggingface_hub>=1.33",
     "numpy",
     "safetensors",
     "psutil",

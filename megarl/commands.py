@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +23,19 @@ from megarl.core.errors import StoppedError, UserError
 from megarl.core.log import setup_logging
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
+from megarl.hub.recipe import TRAIN, localize, names_of
 from megarl.models.flops import mfu
 from megarl.past_run import advice
 from megarl.placement.apply import place
-from megarl.preflight import CHECKPOINTS, preflight, preflight_eval, preflight_supervised
+from megarl.placement.workload import read_model
+from megarl.preflight import (
+    CHECKPOINTS,
+    check_devices,
+    check_start,
+    preflight,
+    preflight_eval,
+    preflight_supervised,
+)
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import KINDS, Loaded, detect_kind, load_recipe
@@ -168,13 +178,25 @@ def _resumes(folder: Path, resume: bool, go_on: bool) -> bool:
     return False
 
 
+def _found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool]:
+    """The recipe with what its names stand for, and whether the run goes on from a checkpoint."""
+    folder = loaded.recipe.run.folder
+    resume = _resumes(folder, resume, go_on)
+    if names_of(loaded.recipe):  # what can be refused without them is refused before anything is downloaded
+        check_start(loaded.recipe, resume=resume)
+    return localize(loaded, read_model, partial(_say, Console()), run=folder if resume else None), resume
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl train`."""
-    loaded = load_recipe(path, overrides, Recipe)
+    loaded, resume = _found(load_recipe(path, overrides, Recipe), resume, go_on)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
-    resume = _resumes(recipe.run.folder, resume, go_on)
     checked = preflight(recipe, sources=loaded.sources, resume=resume)
     predicted = place(recipe).predicted
     from megarl.session import train_session
@@ -226,9 +248,8 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
 
 def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl sft`, `megarl rm` and `megarl dpo`."""
-    loaded = load_recipe(path, overrides, kind)
+    loaded, resume = _found(load_recipe(path, overrides, kind), resume, go_on)
     recipe = loaded.recipe
-    resume = _resumes(recipe.run.folder, resume, go_on)
     checked = preflight_supervised(recipe, resume=resume)
     from megarl.session import supervised_session
 
@@ -277,12 +298,14 @@ def _finish(run: Open, model: Any, recipe: AnyRecipe) -> None:
 def run_eval(path: Path, overrides: list[str]) -> None:
     """`megarl eval`."""
     loaded = load_recipe(path, overrides, Recipe)
-    recipe = loaded.recipe
+    if names_of(loaded.recipe):
+        check_devices(loaded.recipe)
+    console = Console()
+    recipe = localize(loaded, read_model, partial(_say, console), skip=(TRAIN,)).recipe
     checked = preflight_eval(recipe)
     from megarl.session import eval_session
 
     folder = recipe.run.dir / f"{recipe.run.name}-eval"
-    console = Console()
     timer = PhaseTimer()
     with ExitStack() as stack:
         stack.callback(setup_logging(folder / DRIVER_LOG).close)

@@ -16,6 +16,7 @@ ROOMS = (
     "core",
     "algorithms",
     "recipe",
+    "hub",
     "data",
     "rewards",
     "models",
@@ -57,6 +58,7 @@ PLATFORM_MODULES = {"megarl.core.platform", "megarl.models.megatron_cpu"}
 WITHOUT_TORCH = (
     "core",
     "recipe",
+    "hub",
     "placement",
     "past_run",
     "plan_commands",
