@@ -76,10 +76,11 @@ def _chosen(configs: Mapping[str, Mapping[str, Any]], config: str | None, about:
         if config not in configs:
             raise UserError(f"{about}: there is no configuration {config!r}.{_near(config, configs)}")
         return config
-    default = [name for name, each in configs.items() if each.get("default") is True or name == "default"]
-    if len(configs) > 1 and len(default) != 1:
+    default = [name for name, each in configs.items() if each.get("default") is True]
+    chosen = default or [name for name in configs if name == "default"] or list(configs)
+    if len(chosen) > 1:
         raise UserError(f"{about}: it has the configurations {', '.join(configs)}. Name one: data.config.")
-    return default[0] if default else next(iter(configs))
+    return chosen[0]
 
 
 def _patterns(files: Any) -> dict[str, list[str]]:
@@ -144,7 +145,8 @@ def _pattern(found: Sequence[str], files: Sequence[str], split: str, about: str)
     pattern = f"{start}*{end}"
     folders = {PurePosixPath(file).parent for file in found}
     same = {file for file in files if PurePosixPath(file).parent in folders and fnmatchcase(file, pattern)}
-    if len(folders) > 1 or same != set(found):
+    suffixes = {PurePosixPath(file).suffix for file in found}
+    if len(folders) > 1 or len(suffixes) > 1 or same != set(found):
         raise UserError(
             f"{about}: the files of the split {split!r} have no pattern in common ({', '.join(found[:SHOWN])}). Put its rows "
             "into one file."
