@@ -116,29 +116,27 @@ def listing(repo: Repo, cache: Path | None = None) -> dict[str, int] | None:
     return {file.path: file.size for file in files}
 
 
-def find_config(path: Path, key: str = "model.path") -> Path:
-    """A model's config.json, and nothing else of it: of a folder, or of a name on the hub. Raises UserError.
+def config_here(path: Path) -> Path | None:
+    """A model's config.json in a folder, or in the hub's cache where the path is a name; None where neither has it."""
+    from huggingface_hub import try_to_load_from_cache
 
-    Of a path that is neither: where it would be.
-    """
     repo = hub_name(path, "model")
     if repo is None:
-        return path / CONFIG
-    return cached_config(repo) or fetch(resolve(repo, key), key, [CONFIG], _quiet).folder / CONFIG
+        return path / CONFIG if (path / CONFIG).exists() else None
+    found = try_to_load_from_cache(repo.name, CONFIG, repo_type=repo.kind, revision=repo.revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def fetch_config(path: Path, key: str = "model.path") -> Path:
+    """Where a model's config.json is: downloaded, and nothing else of it, where the path is a name. Raises UserError."""
+    repo = hub_name(path, "model")
+    return path / CONFIG if repo is None else fetch(resolve(repo, key), key, [CONFIG], _quiet).folder / CONFIG
 
 
 def find_tokenizer(path: Path, key: str = "model.path") -> Path:
     """The folder of a model's config and tokenizer, without its weights where it is a name on the hub. Raises UserError."""
     repo = hub_name(path, "model")
     return path if repo is None else fetch(resolve(repo, key), key, SMALL, _quiet, ignore=NEVER).folder
-
-
-def cached_config(repo: Repo) -> Path | None:
-    """A model's config.json, where the hub's cache has it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(repo.name, CONFIG, repo_type=repo.kind, revision=repo.revision)
-    return Path(found) if isinstance(found, str) else None
 
 
 def fetch_again(path: Path) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.errors import UserError
-from megarl.hub.fetch import find_config
+from megarl.hub.fetch import config_here, fetch_config
 from megarl.models.config import ModelConfig
 from megarl.models.context import SAMPLE_PARTS, check_context
 from megarl.models.hf_config import parse_model_config
@@ -142,7 +142,7 @@ def read_model(folder: Path) -> ModelConfig:
 
     folder: or its name on the hub.
     """
-    path = find_config(folder)
+    path = config_here(folder) or fetch_config(folder)
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:

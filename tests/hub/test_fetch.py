@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.hub.fetch import Snapshot, fetch_again, fetch_model, find_config, resolve
+from megarl.hub.fetch import Snapshot, config_here, fetch_again, fetch_config, fetch_model, resolve
 from megarl.hub.names import Repo, hub_name, in_cache
 from tests.hub.conftest import MODEL
 from tests.support.stand_in_hub import StandInHub, ask_stand_in, environment
@@ -62,14 +62,14 @@ def test_weights_are_not_fetched_for_a_config_that_is_refused(hub: StandInHub) -
     with pytest.raises(UserError, match="not this one"):
         get(MODEL, refuse)
     assert hub.downloads() == WANTED
-    assert find_config(Path(MODEL)).parent == find_config(Path(f"{MODEL}@main")).parent
+    assert config_here(Path(MODEL)) == config_here(Path(f"{MODEL}@main")) == fetch_config(Path(MODEL))
     assert hub.downloads() == WANTED
 
 
 def test_without_a_network_the_cache_counts_as_far_as_it_goes(
     hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = find_config(Path(MODEL))  # as a plan leaves it: without weights
+    config = fetch_config(Path(MODEL))  # as a plan leaves it: without weights
     for url, home, offline, why in (
         (hub.url, "home", True, "HF_HUB_OFFLINE is set"),
         ("http://127.0.0.1:1", "empty", False, "http://127.0.0.1:1 does not answer"),
@@ -81,7 +81,7 @@ def test_without_a_network_the_cache_counts_as_far_as_it_goes(
         assert f"there is no {MODEL} here" in said and why in said and f"`hf download {MODEL}`" in said
         assert str(tmp_path / home / "hub") in said
     ask_stand_in(monkeypatch, hub.url, tmp_path / "home", offline=True)
-    assert find_config(Path(MODEL)) == config
+    assert config_here(Path(MODEL)) == fetch_config(Path(MODEL)) == config
     ask_stand_in(monkeypatch, hub.url, tmp_path / "home")
     folder = get(MODEL).folder
     ask_stand_in(monkeypatch, "http://127.0.0.1:1", tmp_path / "home")

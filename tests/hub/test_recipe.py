@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands import run_train
 from megarl.convert.commands import run_convert
 from megarl.convert.convert import Settings
 from megarl.core.errors import UserError
@@ -14,11 +13,12 @@ from megarl.data.prompts import load_prompts
 from megarl.hub.recipe import TRAIN, localize
 from megarl.launch.submit import submit_ray
 from megarl.placement.cluster import make_cluster
-from megarl.plan_commands import PlanOptions, run_plan
-from megarl.preflight import preflight
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.save import PROVENANCE_FILE, RECIPE_FILE, save_recipe
 from megarl.recipe.schema import Recipe
+from megarl.run.plan import PlanOptions, run_plan
+from megarl.run.preflight import preflight
+from megarl.run.train import run_train
 from tests.hub.conftest import CARD, MODEL, ROWS, parquet
 from tests.support.dry.driver import run
 from tests.support.stand_in_hub import StandInHub, ask_stand_in
