@@ -88,8 +88,8 @@ quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ##
 slurm: ## Install SLURM's packages for the tests marked slurm (as root, on Debian and Ubuntu); instant where they are
 	@tests/support/install_slurm.sh
 
-test: slurm lint ## All checks and all tests; about half an hour on two cores
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu"
+test: slurm lint ## All checks and all tests, in two halves side by side; about 20 minutes on two cores
+	$(ONE_THREAD) $(BIN)/python -m tests.suite
 
 test-fast: $(INSTALLED) ## The tests that start no servers; under 2 minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not slow and not gpu"
