@@ -15,6 +15,9 @@ from megarl.recipe.load import command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import base_of
 
+# By cluster.platform: what people call the devices, and how many of them a server's rank has to itself.
+KINDS_OF_DEVICES = {"cuda": ("GPUs", 1), "cpu": ("CPU", 0), "auto": ("CPU or GPU", 0)}
+
 
 @dataclass(frozen=True)
 class Example:
@@ -62,11 +65,9 @@ def copy_example(name: str, target: Path) -> list[Path]:
 
 def _devices(recipe: AnyRecipe) -> str:
     """Of the run: one of a platform's devices a rank, and on GPUs `rollout.tp` a server."""
-    count, platform = recipe.cluster.devices, recipe.cluster.platform
-    if platform != "cuda":
-        return f"{count} CPU or GPU"
     servers = recipe.rollout.servers * recipe.rollout.tp if isinstance(recipe, Recipe) else 0
-    return f"{count + servers} GPUs"
+    what, beside = KINDS_OF_DEVICES[recipe.cluster.platform]
+    return f"{recipe.cluster.devices + beside * servers} {what}"
 
 
 def _about(path: Path) -> str:

@@ -43,7 +43,7 @@ class Scripted(Nodes):
 def test_a_link_is_broken_where_two_looks_say_so(looks: list[list[Broken]], certain: list[Broken]) -> None:
     scripted = Scripted(*looks)
     assert scripted.broken_for_certain() == certain
-    assert nodes.looks == []
+    assert scripted.looks == []
 
 
 def test_a_run_on_one_machine_has_no_links_and_loses_no_nodes() -> None:
