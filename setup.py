@@ -13,6 +13,7 @@ PINNED = {
 
 RUNTIME = [
     *(f"{name}=={version}" for name, version in PINNED.items() if name != "sglang"),
+    "huggingface_hub>=1.33",
     "numpy",
     "safetensors",
     "psutil",
@@ -29,12 +30,20 @@ RUNTIME = [
     "tensorboard",
 ]
 
+# Folders at the top of a checkout that commands need, too: a wheel has them within the package (megarl/core/shipped.py).
+SHIPPED = {
+    "recipes": ["*.yaml"],
+    "launch": ["slurm.sbatch"],
+    "tools": ["make_tiny_model.py", "make_arithmetic.py"],
+}
+
 setup(
     name="megarl",
     version="0.1.0",
     description="Reinforcement-learning post-training of large language models on Megatron-core, SGLang and Ray",
-    packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["py.typed"]},
+    packages=[*find_packages(include=["megarl", "megarl.*"]), *(f"megarl.shipped.{folder}" for folder in SHIPPED)],
+    package_dir={f"megarl.shipped.{folder}": folder for folder in SHIPPED},
+    package_data={"megarl": ["py.typed"], **{f"megarl.shipped.{folder}": files for folder, files in SHIPPED.items()}},
     python_requires=">=3.11",
     install_requires=RUNTIME,
     extras_require={

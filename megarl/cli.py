@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from megarl.commands import convert, doctor, evaluate, plan, profile, recipe, submit, supervised, train
+from megarl.commands import convert, doctor, evaluate, plan, profile, quickstart, recipe, submit, supervised, train
 from megarl.core.errors import MegarlError
 from megarl.core.interrupts import Interrupts
 
@@ -41,6 +41,7 @@ app.command(name="eval")(evaluate.evaluate)
 app.command()(plan.plan)
 app.command()(profile.profile)
 app.command()(doctor.doctor)
+app.command()(quickstart.quickstart)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(convert.app, name="convert")
 app.add_typer(submit.app)  # submit, status, logs, cancel

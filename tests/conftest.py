@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+# No test asks the real hub, also not where a path that leads nowhere looks like a name on it.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 if TYPE_CHECKING:
     from tests.support.served import Pool

@@ -35,11 +35,13 @@ from megarl.cluster.network import Echo, interface_of, probe_all
 from megarl.cluster.services import Services
 from megarl.cluster.stacks import PY_SPY_S, foreign_stack
 from megarl.core import janitor
-from megarl.core.errors import DeadlineError, MegarlError
+from megarl.core.errors import DeadlineError, MegarlError, UserError
 from megarl.core.log import get_logger
 from megarl.core.process_state import stopped_of
 from megarl.core.scratch import REGISTRY, temporary
 from megarl.core.versions import code_digest, installed
+from megarl.hub.fetch import fetch_again
+from megarl.hub.names import in_cache
 from megarl.rollout.process import free_port
 
 log = get_logger(__name__)
@@ -49,6 +51,7 @@ DEVICES_POLL_S = 0.2
 ACTORS_S = 60.0  # longest wait for the nodes' own actors
 CALL_S = 10.0  # longest wait for an answer of one of them, beside the work that it is about
 PROBE_S = 6.0  # longest wait for a peer to send a few kilobytes back
+FETCH_S = 6 * 3600.0  # longest wait for nodes to download a model; the library gives up a connection that stands still
 CLEAN_S = 10.0  # longest wait for a node to end what is left on it
 COMPARED = ("torch", "megatron-core", "sglang", "sglang-router", "transformers", "ray", "numpy")
 GONE = "the process has ended"
@@ -108,6 +111,10 @@ class NodeActor:
             },
             missing=tuple(path for witness, path in paths.items() if not witness.exists()),
         )
+
+    def fetch(self, paths: Sequence[Path]) -> str:
+        """Get what is a copy of something on the hub and is not here; what was wrong, or nothing."""
+        return next(filter(None, map(fetch_again, paths)), "")
 
     def clock(self) -> float:
         """Seconds since 1970, by this node's clock."""
@@ -185,6 +192,7 @@ class Nodes:
             for row in rows
         }
         names = {row["NodeID"]: name_of(row) for row in rows}
+        _fetch(actors, names, [path for path in paths if in_cache(path)])
         answers, failed = _ask({key: actor.facts.remote(paths) for key, actor in actors.items()}, ACTORS_S)
         if failed:
             lines = "\n".join(f"  {names[key]}: {why}" for key, why in failed.items())
@@ -304,6 +312,22 @@ class Nodes:
                 log.info("ended %d processes that were still there on %s", answers[node.ray_id], node)
             elif node.ray_id in failed:
                 log.warning("could not look after %s in the end: %s", node, failed[node.ray_id])
+
+
+def _fetch(actors: Mapping[str, Any], names: Mapping[str, str], paths: Sequence[Path]) -> None:
+    """Every node gets what it lacks of the hub's models and data sets, for itself. Raises DeadlineError and UserError."""
+    if not paths:
+        return
+    answers, failed = _ask({key: actor.fetch.remote(paths) for key, actor in actors.items()}, FETCH_S)
+    if failed:
+        lines = "\n".join(f"  {names[key]}: {why}" for key, why in failed.items())
+        raise DeadlineError(f"What the hub has did not come to these nodes:\n{lines}")
+    wrong = {names[key]: answer for key, answer in answers.items() if answer}
+    if wrong:
+        lines = "\n".join(f"  {name}: {why}" for name, why in wrong.items())
+        raise UserError(
+            f"Nodes could not get what the hub has. Let them reach it, or set HF_HOME to a folder that all share:\n{lines}"
+        )
 
 
 def await_devices(resource: str, wanted: int, deadline_s: float = DEVICES_S) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def hf_to_mcore(
     timeout: Timeout = 21600,
     as_json: Json = False,
 ) -> None:
-    """Write a Megatron checkpoint (weights only) of an HF folder.
+    """Write a Megatron checkpoint (weights only) of an HF folder, which SRC may also name on the hub: Qwen/Qwen3-4B.
 
     Example: megarl convert hf-to-mcore models/qwen ckpt/qwen --tp 2 --verify
     """

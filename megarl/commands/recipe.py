@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,36 @@ from megarl.core.errors import UserError
 if TYPE_CHECKING:
     from megarl.recipe.load import Loaded
 
-app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
+app = typer.Typer(help="Look at recipes; the examples that come with megarl.", no_args_is_help=True)
+
+
+@app.command(name="list")
+def list_examples() -> None:
+    """List the example recipes: what runs them, on how many devices, and what each is.
+
+    Example: megarl recipe list
+    """
+    from megarl.recipe.examples import examples
+
+    rows = [(each.name, f"megarl {each.command}", each.devices, each.about) for each in examples()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="As megarl recipe list says it.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to copy it into.")] = Path("recipes"),
+) -> None:
+    """Copy an example recipe, and the one that it builds on, to begin one of your own with.
+
+    Example: megarl recipe copy quickstart
+    """
+    from megarl.recipe.examples import copy_example
+
+    for path in copy_example(name, target):
+        typer.echo(str(path))
 
 
 @app.command()

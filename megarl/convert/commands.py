@@ -12,7 +12,9 @@ from megarl.convert.convert import Outcome, Settings, hf_to_mcore, make_layout, 
 from megarl.convert.inspection import inspect, render
 from megarl.convert.job import Operation
 from megarl.core.errors import UserError
+from megarl.hub.recipe import local_model
 from megarl.models.hf_dtypes import ModelDtype
+from megarl.placement.workload import read_model
 
 SHOWN = 50
 
@@ -35,6 +37,8 @@ def run_convert(
         outcome = reshard(source, target, layout, settings, console)
     else:
         convert = hf_to_mcore if operation == "hf-to-mcore" else mcore_to_hf
+        if operation == "hf-to-mcore":
+            source = local_model(source, "SRC", read_model, console.print)
         outcome = convert(source, target, layout, cast("ModelDtype | None", dtype), settings, console)
     if as_json:
         print(outcome_json(outcome))

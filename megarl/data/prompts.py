@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.types import IntArray, Prompt
+from megarl.data.answers import final_answer
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, render
 from megarl.data.cursor import Cursor
 from megarl.data.rows import Row, json_type, read_rows
@@ -70,7 +71,9 @@ def parse_row(row: Row, data: Data) -> PromptRow:
         )
     used = (data.prompt_key, answer_key)
     metadata = {key: value for key, value in row.fields.items() if key not in used}
-    return PromptRow(row, prompt, str(answer), metadata)
+    if data.final_answer:
+        answer = _final_answer(str(answer), row, answer_key)
+    return PromptRow(row, _with_suffix(prompt, data.prompt_suffix), str(answer), metadata)
 
 
 def check_rows(path: Path, data: Data, limit: int | None = None) -> int:
@@ -146,6 +149,23 @@ def _check_prompt_type(prompt: object, row: Row, key: str) -> list[Message]:
             "wanted is a string or a list of chat messages."
         )
     return check_messages(prompt, row, key)
+
+
+def _with_suffix(prompt: str | list[Message], suffix: str) -> str | list[Message]:
+    if isinstance(prompt, str):
+        return prompt + suffix
+    *before, last = prompt
+    return [*before, {**last, "content": last["content"] + suffix}]
+
+
+def _final_answer(answer: str, row: Row, key: str) -> str:
+    found = final_answer(answer)
+    if found is None:
+        raise UserError(
+            f"{row.where}, field {key!r}: the answer has no `####` and no \\boxed{{}} that closes, and data.final_answer takes "
+            "what is marked so. Mark it, or set data.final_answer to false."
+        )
+    return found
 
 
 def _answer_key(row: Row, data: Data) -> str:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +78,32 @@ class Row:
         return value
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Stream the rows of a JSONL or Parquet file; blank lines of JSONL are passed over but counted.
+def data_files(path: Path) -> list[Path]:
+    """The files that a path stands for: itself, or, where its name has a `*` and is no file's, those that match, by name."""
+    if "*" not in path.name or path.exists():
+        return [path]
+    return sorted(path.parent.glob("*".join(map(escape, path.name.split("*")))))
 
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Stream the rows of a JSONL or Parquet file, or of several (`data_files`), one after the other.
+
+    Blank lines of JSONL are passed over but counted.
     Raises UserError, naming file and line: file missing, unknown kind, malformed, not an object, or no rows at all.
     """
     if path.suffix not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
         allowed = ", ".join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
         raise UserError(f"{path}: unknown kind of data file {path.suffix!r}. Allowed are {allowed}.")
-    if not path.is_file():
+    files = data_files(path)
+    if not files:
+        raise UserError(f"{path}: no file matches this pattern. Correct the path in the recipe.")
+    if files == [path] and not path.is_file():
         there = "it is a folder" if path.is_dir() else f"the folder {path.parent} {_is_there(path.parent)}"
         near = get_close_matches(path.name, _names(path.parent), n=1)
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise UserError(f"{path}: there is no such data file ({there}).{hint} Correct the path in the recipe.")
-    rows = _read_parquet(path) if path.suffix in PARQUET_SUFFIXES else _read_jsonl(path)
+    read = _read_parquet if path.suffix in PARQUET_SUFFIXES else _read_jsonl
+    rows = chain.from_iterable(map(read, files))
     empty = True
     for row in rows:
         empty = False

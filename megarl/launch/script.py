@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import megarl
 from megarl.core.errors import UserError
+from megarl.core.shipped import shipped
 
-TEMPLATE = Path(megarl.__file__).parent.parent / "launch" / "slurm.sbatch"
+TEMPLATE = shipped("launch") / "slurm.sbatch"
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,17 @@ from typing import Any, Literal
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.hub.recipe import localize, names_of
 from megarl.launch import slurm
 from megarl.launch.ray_jobs import RayJobs
 from megarl.launch.record import EVENTS, FOLDER, Submission, last_submission
 from megarl.launch.script import TEMPLATE, SlurmJob, render
 from megarl.launch.watch import is_alive
+from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
-from megarl.run.preflight import preflight, preflight_supervised
+from megarl.run.preflight import check_start, preflight, preflight_supervised
 
 Say = Callable[[str], object]
 # What is left of a socket's path: /megarl-JOB-RESTART/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
@@ -59,7 +61,7 @@ def submit_slurm(
         slurm.require()
         if options.partition is not None:
             slurm.check_partition(options.partition)
-    loaded, platform = _checked(path, overrides, "cuda" if options.gpus_per_node else "cpu", resume, dry_run)
+    loaded, platform = _checked(path, overrides, "cuda" if options.gpus_per_node else "cpu", resume, dry_run, say)
     recipe = loaded.recipe
     per_node = check_fit(recipe, platform, options)
     run: Path = recipe.run.folder.absolute()
@@ -85,11 +87,13 @@ def submit_ray(
 
     dry_run: say the command instead.
     """
-    loaded, _ = _checked(path, overrides, None, resume, dry_run)
+    loaded, _ = _checked(path, overrides, None, resume, dry_run, say)
     run: Path = loaded.recipe.run.folder
     _check_paths(loaded.recipe, path, working_dir)
     recipe = str(path.absolute().relative_to(working_dir.absolute()))
-    words = ["python", "-m", "megarl", _command(loaded.recipe), recipe, *overrides, "--continue"]
+    # What was checked here, at its commit: the cluster has a cache of its own.
+    named = [f"{key}={name}" for key, name in loaded.names.items()]
+    words = ["python", "-m", "megarl", _command(loaded.recipe), recipe, *overrides, *named, "--continue"]
     # Ray gives its job the cluster's address under a name of its own.
     entrypoint = f"{RAY_ADDRESS_VARIABLE}=$RAY_ADDRESS exec {shlex.join(words)}"
     if dry_run:
@@ -122,7 +126,12 @@ def check_fit(recipe: AnyRecipe, platform: Platform, options: SlurmOptions) -> i
 
 
 def _checked(
-    path: Path, overrides: Sequence[str], platform: Literal["cpu", "cuda"] | None, resume: bool, dry_run: bool
+    path: Path,
+    overrides: Sequence[str],
+    platform: Literal["cpu", "cuda"] | None,
+    resume: bool,
+    dry_run: bool,
+    say: Say,
 ) -> tuple[Loaded[Any], Platform]:
     """The recipe, checked as far as it can be where it will not run. platform: of the nodes; None: the recipe's."""
     kind = detect_kind(path, overrides)
@@ -137,6 +146,10 @@ def _checked(
         )
     if not dry_run:
         _refuse_second(loaded.recipe.run.folder)
+    run = loaded.recipe.run.folder
+    if names_of(loaded.recipe):
+        check_start(loaded.recipe, resume=resume, here=False)
+    loaded = localize(loaded, read_model, say, run=run if resume else None)
     if kind is Recipe:
         checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, here=False)
     else:

@@ -299,7 +299,10 @@ def _checked_routing(fields: Fields, moe: Moe) -> Moe:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"The model folder {folder} does not exist. Set model.path to a folder in HF format.")
+        raise UserError(
+            f"The model folder {folder} does not exist. Set model.path to a folder in HF format, or to a name on the hub, "
+            "OWNER/NAME."
+        )
     wanted = {
         "config.json": ("config.json",),
         "a tokenizer (tokenizer.json or tokenizer_config.json)": ("tokenizer.json", "tokenizer_config.json"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.errors import UserError
+from megarl.hub.fetch import config_here, fetch_config
 from megarl.models.config import ModelConfig
 from megarl.models.context import SAMPLE_PARTS, check_context
 from megarl.models.hf_config import parse_model_config
@@ -137,8 +138,11 @@ def recipe_workload(
 
 
 def read_model(folder: Path) -> ModelConfig:
-    """The model's sizes from its config.json alone: a plan needs neither tokenizer nor weights. Raises UserError."""
-    path = folder / "config.json"
+    """The model's sizes from its config.json alone: a plan needs neither tokenizer nor weights. Raises UserError.
+
+    folder: or its name on the hub.
+    """
+    path = config_here(folder) or fetch_config(folder)
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, overload
@@ -41,6 +41,8 @@ class Loaded(Generic[R]):
 
     resolved: every key that is read in this configuration, defaults filled in; loads back to the same recipe.
     sources: dotted path of every value that was given, to where: `recipes/a.yaml:12` or `on the command line`.
+    names: what stands in `resolved` where the recipe has a folder or a file in the place of a name (hub/recipe.py), by key.
+    commits: name, revision and commit of what the hub gave, by key.
     """
 
     recipe: R
@@ -48,10 +50,12 @@ class Loaded(Generic[R]):
     sources: dict[str, str]
     path: Path
     overrides: tuple[str, ...]
+    names: Mapping[str, str] = field(default_factory=dict)
+    commits: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
 
     def with_recipe(self, recipe: R) -> Loaded[R]:
-        """The same, with what a search has decided in it."""
-        return replace(self, recipe=recipe, resolved=resolve(recipe))
+        """The same, with what a search or the hub has decided in it."""
+        return replace(self, recipe=recipe, resolved=resolve(_named(recipe, self.names)))
 
 
 @overload
@@ -86,6 +90,15 @@ def command_of(kind: type[AnyRecipe]) -> str:
 
 def _kind_of(tree: Tree) -> type[AnyRecipe]:
     return next((kind for section, kind in OWN_SECTIONS.items() if section in tree.values), SftRecipe)
+
+
+def _named(recipe: R, names: Mapping[str, str]) -> R:
+    """The recipe with names in the place of what they stand for."""
+    for key, value in names.items():
+        section, name = key.split(".")
+        changed = getattr(recipe, section).model_copy(update={name: Path(value)})
+        recipe = recipe.model_copy(update={section: changed})
+    return recipe
 
 
 def resolve(recipe: AnyRecipe) -> dict[str, Any]:

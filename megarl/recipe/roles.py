@@ -108,7 +108,8 @@ class Critic(Section):
     path: UserPath | None = Field(
         None,
         strict=False,
-        description="HF folder to begin with: a policy's, or a reward model's with its head; default: model.path",
+        description="HF folder or name on the hub to begin with: a policy's, or a reward model's with its head; default: "
+        "model.path",
     )
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
     optimizer: Optimizer = Optimizer()
@@ -130,7 +131,9 @@ class Critic(Section):
 class RewardModel(Section):
     """A model with a score head on Megatron, with the policy's tokenizer: its score joins what the graders say."""
 
-    path: UserPath = Field(strict=False, description="HF folder with a score head, as `megarl rm` writes it")
+    path: UserPath = Field(
+        strict=False, description="HF folder with a score head, as `megarl rm` writes it, or its name on the hub"
+    )
     weight: float = Field(1.0, description="what its score counts for, beside the graders' rewards")
     level: Literal["sequence", "token"] = Field(
         "sequence", description="sequence: the score after the last token; token: a reward after each token"
@@ -144,7 +147,7 @@ class RewardModel(Section):
 class Teacher(Section):
     """A frozen policy with the same tokenizer, to distill from: algorithm.policy_loss distill."""
 
-    path: UserPath = Field(strict=False, description="HF folder: config.json, safetensors")
+    path: UserPath = Field(strict=False, description="HF folder (config.json, safetensors), or name on the hub")
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
     offload: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"

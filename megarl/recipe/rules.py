@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UNREAD
+from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
@@ -35,10 +36,25 @@ def _decides_alone(recipe: Recipe) -> bool:
     return [grader.weight for grader in recipe.reward.by_name().values()] == [1.0]
 
 
+_NO_SET = "names a file, and files have neither configurations nor splits: name a data set"
+DATA_UNREAD = (
+    Unread(("data.train_split",), lambda r, _: is_set(r.data.train), f"data.train {_NO_SET}"),
+    Unread(
+        ("data.eval_split", "data.eval_config"),
+        lambda r, _: is_set(r.data.eval),
+        f"data.eval is not given, or {_NO_SET}",
+    ),
+    Unread(
+        ("data.config",),
+        lambda r, _: is_set(r.data.train),
+        f"data.train {_NO_SET}",
+    ),
+)
 UNREAD_RULES: tuple[Unread, ...] = (
     *ALGORITHM_UNREAD,
     *SUPERVISED_UNREAD,
     *ROLE_UNREAD,
+    *DATA_UNREAD,
     *(
         Unread(
             keys,

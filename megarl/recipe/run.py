@@ -44,7 +44,11 @@ class Cluster(Section):
 class Model(Section):
     """The policy to train."""
 
-    path: UserPath = Field(strict=False, description="HF folder: config.json, tokenizer, safetensors")
+    path: UserPath = Field(
+        strict=False,
+        description="HF folder (config.json, tokenizer, safetensors), or a name on the Hugging Face hub: Qwen/Qwen3-4B, "
+        "Qwen/Qwen3-4B@REVISION",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="of the weights in forward, backward and rollout"
     )

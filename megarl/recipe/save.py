@@ -39,6 +39,7 @@ def provenance(loaded: Loaded[Any]) -> dict[str, Any]:
     found = {name: installed(name) for name in wanted}
     return {
         "recipe": {"file": str(loaded.path), "overrides": list(loaded.overrides), "sources": loaded.sources},
+        "hub": loaded.commits,
         "batch": plan_batches(loaded.recipe).describe(),
         "versions": {name: {"installed": found[name], "pinned": wanted[name]} for name in wanted},
         "differs_from_pins": sorted(

@@ -11,23 +11,28 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.dataset import DataSet
 from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, ServerPart, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
+from megarl.recipe.section import PositiveFloat, PositiveInt, Section
 from megarl.recipe.supervised import SupervisedRecipe
 
 
-class Data(Section):
+class Data(DataSet):
     """Prompts and answers; JSONL or Parquet."""
 
-    train: UserPath = Field(strict=False, description="rows to train on")
-    eval: UserPath | None = Field(None, strict=False, description="held-out rows")
     prompt_key: str = Field("prompt", description="field with a string or a list of chat messages")
     answer_key: str | None = Field(
         None, description="field with the answer; default: answer, label, reward_model.ground_truth"
     )
+    final_answer: bool = Field(
+        False,
+        description="the answer is not the whole field but its end: what follows the last `####`, as in GSM8K, or stands in "
+        "the last \\boxed{}",
+    )
+    prompt_suffix: str = Field("", description="put behind every prompt, or behind the last message of a chat")
     max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt, in tokens")
     over_length: Literal["drop", "error"] = Field(
         "drop", description="what happens to a prompt over the limit; drops are counted"

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from megarl.core.errors import UserError
+from megarl.core.shipped import shipped_recipe
 
 Keys = tuple[str, ...]
 BASE_KEY = "base"
@@ -104,6 +105,12 @@ def read_tree(file: Path) -> Tree:
     return result
 
 
+def base_of(file: Path) -> Path | None:
+    """The recipe that a file builds on; None where it stands alone. Raises UserError, as `read_tree` does."""
+    base = _read_file(file, "recipe").values.get(BASE_KEY)
+    return file.parent / base if isinstance(base, str) else None
+
+
 def read_override(text: str) -> Tree:
     """Read one `key.path=value` of the command line; the value is YAML. Raises UserError when it is not that."""
     path, equals, value = text.partition("=")
@@ -139,7 +146,12 @@ def dump_yaml(values: dict[str, Any]) -> str:
 
 def _read_file(file: Path, what: str) -> Tree:
     if not file.is_file():
-        raise UserError(f"There is no {what} at {file}. Paths are relative to the folder that megarl is called in.")
+        brought = (
+            f" megarl brings one of that name: megarl recipe copy {file.stem}." if shipped_recipe(file.name) else ""
+        )
+        raise UserError(
+            f"There is no {what} at {file}. Paths are relative to the folder that megarl is called in.{brought}"
+        )
     try:
         loader = _Loader(file.read_text(encoding="utf-8"))
         node = loader.get_single_node()

@@ -6,16 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megarl.recipe.dataset import DataSet
 from megarl.recipe.roles import Lora, Optimizer, Parallel, Part, Reference
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import PositiveFloat, PositiveInt, Recompute, Section, UserPath
+from megarl.recipe.section import PositiveFloat, PositiveInt, Recompute, Section
 
 
-class RowData(Section):
+class RowData(DataSet):
     """Rows of a supervised run; JSONL or Parquet."""
 
-    train: UserPath = Field(strict=False, description="rows to train on")
-    eval: UserPath | None = Field(None, strict=False, description="held-out rows")
     prompt_key: str = Field("prompt", description="field with a string or chat messages")
     max_tokens: PositiveInt = Field(
         2048, description="longest sequence, prompt and response; rows with a longer one are counted and dropped"

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-HASHES = "####"
-BOXED = r"\boxed{"
+from megarl.data.answers import BOXED, final_answer
 
 # Plain integers, with or without thousands separators: by far the most answers, and they need no algebra.
 _INTEGER = re.compile(r"([+-]?)0*(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?")
@@ -29,22 +28,6 @@ def math(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> f
         return 0.0
     wanted = final_answer(answer)
     return float(equal(found, answer.strip() if wanted is None else wanted))
-
-
-def final_answer(text: str) -> str | None:
-    """What follows the last marker: the rest of the line after `####`, or the braces of a box. None without a marker.
-
-    A box that never closes (a truncated response) is no answer.
-    """
-    hashes, box = text.rfind(HASHES), text.rfind(BOXED)
-    if hashes < 0 and box < 0:
-        return None
-    if box > hashes:
-        found = _braced(text[box + len(BOXED) :])
-    else:
-        line = text[hashes + len(HASHES) :].lstrip(" \t").partition("\n")[0]
-        found = line.strip()
-    return found or None
 
 
 def equal(found: str, wanted: str) -> bool:
@@ -68,17 +51,6 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
     # It warns that somebody else must hold a deadline, which the grader pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return parse, verify
-
-
-def _braced(text: str) -> str | None:
-    """What stands before the brace that closes one opened just before the text."""
-    depth = 1
-    for index, character in enumerate(text):
-        if character in "{}" and (index == 0 or text[index - 1] != "\\"):
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return text[:index].strip()
-    return None
 
 
 def _integer(text: str) -> str | None:

@@ -15,6 +15,8 @@ from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
+from megarl.hub.recipe import localize, names_of
+from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded
 from megarl.recipe.save import save_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
@@ -24,7 +26,7 @@ from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE
 from megarl.report.writers import Writers, open_writers
 from megarl.run.ending import ending
-from megarl.run.preflight import CHECKPOINTS
+from megarl.run.preflight import CHECKPOINTS, check_start
 from megarl.run.recorder import Recorder
 from megarl.train import State
 from megarl.training.run_checkpoints import Checkpoints, Committed
@@ -83,6 +85,20 @@ def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
     shutil.rmtree(checkpoints, ignore_errors=True)
     (folder / METRICS_FILE).unlink(missing_ok=True)
     return False
+
+
+def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool]:
+    """The recipe with what its names stand for, and whether the run goes on from a checkpoint. Raises UserError."""
+    folder = loaded.recipe.run.folder
+    resume = resumes(folder, resume, go_on)
+    if names_of(loaded.recipe):  # what can be refused without them is refused before anything is downloaded
+        check_start(loaded.recipe, resume=resume)
+    return localize(loaded, read_model, say, run=folder if resume else None), resume
+
+
+def say(line: str) -> None:
+    """A line for the user before there is a console of the run."""
+    Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def end(recorder: Recorder, state: State, recipe: AnyRecipe) -> None:

@@ -11,10 +11,12 @@ from rich.console import Console
 from megarl.core.log import setup_logging
 from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
+from megarl.hub.recipe import TRAIN, localize, names_of
+from megarl.placement.workload import read_model
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run.begin import DRIVER_LOG
-from megarl.run.preflight import preflight_eval
+from megarl.run.begin import DRIVER_LOG, say
+from megarl.run.preflight import check_devices, preflight_eval
 
 
 def run_eval(path: Path, overrides: list[str]) -> None:
@@ -25,7 +27,9 @@ def run_eval(path: Path, overrides: list[str]) -> None:
 
 def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
     loaded = load_recipe(path, overrides, Recipe)
-    recipe = loaded.recipe
+    if names_of(loaded.recipe):
+        check_devices(loaded.recipe)
+    recipe = localize(loaded, read_model, say, skip=(TRAIN,)).recipe
     checked = preflight_eval(recipe)
     from megarl.run.session import eval_session
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
+from megarl.hub.fetch import find_tokenizer
 from megarl.placement.apply import AUTO, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.length_files import read_lengths
@@ -122,7 +123,7 @@ def _lengths(recipe: Recipe, workload: Workload, options: PlanOptions) -> Known:
 
         @cache
         def tokenizer() -> Any:
-            return load_tokenizer(recipe.model.path)
+            return load_tokenizer(find_tokenizer(recipe.model.path))
 
         read = read_lengths(
             options.lengths, limit, lambda text: len(tokenizer().encode(text, add_special_tokens=False))

@@ -67,6 +67,13 @@ class Preflight:
         ]
 
 
+def check_start(recipe: AnyRecipe, *, resume: bool = False, here: bool = True) -> tuple[BatchPlan, Platform]:
+    """What needs neither model nor data: batch sizes, the run's folder, devices. Raises UserError."""
+    plan = plan_batches(recipe)
+    check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
+    return plan, check_devices(recipe, here=here)
+
+
 def preflight(
     recipe: Recipe, *, sources: Mapping[str, str] = MappingProxyType({}), resume: bool = False, here: bool = True
 ) -> Preflight:
@@ -74,9 +81,7 @@ def preflight(
 
     sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's.
     """
-    plan = plan_batches(recipe)
-    check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
-    platform = check_devices(recipe, here=here)
+    plan, platform = check_start(recipe, resume=resume, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data)
     model = _check_generation(recipe)
@@ -84,7 +89,8 @@ def preflight(
     check_roles(recipe, model)
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
-    check_functions(recipe, sources)
+    # Data sets are files by now; the keys that name them were checked when the recipe was read.
+    check_functions(recipe, {key: at for key, at in sources.items() if not key.startswith("data.")})
     rows, dropped = _count_prompts(recipe, recipe.data.train)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
@@ -110,9 +116,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
 
 def preflight_supervised(recipe: SupervisedRecipe, *, resume: bool = False, here: bool = True) -> Preflight:
     """Check a run of `megarl sft`, `rm` or `dpo`, as `preflight` does. Raises UserError for the first thing that is wrong."""
-    plan = plan_batches(recipe)
-    check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
-    platform = check_devices(recipe, here=here)
+    plan, platform = check_start(recipe, resume=resume, here=here)
     files = [file for file in (recipe.data.train, recipe.data.eval) if file is not None]
     for file in files:
         check_supervised(file, recipe.data)

@@ -19,6 +19,7 @@ from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
 from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
+from megarl.data.rows import data_files
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
@@ -72,11 +73,13 @@ class SupervisedSession(Session):
 
 def _reads(recipe: AnyRecipe) -> list[Path]:
     """What the run's processes read, on whatever node they are."""
-    paths = [recipe.model.path, recipe.data.train, recipe.data.eval]
+    models = [recipe.model.path]
     if isinstance(recipe, Recipe):
-        models = (recipe.critic, recipe.reward_model, recipe.teacher)
-        paths += (model.path for model in models if model is not None)
-    return [path.resolve() for path in paths if path is not None]
+        others = (recipe.critic, recipe.reward_model, recipe.teacher)
+        models += (model.path for model in others if model is not None and model.path is not None)
+    rows = (path for path in (recipe.data.train, recipe.data.eval) if path is not None)
+    # Links to files stay links: a cache of the hub is made of them.
+    return [path.resolve() for path in models] + [file.absolute() for path in rows for file in data_files(path)]
 
 
 def _pool_slots(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Slot]]:

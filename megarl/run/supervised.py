@@ -8,7 +8,7 @@ from typing import TypeVar
 from megarl.core.scratch import Scratch
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
-from megarl.run.begin import end, finish, opened, resumes
+from megarl.run.begin import end, finish, found, opened
 from megarl.run.preflight import preflight_supervised
 from megarl.run.recorder import Recorder
 from megarl.sft import SupervisedHandles, supervise
@@ -23,9 +23,8 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
 
 
 def _supervise(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool, scratch: Scratch) -> None:
-    loaded = load_recipe(path, overrides, kind)
+    loaded, resume = found(load_recipe(path, overrides, kind), resume, go_on)
     recipe = loaded.recipe
-    resume = resumes(recipe.run.folder, resume, go_on)
     checked = preflight_supervised(recipe, resume=resume)
     from megarl.run.session import supervised_session
 

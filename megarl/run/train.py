@@ -14,7 +14,7 @@ from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run.begin import end, finish, opened, resumes
+from megarl.run.begin import end, finish, found, opened
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
@@ -30,11 +30,10 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
 
 
 def _train(path: Path, overrides: list[str], resume: bool, go_on: bool, scratch: Scratch) -> None:
-    loaded = load_recipe(path, overrides, Recipe)
+    loaded, resume = found(load_recipe(path, overrides, Recipe), resume, go_on)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
-    resume = resumes(recipe.run.folder, resume, go_on)
     checked = preflight(recipe, sources=loaded.sources, resume=resume)
     predicted = place(recipe).predicted
     from megarl.run.session import train_session

@@ -16,6 +16,7 @@ ROOMS = (
     "core",
     "algorithms",
     "recipe",
+    "hub",
     "data",
     "rewards",
     "models",
@@ -50,6 +51,7 @@ PLATFORM_MODULES = {"megarl.core.platform", "megarl.models.megatron_cpu"}
 WITHOUT_TORCH = (
     "core",
     "recipe",
+    "hub",
     "placement",
     "data",
     "rewards",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megarl.cluster import nodes
 from megarl.cluster.checks import Broken
 from megarl.cluster.nodes import GONE, Nodes, _natural
+from megarl.core.errors import UserError
 
 LINK = Broken("a", "b", "eth0", "no answer")
 OTHER = Broken("b", "c", "eth0", "no answer")
@@ -36,9 +41,9 @@ class Scripted(Nodes):
     ],
 )
 def test_a_link_is_broken_where_two_looks_say_so(looks: list[list[Broken]], certain: list[Broken]) -> None:
-    nodes = Scripted(*looks)
-    assert nodes.broken_for_certain() == certain
-    assert nodes.looks == []
+    scripted = Scripted(*looks)
+    assert scripted.broken_for_certain() == certain
+    assert scripted.looks == []
 
 
 def test_a_run_on_one_machine_has_no_links_and_loses_no_nodes() -> None:
@@ -55,3 +60,23 @@ def test_a_signal_reaches_a_process_of_this_machine_or_says_that_it_is_gone() ->
 def test_addresses_are_in_the_order_of_numbers() -> None:
     addresses = ["10.0.0.10", "10.0.0.9", "node-b", "10.0.0.2"]
     assert sorted(addresses, key=_natural) == ["node-b", "10.0.0.2", "10.0.0.9", "10.0.0.10"]
+
+
+def test_a_node_that_cannot_get_what_the_hub_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"1": "", "2": "HF_HUB_OFFLINE is set"}
+    fetching = SimpleNamespace(fetch=SimpleNamespace(remote=lambda paths: paths))
+    actors, names = dict.fromkeys(answers, fetching), {"1": "one (10.0.0.1)", "2": "two (10.0.0.2)"}
+    asked = []
+
+    def ask(calls: Any, timeout_s: float) -> tuple[dict[str, str], dict[str, str]]:
+        asked.append(calls)
+        return answers, {}
+
+    monkeypatch.setattr(nodes, "_ask", ask)
+    nodes._fetch(actors, names, [])
+    assert asked == []
+    with pytest.raises(UserError) as refusal:
+        nodes._fetch(actors, names, [Path("/home/models--a--b/snapshots/c")])
+    assert "two (10.0.0.2): HF_HUB_OFFLINE is set" in str(refusal.value) and "one" not in str(refusal.value)
+    answers["2"] = ""
+    nodes._fetch(actors, names, [Path("/home/models--a--b/snapshots/c")])

@@ -127,3 +127,21 @@ def test_a_source_goes_on_where_it_was(tmp_path: Path, plain_tokenizer: Any) -> 
     assert [p.id for p in source.take(8)] == [p.id for p in resumed.take(8)]
     assert source.epoch == resumed.epoch == 1
     assert [p.id for p in PromptSource(prompts, seed=3, shuffle=False).take(2)] == ["train.jsonl:1", "train.jsonl:2"]
+
+
+def test_the_final_answer_is_taken_from_a_worked_one(tmp_path: Path, plain_tokenizer: Any) -> None:
+    worked = ["48/2 = 24\n#### 1,072 ", r"so \boxed{\frac{1}{2}}", "#### 1\nno: #### 2"]
+    path = write(tmp_path, *({"prompt": "?", "answer": answer} for answer in worked))
+    answers = [prompt.answer for prompt in load_prompts(path, plain_tokenizer, data(path, final_answer=True)).prompts]
+    assert answers == ["1,072", r"\frac{1}{2}", "2"]
+    path = write(tmp_path, {"prompt": "?", "answer": "#### 3"}, {"prompt": "?", "answer": "3"})
+    with pytest.raises(UserError, match=r"train\.jsonl, line 2, field 'answer': the answer has no `####`"):
+        load_prompts(path, plain_tokenizer, data(path, final_answer=True))
+
+
+def test_a_suffix_stands_behind_the_prompt_or_behind_the_last_message(tmp_path: Path, chat_tokenizer: Any) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"}]
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"}, {"prompt": chat, "answer": "2"})
+    first, second = load_prompts(path, chat_tokenizer, data(path, prompt_suffix=" Now!")).prompts
+    assert first.text.startswith("<|im_start|>user\n1+1? Now!<|im_end|>")
+    assert "system\ns<|im_end|>" in second.text and "user\n1+1? Now!<|im_end|>" in second.text

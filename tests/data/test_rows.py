@@ -148,3 +148,15 @@ def test_types_are_named_as_json_does() -> None:
     assert [json_type(value) for value in values] == [
         "null", "true/false", "string", "number", "number", "list", "object",
     ]  # fmt: skip
+
+
+def test_a_star_in_the_name_stands_for_all_files_that_match_by_name(tmp_path: Path) -> None:
+    for name in ("part-2.jsonl", "part-1.jsonl", "other.jsonl", "part-[x].jsonl"):
+        (tmp_path / name).write_text(f'{{"a": "{name}"}}\n')
+    ids = [row.id for row in read_rows(tmp_path / "part-*.jsonl")]
+    assert ids == ["part-1.jsonl:1", "part-2.jsonl:1", "part-[x].jsonl:1"]
+    assert [row.id for row in read_rows(tmp_path / "part-[*.jsonl")] == ["part-[x].jsonl:1"]
+    (tmp_path / "part-*.jsonl").write_text('{"a": 1}\n')  # a file of that very name
+    assert [row.id for row in read_rows(tmp_path / "part-*.jsonl")] == ["part-*.jsonl:1"]
+    with pytest.raises(UserError, match="no file matches this pattern"):
+        list(read_rows(tmp_path / "rows-*.jsonl"))

@@ -53,6 +53,7 @@ COMMON: dict[str, Sequence[str]] = {
     ),
     **_under("model", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], "dtype": ["bfloat16"]}),
     **_under("data", {"prompt_key": ["question"], "shuffle": ["false"]}),
+    **_under("data", {"config": ["other"], "train_split": ["more"], "eval_config": ["other"], "eval_split": ["more"]}),
     **_under("actor.parallel", _PARALLEL),
     **_under("actor.optimizer", _OPTIMIZER),
     **_under("actor", {"micro_batch_tokens": ["128"], "aux_loss_coef": ["0.5"], **_TRAINED}),
@@ -84,6 +85,8 @@ TRAIN: dict[str, Sequence[str]] = {
             "answer_key": ["gold"],
             "max_prompt_tokens": ["32"],
             "over_length": ["error"],
+            "final_answer": ["true"],
+            "prompt_suffix": ["' Now:'"],
         },
     ),
     **_under(
@@ -219,6 +222,11 @@ _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
 
 
+def _set(rows: str) -> list[str]:
+    """Rows of a data set: a folder with two configurations."""
+    return [f"data.{key}={ROOT}/sets/{rows}" for key in ("train", "eval")] + ["data.config=plain"]
+
+
 def _role_contexts(role: str, *needs: str, moe: str = _MOE) -> dict[str, Sequence[str]]:
     """A role on two devices: as it is, cut each way, and as a mixture of experts."""
     return {
@@ -256,6 +264,8 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "latent attention": [f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, _CUDA],
         "held out": [_HELD_OUT],
+        "set": _set("prompts"),
+        "marked answers": ["data.answer_key=marked"],
         "sampled": [_HELD_OUT, "eval.temperature=0.5"],
         "graders": [*_GRADERS, _HELD_OUT],
         "no rule": [_GRADERS[1]],
@@ -281,6 +291,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         command: {
             "plain": [],
             "held out": [f"data.eval={ROOT}/{rows}2.jsonl"],
+            "set": _set(rows),
             "experts": [_MOE],
             "adapters": ["actor.lora={}", *([f"model.path={ROOT}/scored"] if command == "rm" else [])],
             "saves": ["train.save_every=1"],
@@ -317,7 +328,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "teacher.offload": ("distilled", _SEARCHED["teacher"]),
     "actor.optimizer": ("plain", "actor by sgd", "actor falling"),
     "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
-    "data": ("plain", "held out"),
+    "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched"),
     "reward": ("plain", "graders"),
     **dict.fromkeys(("reward.workers", "reward.timeout_s"), ("plain", "graders", "no rule")),

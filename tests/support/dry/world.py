@@ -62,6 +62,13 @@ def write_world(root: Path) -> None:
         _write(root / f"{name}.jsonl", [_demonstration(first + index) for index in range(8)])
     for name, first in (("pairs", 1), ("pairs2", 7)):
         _write(root / f"{name}.jsonl", [_pair(first + index) for index in range(8)])
+    for name, write, base in (("prompts", _prompt, 0), ("demonstrations", _demonstration, 3), ("pairs", _pair, 5)):
+        for place, config in enumerate(("plain", "other")):
+            for split in ("train", "more", "test"):
+                file = root / "sets" / name / config / f"{split}.jsonl"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                base += 3
+                _write(file, [write(base + place + index) for index in range(8)])
     for command, text in RECIPES.items():
         (root / f"{command}.yaml").write_text(text.format(root=root))
     (root / "cluster.yaml").write_text("nodes: 1\ndevice: cpu\nmeasured: {server_bytes: 1.0e+6}\n")
@@ -70,7 +77,8 @@ def write_world(root: Path) -> None:
 def _prompt(n: int) -> dict[str, Any]:
     """The last of the rows is too long for the recipes."""
     text = f"{n}+{n}" + ("?" * 60 if n % 8 == 0 else "")
-    return {"prompt": text, "question": f"{n}*{n}", "answer": 2 * n, "gold": n * n + 1000, "rubric": "short"}
+    row = {"prompt": text, "question": f"{n}*{n}", "answer": 2 * n, "gold": n * n + 1000, "marked": f"so #### {n}"}
+    return row | {"rubric": "short"}
 
 
 def _demonstration(n: int) -> dict[str, Any]:

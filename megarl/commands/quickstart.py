@@ -1,0 +1,35 @@
+"""`megarl quickstart`: what the quickstart's recipes read, made on the spot; nothing is downloaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from megarl.core.errors import MegarlError
+
+# The paths that the recipes name.
+INPUTS, RECIPES = Path(".cache/quickstart"), Path("recipes")
+
+
+def quickstart() -> None:
+    """Make a tiny model with random weights and an arithmetic task here, and copy the recipes that train it.
+
+    Then call `megarl sft recipes/quickstart_sft.yaml` and `megarl train recipes/quickstart.yaml`: minutes on two CPU cores.
+    """
+    from megarl.core.shipped import shipped
+    from megarl.recipe.examples import copy_example
+
+    for script, name in (("make_tiny_model.py", "model"), ("make_arithmetic.py", "data")):
+        if not (INPUTS / name).exists():
+            command = [sys.executable, str(shipped("tools") / script), "--out", str(INPUTS / name)]
+            if subprocess.run(command, check=False).returncode:
+                raise MegarlError(f"The quickstart's {name} could not be made; what failed is above.")
+    for name in ("quickstart_sft", "quickstart"):
+        if not (RECIPES / f"{name}.yaml").exists():
+            copy_example(name, RECIPES)
+    typer.echo(
+        "Now:\n  megarl sft recipes/quickstart_sft.yaml   # a warm start\n  megarl train recipes/quickstart.yaml     # GRPO"
+    )

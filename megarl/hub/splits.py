@@ -1,0 +1,170 @@
+"""Which files of a data set are which split of which configuration: by its card, or by their names as `datasets` does.
+
+Files are names relative to the data set's root. Nothing is read but the card, a README.md that begins with YAML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from megarl.core.errors import UserError
+
+READ = (".jsonl", ".ndjson", ".parquet", ".pq")
+SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+CONVERTED = "refs/convert/parquet"
+SHOWN = 8
+
+
+def split_pattern(files: Sequence[str], card: str, config: str | None, split: str, about: str) -> str:
+    """The file of a split, or a pattern with one `*` in the name that only its files match.
+
+    card: text of the README.md, or nothing. about: which key names which set, for messages. Raises UserError: no such
+    configuration or split, more than one, or files that megarl does not read.
+    """
+    configs = _configs(card)
+    patterns = _by_card(configs, config, split, about) if configs else None
+    if patterns is None:
+        found = _by_name(files, config, split, about)
+    else:
+        found = [file for file in files if any(_matches(file, pattern) for pattern in patterns)]
+    if not found:
+        raise UserError(f"{about}: no file of the split {split!r} is there. {_listed(files)}")
+    wrong = sorted({PurePosixPath(file).suffix for file in found if PurePosixPath(file).suffix not in READ})
+    if wrong:
+        raise UserError(
+            f"{about}: the split {split!r} is in {', '.join(map(repr, wrong))} files, and megarl reads {', '.join(READ)}. The "
+            f"hub has most of its data sets in Parquet too: put @{CONVERTED} behind the name."
+        )
+    return _pattern(sorted(found), files, split, about)
+
+
+def _configs(card: str) -> dict[str, Mapping[str, Any]]:
+    """The `configs` of a card by their names; empty where it has none."""
+    head = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", card, flags=re.DOTALL)
+    try:
+        front = yaml.safe_load(head[1]) if head else None
+    except yaml.YAMLError:
+        return {}  # the hub shows such a card as plain text
+    configs = front.get("configs") if isinstance(front, dict) else None
+    named = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
+    return {str(each.get("config_name", "default")): each for each in named}
+
+
+def _by_card(configs: Mapping[str, Mapping[str, Any]], config: str | None, split: str, about: str) -> list[str] | None:
+    """Patterns of the split's files; None where the card leaves it to the files' names."""
+    chosen = _chosen(configs, config, about)
+    files = configs[chosen].get("data_files")
+    if files is None:
+        folder = configs[chosen].get("data_dir")
+        return None if folder is None else [f"{folder}/**/{split}*", f"{folder}/{split}*", f"{folder}/{split}/**"]
+    by_split = _patterns(files)
+    if split not in by_split:
+        raise UserError(f"{about}: {chosen!r} has no split {split!r}.{_near(split, by_split)}")
+    return by_split[split]
+
+
+def _chosen(configs: Mapping[str, Mapping[str, Any]], config: str | None, about: str) -> str:
+    if config is not None:
+        if config not in configs:
+            raise UserError(f"{about}: there is no configuration {config!r}.{_near(config, configs)}")
+        return config
+    default = [name for name, each in configs.items() if each.get("default") is True]
+    chosen = default or [name for name in configs if name == "default"] or list(configs)
+    if len(chosen) > 1:
+        raise UserError(f"{about}: it has the configurations {', '.join(configs)}. Name one: data.config.")
+    return chosen[0]
+
+
+def _patterns(files: Any) -> dict[str, list[str]]:
+    """The forms that `data_files` of a card may have; without a split all is for training."""
+    if isinstance(files, str):
+        return {"train": [files]}
+    if isinstance(files, dict):
+        return {str(split): _list(paths) for split, paths in files.items()}
+    patterns: dict[str, list[str]] = {}
+    for each in files if isinstance(files, list) else []:
+        if isinstance(each, dict):
+            patterns.setdefault(str(each.get("split", "train")), []).extend(_list(each.get("path", [])))
+        else:
+            patterns.setdefault("train", []).append(str(each))
+    return patterns
+
+
+def _list(paths: Any) -> list[str]:
+    return [str(path) for path in paths] if isinstance(paths, list) else [str(paths)]
+
+
+def _matches(file: str, pattern: str) -> bool:
+    pattern = pattern.removeprefix("./")
+    return fnmatchcase(file, pattern) or fnmatchcase(file, pattern.replace("**/", ""))
+
+
+def _by_name(files: Sequence[str], config: str | None, split: str, about: str) -> list[str]:
+    """The files whose path has the split's name in it, as a word; all where no file's has any split's."""
+    data = [file for file in files if PurePosixPath(file).suffix in READ]
+    if config is not None:
+        inside = [file for file in data if config in PurePosixPath(file).parts[:-1]]
+        if not inside:
+            folders = sorted({part for file in data for part in PurePosixPath(file).parts[:-1]})
+            raise UserError(f"{about}: there is no configuration {config!r}.{_near(config, folders)}")
+        data = inside
+    found = [file for file in data if _has_word(file, split)]
+    if not found and split == SPLITS[0] and not any(_has_word(file, each) for file in data for each in SPLITS):
+        found = data
+    homes = sorted({_home(file, split) for file in found} - {""})
+    if len(homes) > 1:
+        raise UserError(f"{about}: it has the configurations {', '.join(homes)}. Name one: data.config.")
+    return found
+
+
+def _has_word(file: str, word: str) -> bool:
+    """As `datasets` looks for splits: between other characters than letters, behind it digits may follow."""
+    stem = str(PurePosixPath(file).with_suffix(""))
+    return re.search(rf"(?:^|[-._ /]){re.escape(word)}(?:$|[-._ /0-9])", stem) is not None
+
+
+def _home(file: str, split: str) -> str:
+    """The folder that tells configurations apart: what stands before the split, without `data`."""
+    parts = PurePosixPath(file).parts[:-1]
+    return "/".join(part for part in parts if part != "data" and not _has_word(part, split))
+
+
+def _pattern(found: Sequence[str], files: Sequence[str], split: str, about: str) -> str:
+    if len(found) == 1:
+        return found[0]
+    start = _common_start(found)
+    end = _common_start([file[len(start) :][::-1] for file in found])[::-1]
+    pattern = f"{start}*{end}"
+    folders = {PurePosixPath(file).parent for file in found}
+    same = {file for file in files if PurePosixPath(file).parent in folders and fnmatchcase(file, pattern)}
+    suffixes = {PurePosixPath(file).suffix for file in found}
+    if len(folders) > 1 or len(suffixes) > 1 or same != set(found):
+        raise UserError(
+            f"{about}: the files of the split {split!r} have no pattern in common ({', '.join(found[:SHOWN])}). Put its rows "
+            "into one file."
+        )
+    return pattern
+
+
+def _common_start(words: Sequence[str]) -> str:
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*words, strict=False))
+    return "".join(letters[0] for letters in same)
+
+
+def _near(name: str, there: Any) -> str:
+    near = get_close_matches(name, list(there), n=1)
+    return f"{f' Did you mean {near[0]!r}?' if near else ''} There are: {', '.join(there) or 'none'}."
+
+
+def _listed(files: Sequence[str]) -> str:
+    shown = [file for file in files if PurePosixPath(file).suffix in READ] or list(files)
+    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    return f"It has {', '.join(shown[:SHOWN]) or 'no files'}{more}."

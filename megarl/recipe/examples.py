@@ -1,0 +1,77 @@
+"""The example recipes that come with megarl: what each is for, how many devices it wants, and copies of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.core.shipped import RECIPES, shipped, shipped_recipe
+from megarl.recipe.load import command_of, detect_kind, load_recipe
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.source import base_of
+
+# By cluster.platform: what people call the devices, and how many of them a server's rank has to itself.
+KINDS_OF_DEVICES = {"cuda": ("GPUs", 1), "cpu": ("CPU", 0), "auto": ("CPU or GPU", 0)}
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example recipe. command: of megarl, that runs it. devices: for people. about: how its comment begins."""
+
+    name: str
+    command: str
+    devices: str
+    about: str
+
+
+def examples() -> Iterator[Example]:
+    """All of them by name; what others only build on is none."""
+    paths = sorted(shipped(RECIPES).glob("*.yaml"))
+    bases = {base_of(path) for path in paths}
+    for path in paths:
+        if path not in bases:
+            kind: Any = detect_kind(path)
+            recipe = load_recipe(path, [], kind).recipe
+            yield Example(path.stem, command_of(kind), _devices(recipe), _about(path))
+
+
+def copy_example(name: str, target: Path) -> list[Path]:
+    """Copy an example, and what it builds on, into a folder; returns the files, the example first.
+
+    Raises UserError: no example of that name, or a file that is there already.
+    """
+    source = shipped_recipe(name)
+    if source is None:
+        names = [example.name for example in examples()]
+        near = get_close_matches(name, names, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(f"megarl brings no recipe {name!r}.{hint} There are: {', '.join(names)}.")
+    base = base_of(source)
+    copies = {each: target / each.name for each in (source, base) if each is not None}
+    there = [str(copy) for copy in copies.values() if copy.exists()]
+    if there or (target.exists() and not target.is_dir()):
+        what = f"{', '.join(there)} is there already" if there else f"{target} is a file, and a folder is wanted"
+        raise UserError(f"{what}; nothing was copied. Name another folder: megarl recipe copy {name} FOLDER.")
+    target.mkdir(parents=True, exist_ok=True)
+    for each, copy in copies.items():
+        copy.write_bytes(each.read_bytes())
+    return list(copies.values())
+
+
+def _devices(recipe: AnyRecipe) -> str:
+    """Of the run: one of a platform's devices a rank, and on GPUs `rollout.tp` a server."""
+    servers = recipe.rollout.servers * recipe.rollout.tp if isinstance(recipe, Recipe) else 0
+    what, beside = KINDS_OF_DEVICES[recipe.cluster.platform]
+    return f"{recipe.cluster.devices + beside * servers} {what}"
+
+
+def _about(path: Path) -> str:
+    head = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
+    assert head, f"{path} does not say what it is"
+    text = " ".join(line.removeprefix("#").strip() for line in head[0].splitlines())
+    return re.split(r"[:.] | \(|\.$", text)[0]

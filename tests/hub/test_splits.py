@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.hub.splits import split_pattern
+
+GSM8K = ["README.md", *(f"{c}/{s}-00000-of-00001.parquet" for c in ("main", "socratic") for s in ("test", "train"))]
+CARD = """\
+---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+- config_name: socratic
+  data_files: socratic/train-*
+---
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "card", "config", "split", "found"),
+    [
+        (GSM8K, CARD, "main", "train", "main/train-00000-of-00001.parquet"),
+        (GSM8K, CARD, "socratic", "train", "socratic/train-00000-of-00001.parquet"),
+        (GSM8K, "", "main", "test", "main/test-00000-of-00001.parquet"),
+        (["test.jsonl", "README.md"], "", None, "test", "test.jsonl"),
+        (["a/train.jsonl", "a/test.jsonl", "a/training_notes.txt"], "", None, "train", "a/train.jsonl"),
+        (["rows.jsonl"], "", None, "train", "rows.jsonl"),
+        ([f"data/train-0000{i}-of-00003.parquet" for i in range(3)], "", None, "train", "data/train-0000*-of-00003.parquet"),
+        ([f"main/{s}/000{i}.parquet" for s in ("train", "test") for i in (0, 1)], "", "main", "train", "main/train/000*.parquet"),
+        (["x.parquet", "y.jsonl"], "---\nconfigs: [{config_name: a, data_files: '**/x*', default: true}, {}]\n---", None,
+         "train", "x.parquet"),
+        (["b/train.jsonl"], "---\nconfigs: [{config_name: b, data_dir: b}]\n---\n", None, "train", "b/train.jsonl"),
+        (["train.jsonl"], "---\nconfigs: [broken\n---\n", None, "train", "train.jsonl"),
+    ],
+)  # fmt: skip
+def test_the_files_of_a_split(files: list[str], card: str, config: str | None, split: str, found: str) -> None:
+    assert split_pattern(files, card, config, split, "data.train is x") == found
+
+
+@pytest.mark.parametrize(
+    ("files", "card", "config", "split", "said"),
+    [
+        (GSM8K, CARD, None, "train", "it has the configurations main, socratic. Name one: data.config"),
+        (GSM8K, "", None, "train", "it has the configurations main, socratic. Name one: data.config"),
+        (GSM8K, CARD, "mian", "train", "there is no configuration 'mian'. Did you mean 'main'?"),
+        (GSM8K, "", "mian", "train", "there is no configuration 'mian'. Did you mean 'main'?"),
+        (GSM8K, CARD, "main", "tests", "'main' has no split 'tests'. Did you mean 'test'?"),
+        (GSM8K, "", "main", "dev", "no file of the split 'dev' is there. It has main/test-"),
+        (["train.csv"], "---\nconfigs: [{data_files: train.csv}]\n---", None, "train", "put @refs/convert/parquet behind"),
+        (["train.csv"], "", None, "train", "no file of the split 'train' is there. It has train.csv"),
+        (["train-a.parquet", "train-b.jsonl"], "", None, "train", "have no pattern in common"),
+        ([], "", None, "train", "It has no files"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_told(files: list[str], card: str, config: str | None, split: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        split_pattern(files, card, config, split, "data.train is x")
+    assert str(caught.value).startswith("data.train is x: ")
+    assert said in str(caught.value)
