@@ -1,4 +1,4 @@
-"""The four named placements, an explicit one, and one where everything rests between its turns: do they train the same?
+"""The four named placements, an explicit one, and one where everything offloaded between its turns: do they train the same?
 
     python -m bench.placements                 # --only NAME ...: these anew, the others as they ran before
 
@@ -43,8 +43,8 @@ EXPLICIT = [
     "reference.parallel.tp=1",
     "critic.parallel.tp=1",
 ]
-REST = [f"{role}.resting=[grads, params, optimizer]" for role in ("actor", "critic")]
-REST += ["reference.resting=[params]", "rollout.resting=[weights, kv_cache]"]
+REST = [f"{role}.offload=[grads, params, optimizer]" for role in ("actor", "critic")]
+REST += ["reference.offload=[params]", "rollout.offload=[weights, kv_cache]"]
 NAMED = {
     name: [f"placement.name={name}", f"cluster.file={CLUSTER}"]
     for name in ("colocate", "hybrid", "split", "standalone")

@@ -1,7 +1,7 @@
 """What a recipe's keys ask of each other: keys that nothing reads in this configuration, and values that contradict.
 
 The rules are data, in `rules.py`. What they say of the algorithm's functions follows from these. Batch arithmetic is in
-`batch.py`; files and models are for `megarl/preflight.py`.
+`batch.py`; files and models are for `megarl/run/preflight.py`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Rollout(Section):
         None, description="KV cache of one server, in tokens; default: SGLang decides; needed on cpu"
     )
     concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
-    resting: tuple[ServerPart, ...] = Field(
+    offload: tuple[ServerPart, ...] = Field(
         (),
         strict=False,
         description="what servers give back while nothing needs it: weights, kv_cache; for servers on ranks' devices",

@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
-CORRECT = 0.5  # a reward, or the score of eval.by's grader, of at least this counts as a right answer
+CORRECT = 0.5  # a reward, or the score of eval.grader's grader, of at least this counts as a right answer
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Engine:
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
         self._auxiliary, self._replays = built.auxiliary, built.replays
         self._offload = Offload(self._wrapped, self._stepper.optimizer if self._stepper else None, platform)
-        self._offload.sleep(spec.resting)
+        self._offload.sleep(spec.offload)
 
     def sleep(self, parts: Iterable[Part] = PARTS) -> int:
         """Free the device memory of these parts, now; the next operation that needs them wakes them. Bytes freed."""
@@ -80,7 +80,7 @@ class Engine:
             with self._groups.active():
                 yield
         finally:
-            self._offload.sleep(self._spec.resting)
+            self._offload.sleep(self._spec.offload)
 
     @property
     def config(self) -> ModelConfig:
@@ -300,7 +300,7 @@ class Engine:
             else:
                 yield from self._export(bucket_bytes, merged(self._chunks) if self._spec.lora is not None else None)
         finally:
-            self._offload.sleep(self._spec.resting)
+            self._offload.sleep(self._spec.offload)
 
     def _stored(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The weights, each tensor in the dtype that the HF folder had it in: all of them are exact in float32."""

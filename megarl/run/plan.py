@@ -12,7 +12,6 @@ from rich.console import Console
 
 from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
-from megarl.past_run import calibrated, cluster_of_run, compare, read_run
 from megarl.placement.apply import AUTO, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.length_files import read_lengths
@@ -24,6 +23,7 @@ from megarl.placement.simulate import Conditions, render_simulation, simulate
 from megarl.placement.workload import Quantization, Workload, read_model, recipe_workload
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.run.past_run import calibrated, cluster_of_run, compare, read_run
 
 
 @dataclass(frozen=True)
