@@ -128,7 +128,7 @@ class RolloutPool:
         return LaunchingRollout(collector, starts, servers, waiter, recipe, num_shards)
 
     def generate(self, step: int, weight_version: int) -> Batch:
-        """One step's samples: generated, graded, filtered, packed. The servers rest until weights come."""
+        """One step's samples: generated, graded, filtered, packed. The servers sleep until weights come."""
         with self._serving(then_sleep=self.recipe.rollout.offload):
             generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
             info, *shards = generate.remote(step, weight_version)
@@ -136,14 +136,14 @@ class RolloutPool:
 
     @contextmanager
     def _serving(self, then_sleep: Collection[ServerPart]) -> Iterator[None]:
-        """Servers that answer. then_sleep: of what the recipe lets rest, what nothing needs afterwards.
+        """Servers that answer. then_sleep: of what the recipe offloads, what nothing needs afterwards.
 
-        Raises SyncError where their weights rest: only a sync wakes these, for they come back as garbage.
+        Raises SyncError where their weights are offloaded: only a sync brings these back.
         """
         offloaded, deadline_s = self.recipe.rollout.offload, self.recipe.deadlines.sync_s
         self.servers.wake(CACHE, deadline_s)
         if self.servers.asleep:
-            raise SyncError("The servers' weights rest, and nobody has sent them again: a weight sync comes first.")
+            raise SyncError("The servers' weights are offloaded and were not sent again: a weight sync comes first.")
         yield
         self.servers.sleep(set(then_sleep).intersection(offloaded), deadline_s)
 

@@ -127,7 +127,7 @@ class Server:
 class ServerPool:
     """The servers that serve, and the router in front. A server that dies or fails an update leaves the pool.
 
-    Some parts of their memory may rest while nothing needs them; they serve only while all are awake.
+    Parts of their memory may be offloaded while nothing needs them; they serve only while all are awake.
     """
 
     def __init__(self, servers: list[Server], router: Worker, router_endpoint: ServerEndpoint, waiter: Waiter) -> None:
@@ -189,7 +189,7 @@ class ServerPool:
             self._tell(lambda server: server.sleep.remote(new, deadline_s), "sleep", deadline_s)
 
     def wake(self, parts: Collection[ServerPart], deadline_s: float) -> None:
-        """Have all servers take memory again for these parts, where they rest. Raises what `Waiter.wait` raises."""
+        """Have all servers take memory again for these parts, where they are offloaded. Raises what `Waiter.wait` raises."""
         new = tuple(sorted(self.asleep.intersection(parts)))
         self.asleep -= set(new)
         if new:

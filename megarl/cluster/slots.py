@@ -99,7 +99,7 @@ def server_slots(
     return tuple(ServerSlot(share(chunks[index % len(chunks)]), shared=True) for index in range(count))
 
 
-def apart(ranks: Sequence[Slot], servers: Sequence[ServerSlot]) -> bool:
+def share_no_device(ranks: Sequence[Slot], servers: Sequence[ServerSlot]) -> bool:
     """Whether no server is on a device of these ranks; always so where processes stand for devices."""
     taken = {(part.node, device) for slot in servers for part in slot.parts for device in part.devices}
     return not any((slot.node, device) in taken for slot in ranks for device in slot.devices)

@@ -48,7 +48,7 @@ class Platform:
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
     serves_fp8: SGLang can serve FP8 weights there.
-    has_device_memory: devices have memory of their own, so that what offloaded can move to the host's.
+    has_device_memory: devices have memory of their own, so that what is offloaded can move to the host's.
     """
 
     name: PlatformName

@@ -24,7 +24,7 @@ class Device:
     direction, where the cluster file does not say. host_bytes_s: to the host's memory, one direction. per_node: devices of the
     usual node, which is what fast links join. tile_rows: rows that one matrix instruction takes of the queries of decode
     attention and of an expert's tokens; fewer are padded. queues: whether the host runs ahead of the device, so that
-    launching costs time only where there is little to compute. offloads_to_host: what offloaded can leave the device.
+    launching costs time only where there is little to compute. offloads_to_host: whether what is offloaded can leave the device.
     source: where the figures are published.
     """
 

@@ -86,7 +86,7 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
     )
     raise UserError(
         f"The run does not fit into memory: {what}, and {have}. Cut the models further (<role>.parallel), lower "
-        f"actor.micro_batch_tokens, or let roles and servers rest (<role>.offload, rollout.offload). {advice}"
+        f"actor.micro_batch_tokens, or offload roles and servers (<role>.offload, rollout.offload). {advice}"
     )
 
 

@@ -81,7 +81,7 @@ class Eval(Section):
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
     samples_per_prompt: PositiveInt = Field(1, description="answers to each prompt")
     max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
-    by: str | None = Field(
+    grader: str | None = Field(
         None, description="grader whose score says what is right (at least 0.5); default: the whole reward does"
     )
 

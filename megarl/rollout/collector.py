@@ -197,7 +197,7 @@ class Collector:
             raise MegarlError(f"Evaluation at step {step}: no prompt was answered. {_first_failure(samples)}")
         # A prompt without an answer or a grade is not a right answer: held-out figures count every prompt.
         reward = float(filters.rewards(samples).mean())
-        accuracy = float((filters.scores(samples, settings.by) >= CORRECT).mean())
+        accuracy = float((filters.scores(samples, settings.grader) >= CORRECT).mean())
         return EvalResult(
             num_prompts=len(self._eval_prompts),
             num_samples=len(samples),

@@ -14,7 +14,7 @@ from megarl.cluster.roles import Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import ServerPool
-from megarl.cluster.slots import ServerSlot, Slot, apart, server_slots
+from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
 from megarl.core.timing import PhaseTimer
@@ -89,7 +89,7 @@ def _critic_has_own_devices(runtime: Runtime, recipe: Recipe, servers: Sequence[
     homes: dict[str, str] = {role: name for name, pool in pools_of(recipe).items() for role in pool.roles}
     if recipe.critic is None or homes[CRITIC] == homes[ACTOR]:
         return False
-    return apart(_pool_slots(runtime, recipe)[homes[CRITIC]], servers)
+    return share_no_device(_pool_slots(runtime, recipe)[homes[CRITIC]], servers)
 
 
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:

@@ -312,7 +312,7 @@ class Engine:
         """The gradients of the last update, after clipping, as `buckets` gives the weights.
 
         They are whole only where the optimizer is not distributed (SGD): otherwise each rank keeps its share. None are
-        left where gradients rest between operations.
+        left where gradients are offloaded between operations.
         """
         self._require_stepper("gradients")
         yield from self._export(bucket_bytes, _main_grad)

@@ -1,4 +1,4 @@
-"""Lets a role is offloaded: frees the device memory of its gradients, parameters and optimizer state, and brings them back.
+"""Offloads a role: frees the device memory of its gradients, parameters and optimizer state, and brings them back.
 
 It works on storages, not on tensors: a storage is resized to nothing and back, so that every view stays what it was.
 Parameters and gradients are views of Megatron's packed buffers, optimizer shards are views of parameters, tied weights
@@ -93,7 +93,7 @@ class FileHost:
             folder = self._folder or tempfile.gettempdir()
             raise MegarlError(
                 f"A role that is offloaded needs {total:,} bytes in {folder}: {error}. Make room there, set TMPDIR to a "
-                "folder on another file system, or let the role stay awake."
+                "folder on another file system, or leave the role on the device."
             ) from error
         self._file = file
 

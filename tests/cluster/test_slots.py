@@ -9,7 +9,7 @@ import pytest
 
 from megarl.cluster.nodes import Node
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.slots import Slot, apart, beside, server_slots, slot_on
+from megarl.cluster.slots import Slot, beside, server_slots, share_no_device, slot_on
 from megarl.core.errors import UserError
 from megarl.core.platform import get_platform
 
@@ -64,9 +64,9 @@ def test_ranks_are_apart_from_servers_on_other_devices() -> None:
     a, b = nodes(2)
     policy, critic = gpus((a, "0"), (a, "1")), gpus((b, "0"), (b, "1"))
     on_first = server_slots(CUDA, [a, b], [*policy, *critic], 2, 1)
-    assert not apart(policy, on_first) and apart(critic, on_first)
-    assert not apart(critic, server_slots(CUDA, [a, b], [*policy, *critic], 2, 2))
-    assert apart([slot_on(a)], server_slots(get_platform("cpu"), [a], [slot_on(a)], 1, 1))
+    assert not share_no_device(policy, on_first) and share_no_device(critic, on_first)
+    assert not share_no_device(critic, server_slots(CUDA, [a, b], [*policy, *critic], 2, 2))
+    assert share_no_device([slot_on(a)], server_slots(get_platform("cpu"), [a], [slot_on(a)], 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under("sync", {"bucket_mb": ["1"], "tolerance": ["0.5"]}),
     **_under(
         "eval",
-        {"temperature": ["0.5"], "samples_per_prompt": ["2"], "max_prompts": ["2"], "by": ["rule", "math"]},
+        {"temperature": ["0.5"], "samples_per_prompt": ["2"], "max_prompts": ["2"], "grader": ["rule", "math"]},
     ),
 }
 _ROWS = {**COMMON, **_under("data", {"max_tokens": ["24"], "prompt_key": ["question"]}), "train.batch_samples": ["2"]}
