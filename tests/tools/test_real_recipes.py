@@ -33,7 +33,9 @@ RECIPES = Path(megarl.__file__).parent.parent / "recipes"
 SHIPPED = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("quickstart"))
 # Supervised runs have one role and no servers: there is nothing to place.
 QUICKSTART = sorted(
-    path.stem for path in RECIPES.glob("quickstart*.yaml") if detect_kind(path) is Recipe and path.stem != "quickstart_base"
+    path.stem
+    for path in RECIPES.glob("quickstart*.yaml")
+    if detect_kind(path) is Recipe and path.stem != "quickstart_base"
 )
 
 
