@@ -43,7 +43,10 @@ setup(
     description="Reinforcement-learning post-training of large language models on Megatron-core, SGLang and Ray",
     packages=[*find_packages(include=["megarl", "megarl.*"]), *(f"megarl.shipped.{folder}" for folder in SHIPPED)],
     package_dir={f"megarl.shipped.{folder}": folder for folder in SHIPPED},
-    package_data={"megarl": ["py.typed"], **{f"megarl.shipped.{folder}": files for folder, files in SHIPPED.items()}},
+    package_data={
+        "megarl": ["py.typed", "model_configs/README.md", "model_configs/*/*/config.json"],
+        **{f"megarl.shipped.{folder}": files for folder, files in SHIPPED.items()},
+    },
     python_requires=">=3.11",
     install_requires=RUNTIME,
     extras_require={

@@ -24,6 +24,9 @@ def plan(
     response_spread: Annotated[float, typer.Option(min=0, help="Standard deviation over mean.")] = 0.9,
     prompt_mean: Annotated[float | None, typer.Option(help="Mean prompt, tokens.")] = None,
     rollout_quantization: Annotated[Literal["fp8"] | None, typer.Option(help="fp8: servers' weights in FP8.")] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="Versions that samples may be behind: above 0 also asynchronous plans.")
+    ] = None,
     from_run: Annotated[Path | None, typer.Option(help="Run whose measurements calibrate the rates.")] = None,
     simulate: Annotated[int, typer.Option(min=0, help="Also play so many steps: lengths drawn, devices failing.")] = 0,
     seed: Annotated[int, typer.Option(help="With --simulate: of what is drawn.")] = 1,
@@ -47,6 +50,7 @@ def plan(
         response_mean=response_mean,
         response_spread=response_spread,
         prompt_mean=prompt_mean,
+        max_staleness=max_staleness,
         quantization=rollout_quantization,
         explain=explain,
         from_run=from_run,

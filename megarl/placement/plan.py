@@ -23,6 +23,7 @@ from megarl.placement.workload import ACTOR, ROLLOUT, Workload
 # Stages of a step: generation, preparation, training; each is waited for.
 STAGES = 3
 MOST_NODES = 4096
+UNEVEN = ("first_stage_layers", "last_stage_layers")
 PHASES = ("rollout", "sync", "sleep and wake", "prepare", "train", "between stages")
 
 
@@ -87,14 +88,38 @@ class PlacementPlan:
 
 
 @dataclass(frozen=True)
+class Own:
+    """A recipe's own placement.
+
+    predicted: None where nothing can be said of it. problem: why it cannot run; None where it can.
+    """
+
+    predicted: PlacementPlan | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class Plan:
-    """best: the pick. others: the best of other partitions, each with the reason why it lost. bounds: of the rest."""
+    """best: the pick. others: the best of other partitions, each with the reason why it lost. bounds: of all that is left.
+
+    own: what the recipe itself asks for; None where that was not asked.
+    """
 
     cluster: Cluster
     tokens: float
     best: PlacementPlan
     others: tuple[tuple[PlacementPlan, str], ...]
     bounds: tuple[Bound, ...]
+    own: Own | None = None
+
+    @property
+    def own_words(self) -> str:
+        """What is to say of the recipe's own placement, beside its name and its seconds."""
+        assert self.own is not None
+        if self.own.problem is not None:
+            return f"cannot run here: {self.own.problem}"
+        assert self.own.predicted is not None
+        return why_lost(self.own.predicted, self.best)
 
     @property
     def tokens_per_s(self) -> float:
@@ -140,7 +165,7 @@ def make_plan(
     # What one size of micro-batches cut away was behind `top` partitions of it: it cannot come before these.
     ranked = sorted(best.values(), key=lambda pair: pair[0].seconds)[:top]
     plans = [placement_plan(found, look.tables, look.workload, look.cluster, cluster) for found, look in ranked]
-    others = tuple((plan, _lost(plan, plans[0])) for plan in plans[1:])
+    others = tuple((plan, why_lost(plan, plans[0])) for plan in plans[1:])
     shown = {look.key(found.partition) for found, look in ranked}
     return Plan(cluster, workload.tokens, plans[0], others, _bounds(looks, best, shown))
 
@@ -285,7 +310,8 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
         held_bytes={name: float(np.ravel(value)[0]) for name, value in vars(held).items()},
         offloaded_bytes=float(table.choices.rest[row]),
         choice={
-            **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
+            **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "vpp", "dp")},
+            **{key: getattr(layout, key) for key in UNEVEN if getattr(layout, key) is not None},
             "micro_batch_tokens": int(choice.micro_tokens[0]),
             "recompute": recompute,
             "offloaded": offloaded,
@@ -303,7 +329,7 @@ def _rollout_plan(
     held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     offloaded = bool(table.offloaded[row])
-    apart, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)
+    separate, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)
     generation = float((seconds.flow if asynchronous else seconds.total)[0])
     count, tp, running = int(choice.count[0]), int(choice.tp[0]), int(seconds.running[0])
     servers = f"{count} server{'s' if count > 1 else ''} of tp{tp}, {running} sequences each"
@@ -313,12 +339,12 @@ def _rollout_plan(
         shape=servers + (", offloaded" if offloaded else ""),
         seconds={
             "rollout": generation,
-            "sync": together if shared else apart,
+            "sync": together if shared else separate,
             "sleep and wake": cluster.rates.wake_s * offloaded,
         },
         parts={} if asynchronous else {"rollout": parts},
         held_bytes={"weights": float(held.weights[0]), "cache": float(held.cache[0]), "other": held.other},
-        offloaded_bytes=float(table.apart.rest[row]),
+        offloaded_bytes=float(table.separate.rest[row]),
         choice={
             "servers": count,
             "tp": tp,
@@ -330,8 +356,10 @@ def _rollout_plan(
     )
 
 
-def _lost(plan: PlacementPlan, best: PlacementPlan) -> str:
+def why_lost(plan: PlacementPlan, best: PlacementPlan) -> str:
     """Why it is not the pick: the phase that costs it most, beside the pick's."""
+    if abs(plan.step_s - best.step_s) <= 1e-6 * best.step_s:
+        return "as fast as the pick"
     more = {phase: plan.phases[phase] - best.phases[phase] for phase in PHASES}
     worst = max(more, key=lambda phase: more[phase])
     gains = {phase: -seconds for phase, seconds in more.items() if seconds < -0.05 * max(more[worst], 1e-9)}
@@ -346,7 +374,7 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: 
     """What is missing, and the smallest number of nodes that works."""
     what = f"No {asked.name or ''} placement".replace("  ", " ")
     lacking = [role for role, table in tables.roles.items() if not len(table.choices)]
-    lacking += [] if len(tables.rollout.apart) else [ROLLOUT]
+    lacking += [] if len(tables.rollout.separate) else [ROLLOUT]
     why = (
         f"{' and '.join(lacking)} alone {'does' if len(lacking) == 1 else 'do'} not fit under any layout"
         if lacking

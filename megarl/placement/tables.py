@@ -47,7 +47,7 @@ class RolloutTable:
 
     servers: Servers
     offloaded: Mask
-    apart: Choices
+    separate: Choices
     shared: Choices
     flowing: Choices
 
@@ -64,12 +64,12 @@ class AllTables:
         """As the search wants them, in the order of the roles. On nodes of its own the rollout takes nothing of the others'."""
         roles = {role: table.choices for role, table in self.roles.items()}
         first = {ACTOR: roles.pop(ACTOR)} if ACTOR in roles else {}
-        apart, shared, flowing = (
+        separate, shared, flowing = (
             each if self.serving is None else _elsewhere(each)
-            for each in (self.rollout.apart, self.rollout.shared, self.rollout.flowing)
+            for each in (self.rollout.separate, self.rollout.shared, self.rollout.flowing)
         )
         return Tables(
-            roles={**first, ROLLOUT: apart, **roles},
+            roles={**first, ROLLOUT: separate, **roles},
             shared=shared,
             flowing=flowing if asynchronous else None,
         )
@@ -111,6 +111,7 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
         workload.micro_tokens,
         most_dp=most_dp,
         trained=trained,
+        head=has_head(role),
     )
     held = held_bytes(role, choice, workload)
     choice = choice.take(held.state + held.working <= cluster.usable_bytes)
@@ -199,7 +200,7 @@ def price_rollout(
     held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     whole, total, flow = held.total, seconds.total, seconds.flow
-    apart, shared = sync_seconds(config, workload, cluster, across=across)
+    separate, shared = sync_seconds(config, workload, cluster, across=across)
     wake = rates.wake_s * offloaded
     rest = np.where(offloaded, np.minimum(rates.offloaded_bytes, whole), whole)
 
@@ -211,9 +212,9 @@ def price_rollout(
     return RolloutTable(
         servers=choice,
         offloaded=offloaded,
-        apart=choices(total + wake + apart, 0.0),
+        separate=choices(total + wake + separate, 0.0),
         shared=choices(total + wake + shared, 0.0),
-        flowing=choices(apart, flow + apart),
+        flowing=choices(separate, flow + separate),
     )
 
 

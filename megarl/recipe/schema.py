@@ -68,6 +68,10 @@ class Rollout(Section):
         strict=False,
         description="what servers give back while nothing needs it: weights, kv_cache; for servers on ranks' devices",
     )
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="weight versions that a sample may be behind; above 0 for `megarl plan` alone: runs are synchronous",
+    )
     server_args: tuple[str, ...] = Field(
         (), strict=False, description="extra flags of sglang.launch_server, word by word"
     )

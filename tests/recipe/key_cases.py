@@ -105,6 +105,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "kv_tokens": ["5000"],
             "deterministic": ["true"],
             "concurrency": ["2"],
+            "max_staleness": ["1"],
             "offload": ["[weights]", "[kv_cache]"],
             "server_args": ["[--chunked-prefill-size, '512']"],
         },
@@ -355,6 +356,7 @@ _OF_TRAIN = "a section that runs of `megarl train` have too: the key is refused 
 NEVER: dict[str, dict[str, str]] = {
     "train": {
         "data.over_length": "error refuses a run whose rows are too long, as the world's are: that is its effect",
+        "rollout.max_staleness": "it is for plans alone, until there are asynchronous runs",
         **dict.fromkeys(
             (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge")),
             "it says which keys stand beside it: alone it cannot change",
