@@ -11,7 +11,7 @@ from megarl.placement.cluster import Cluster
 from megarl.placement.devices import DEVICES
 from megarl.placement.local import run_cluster
 from megarl.placement.partitions import Partition
-from megarl.placement.plan import PlacementPlan, Plan, RolePlan, make_plan
+from megarl.placement.plan import UNEVEN, PlacementPlan, Plan, RolePlan, make_plan
 from megarl.placement.recipe_plan import FRACTION_FLAG, check_fits
 from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Workload, read_model, recipe_workload
 from megarl.recipe.batch import plan_batches
@@ -101,9 +101,10 @@ def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:
 def _section(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
     """What a Megatron role's section says of the plan."""
     choice = role.choice
-    tp, pp, cp, ep = (int(choice[axis]) for axis in ("tp", "pp", "cp", "ep"))
+    parallel = {**{axis: choice[axis] for axis in ("tp", "pp", "cp", "ep")}, "virtual_stages": choice["vpp"]}
+    parallel |= {key: choice[key] for key in UNEVEN if key in choice}
     update: dict[str, Any] = {
-        "parallel": Parallel(tp=tp, pp=pp, cp=cp, ep=ep),
+        "parallel": Parallel.model_validate(parallel),
         "resting": _PARTS[role.role in TRAINED] if choice["rests"] else (),
     }
     if role.role in TRAINED:

@@ -1,8 +1,8 @@
 """Seconds of a Megatron role's work under every layout: one log-prob or value pass over a step's samples, and its updates.
 
-A micro-batch on one pipeline stage costs its products and the bytes beside them (see `roofline`), what its launches take beyond
-that, and the collectives of tensor, context and expert parallel; a pipeline of p stages runs m + p - 1 of them one after
-the other (Narayanan et al., arXiv 2104.04473). An update adds the reduction of gradients and the optimizer.
+A pipeline goes at the pace of its slowest rank: m micro-batches take m times what that one needs, and once what all others do,
+of which v virtual stages leave 1 / v (Narayanan et al., arXiv 2104.04473). What a rank needs is in `layers`. An update adds the
+reduction of gradients and the optimizer.
 """
 
 from __future__ import annotations
@@ -13,28 +13,13 @@ from typing import Any
 import numpy as np
 
 from megarl.models.config import ModelConfig
-from megarl.models.flops import forward_flops
 from megarl.placement.cluster import Cluster
-from megarl.placement.links import all_gather_s, all_to_all_s, send_s
-from megarl.placement.memory import GRADIENT_BYTES
-from megarl.placement.roofline import (
-    ATTENTION_BACKWARD,
-    LOGIT_BYTES,
-    attention_elements,
-    attention_products,
-    expert_elements,
-    mlp_products,
-    training_roof,
-)
+from megarl.placement.layers import BACKWARD, GRADIENT_BYTES, Parts, micro_batch
+from megarl.placement.links import all_gather_s
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Layouts
+from megarl.placement.stages import Stage, stages
 from megarl.placement.workload import Workload
-
-# Backward multiplies twice for each multiplication of the forward pass, and moves twice the bytes.
-BACKWARD = 2
-# Collectives of tensor parallel with sequence parallel, of one layer's two halves: each gathers its input and scatters its
-# output; backward gathers the inputs once more for the gradients of the weights (arXiv 2205.05198).
-GATHERS, GATHERS_BACKWARD = 2, 3
 
 
 @dataclass(frozen=True)
@@ -67,22 +52,6 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """[N] seconds of one micro-batch on the slowest pipeline stage, in one direction or several."""
-
-    compute: Any
-    launch: Any
-    tensor: Any
-    context: Any
-    expert: Any
-    pipeline: Any
-
-    def plus(self, other: Pass, times: Any = 1.0) -> Pass:
-        """This and so many times the other."""
-        return Pass(**{name: mine + times * getattr(other, name) for name, mine in vars(self).items()})
-
-
-@dataclass(frozen=True)
 class Batches:
     """[N] how the samples of one pass or update come to a data-parallel rank: so many micro-batches of so many tokens."""
 
@@ -110,8 +79,8 @@ def score_seconds(
 ) -> Seconds:
     """Log-probs (or values, without a head) of a step's samples."""
     dealt = batches(workload.samples, workload, choice)
-    one, _, _ = passes(config, choice, dealt.tokens, workload, cluster, head=head)
-    return _pipelined(one, dealt.count, choice, workload, cluster)
+    forward, _, _ = micro_batch(config, choice, dealt.tokens, workload, cluster, head=head)
+    return _pipelined(config, forward, dealt.count, choice, workload, cluster)
 
 
 def update_seconds(
@@ -120,9 +89,9 @@ def update_seconds(
     """All optimizer steps of one step. epochs: times that the role goes through the samples."""
     updates = workload.mini_batches * epochs
     dealt = batches(workload.samples / workload.mini_batches, workload, choice)
-    forward, backward, again = passes(config, choice, dealt.tokens, workload, cluster, head=head)
+    forward, backward, again = micro_batch(config, choice, dealt.tokens, workload, cluster, head=head)
     both = forward.plus(backward).plus(again)
-    seconds = _pipelined(both, dealt.count * updates, choice, workload, cluster, updates=updates, calls=epochs)
+    seconds = _pipelined(config, both, dealt.count, choice, workload, cluster, updates=updates, calls=epochs)
     gradients, optimizer = _step_seconds(config, choice, workload, cluster, head=head)
     return Seconds(**{**vars(seconds), "gradients": updates * gradients, "optimizer": updates * optimizer})
 
@@ -138,178 +107,52 @@ def core_share(devices: Any, cluster: Cluster) -> Any:
 
 
 def _pipelined(
-    one: Pass,
+    config: ModelConfig,
+    parts: Parts,
     count: Any,
     choice: Layouts,
     workload: Workload,
     cluster: Cluster,
     *,
-    updates: float = 1.0,
+    updates: int | None = None,
     calls: int = 1,
 ) -> Seconds:
-    """`count` micro-batches through the pipeline, in `updates` rounds."""
-    rates, crowd = cluster.rates, crowding(choice.devices, cluster)
-    own, whole = one.compute + one.launch, sum(vars(one).values())
+    """`count` micro-batches through the pipeline, so many times as there are updates; one pass forward where that is None."""
+    rates, crowd, rounds = cluster.rates, crowding(choice.devices, cluster), updates or 1
+    kinds = stages(config, choice)
+    slowest = _of_most([parts.total_on(kind) for kind in kinds], kinds)
+    one, moe = parts.on(slowest), len(config.moe_layers)
+    every = (config.num_layers - moe) * parts.dense.total + moe * parts.expert.total
+    every = every + parts.embedding.total + parts.head.total + choice.pp * parts.stage.total
     # Ranks that wait, for a message or for their turn in the pipeline, leave shared cores to the others.
-    bubble = np.maximum((choice.pp - 1) * updates * whole - (crowd - 1) * count * own, 0.0)
-    spent = {name: seconds * count for name, seconds in vars(one).items()}
+    waits = np.maximum(every - one.total, 0.0) / choice.vpp * rounds
+    bubble = np.maximum(waits - (crowd - 1) * count * rounds * (one.compute + one.launch), 0.0)
+    spent = {name: seconds * count * rounds for name, seconds in vars(one).items()}
+    # Virtual stages want as many micro-batches as make whole rounds of the ranks: those of one token that fill them are launches.
+    fillers = np.where(choice.vpp > 1, -count % choice.pp, 0) * rounds * (1 if updates is None else 1 + BACKWARD)
+    layers_s = (slowest.layers - slowest.moe_layers) * rates.layer_s + slowest.moe_layers * rates.expert_layer_s
+    spent["launch"] = spent["launch"] + fillers * layers_s
     spent["compute"], spent["launch"] = spent["compute"] * crowd, spent["launch"] * crowd
     spent["launch"] = spent["launch"] + calls * rates.call_s
     zero, dispatch = np.zeros(len(choice)), calls * workload.samples * rates.call_sample_s
     return Seconds(**spent, bubble=bubble, gradients=zero, optimizer=zero, dispatch=dispatch)
 
 
-def passes(
-    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster, *, head: bool
-) -> tuple[Pass, Pass, Pass]:
-    """One micro-batch on the slowest stage: forward, backward, and what recompute adds to the latter.
-
-    tokens: [N] of the micro-batch on a data-parallel rank. Logits are the last stage's alone.
-    """
-    stage = np.ceil(config.num_layers / choice.pp)
-    moe = len(config.moe_layers) / config.num_layers
-    here, dense = tokens / choice.cp, _dense_layer(config, choice, tokens, workload, cluster)
-    layers = dense if moe == 0 else _mixed(dense, _expert_layer(config, choice, tokens, workload, cluster), moe)
-    forward, backward = (_times(one, stage) for one in layers)
-    head_s = _head_seconds(config, choice, here, workload, cluster) if head else 0.0
-    roof = training_roof(cluster, workload.dtype)
-    routed, others = _held(config, choice, head=head)
-    micro_s = cluster.rates.micro_s
-    width = here / choice.tp * config.hidden_size * workload.bytes_each
-    send = np.where(choice.pp > 1, send_s(cluster, width, choice.devices // choice.pp), 0.0)
-    # Each micro-batch's gradients are added to those before: read in the model's dtype, read and written in float32.
-    added = (routed + others) * (workload.bytes_each + 2 * GRADIENT_BYTES) / roof.bytes_s
-    attention = _attention_seconds(config, choice, here, workload, cluster) * stage
-    again = _times(forward, np.where(choice.recompute == 2, 1.0, 0.0)).plus(
-        _only_compute(np.where(choice.recompute == 1, attention, 0.0))
-    )
-    extra = _only_compute(head_s, launch=micro_s, pipeline=send)
-    extra_back = _only_compute(BACKWARD * head_s + added, launch=BACKWARD * micro_s, pipeline=send)
-    return forward.plus(extra), backward.plus(extra_back), again
-
-
-def _only_compute(compute: Any, launch: Any = 0.0, pipeline: Any = 0.0) -> Pass:
-    return Pass(compute=compute, launch=launch, tensor=0.0, context=0.0, expert=0.0, pipeline=pipeline)
-
-
-def _times(one: Pass, times: Any) -> Pass:
-    return Pass(**{name: seconds * times for name, seconds in vars(one).items()})
-
-
-def _mixed(dense: tuple[Pass, Pass], expert: tuple[Pass, Pass], moe: float) -> tuple[Pass, Pass]:
-    """A layer on average, where a share of them has experts."""
-    forward, backward = (_times(one, 1 - moe).plus(other, moe) for one, other in zip(dense, expert, strict=True))
-    return forward, backward
-
-
-def _dense_layer(
-    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster
-) -> tuple[Pass, Pass]:
-    """Forward and backward of one layer without experts."""
-    here, each, roof, rates = (
-        tokens / choice.cp,
-        workload.bytes_each,
-        training_roof(cluster, workload.dtype),
-        cluster.rates,
-    )
-    products = attention_products(config, choice.tp) + mlp_products(
-        config.hidden_size, config.ffn_hidden_size, choice.tp
-    )
-    elements = attention_elements(config, choice.tp) + 3 * config.ffn_hidden_size / choice.tp
-    own = roof.products_s(here, products, each, each) + here * elements * each * rates.traffic / roof.bytes_s
-    attention = _attention_seconds(config, choice, here, workload, cluster)
-    gather = all_gather_s(cluster, here * config.hidden_size * each, choice.tp, 1)
-    launch = rates.layer_s + _sequence_launch(choice, tokens, workload, cluster)
-    context = _context_seconds(config, choice, tokens, workload, cluster)
-    return (
-        _layer(own + attention, launch, 2 * GATHERS * gather, context, cluster),
-        _layer(
-            BACKWARD * own + ATTENTION_BACKWARD * attention,
-            BACKWARD * launch,
-            2 * GATHERS_BACKWARD * gather,
-            2 * context,
-            cluster,
-        ),
-    )
-
-
-def _layer(compute: Any, launch: Any, tensor: Any, context: Any, cluster: Cluster) -> Pass:
-    """One layer in one direction. Where the host runs ahead, launching takes only what the device does not need anyway."""
-    if cluster.device.queues:
-        launch = np.maximum(launch - compute - tensor - context, 0.0)
-    return Pass(compute=compute, launch=launch, tensor=tensor, context=context, expert=0.0, pipeline=0.0)
-
-
-def _expert_layer(
-    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster
-) -> tuple[Pass, Pass]:
-    """Forward and backward of one layer with experts: tokens go out to them and come back, and the host waits for counts."""
-    moe, rates, each = config.moe, cluster.rates, workload.bytes_each
-    assert moe is not None
-    hidden, here, roof = config.hidden_size, tokens / choice.cp, training_roof(cluster, workload.dtype)
-    own_tokens = here / choice.tp
-    sent = own_tokens * moe.top_k
-    local = moe.num_experts / choice.ep
-    # Experts are not cut by tensor parallel; the rows of each are padded to whole tiles.
-    rows = np.ceil(sent / local / cluster.device.tile_rows) * cluster.device.tile_rows
-    experts = local * roof.products_s(rows, mlp_products(hidden, moe.ffn_hidden_size, 1), each, each)
-    experts = experts + roof.product_s(own_tokens, hidden, moe.num_experts, each, each)
-    products = attention_products(config, choice.tp) + mlp_products(hidden, moe.shared_ffn_hidden_size, choice.tp)
-    elements = here * attention_elements(config, choice.tp) + sent * expert_elements(hidden, moe.ffn_hidden_size)
-    own = experts + roof.products_s(here, products, each, each) + elements * each * rates.traffic / roof.bytes_s
-    attention = _attention_seconds(config, choice, here, workload, cluster)
-    gather = all_gather_s(cluster, here * hidden * each, choice.tp, 1)
-    context = _context_seconds(config, choice, tokens, workload, cluster)
-    launch = rates.expert_layer_s + _sequence_launch(choice, tokens, workload, cluster)
-    exchange = 2 * all_to_all_s(cluster, sent * hidden * each, choice.ep, 1) + np.zeros(len(choice))
-    # Of the two halves only attention is cut by tensor parallel.
-    forward = Pass(own + attention, launch, GATHERS * gather, context, exchange, 0.0)
-    backward = Pass(
-        compute=BACKWARD * own + ATTENTION_BACKWARD * attention,
-        launch=BACKWARD * launch,
-        tensor=GATHERS_BACKWARD * gather,
-        context=2 * context,
-        expert=exchange,
-        pipeline=0.0,
-    )
-    return forward, backward
-
-
-def _sequence_launch(choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster) -> Any:
-    sequences = tokens / (workload.prompt_tokens + workload.responses.mean)
-    return sequences * np.where(choice.cp > 1, cluster.rates.cut_sequence_s, cluster.rates.sequence_s)
-
-
-def _context_seconds(config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster) -> Any:
-    """Keys and values of one layer, gathered."""
-    kv = 2 * config.num_kv_heads * config.head_dim * workload.bytes_each / choice.tp
-    return all_gather_s(cluster, tokens * kv, choice.cp, choice.tp) * (choice.cp > 1)
-
-
-def _attention_seconds(config: ModelConfig, choice: Layouts, here: Any, workload: Workload, cluster: Cluster) -> Any:
-    """The core of one layer's attention, forward."""
-    lengths = np.maximum(np.round(workload.responses.grid + workload.prompt_tokens), 1).astype(np.int64)
-    each = forward_flops(config, lengths).attention / float(lengths.sum()) / config.num_layers
-    return here / choice.tp * each / (cluster.device.product_flops(workload.dtype) * cluster.rates.attention)
-
-
-def _head_seconds(config: ModelConfig, choice: Layouts, here: Any, workload: Workload, cluster: Cluster) -> Any:
-    """The vocabulary's product and what reads its logits, forward."""
-    columns, roof, each = config.vocab_size / choice.tp, training_roof(cluster, workload.dtype), workload.bytes_each
-    return roof.product_s(here, config.hidden_size, columns, each, each) + here * columns * LOGIT_BYTES / roof.bytes_s
-
-
-def _held(config: ModelConfig, choice: Layouts, *, head: bool) -> tuple[Any, Any]:
-    """[N] parameters on one rank of the heaviest stage: of routed experts, and all others."""
-    dense, routed = model_sizes(config, head=head).on_stage(choice.pp)
-    return routed / choice.ep, dense / choice.tp
+def _of_most(amounts: list[Any], kinds: tuple[Stage, ...]) -> Stage:
+    """[N] of every choice the kind of rank that has most."""
+    most = np.argmax(amounts, axis=0)
+    return Stage(**{name: np.choose(most, [getattr(kind, name) for kind in kinds]) for name in vars(kinds[0])})
 
 
 def _step_seconds(
     config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool
 ) -> tuple[Any, Any]:
     """Reducing gradients and gathering weights, and the optimizer's pass over its share; of one optimizer step."""
-    sharded, routed, others = workload.shards_optimizer, *_held(config, choice, head=head)
+    sharded, sizes, kinds = workload.shards_optimizer, model_sizes(config, head=head), stages(config, choice)
+    held = [kind.parameters(sizes) for kind in kinds]
+    fullest = _of_most([dense / choice.tp + routed / choice.ep for dense, routed in held], kinds)
+    dense, routed = fullest.parameters(sizes)
+    others, routed = dense / choice.tp, routed / choice.ep
     # Gradients are scattered, and then weights gathered where each rank has updated its share, gradients where it has not.
     moved = GRADIENT_BYTES + (workload.bytes_each if sharded else GRADIENT_BYTES)
     gradients, state = np.zeros(len(choice)), np.zeros(len(choice))

@@ -14,10 +14,11 @@ import numpy as np
 
 from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
+from megarl.placement.layers import GRADIENT_BYTES
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import Layouts, Servers
+from megarl.placement.stages import Stage, stages
 
-GRADIENT_BYTES = 4
 # Master weights where the weights themselves are not float32, and Adam's two moments.
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 # Logits as they come, their float32 copy, and the gradient.
@@ -55,24 +56,33 @@ class RoleBytes:
 def role_bytes(
     config: ModelConfig, choice: Layouts, bytes_each: int, *, trained: bool, head: bool, sharded: bool = True
 ) -> RoleBytes:
-    """Bytes of a Megatron role under every choice.
+    """Bytes of a Megatron role under every choice, on its fullest pipeline rank.
 
     head: whether it has an output matrix. sharded: whether data-parallel ranks share out the optimizer's state.
     """
-    dense, routed = model_sizes(config, head=head).on_stage(choice.pp)
+    each = [
+        _stage_bytes(config, choice, stage, bytes_each, trained=trained, head=head, sharded=sharded)
+        for stage in stages(config, choice)
+    ]
+    fullest = np.argmax([one.state + one.working for one in each], axis=0)
+    return RoleBytes(**{name: np.choose(fullest, [getattr(one, name) for one in each]) for name in vars(each[0])})
+
+
+def _stage_bytes(
+    config: ModelConfig, choice: Layouts, stage: Stage, bytes_each: int, *, trained: bool, head: bool, sharded: bool
+) -> RoleBytes:
+    dense, routed = stage.parameters(model_sizes(config, head=head))
     dense, routed = dense / choice.tp, routed / choice.ep
     tokens = choice.micro_tokens / choice.cp
-    layers = np.ceil(config.num_layers / choice.pp)
     layer = layer_activations(config, choice, bytes_each)
     border = config.hidden_size * bytes_each / choice.tp
     zero = np.zeros(len(choice))
-    vocabulary = config.vocab_size / choice.tp if head else zero
+    vocabulary = stage.head * config.vocab_size / choice.tp if head else zero
     if not trained:
         working = tokens * (2 * layer + 2 * border)
         logits = tokens * vocabulary * (bytes_each + LOGIT_COPIES_BYTES)
         return RoleBytes((dense + routed) * bytes_each, zero, zero, working, logits)
-    # The first stage holds the activations of as many micro-batches as there are stages.
-    alive = layers * choice.pp
+    alive = stage.layers * stage.alive
     kept = np.select(
         [choice.recompute == 0, choice.recompute == 1],
         [alive * layer, alive * (layer - config.num_heads * config.head_dim * bytes_each / choice.tp)],

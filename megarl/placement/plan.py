@@ -23,6 +23,7 @@ from megarl.placement.workload import ACTOR, ROLLOUT, Workload
 # Stages of a step: generation, preparation, training; each is waited for.
 STAGES = 3
 MOST_NODES = 4096
+UNEVEN = ("first_stage_layers", "last_stage_layers")
 PHASES = ("rollout", "sync", "sleep and wake", "prepare", "train", "between stages")
 
 
@@ -285,7 +286,8 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
         held_bytes={name: float(np.ravel(value)[0]) for name, value in vars(held).items()},
         resting_bytes=float(table.choices.rest[row]),
         choice={
-            **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
+            **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "vpp", "dp")},
+            **{key: getattr(layout, key) for key in UNEVEN if getattr(layout, key) is not None},
             "micro_batch_tokens": int(choice.micro_tokens[0]),
             "recompute": recompute,
             "rests": rests,

@@ -15,7 +15,7 @@ from megarl.placement.devices import GIB
 from megarl.placement.plan import PlacementPlan, placement_plan, smallest_cluster
 from megarl.placement.search import Found
 from megarl.placement.sizes import kv_bytes
-from megarl.placement.space import RECOMPUTE, Layouts, Servers
+from megarl.placement.space import Servers, one_layout
 from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout
 from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT, Workload
 from megarl.recipe.layouts import pools_of, role_layouts
@@ -93,9 +93,7 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
 def _role_table(role: str, layout: Layout, recipe: Recipe, workload: Workload, cluster: Cluster) -> RoleTable:
     section = getattr(recipe, role)
     kind = recipe.critic.recompute if role == CRITIC and recipe.critic is not None else recipe.actor.recompute
-    sizes = (layout.world_size, layout.tp, layout.pp, layout.cp, layout.ep)
-    values = (*sizes, recipe.actor.micro_batch_tokens, RECOMPUTE.index(kind))
-    choice = Layouts(*(np.array([value], np.int64) for value in values))
+    choice = one_layout(layout, recipe.actor.micro_batch_tokens, kind)
     return price_role(role, choice, np.array(["params" in section.resting]), workload, cluster)
 
 

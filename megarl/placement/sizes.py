@@ -37,14 +37,6 @@ class Sizes:
         ends = self.embedding * (2 if self.head and not self.tied else 1)
         return dense + self.moe_layers * (self.routed + self.shared) + ends
 
-    def on_stage(self, pp: Any) -> tuple[Any, Any]:
-        """Dense and routed parameters of the heaviest pipeline stage, before tensor and expert parallel cut them."""
-        here = np.ceil(self.layers / pp)
-        moe = np.minimum(here, self.moe_layers)
-        ends = self.embedding * np.where(pp > 1, 1, 2 if self.head and not self.tied else 1)
-        dense = here * self.attention + (here - moe) * self.dense_mlp + moe * self.shared + ends
-        return dense, moe * self.routed
-
 
 def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
     """Sizes of a model; head: False for a critic or a reward model."""

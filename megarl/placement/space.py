@@ -17,6 +17,7 @@ from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.flops import Recompute
 from megarl.models.layout_check import layout_problems
+from megarl.placement.cuts import cuts
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -28,13 +29,15 @@ class Space:
     """The values that each choice may take. A model that a value does not divide leaves it out by itself.
 
     tp, pp, cp, ep: sizes of the axes of a Megatron role; tensor parallel stays within a node, and experts are not cut
-    by it (etp 1). recompute: activations. rest: whether a role may leave the device while it is not its turn.
+    by it (etp 1). vpp: virtual stages of a pipeline rank. recompute: activations. rest: whether a role may leave the
+    device while it is not its turn.
     memory_shares: share of the device's memory that a server may take while it is awake. server_nodes: whole nodes of one
     server, where none within a node holds the model.
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16)
+    vpp: tuple[int, ...] = (1, 2)
     cp: tuple[int, ...] = (1, 2, 4, 8)
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     recompute: tuple[Recompute, ...] = ("none", "full")
@@ -45,7 +48,11 @@ class Space:
 
 @dataclass(frozen=True)
 class Layouts:
-    """[N] choices of a Megatron role. recompute: index into RECOMPUTE. micro_tokens: of one data-parallel rank."""
+    """[N] choices of a Megatron role. recompute: index into RECOMPUTE. micro_tokens: of one data-parallel rank.
+
+    vpp: virtual stages of each pipeline rank. first_layers, last_layers: of the first and the last pipeline rank; 0 where
+    they have as many as all others.
+    """
 
     devices: Ints
     tp: Ints
@@ -54,6 +61,9 @@ class Layouts:
     ep: Ints
     micro_tokens: Ints
     recompute: Ints
+    vpp: Ints
+    first_layers: Ints
+    last_layers: Ints
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -80,9 +90,19 @@ class Layouts:
             pp=int(self.pp[row]),
             cp=int(self.cp[row]),
             ep=int(self.ep[row]),
+            vpp=int(self.vpp[row]),
             sequence_parallel=tp > 1,
+            first_stage_layers=int(self.first_layers[row]) or None,
+            last_stage_layers=int(self.last_layers[row]) or None,
             world_size=int(self.devices[row]),
         )
+
+
+def one_layout(layout: Layout, micro_tokens: int, recompute: Recompute = "none") -> Layouts:
+    """One layout as the only choice."""
+    sizes = (layout.world_size, layout.tp, layout.pp, layout.cp, layout.ep, micro_tokens, RECOMPUTE.index(recompute))
+    cut = (layout.vpp, layout.first_stage_layers or 0, layout.last_stage_layers or 0)
+    return Layouts(*(np.array([size], np.int64) for size in (*sizes, *cut)))
 
 
 @dataclass(frozen=True)
@@ -119,9 +139,13 @@ def layouts(
     *,
     most_dp: int,
     trained: bool,
+    head: bool,
 ) -> Layouts:
-    """Every layout that the model and the numbers of devices allow. most_dp: samples that there are to share out."""
-    shapes = _shapes(space, config, node)
+    """Every layout that the model and the numbers of devices allow, cut as `cuts` proposes.
+
+    most_dp: samples that there are to share out. head: whether the model ends in a vocabulary matrix.
+    """
+    shapes = _shapes(space, config, node, head)
     recompute = [RECOMPUTE.index(kind) for kind in space.recompute] if trained else [0]
     table = np.array(list(product(pool_sizes, range(len(shapes)), micro_tokens, recompute)), np.int64).reshape(-1, 4)
     shape = shapes[table[:, 1]]
@@ -137,21 +161,30 @@ def layouts(
         ep=shape[:, 3],
         micro_tokens=table[:, 2],
         recompute=table[:, 3],
+        vpp=shape[:, 4],
+        first_layers=shape[:, 5],
+        last_layers=shape[:, 6],
     )
 
 
 @lru_cache(maxsize=16)
-def _shapes(space: Space, config: ModelConfig, node: int) -> Ints:
-    """[N, 4] sizes of tp, pp, cp, ep that the model can be cut by; roles often share a model. Not to be written to."""
+def _shapes(space: Space, config: ModelConfig, node: int, head: bool) -> Ints:
+    """[N, 7] tp, pp, cp, ep, vpp, layers of the first and of the last rank; roles often share a model. Not to be written to."""
     found = []
+    pipelines = [
+        (pp, vpp, first, last)
+        for pp, vpp in product(space.pp, space.vpp)
+        for first, last in cuts(config, pp, vpp, head=head)
+    ]
     experts = space.ep if config.moe is not None else (1,)
-    for tp, pp, cp, ep in product(space.tp, space.pp, space.cp, experts):
+    for tp, cp, ep in product(space.tp, space.cp, experts):
         if tp > node or node % tp:
             continue
-        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, sequence_parallel=tp > 1, world_size=tp * pp * cp * ep)
+        # Pipelines are cut as they can be: it is the other axes that a model may not allow.
+        layout = Layout(tp=tp, cp=cp, ep=ep, sequence_parallel=tp > 1, world_size=tp * cp * ep)
         if not layout_problems(config, layout):
-            found.append((tp, pp, cp, ep))
-    return np.array(found, np.int64).reshape(-1, 4)
+            found += [(tp, pp, cp, ep, vpp, first, last) for pp, vpp, first, last in pipelines]
+    return np.array(found, np.int64).reshape(-1, 7)
 
 
 def servers(

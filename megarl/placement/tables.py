@@ -111,6 +111,7 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
         workload.micro_tokens,
         most_dp=most_dp,
         trained=trained,
+        head=has_head(role),
     )
     held = held_bytes(role, choice, workload)
     choice = choice.take(held.state + held.working <= cluster.usable_bytes)

@@ -15,7 +15,7 @@ from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Lengths
 from megarl.placement.memory import server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
-from megarl.placement.space import Layouts, Servers
+from megarl.placement.space import Servers, one_layout
 from megarl.placement.workload import Workload
 from megarl.profiling.job import Case, Dtype, Measured, Raw
 from megarl.profiling.servers import CACHE_TOKENS, MAX_RUNNING, PROMPT_TOKENS, Generated
@@ -129,7 +129,7 @@ def training_pairs(cluster: Cluster, found: Findings) -> Pairs:
     """Predicted and measured seconds of every pass and update."""
     pairs = []
     for each in (timed for ranks in found.ranks for timed in ranks.timed):
-        config, choice = found.configs[each.case.model], _layouts(each.case)
+        config, choice = found.configs[each.case.model], one_layout(each.case.layout, each.case.micro_tokens)
         work = _workload(config, each.case.sequences, each.case.tokens / 2, each.case.tokens / 2, found.dtype)
         pairs.append((float(score_seconds(config, choice, work, cluster).total[0]), each.score_s))
         pairs.append((float(update_seconds(config, choice, work, cluster).total[0]), each.update_s))
@@ -149,12 +149,6 @@ def serving_pairs(cluster: Cluster, found: Findings) -> Pairs:
         bytes_held = server_bytes(config, choice, cluster, work.bytes_each)
         pairs.append((float(rollout_seconds(config, choice, bytes_held, work, cluster).total[0]), each.seconds))
     return pairs
-
-
-def _layouts(case: Case) -> Layouts:
-    layout = case.layout
-    values = (layout.world_size, layout.tp, layout.pp, layout.cp, layout.ep, case.micro_tokens, 0)
-    return Layouts(*(np.array([value], np.int64) for value in values))
 
 
 def _workload(config: ModelConfig, samples: int, prompt_tokens: float, response: float, dtype: Dtype) -> Workload:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.layout import Layout
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds
@@ -16,16 +17,17 @@ from megarl.placement.lengths import lognormal
 from megarl.placement.links import all_gather_s, group_bytes_s
 from megarl.placement.memory import role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
-from megarl.placement.space import Layouts, Servers
+from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
 from tests.placement.samples import LATENT, LLAMA_7B, QWEN_7B, QWEN_30B_A3B, workload
 
 CLUSTER = make_cluster("H100", 4)
 
 
 def choice(
-    devices: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, micro: int = 8192, again: int = 0
+    devices: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, micro: int = 8192, again: int = 0, **more: int
 ) -> Layouts:
-    return Layouts(*(np.array([value]) for value in (devices, tp, pp, cp, ep, micro, again)))
+    layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, world_size=devices, **more)  # type: ignore[arg-type]
+    return one_layout(layout, micro, RECOMPUTE[again])
 
 
 def servers(devices: int, tp: int, share: float) -> Servers:
@@ -105,7 +107,8 @@ def test_a_pipeline_waits_for_its_ends() -> None:
     two = update_seconds(QWEN_7B, choice(8, pp=2), work, CLUSTER)
     count = batches(work.samples, work, choice(8, pp=2)).count[0]
     rest = two.work[0] - two.bubble[0] - two.gradients[0] - two.optimizer[0]
-    assert two.bubble[0] == pytest.approx(rest / count)
+    # The last rank has as many layers as the first, and the vocabulary's product.
+    assert 0.7 * rest / count < two.bubble[0] < rest / count
 
 
 def test_the_heaviest_rank_has_the_longest_sample() -> None:

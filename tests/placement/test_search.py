@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.models.config import ModelConfig
 from megarl.placement.cluster import make_cluster
 from megarl.placement.frontier import Choices, undominated
 from megarl.placement.partitions import Partition, names_of, partitions
@@ -112,7 +114,7 @@ SMALL = Space(tp=(1, 2), pp=(1, 2), cp=(1,), ep=(1, 8), recompute=("full",), mem
 
 @settings(max_examples=12)
 @given(
-    moe=st.booleans(),
+    config=st.sampled_from([QWEN_7B, QWEN_30B_A3B, replace(QWEN_7B, num_layers=29)]),
     nodes=st.sampled_from([1, 2]),
     prompts=st.sampled_from([64, 1024]),
     mini_batches=st.sampled_from([1, 8]),
@@ -120,10 +122,9 @@ SMALL = Space(tp=(1, 2), pp=(1, 2), cp=(1,), ep=(1, 8), recompute=("full",), mem
     device=st.sampled_from(["A100-80", "H100", "H200"]),
 )
 def test_equals_brute_force_on_recipes(
-    moe: bool, nodes: int, prompts: int, mini_batches: int, staleness: int, device: str
+    config: ModelConfig, nodes: int, prompts: int, mini_batches: int, staleness: int, device: str
 ) -> None:
     cluster = make_cluster(device, nodes, 4 if nodes == 2 else 8)
-    config = QWEN_30B_A3B if moe else QWEN_7B
     work = workload(
         config, GRPO, prompts=prompts, mini_batches=mini_batches, staleness=staleness, micro_tokens=(2048, 8192)
     )
