@@ -15,6 +15,19 @@ TERA = 1e12
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What a training step's memory depends on beside the model: how its parts are cut.
+
+    fused: norms, gated activations, rotary positions and Adam are single kernels (Transformer Engine), so that nothing between
+    their input and output is held. chunk_elements: float32 elements of a temporary over the vocabulary, as
+    `Platform.chunk_elements`.
+    """
+
+    fused: bool = True
+    chunk_elements: int = 16 * 2**20
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of device. Bytes, bytes a second, floating-point operations a second (dense, not sparse).
 
@@ -24,7 +37,8 @@ class Device:
     direction, where the cluster file does not say. host_bytes_s: to the host's memory, one direction. per_node: devices of the
     usual node, which is what fast links join. tile_rows: rows that one matrix instruction takes of the queries of decode
     attention and of an expert's tokens; fewer are padded. queues: whether the host runs ahead of the device, so that
-    launching costs time only where there is little to compute. rests_on_host: what rests can leave the device.
+    launching costs time only where there is little to compute. rests_on_host: what rests can leave the device. kernels: of a
+    training step.
     source: where the figures are published.
     """
 
@@ -43,6 +57,7 @@ class Device:
     tile_rows: int = 64
     queues: bool = True
     rests_on_host: bool = True
+    kernels: Kernels = Kernels()
 
     def product_flops(self, dtype: str) -> float:
         """What large products of that dtype reach, operations a second."""
@@ -156,6 +171,7 @@ _CPU = Device(
     tile_rows=1,
     queues=False,
     rests_on_host=False,
+    kernels=Kernels(fused=False, chunk_elements=2**20),
     source="one core of a desktop processor as a device, measured with this project; measure your own",
 )
 # What differs from another device in little.
