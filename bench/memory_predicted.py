@@ -54,6 +54,7 @@ CASES = (
     Case("dense", head=False),
     Case("dense", head=False, use="score", dtype="bfloat16"),
     Case("tied"),
+    Case("tied", tokens=32),
     Case("tied", dtype="bfloat16", recompute="full"),
     Case("experts"),
     Case("experts", dtype="bfloat16", recompute="full"),

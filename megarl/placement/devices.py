@@ -20,11 +20,12 @@ class Kernels:
 
     fused: norms, gated activations, rotary positions and Adam are single kernels (Transformer Engine), so that nothing between
     their input and output is held. chunk_elements: float32 elements of a temporary over the vocabulary, as
-    `Platform.chunk_elements`.
+    `Platform.chunk_elements`. sums_in_copies: whether gradients are reduced and scattered in a copy of them, as gloo does.
     """
 
     fused: bool = True
     chunk_elements: int = 16 * 2**20
+    sums_in_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ _CPU = Device(
     tile_rows=1,
     queues=False,
     rests_on_host=False,
-    kernels=Kernels(fused=False, chunk_elements=2**20),
+    kernels=Kernels(fused=False, chunk_elements=2**20, sums_in_copies=True),
     source="one core of a desktop processor as a device, measured with this project; measure your own",
 )
 # What differs from another device in little.

@@ -104,11 +104,16 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
         dense, routed = adapter_sizes(counting.config, role.lora, choice.tp, stage.layers, stage.moe_layers), zero
         weights = weights + dense * counting.each
     master = MASTER_BYTES * (counting.each < MASTER_BYTES) + MOMENT_BYTES
+    activations, logits = _training(counting, stage, role, sizes)
+    # Gradients are summed when no activations are left, those of experts by themselves.
+    summed = np.maximum(dense * (choice.dp * choice.cp > 1), routed * (choice.edp > 1)) * GRADIENT_BYTES
+    summed = summed * (counting.kernels.sums_in_copies and role.sharded)
     return RoleBytes(
         weights,
         (dense + routed) * GRADIENT_BYTES,
         master * (dense / (choice.dp * choice.cp) + routed / choice.edp if role.sharded else dense + routed),
-        *_training(counting, stage, role, sizes),
+        np.maximum(activations, summed - logits),
+        logits,
     )
 
 

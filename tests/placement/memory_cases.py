@@ -168,7 +168,8 @@ def measure(rank: Rank, case: Case, root: Path) -> Measured:
 
 
 def _fill(engine: Any) -> None:
-    """Random weights: the folder has none."""
+    """Random weights, the same in every run: the folder has none."""
+    torch.manual_seed(1)
     with torch.no_grad():
         for chunk in engine._chunks:
             for parameter in chunk.parameters():

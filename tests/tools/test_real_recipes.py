@@ -19,7 +19,7 @@ from megarl.core.platform import get_platform
 from megarl.launch.submit import SlurmOptions, check_fit
 from megarl.models.layout_check import check_layout
 from megarl.placement.cluster import make_cluster
-from megarl.placement.memory import role_bytes
+from megarl.placement.memory import Role, role_bytes
 from megarl.placement.plan import make_plan
 from megarl.placement.space import RECOMPUTE, Layouts
 from megarl.placement.workload import read_model, recipe_workload
@@ -188,7 +188,8 @@ def test_its_own_layout_fits_in_memory(case: Case) -> None:
             micro_tokens=np.array([recipe.actor.micro_batch_tokens]),
             recompute=np.array([RECOMPUTE.index(recipe.actor.recompute)]),
         )
-        held = role_bytes(config, choice, 2, trained=role in ("actor", "critic"), head=role in ("actor", "reference"))
+        use = Role(trained=role in ("actor", "critic"), head=role in ("actor", "reference"))
+        held = role_bytes(config, choice, 2, use)
         state = float(held.state[0])
         kept += state if not section.resting else 0.0
         working = max(working, float(held.working[0]) + (state if section.resting else 0.0))
