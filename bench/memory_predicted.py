@@ -132,7 +132,10 @@ def compare(case: Case, ranks: list[Measured], root: Path) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """As the page has it."""
-    lines = ["| model | layout | state, MB | error | peak, MB | error | beyond the state |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| model | layout | state, MB | error | peak, MB | error | beyond the state |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         measured = row["measured"]
         lines.append(

@@ -98,7 +98,9 @@ class Counting:
         if config.sandwich_norms:
             kept = kept + self.norm(config.hidden_size, output=False)
         # Where the gate is differentiated, both halves' gradients; or where fc2 is, its weight's and the whole output's.
-        weight = 0 if self.lora is not None else config.hidden_size * config.ffn_hidden_size / self.choice.tp * self.each
+        weight = (
+            0 if self.lora is not None else config.hidden_size * config.ffn_hidden_size / self.choice.tp * self.each
+        )
         extra = np.maximum((3 - self.reads("linear_fc2")) * width, width + weight + self._gathered)
         return self._layer(kept, extra, (3 if self.fused else 5) * width)
 
@@ -158,7 +160,11 @@ class Counting:
         mixed = query + 2 * key
         kept = self.norm(config.hidden_size, output=self.reads("linear_qkv")) + self._rotation(config.head_dim)
         if config.qk_norm:
-            kept = kept + self.norm(query + key, output=False, of=1) + self.tokens * FLOAT * (heads.queries + heads.pairs - 1)
+            kept = (
+                kept
+                + self.norm(query + key, output=False, of=1)
+                + self.tokens * FLOAT * (heads.queries + heads.pairs - 1)
+            )
             # In float32 the norm's input is a view, which keeps the linear's whole output.
             view = not self.fused and self.each == FLOAT
             kept = kept + self.tokens * self.each * view * (mixed - key)
@@ -176,7 +182,11 @@ class Counting:
         kept = self.norm(self.config.hidden_size, output=self.reads(*names)) + self._rotation(mla.rope_dim)
         if mla.q_rank is not None:
             kept = kept + self.norm(mla.q_rank, output=self.reads("linear_q_up_proj"))
-        kept = kept + self.norm(mla.kv_rank, output=self.reads("linear_kv_up_proj")) + self.tokens * mla.rope_dim * self.each
+        kept = (
+            kept
+            + self.norm(mla.kv_rank, output=self.reads("linear_kv_up_proj"))
+            + self.tokens * mla.rope_dim * self.each
+        )
         for name in (*names, "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"):
             kept = kept + self._inner(name)
         return self._core(heads, kept, own * (mla.nope_dim + mla.v_dim))

@@ -8,7 +8,7 @@ What a layer holds is `activations`', what a pipeline rank has of the model is `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,11 @@ class Role:
 
 
 def role_bytes(
-    config: ModelConfig, choice: Layouts, bytes_each: int, role: Role, kernels: Kernels = Kernels()  # noqa: B008
+    config: ModelConfig,
+    choice: Layouts,
+    bytes_each: int,
+    role: Role,
+    kernels: Kernels = Kernels(),  # noqa: B008
 ) -> RoleBytes:
     """Bytes of a Megatron role under every choice, on its fullest pipeline rank. kernels: default: those of a GPU."""
     sequence = choice.micro_tokens if role.sequence is None else np.minimum(role.sequence, choice.micro_tokens)
@@ -140,7 +144,9 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
     loss = np.maximum(chunks, stage.head * role.head * (whole + output))
     # Torch's norm is differentiated in steps of float32; its last, beside what the norm itself no longer holds.
     steps = 0 if counting.fused else stage.head * counting.tokens * (5 * FLOAT * config.hidden_size) / counting.between
-    normed = body + np.maximum(norm, steps + norm - counting.tokens * (FLOAT + counting.each) * config.hidden_size / counting.between)
+    normed = body + np.maximum(
+        norm, steps + norm - counting.tokens * (FLOAT + counting.each) * config.hidden_size / counting.between
+    )
     inside = np.maximum(body + layer, normed) + tied
     ends = body * (stage.alive - 1) / stage.alive + whole + stage.embedding * output + tied
     inside = np.maximum(inside, ends)

@@ -17,7 +17,7 @@ from megarl.placement.memory import server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import Servers, one_layout
 from megarl.placement.workload import Workload
-from megarl.profiling.job import Case, Dtype, Measured, Raw
+from megarl.profiling.job import Dtype, Measured, Raw
 from megarl.profiling.servers import CACHE_TOKENS, MAX_RUNNING, PROMPT_TOKENS, Generated
 
 TRAINING = (
