@@ -33,7 +33,7 @@ setup(
     version="0.1.0",
     description="Reinforcement-learning post-training of large language models on Megatron-core, SGLang and Ray",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["py.typed"]},
+    package_data={"megarl": ["py.typed", "model_configs/README.md", "model_configs/*/*/config.json"]},
     python_requires=">=3.11",
     install_requires=RUNTIME,
     extras_require={

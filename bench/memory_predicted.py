@@ -4,7 +4,7 @@
 
 Processes of one rank each train or score a model of about a million parameters. Measured are the bytes of all live tensors, which
 every operation of torch is watched for (tests/support/live_bytes.py): exact, and the same in every run. Of each layout the rank
-with the highest peak is compared. Writes bench/results/memory_predicted.json and the table between the marks of docs/placement.md.
+with the highest peak is compared. Writes bench/results/memory_predicted.json and the table into docs/placement.md.
 Exit code 0 only where the median error is below 5%, the worst below 10%.
 """
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.quickstart import ROOT, call
-from megarl.past_run import PastRun, read_run
 from megarl.placement.apply import apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster
 from megarl.placement.local import run_cluster
@@ -26,6 +25,7 @@ from megarl.placement.recipe_plan import predict_recipe
 from megarl.placement.workload import read_model, recipe_workload
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.run.past_run import PastRun, read_run
 
 FOLDER = ROOT / ".cache" / "plan_vs_measured"
 RESULTS = Path(__file__).parent / "results"

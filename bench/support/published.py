@@ -26,6 +26,7 @@ from typing import Literal
 
 import numpy as np
 
+from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig, Moe, Rope
 from megarl.placement.calibrate import fit, with_rates
 from megarl.placement.cluster import Cluster, make_cluster
@@ -35,7 +36,7 @@ from megarl.placement.lengths import ASSUMED_SPREAD, Lengths, assumed_lengths, c
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.rates import Rates
 from megarl.placement.sizes import model_sizes
-from megarl.placement.space import RECOMPUTE, Layouts, Servers
+from megarl.placement.space import Layouts, Servers, one_layout
 from megarl.placement.workload import ACTOR, ROLLOUT, Workload
 
 ROWS = Path(__file__).parent.parent / "published" / "rows.csv"
@@ -174,12 +175,12 @@ class Row:
         )
 
     def layout(self, micro: str) -> Layouts:
-        sizes = [int(self.values[name]) for name in ("devices", "tp", "pp", "cp", "ep")]
+        sizes = {name: int(self.values[name]) for name in ("tp", "pp", "cp", "ep")}
         longest = LONGEST_PROMPT + int(self.values["max_response"])
         # Published of one device; ours are of one data-parallel rank, and hold the longest sample.
         tokens = max(int(self.values[micro] or 0) * int(self.values["cp"]), longest)
-        sizes += [tokens, [*RECOMPUTE].index(self.values["recompute"])]  # type: ignore[arg-type]
-        return Layouts(*(np.array([size]) for size in sizes))
+        layout = Layout(**sizes, world_size=int(self.values["devices"]))
+        return one_layout(layout, tokens, self.values["recompute"])  # type: ignore[arg-type]
 
     def servers(self) -> Servers:
         devices, tp = (np.array([int(self.values[name])]) for name in ("devices", "server_tp"))
@@ -291,6 +292,6 @@ def fits(row: Row) -> tuple[bool, float]:
     awake = row.number("memory_share") * cluster.device.memory_bytes
     offload = row.values["offload"] == "1"
     generating = awake + (0 if offload else actor.state[0] + reference)
-    training = actor.state[0] + actor.working[0] + cluster.rates.resting_bytes + (0 if offload else reference)
+    training = actor.state[0] + actor.working[0] + cluster.rates.offloaded_bytes + (0 if offload else reference)
     most = max(float(generating), float(training))
     return most <= cluster.usable_bytes, most

@@ -1,4 +1,4 @@
-"""What `megarl convert` does: calls the conversion, prints what came of it. The command line itself is cli.py."""
+"""What `megarl convert` does: calls the conversion, prints what came of it. Its options are in megarl/commands/convert.py."""
 
 from __future__ import annotations
 

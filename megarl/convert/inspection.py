@@ -14,7 +14,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megarl.checkpoints import STATE
 from megarl.convert.source import Source, find_source
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
@@ -22,6 +21,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_files import read_index
 from megarl.models.hf_header import BITS
 from megarl.training.manifest import TensorEntry, read_manifest, read_model_config
+from megarl.training.run_checkpoints import STATE
 
 OPTIMIZER_PREFIX = "optimizer."
 

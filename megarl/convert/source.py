@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.checkpoints import MARKER, Checkpoints, step_damage
 from megarl.core.errors import UserError
 from megarl.training.manifest import HF_FOLDER, MANIFEST, checkpoint_damage
+from megarl.training.run_checkpoints import MARKER, Checkpoints, step_damage
 
 CHECKPOINTS, RECIPE = "checkpoints", "recipe.yaml"
 # What the folder of a step stands for; another role is named by its own folder in it.

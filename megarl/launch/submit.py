@@ -16,10 +16,10 @@ from megarl.launch.ray_jobs import RayJobs
 from megarl.launch.record import EVENTS, FOLDER, Submission, last_submission
 from megarl.launch.script import TEMPLATE, SlurmJob, render
 from megarl.launch.watch import is_alive
-from megarl.preflight import preflight, preflight_supervised
 from megarl.recipe.load import Loaded, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
+from megarl.run.preflight import preflight, preflight_supervised
 
 Say = Callable[[str], object]
 # What is left of a socket's path: /megarl-JOB-RESTART/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store

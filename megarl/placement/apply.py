@@ -101,11 +101,11 @@ def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:
 def _section(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
     """What a Megatron role's section says of the plan."""
     choice = role.choice
-    parallel = {**{axis: choice[axis] for axis in ("tp", "pp", "cp", "ep")}, "virtual_stages": choice["vpp"]}
+    parallel = {axis: choice[axis] for axis in ("tp", "pp", "vpp", "cp", "ep")}
     parallel |= {key: choice[key] for key in UNEVEN if key in choice}
     update: dict[str, Any] = {
         "parallel": Parallel.model_validate(parallel),
-        "resting": _PARTS[role.role in TRAINED] if choice["rests"] else (),
+        "offload": _PARTS[role.role in TRAINED] if choice["offloaded"] else (),
     }
     if role.role in TRAINED:
         update["recompute"] = choice["recompute"]
@@ -120,7 +120,7 @@ def _rollout(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
     update: dict[str, Any] = {
         "servers": int(role.choice["servers"]),
         "tp": int(role.choice["tp"]),
-        "resting": _SERVER_PARTS if role.choice["rests"] else (),
+        "offload": _SERVER_PARTS if role.choice["offloaded"] else (),
     }
     if recipe.rollout.kv_tokens is None and FRACTION_FLAG not in recipe.rollout.server_args:
         update["server_args"] = (*recipe.rollout.server_args, FRACTION_FLAG, f"{role.choice['memory_share']:g}")

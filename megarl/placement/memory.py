@@ -25,8 +25,8 @@ from megarl.recipe.roles import Lora
 
 # Master weights where the weights themselves are not float32, and Adam's two moments.
 MASTER_BYTES, MOMENT_BYTES = 4, 8
-# What a role that rests leaves on the device: caches, small buffers.
-RESTING_SHARE = 0.02
+# What a role that is offloaded leaves on the device: caches, small buffers.
+OFFLOADED_SHARE = 0.02
 FLOAT = 4
 
 
@@ -56,7 +56,7 @@ class RoleBytes:
 
     @property
     def moved(self) -> Any:
-        """What goes to the host and comes back when the role rests: gradients are made anew."""
+        """What goes to the host and comes back when the role is offloaded: gradients are made anew."""
         return self.weights + self.optimizer
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from string import Template
 
 from megarl.placement.plan import PlacementPlan, Plan, PoolPlan
+from megarl.placement.report import other_lines, own_line
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TEACHER
 
 _COLOURS = {
@@ -16,6 +18,7 @@ _COLOURS = {
     REWARD: "#c07a00",
     TEACHER: "#607080",
 }
+_IN_TURN = ("sync", "sleep and wake")
 _WIDTH, _ROW, _LEFT = 960, 26, 150
 _PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Placement: $title</title>
@@ -30,9 +33,9 @@ table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #
 
 def page(plan: Plan) -> str:
     """The whole page."""
+    lines = [*([own_line(plan)] if plan.own else []), *other_lines(plan)]
     others = "".join(
-        f"<tr><td>{escape(other.describe())}</td><td>{other.step_s:.4g}</td><td>{escape(why)}</td></tr>"
-        for other, why in plan.others
+        f"<tr>{''.join(f'<td>{cell}</td>' for cell in (_cell(text) for text in line))}</tr>" for line in lines
     )
     return _PAGE.substitute(
         title=escape(plan.best.describe()),
@@ -44,6 +47,10 @@ def page(plan: Plan) -> str:
         gantt=gantt(plan.best),
         others=others,
     )
+
+
+def _cell(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
 
 
 def _devices(plan: Plan) -> str:
@@ -61,19 +68,21 @@ def _devices(plan: Plan) -> str:
 
 
 def gantt(placement: PlacementPlan) -> str:
-    """One step over time, a row a role: the rollout, then the two stages that each wait for the slowest pool.
+    """One step over time, a row a role: weight sync and waking, the rollout, then two stages that each wait for the slowest pool.
 
     Updates that go on beside the next step's rollout come in again at the left.
     """
     phases = placement.phases
     scale = (_WIDTH - _LEFT) / placement.step_s
-    before = phases["sync"] + phases["sleep and wake"]
+    before = sum(phases[phase] for phase in _IN_TURN)
     rollout = 0.0 if placement.asynchronous else phases["rollout"]
     starts = {"rollout": before, "prepare": before + rollout, "train": before + rollout + phases["prepare"]}
+    # What nothing else goes on beside: over all pools one role after the other.
+    turn = {phase: sum(phases[each] for each in _IN_TURN[:index]) for index, phase in enumerate(_IN_TURN)}
     bars: list[str] = []
     row = 0
     for pool in placement.pools:
-        for role, spans in _spans(pool, starts):
+        for role, spans in _spans(pool, starts, turn):
             top = row * _ROW + 4
             bars.append(f'<text x="0" y="{top + 15}">{escape(role)}</text>')
             for stage, start, seconds in spans:
@@ -87,17 +96,19 @@ def gantt(placement: PlacementPlan) -> str:
     return _svg(row * _ROW + 26, bars)
 
 
-def _spans(pool: PoolPlan, starts: dict[str, float]) -> list[tuple[str, list[tuple[str, float, float]]]]:
-    """Stage, start and seconds of every role's work; roles of a pool take turns."""
+def _spans(
+    pool: PoolPlan, starts: Mapping[str, float], turn: dict[str, float]
+) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """Stage, start and seconds of every role's work; roles of a pool take turns. turn: by phase, when its next role may begin."""
     clock = dict(starts)
     result = []
     for role in pool.roles:
         spans = []
-        for stage in starts:
+        for stage, clocks in [*((phase, turn) for phase in _IN_TURN), *((stage, clock) for stage in starts)]:
             seconds = role.seconds.get(stage, 0.0)
             if seconds > 0:
-                spans.append((stage, clock[stage], seconds))
-                clock[stage] += seconds
+                spans.append((stage, clocks[stage], seconds))
+                clocks[stage] += seconds
         result.append((role.role, spans))
     return result
 

@@ -39,7 +39,7 @@ class RolePlan:
     seconds: Mapping[str, float]
     parts: Mapping[str, Mapping[str, float]]
     held_bytes: Mapping[str, float]
-    resting_bytes: float
+    offloaded_bytes: float
     choice: Mapping[str, int | float | str | bool]
     dispatch_s: float = 0.0
 
@@ -88,14 +88,38 @@ class PlacementPlan:
 
 
 @dataclass(frozen=True)
+class Own:
+    """A recipe's own placement.
+
+    predicted: None where nothing can be said of it. problem: why it cannot run; None where it can.
+    """
+
+    predicted: PlacementPlan | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
 class Plan:
-    """best: the pick. others: the best of other partitions, each with the reason why it lost. bounds: of the rest."""
+    """best: the pick. others: the best of other partitions, each with the reason why it lost. bounds: of all that is left.
+
+    own: what the recipe itself asks for; None where that was not asked.
+    """
 
     cluster: Cluster
     tokens: float
     best: PlacementPlan
     others: tuple[tuple[PlacementPlan, str], ...]
     bounds: tuple[Bound, ...]
+    own: Own | None = None
+
+    @property
+    def own_words(self) -> str:
+        """What is to say of the recipe's own placement, beside its name and its seconds."""
+        assert self.own is not None
+        if self.own.problem is not None:
+            return f"cannot run here: {self.own.problem}"
+        assert self.own.predicted is not None
+        return why_lost(self.own.predicted, self.best)
 
     @property
     def tokens_per_s(self) -> float:
@@ -141,7 +165,7 @@ def make_plan(
     # What one size of micro-batches cut away was behind `top` partitions of it: it cannot come before these.
     ranked = sorted(best.values(), key=lambda pair: pair[0].seconds)[:top]
     plans = [placement_plan(found, look.tables, look.workload, look.cluster, cluster) for found, look in ranked]
-    others = tuple((plan, _lost(plan, plans[0])) for plan in plans[1:])
+    others = tuple((plan, why_lost(plan, plans[0])) for plan in plans[1:])
     shown = {look.key(found.partition) for found, look in ranked}
     return Plan(cluster, workload.tokens, plans[0], others, _bounds(looks, best, shown))
 
@@ -225,8 +249,8 @@ def placement_plan(
             else _role_plan(role, tables, row, workload, cluster)
             for role, row in zip(pool, found.rows[index], strict=True)
         )
-        resting = sum(role.resting_bytes for role in roles)
-        peaks = {role.role: resting - role.resting_bytes + sum(role.held_bytes.values()) for role in roles}
+        offloaded = sum(role.offloaded_bytes for role in roles)
+        peaks = {role.role: offloaded - role.offloaded_bytes + sum(role.held_bytes.values()) for role in roles}
         fullest = max(peaks, key=lambda role: peaks[role])
         reserved = kind.rates.reserved_bytes
         pools.append(PoolPlan(devices, first[kind], roles, peaks[fullest] + reserved, fullest, kind, len(kinds) > 1))
@@ -271,26 +295,26 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
         if seconds is not None:
             parts[stage] = {name: float(np.ravel(value)[0]) for name, value in vars(seconds).items()}
             dispatch_s += parts[stage].pop("dispatch")
-    rests = bool(table.rests[row])
+    offloaded = bool(table.offloaded[row])
     gather = float(gather_seconds(workload.models[role], choice, workload, cluster)[0]) if role == ACTOR else 0.0
     layout = choice.layout(0)
     recompute = RECOMPUTE[int(choice.recompute[0])]
     words = [str(layout), f"{int(choice.micro_tokens[0])} tokens"]
     words += [f"recompute {recompute}"] if recompute != "none" else []
-    words += ["rests"] if rests else []
+    words += ["offloaded"] if offloaded else []
     return RolePlan(
         role=role,
         shape=", ".join(words),
         seconds={"sync": gather, "sleep and wake": float(cost[0]) - gather, "prepare": cost[1], "train": cost[2]},
         parts=parts,
         held_bytes={name: float(np.ravel(value)[0]) for name, value in vars(held).items()},
-        resting_bytes=float(table.choices.rest[row]),
+        offloaded_bytes=float(table.choices.rest[row]),
         choice={
             **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "vpp", "dp")},
             **{key: getattr(layout, key) for key in UNEVEN if getattr(layout, key) is not None},
             "micro_batch_tokens": int(choice.micro_tokens[0]),
             "recompute": recompute,
-            "rests": rests,
+            "offloaded": offloaded,
         },
         dispatch_s=dispatch_s,
     )
@@ -304,36 +328,38 @@ def _rollout_plan(
     config = workload.models[ROLLOUT]
     held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
-    rests = bool(table.rests[row])
-    apart, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)
+    offloaded = bool(table.offloaded[row])
+    separate, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)
     generation = float((seconds.flow if asynchronous else seconds.total)[0])
     count, tp, running = int(choice.count[0]), int(choice.tp[0]), int(seconds.running[0])
     servers = f"{count} server{'s' if count > 1 else ''} of tp{tp}, {running} sequences each"
     parts = {name: float(np.ravel(getattr(seconds, name))[0]) for name in ("prefill", "full", "tail", "requests")}
     return RolePlan(
         role=ROLLOUT,
-        shape=servers + (", rests" if rests else ""),
+        shape=servers + (", offloaded" if offloaded else ""),
         seconds={
             "rollout": generation,
-            "sync": together if shared else apart,
-            "sleep and wake": cluster.rates.wake_s * rests,
+            "sync": together if shared else separate,
+            "sleep and wake": cluster.rates.wake_s * offloaded,
         },
         parts={} if asynchronous else {"rollout": parts},
         held_bytes={"weights": float(held.weights[0]), "cache": float(held.cache[0]), "other": held.other},
-        resting_bytes=float(table.apart.rest[row]),
+        offloaded_bytes=float(table.separate.rest[row]),
         choice={
             "servers": count,
             "tp": tp,
             "memory_share": float(choice.share[0]),
             "running": running,
             "kv_tokens": int(held.cache_tokens[0]),
-            "rests": rests,
+            "offloaded": offloaded,
         },
     )
 
 
-def _lost(plan: PlacementPlan, best: PlacementPlan) -> str:
+def why_lost(plan: PlacementPlan, best: PlacementPlan) -> str:
     """Why it is not the pick: the phase that costs it most, beside the pick's."""
+    if abs(plan.step_s - best.step_s) <= 1e-6 * best.step_s:
+        return "as fast as the pick"
     more = {phase: plan.phases[phase] - best.phases[phase] for phase in PHASES}
     worst = max(more, key=lambda phase: more[phase])
     gains = {phase: -seconds for phase, seconds in more.items() if seconds < -0.05 * max(more[worst], 1e-9)}
@@ -348,7 +374,7 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: 
     """What is missing, and the smallest number of nodes that works."""
     what = f"No {asked.name or ''} placement".replace("  ", " ")
     lacking = [role for role, table in tables.roles.items() if not len(table.choices)]
-    lacking += [] if len(tables.rollout.apart) else [ROLLOUT]
+    lacking += [] if len(tables.rollout.separate) else [ROLLOUT]
     why = (
         f"{' and '.join(lacking)} alone {'does' if len(lacking) == 1 else 'do'} not fit under any layout"
         if lacking

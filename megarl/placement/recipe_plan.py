@@ -1,7 +1,7 @@
 """What a recipe's own placement is predicted to take: its pools, layouts and servers as they stand, nothing searched.
 
 Servers stand on devices of their own where the cluster has enough beside the ranks', on the first pool's otherwise
-(cluster/seats.py). Where processes stand for devices servers have none; they count as the actor's.
+(cluster/slots.py). Where processes stand for devices servers have none; they count as the actor's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,19 @@ FRACTION_FLAG = "--mem-fraction-static"
 OWN_FRACTION, SHARED_FRACTION = 0.85, 0.3
 
 
-def predict_recipe(recipe: Recipe, workload: Workload, cluster: Cluster) -> PlacementPlan:
-    """Seconds by phase and bytes by pool of the recipe's own placement. Raises UserError for layouts that do not fit."""
+def predict_recipe(
+    recipe: Recipe,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    serving: Cluster | None = None,
+    within: Cluster | None = None,
+) -> PlacementPlan:
+    """Seconds by phase and bytes by pool of the recipe's own placement.
+
+    serving: nodes of another kind that the servers are on. within: the whole cluster, where it has several kinds of nodes.
+    Raises UserError for layouts that do not fit the recipe's devices.
+    """
     layouts = role_layouts(recipe)
     pools: list[tuple[tuple[str, ...], int]] = [
         (tuple(role for role in pool.roles if role in workload.models), pool.devices)
@@ -35,11 +46,11 @@ def predict_recipe(recipe: Recipe, workload: Workload, cluster: Cluster) -> Plac
     ]
     ranks = sum(devices for _, devices in pools)
     used = recipe.rollout.servers * recipe.rollout.tp
-    apart = cluster.device.rests_on_host and cluster.num_devices - ranks >= used
-    if apart:
+    separate = serving is not None or (cluster.device.offloads_to_host and cluster.num_devices - ranks >= used)
+    if separate:
         pools.append(((ROLLOUT,), used))
     else:
-        host = 0 if cluster.device.rests_on_host else [ACTOR in roles for roles, _ in pools].index(True)
+        host = 0 if cluster.device.offloads_to_host else [ACTOR in roles for roles, _ in pools].index(True)
         roles, used = pools[host]
         pools[host] = ((*roles, ROLLOUT), used)
     tables = AllTables(
@@ -48,36 +59,27 @@ def predict_recipe(recipe: Recipe, workload: Workload, cluster: Cluster) -> Plac
             for role, layout in layouts.items()
             if role in workload.models
         },
-        rollout=_rollout_table(recipe, workload, cluster, used, shared=not apart),
+        rollout=_rollout_table(
+            recipe, workload, serving or cluster, used, shared=not separate, across=serving is not None
+        ),
+        serving=serving,
     )
     found = Found(
         partition=tuple(roles for roles, _ in pools),
-        asynchronous=False,
+        asynchronous=workload.staleness > 0 and separate,
         seconds=0.0,
         devices=tuple(devices for _, devices in pools),
         rows=tuple((0,) * len(roles) for roles, _ in pools),
     )
-    return placement_plan(found, tables, workload, cluster)
+    return placement_plan(found, tables, workload, cluster, within)
 
 
 def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> PlacementPlan:
     """The prediction of a recipe's own placement. Raises UserError where its devices do not hold it."""
     plan = predict_recipe(recipe, workload, cluster)
-    usable = cluster.usable_bytes + cluster.rates.reserved_bytes
-    if cluster.device.rests_on_host:
-        full = [pool for pool in plan.pools if pool.peak_bytes > usable]
-        if not full:
-            return plan
-        worst = max(full, key=lambda pool: pool.peak_bytes)
-        what = f"{worst.describe()} needs {worst.peak_bytes / GIB:.1f} GiB of each device while {worst.peak_role} works"
-        have = f"{cluster.device.name} lets roles use {usable / GIB:.1f} GiB"
-    else:
-        # Devices that are processes take what they need of one memory.
-        needed = sum(pool.peak_bytes * pool.devices for pool in plan.pools)
-        if needed <= usable * cluster.num_devices:
-            return plan
-        what = f"{' and '.join(pool.describe() for pool in plan.pools)} need {needed / GIB:.1f} GiB together"
-        have = f"this machine's processes can use {usable * cluster.num_devices / GIB:.1f} GiB"
+    problem = too_full(plan, cluster)
+    if problem is None:
+        return plan
     smallest = smallest_cluster(workload, cluster)
     advice = (
         "No placement of it fits any number of such nodes: take shorter samples or a smaller model."
@@ -85,19 +87,48 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
         else f"The smallest cluster of this kind that holds the run, placed best: {smallest.describe()}."
     )
     raise UserError(
-        f"The run does not fit into memory: {what}, and {have}. Cut the models further (<role>.parallel), lower "
-        f"actor.micro_batch_tokens, or let roles and servers rest (<role>.resting, rollout.resting). {advice}"
+        f"The run does not fit into memory: {problem}. Cut the models further (<role>.parallel), lower "
+        f"actor.micro_batch_tokens, or offload roles and servers (<role>.offload, rollout.offload). {advice}"
     )
+
+
+def too_full(plan: PlacementPlan, cluster: Cluster) -> str | None:
+    """What a placement needs that its devices do not have; None where they hold it."""
+    if cluster.device.offloads_to_host:
+        over = {pool.peak_bytes - usable_bytes(pool.kind): pool for pool in plan.pools}
+        worst = over[max(over)]
+        if max(over) <= 0:
+            return None
+        return (
+            f"{worst.describe()} needs {worst.peak_bytes / GIB:.1f} GiB of each device while {worst.peak_role} works, and "
+            f"{worst.kind.device.name} lets roles use {usable_bytes(worst.kind) / GIB:.1f} GiB"
+        )
+    # Devices that are processes take what they need of one memory.
+    needed, have = (
+        sum(pool.peak_bytes * pool.devices for pool in plan.pools),
+        usable_bytes(cluster) * cluster.num_devices,
+    )
+    if needed <= have:
+        return None
+    pools = " and ".join(pool.describe() for pool in plan.pools)
+    return f"{pools} need {needed / GIB:.1f} GiB together, and this machine's processes can use {have / GIB:.1f} GiB"
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """What a pool may take of each device, with what is kept for communicators and the like."""
+    return cluster.usable_bytes + cluster.rates.reserved_bytes
 
 
 def _role_table(role: str, layout: Layout, recipe: Recipe, workload: Workload, cluster: Cluster) -> RoleTable:
     section = getattr(recipe, role)
     kind = recipe.critic.recompute if role == CRITIC and recipe.critic is not None else recipe.actor.recompute
     choice = one_layout(layout, recipe.actor.micro_batch_tokens, kind)
-    return price_role(role, choice, np.array(["params" in section.resting]), workload, cluster)
+    return price_role(role, choice, np.array(["params" in section.offload]), workload, cluster)
 
 
-def _rollout_table(recipe: Recipe, workload: Workload, cluster: Cluster, devices: int, *, shared: bool) -> RolloutTable:
+def _rollout_table(
+    recipe: Recipe, workload: Workload, cluster: Cluster, devices: int, *, shared: bool, across: bool
+) -> RolloutTable:
     settings, config = recipe.rollout, workload.models[ROLLOUT]
     tp, each = np.array([settings.tp], np.int64), workload.bytes_each
     used = np.array([settings.servers * settings.tp], np.int64)
@@ -107,8 +138,8 @@ def _rollout_table(recipe: Recipe, workload: Workload, cluster: Cluster, devices
         # A little more, so that rounding takes no token away.
         fraction = float(held[0] * (1 + 1e-9) + cluster.rates.server_bytes) / cluster.device.memory_bytes
     choice = Servers(np.array([devices], np.int64), tp, np.array([fraction]), used)
-    rests = cluster.device.rests_on_host and {"weights", "kv_cache"} <= set(settings.resting)
-    return price_rollout(choice, np.array([rests]), workload, cluster)
+    offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
+    return price_rollout(choice, np.array([offloaded]), workload, cluster, across=across)
 
 
 def _fraction(args: tuple[str, ...]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Group
@@ -10,6 +11,10 @@ from rich.text import Text
 
 from megarl.placement.devices import GIB
 from megarl.placement.plan import PHASES, PlacementPlan, Plan
+
+# Placement, seconds, why it lost; and of how many equal ones the names are shown.
+Line = tuple[str, str, str]
+EQUALS = 3
 
 
 def render(plan: Plan, *, explain: bool = False) -> Group:
@@ -22,14 +27,14 @@ def render(plan: Plan, *, explain: bool = False) -> Group:
     parts: list[Any] = [head, _roles(best, plan), _phases(best)]
     if explain:
         parts += [_details(best)]
-    if plan.others or plan.bounds:
+    if plan.others or plan.bounds or plan.own:
         parts += [_alternatives(plan, explain=explain)]
     return Group(*parts)
 
 
 def _roles(placement: PlacementPlan, plan: Plan) -> Table:
     table = Table(title="Pools", title_justify="left")
-    for column in ("devices", "role", "layout", "seconds", "GiB awake", "GiB resting", "peak of the device, GiB"):
+    for column in ("devices", "role", "layout", "seconds", "GiB awake", "GiB offloaded", "peak of the device, GiB"):
         table.add_column(column, justify="left" if column in ("role", "layout") else "right")
     for pool in placement.pools:
         for index, role in enumerate(pool.roles):
@@ -39,7 +44,7 @@ def _roles(placement: PlacementPlan, plan: Plan) -> Table:
                 role.shape,
                 f"{sum(role.seconds.values()):.3g}",
                 f"{sum(role.held_bytes.values()) / GIB:.1f}",
-                f"{role.resting_bytes / GIB:.1f}" if len(pool.roles) > 1 else "",
+                f"{role.offloaded_bytes / GIB:.1f}" if len(pool.roles) > 1 else "",
                 ""
                 if index
                 else f"{pool.peak_bytes / GIB:.1f} of {pool.kind.device.memory_bytes / GIB:.0f} ({pool.peak_role})",
@@ -80,15 +85,50 @@ def _alternatives(plan: Plan, *, explain: bool) -> Table:
     table.add_column("placement")
     table.add_column("seconds", justify="right")
     table.add_column("why")
-    for other, why in plan.others:
-        table.add_row(other.describe(), f"{other.step_s:.4g}", why)
-    for bound in plan.bounds if explain else ():
+    if plan.own is not None:
+        table.add_row(*own_line(plan), end_section=True)
+    for line in other_lines(plan):
+        table.add_row(*line)
+    for line in _bound_lines(plan) if explain else ():
+        table.add_row(*line)
+    return table
+
+
+def own_line(plan: Plan) -> Line:
+    """The recipe's own placement."""
+    assert plan.own is not None
+    predicted = plan.own.predicted
+    name, seconds = ("", "") if predicted is None else (f": {predicted.describe()}", f"{predicted.step_s:.4g}")
+    return f"the recipe's own{name}", seconds, plan.own_words
+
+
+def other_lines(plan: Plan) -> list[Line]:
+    """The best of other partitions; those that are equal in all that is said of them are one line."""
+    return _joined((other.describe(), f"{other.step_s:.4g}", why) for other, why in plan.others)
+
+
+def _bound_lines(plan: Plan) -> list[Line]:
+    """What is known of all that is not shown."""
+    lines = []
+    for bound in plan.bounds:
         pools = " | ".join("+".join(pool) for pool in bound.partition)
         if bound.seconds == float("inf"):
-            table.add_row(pools, "", "does not fit into the devices' memory")
+            lines.append((pools, "", "does not fit into the devices' memory"))
         else:
-            table.add_row(pools, f"over {bound.seconds:.4g}", "not looked into further: no placement of it is faster")
-    return table
+            lines.append((pools, f"over {bound.seconds:.4g}", "not looked into further: no placement of it is faster"))
+    return _joined(lines)
+
+
+def _joined(lines: Iterable[Line]) -> list[Line]:
+    """Lines whose seconds and reasons are equal as one: the first few placements by name, the others by their number."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for placement, seconds, why in lines:
+        alike.setdefault((seconds, why), []).append(placement)
+    found = []
+    for (seconds, why), placements in alike.items():
+        more = [f"and {len(placements) - EQUALS} more"] if len(placements) > EQUALS else []
+        found.append(("\n".join([*placements[:EQUALS], *more]), seconds, why))
+    return found
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -106,7 +146,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_s_per_device": plan.tokens_per_s,
         "best": _placement(plan.best),
         "others": [{**_placement(other), "lost": why} for other, why in plan.others],
+        "own": None if plan.own is None else _own(plan),
     }
+
+
+def _own(plan: Plan) -> dict[str, Any]:
+    assert plan.own is not None
+    predicted = {} if plan.own.predicted is None else _placement(plan.own.predicted)
+    return {**predicted, "fits": plan.own.problem is None, "says": plan.own_words}
 
 
 def _placement(placement: PlacementPlan) -> dict[str, Any]:
@@ -128,7 +175,7 @@ def _placement(placement: PlacementPlan) -> dict[str, Any]:
                         "seconds": {name: float(seconds) for name, seconds in role.seconds.items()},
                         "parts_s": role.parts,
                         "held_bytes": role.held_bytes,
-                        "resting_bytes": role.resting_bytes,
+                        "offloaded_bytes": role.offloaded_bytes,
                     }
                     for role in pool.roles
                 },

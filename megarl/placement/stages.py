@@ -50,7 +50,7 @@ def stages(config: ModelConfig, choice: Layouts) -> tuple[Stage, ...]:
     """The kinds of ranks of every choice, first rank first, last rank last: what a maximum over them is one over all ranks.
 
     Left out are ranks that another one holds as much as, and more, of everything. Choices with fewer kinds repeat their last
-    one. Raises UserError for layers that cannot be dealt as a choice says.
+    one. Raises UserError for layers that cannot be assigned as a choice says.
     """
     columns = (choice.pp, choice.vpp, choice.first_layers, choice.last_layers)
     key = np.zeros(len(choice), np.int64)

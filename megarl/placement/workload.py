@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,25 +97,30 @@ class Workload:
 
 
 def recipe_workload(
-    recipe: Recipe, model: ModelConfig, responses: Lengths | None = None, prompt_tokens: float | None = None
+    recipe: Recipe,
+    model: ModelConfig,
+    responses: Lengths | None = None,
+    prompt_tokens: float | None = None,
+    *,
+    read: Callable[[Path], ModelConfig] | None = None,
 ) -> Workload:
-    """The workload of a recipe. model: the actor's; those of other folders are read.
+    """The workload of a recipe. model: the actor's. read: reads those of other folders; default: read_model.
 
     responses: their lengths where they are known; else the likely ones of `assumed_lengths`. prompt_tokens: mean, where it is
     known. Raises UserError for samples that are longer than a model's context.
     """
-    rollout, actor = recipe.rollout, recipe.actor
+    rollout, actor, read = recipe.rollout, recipe.actor, read or read_model
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = longest_sample(recipe)
     models = {ACTOR: model, ROLLOUT: model}
     if recipe.algorithm.kl_coef > 0:
         models[REFERENCE] = model
     if recipe.critic is not None:
-        models[CRITIC] = model if recipe.critic.path is None else read_model(recipe.critic.path)
+        models[CRITIC] = model if recipe.critic.path is None else read(recipe.critic.path)
     if recipe.reward_model is not None:
-        models[REWARD] = read_model(recipe.reward_model.path)
+        models[REWARD] = read(recipe.reward_model.path)
     if recipe.teacher is not None:
-        models[TEACHER] = read_model(recipe.teacher.path)
+        models[TEACHER] = read(recipe.teacher.path)
     for role, each in models.items():
         check_context(each, longest, SAMPLE_PARTS, "the model" if each is model else f"{role}.path")
     mini_batch = actor.mini_batch_samples or samples
@@ -133,6 +138,7 @@ def recipe_workload(
         critic_epochs=1 if recipe.critic is None else recipe.critic.epochs,
         max_running=rollout.max_running_requests,
         dtype=recipe.model.dtype,
+        staleness=rollout.max_staleness,
         scores=recipe.algorithm.old_logprobs == "trainer",
         shards_optimizer=actor.optimizer.name == "adam",
         lora=actor.lora,

@@ -1,7 +1,7 @@
 """What a recipe's keys ask of each other: keys that nothing reads in this configuration, and values that contradict.
 
 The rules are data, in `rules.py`. What they say of the algorithm's functions follows from these. Batch arithmetic is in
-`batch.py`; files and models are for `megarl/preflight.py`.
+`batch.py`; files and models are for `megarl/run/preflight.py`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def unread_keys(recipe: AnyRecipe) -> list[str]:
     return list(dict.fromkeys(key for rule in _unread(recipe, _asked(recipe, "may ask for all")) for key in rule.keys))
 
 
-def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = False) -> list[str]:
+def check_recipe(
+    recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = False, planned: bool = False
+) -> list[str]:
     """What is wrong, one sentence each; empty when nothing is.
 
     sources: dotted path of every value that the user gave, to where. A default that nothing reads is no mistake.
-    look: at functions named by import path, too; else they may ask for everything, and may do without it. Raises UserError
-    then, where a path leads nowhere.
+    planned: for a plan alone, which some keys are for. look: at functions named by import path, too; else they may ask for
+    everything, and may do without it. Raises UserError then, where a path leads nowhere.
     """
     may_ask, asks = (_asked(recipe, "look" if look else own) for own in ("may ask for all", "asks for nothing"))
     unread: dict[str, str] = {}
@@ -48,6 +50,8 @@ def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = 
             where = f"`{given}` ({sources[given]})"
             unread[given] = f"{where} is read by nothing in this configuration: {needs}, or remove the key."
     for contradiction in CONTRADICTIONS:
+        if planned and contradiction.planned:
+            continue
         if isinstance(recipe, contradiction.kinds) and contradiction.wrong(recipe, asks):
             at = _given(contradiction.key, sources)
             where = "by default" if at is None else sources[at]

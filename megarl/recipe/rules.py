@@ -15,12 +15,12 @@ from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
 # What a search decides, by role.
 SEARCHED_KEYS = (
     ("placement.pools",),
-    ("actor.parallel", "actor.recompute", "actor.resting"),
-    ("reference.parallel", "reference.resting"),
-    ("critic.parallel", "critic.recompute", "critic.resting"),
-    ("reward_model.parallel", "reward_model.resting"),
-    ("teacher.parallel", "teacher.resting"),
-    ("rollout.servers", "rollout.tp", "rollout.resting"),
+    ("actor.parallel", "actor.recompute", "actor.offload"),
+    ("reference.parallel", "reference.offload"),
+    ("critic.parallel", "critic.recompute", "critic.offload"),
+    ("reward_model.parallel", "reward_model.offload"),
+    ("teacher.parallel", "teacher.offload"),
+    ("rollout.servers", "rollout.tp", "rollout.offload"),
 )
 
 
@@ -64,14 +64,14 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
-        ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts", "eval.by"),
+        ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts", "eval.grader"),
         lambda r, _: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",
         (Recipe,),
     ),
     Unread(
-        ("eval.by",),
-        lambda r, _: not _decides_alone(r) or r.eval.by not in r.reward.by_name(),
+        ("eval.grader",),
+        lambda r, _: not _decides_alone(r) or r.eval.grader not in r.reward.by_name(),
         "the only grader's score is the reward: give reward.graders another one, or this one another weight",
         (Recipe,),
     ),
@@ -102,6 +102,16 @@ def _owned_flags(recipe: Recipe) -> list[str]:
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ALGORITHM_CONTRADICTIONS,
     *ROLE_CONTRADICTIONS,
+    Contradiction(
+        "rollout.max_staleness",
+        lambda r, _: r.rollout.max_staleness > 0,
+        lambda r: (
+            f"got {r.rollout.max_staleness}, and this is planned only: the asynchronous run is not there yet. `megarl plan` "
+            "says what it would gain; remove the key to run"
+        ),
+        (Recipe,),
+        planned=True,
+    ),
     Contradiction(
         "rollout.top_k",
         lambda r, _: r.rollout.top_k == 0 or r.rollout.top_k < -1,
@@ -145,9 +155,9 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         (Recipe,),
     ),
     Contradiction(
-        "eval.by",
-        lambda r, _: r.eval.by is not None and r.eval.by not in r.reward.by_name(),
-        lambda r: f"there is no grader {r.eval.by!r}. The recipe's graders: {', '.join(r.reward.by_name())}",
+        "eval.grader",
+        lambda r, _: r.eval.grader is not None and r.eval.grader not in r.reward.by_name(),
+        lambda r: f"there is no grader {r.eval.grader!r}. The recipe's graders: {', '.join(r.reward.by_name())}",
         (Recipe,),
     ),
     Contradiction(

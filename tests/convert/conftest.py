@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from megarl.checkpoints import Checkpoints
 from megarl.core.checksums import sum_files
 from megarl.core.layout import Layout
 from megarl.training.manifest import HF_FOLDER, Manifest, TensorEntry
 from megarl.training.rank import Rank
+from megarl.training.run_checkpoints import Checkpoints
 from tests.support.tiny import write_tiny_model
 
 VOCAB = 97  # padded under tensor parallel

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from megarl.checkpoints import MARKER, STATE, Checkpoints
 from megarl.convert.inspection import inspect
 from megarl.convert.source import find_source
 from megarl.core.errors import UserError
 from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest
+from megarl.training.run_checkpoints import MARKER, STATE, Checkpoints
 from tests.convert.conftest import write_checkpoint
 
 WRONG = (None, True, -1, 1.5, "", "x", [], ["x"], {}, {"x": 1}, {"x": {}}, 10**30, [[]])

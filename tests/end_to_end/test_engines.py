@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from megarl.cluster.roles import Batch
 from megarl.core.timing import PhaseTimer
-from megarl.preflight import preflight
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.rollout.client import Sampling, ServerClient
-from megarl.session import TrainSession, train_session
+from megarl.run.preflight import preflight
+from megarl.run.session import TrainSession, train_session
 from tests.end_to_end.harness import RECIPE
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from megarl.placement.page import gantt, page
 from megarl.placement.plan import PHASES, PlacementPlan, PoolPlan, RolePlan, make_plan
 from megarl.placement.report import as_json, render
 from megarl.placement.workload import ROLLOUT
-from megarl.plan_commands import PlanOptions, run_plan
+from megarl.run.plan import PlanOptions, run_plan
 from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
 
 CLUSTER = make_cluster("H100", 2)

@@ -56,8 +56,8 @@ def test_every_cut_is_one_that_the_engine_accepts_and_deals_all_layers(
     pp, vpp = size
     for first, last in cuts(config, pp, vpp, head=head):
         ranks = stage_layers(of(config, pp, vpp, first, last), config.num_layers)
-        dealt = sorted(layer for rank in ranks for part in rank for layer in part)
-        assert dealt == list(range(config.num_layers))
+        assigned = sorted(layer for rank in ranks for part in rank for layer in part)
+        assert assigned == list(range(config.num_layers))
 
 
 @given(config=models, size=sizes, head=st.booleans())
@@ -177,9 +177,9 @@ def test_a_pass_takes_what_its_slowest_rank_needs_and_once_what_all_others_do(
     for first, last in cuts(config, pp, 1, head=head):
         layout = replace(of(config, pp, 1, first, last), world_size=16)
         choice = one_layout(layout, 4096)
-        dealt = batches(work.samples, work, choice)
-        forward, _, _ = micro_batch(config, choice, dealt.tokens, work, cluster, head=head)
-        done = [0.0] * (int(dealt.count[0]) + 1)
+        assigned = batches(work.samples, work, choice)
+        forward, _, _ = micro_batch(config, choice, assigned.tokens, work, cluster, head=head)
+        done = [0.0] * (int(assigned.count[0]) + 1)
         for rank, (layers,) in enumerate(stage_layers(layout, num_layers)):
             moe = len(config.moe_layers.intersection(layers))
             needs = forward.total_on(Stage(len(layers), moe, float(rank == 0), float(rank == pp - 1), 1.0))[0]

@@ -16,9 +16,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megarl.core.errors import UserError
-from megarl.preflight import preflight
 from megarl.recipe.explain import ANY_NAME, Schema
 from megarl.recipe.load import KINDS, _read, load_recipe
+from megarl.run.preflight import preflight
 from tests.recipe.key_cases import CONTEXTS, NEVER, SWEEPS, VALUES, WITHOUT_EFFECT
 from tests.support.dry import driver
 from tests.support.dry.actors import Book

@@ -1,203 +1,126 @@
-"""Recipes for published models: from their config.json alone, every layout can be, nodes match, and a plan fits in memory.
+"""Shipped recipes on the cluster that each names: every layout can be, nodes match, and their own placement fits in memory.
 
-The sizes are those of the models' own config.json; nothing of the recipes was ever run.
+Nothing of the models but their config.json is needed; those of published models were never run.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import megarl
+from megarl.cli import app
 from megarl.core.platform import get_platform
 from megarl.launch.submit import SlurmOptions, check_fit
 from megarl.models.layout_check import check_layout
-from megarl.placement.cluster import make_cluster
-from megarl.placement.memory import Role, role_bytes
-from megarl.placement.plan import make_plan
-from megarl.placement.space import RECOMPUTE, Layouts
-from megarl.placement.workload import read_model, recipe_workload
+from megarl.placement.cluster import Cluster, make_cluster
+from megarl.placement.local import host_cluster
+from megarl.placement.own import own_placement
+from megarl.placement.recipe_plan import check_fits
+from megarl.placement.workload import Workload, recipe_workload
 from megarl.recipe.layouts import role_layouts
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import detect_kind, load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.run.plan_models import PlannedModels
+from tools.make_tiny_model import make_config, make_tokenizer
 
 RECIPES = Path(megarl.__file__).parent.parent / "recipes"
-QWEN3 = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "eos_token_id": 151645,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_4b_grpo_8": {
-        **QWEN3,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "qwen3_30b_a3b_grpo_32": {
-        **QWEN3,
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "tie_word_embeddings": False,
-    },
-    "llama31_70b_ppo_128": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-        "eos_token_id": 128009,
-    },
-    "deepseek_v3_moe_512": {
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "moe_layer_freq": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 163840,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "tie_word_embeddings": False,
-        "eos_token_id": 1,
-    },
-}
-DEVICES = {"deepseek_v3_moe_512": "H200"}
+SHIPPED = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("quickstart"))
+# Supervised runs have one role and no servers: there is nothing to place.
+QUICKSTART = sorted(
+    path.stem
+    for path in RECIPES.glob("quickstart*.yaml")
+    if detect_kind(path) is Recipe and path.stem != "quickstart_base"
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, its model's folder, and the nodes that its own words ask for."""
+    """A recipe, and the command that its own words give for planning it."""
 
     name: str
-    model: Path
-    nodes: int
+    words: list[str]
 
     @property
-    def recipe(self) -> Any:
-        file = RECIPES / f"{self.name}.yaml"
-        # A reward model has the policy's sizes.
-        scored = [f"reward_model.path={self.model}"] if "\nreward_model:" in file.read_text() else []
-        return load_recipe(file, [f"model.path={self.model}", *scored]).recipe
+    def file(self) -> Path:
+        return RECIPES / f"{self.name}.yaml"
+
+    @property
+    def recipe(self) -> Recipe:
+        return load_recipe(self.file).recipe
+
+    @property
+    def nodes(self) -> int:
+        return int(self.words[self.words.index("--nodes") + 1])
+
+    @property
+    def cluster(self) -> Cluster:
+        return make_cluster(self.words[self.words.index("--device") + 1], self.nodes)
+
+    @property
+    def workload(self) -> Workload:
+        models = PlannedModels(self.recipe)
+        return recipe_workload(self.recipe, models.policy, read=models)
 
 
-@pytest.fixture(params=CONFIGS)
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[request.param]))
-    nodes = re.search(r"--nodes (\d+)", (RECIPES / f"{request.param}.yaml").read_text())
-    assert nodes
-    return Case(request.param, tmp_path, int(nodes[1]))
+@pytest.fixture(params=SHIPPED)
+def case(request: pytest.FixtureRequest) -> Case:
+    words = re.search(r"^#   megarl (plan .*)$", (RECIPES / f"{request.param}.yaml").read_text(), re.MULTILINE)
+    assert words, "its first lines say on what it is planned"
+    return Case(request.param, shlex.split(words[1]))
 
 
-def test_every_role_can_be_laid_out(case: Case) -> None:
-    model = read_model(case.model)
-    for role, layout in role_layouts(case.recipe).items():
-        check_layout(model, layout, role)
-    rollout = case.recipe.rollout
-    assert model.num_heads % rollout.tp == 0 and model.ffn_hidden_size % rollout.tp == 0
+def test_these_recipes_are_shipped() -> None:
+    assert len(SHIPPED) >= 4
+    assert len(QUICKSTART) >= 7
 
 
 def test_the_nodes_of_its_own_words_are_what_it_uses(case: Case) -> None:
     options = SlurmOptions(nodes=case.nodes, gpus_per_node=8)
     assert check_fit(case.recipe, get_platform("cuda"), options) == 8
     assert case.name.endswith(f"_{case.nodes * 8}")
+    assert f"--nodes {case.nodes} --gpus-per-node 8" in case.file.read_text()
 
 
-def test_its_own_layout_fits_in_memory(case: Case) -> None:
-    """What all roles keep on a device, and the most that one of them works with, by the planner's model."""
-    recipe, config = case.recipe, read_model(case.model)
-    cluster = make_cluster(DEVICES.get(case.name, "H100"), case.nodes)
-    kept = working = 0.0
-    for role, layout in role_layouts(recipe).items():
-        section = getattr(recipe, role)
-        choice = Layouts(
-            *(np.array([size]) for size in (layout.world_size, layout.tp, layout.pp, layout.cp, layout.ep)),
-            micro_tokens=np.array([recipe.actor.micro_batch_tokens]),
-            recompute=np.array([RECOMPUTE.index(recipe.actor.recompute)]),
-        )
-        use = Role(trained=role in ("actor", "critic"), head=role in ("actor", "reference"))
-        held = role_bytes(config, choice, 2, use)
-        state = float(held.state[0])
-        kept += state if not section.resting else 0.0
-        working = max(working, float(held.working[0]) + (state if section.resting else 0.0))
-    assert kept + working < cluster.usable_bytes
+def test_every_role_can_be_laid_out(case: Case) -> None:
+    models, rollout = case.workload.models, case.recipe.rollout
+    for role, layout in role_layouts(case.recipe).items():
+        check_layout(models[role], layout, role)
+    assert models["rollout"].num_heads % rollout.tp == 0 and models["rollout"].ffn_hidden_size % rollout.tp == 0
 
 
-def test_a_plan_for_these_devices_fits_in_their_memory(case: Case) -> None:
-    cluster = make_cluster(DEVICES.get(case.name, "H100"), case.nodes)
-    assert cluster.num_devices == case.nodes * 8
-    plan = make_plan(recipe_workload(case.recipe, read_model(case.model)), cluster, top=1)
-    assert plan.best.step_s > 0
+def test_its_own_placement_fits_in_the_memory_of_its_cluster(case: Case) -> None:
+    own = own_placement(case.recipe, case.workload, case.cluster)
+    assert own.problem is None and own.predicted is not None
+    assert sum(pool.devices for pool in own.predicted.pools) == case.nodes * 8
+    assert check_fits(case.recipe, case.workload, case.cluster).step_s == own.predicted.step_s
+
+
+def test_its_own_words_plan_it_where_its_model_is_not(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    told = CliRunner().invoke(app, [*case.words[:1], str(case.file), *case.words[2:]])
+    assert told.exit_code == 0, told.output
+    assert f"There is no folder {case.recipe.model.path}: planned with the published sizes of " in told.output
+    assert "the recipe's own: " in told.output
+    assert "cannot run here" not in told.output
+
+
+@pytest.mark.parametrize("name", QUICKSTART)
+def test_a_recipe_of_the_quickstart_fits_on_this_machine(name: str, tmp_path: Path) -> None:
+    make_config(make_tokenizer(), hidden_size=256, layers=2, heads=8, kv_heads=2, context=512).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"architectures": ["Qwen3ForCausalLM"], ', 1))
+    file = RECIPES / f"{name}.yaml"
+    scores = [f"reward_model.path={tmp_path}"] if name.endswith("ppo_rm") else []
+    recipe = load_recipe(file, [f"model.path={tmp_path}", *scores]).recipe
+    models = PlannedModels(recipe)
+    workload = recipe_workload(recipe, models.policy, read=models)
+    assert check_fits(recipe, workload, host_cluster(recipe.cluster.devices)).step_s > 0

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl import checkpoints, commands, preflight, session
-from megarl.cluster import feeder, ranks, rollout, runtime, seats, servers, waits
+from megarl.cluster import feeder, ranks, rollout, runtime, servers, slots, waits
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
-from megarl.cluster.seats import Seat
+from megarl.cluster.slots import Slot
 from megarl.core import disk, platform
 from megarl.data import pairs, sft
 from megarl.data.chat import load_tokenizer
@@ -30,6 +29,8 @@ from megarl.report import writers
 from megarl.report.history import METRICS_FILE
 from megarl.rewards import combine
 from megarl.rollout import collector
+from megarl.run import begin, preflight, session, supervised, train
+from megarl.training import run_checkpoints
 from tests.support.dry.actors import Book, Client, Collector, Pool, Poster, Rank, Ray, Router, Server
 from tests.support.dry.learning import rounded
 
@@ -94,7 +95,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(waits.Waiter, "wait", _method(_waited, book))
         patch.setattr(session.Runtime, "start", partial(_started, book, folder))
         patch.setattr(runtime.Runtime, "close", lambda self: None)
-        patch.setattr(seats, "reserve", lambda platform, nodes, count, size=1: _seats(nodes[0], count, size))
+        patch.setattr(slots, "reserve", lambda platform, nodes, count, size=1: _slots(nodes[0], count, size))
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
         patch.setattr(collector, "ServerClient", lambda router: Client(book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
@@ -103,18 +104,19 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(
             writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)
         )
-        patch.setattr(commands, "place", partial(_placed, book))
-        patch.setattr(commands, "RunConsole", partial(_Silent, book))
-        patch.setattr(commands, "Console", lambda: Console(file=io.StringIO()))
+        patch.setattr(train, "place", partial(_placed, book))
+        patch.setattr(begin, "RunConsole", partial(_Silent, book))
+        for module in (begin, train):
+            patch.setattr(module, "Console", lambda: Console(file=io.StringIO()))
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
         for module in (preflight, collector, pairs, sft):
             patch.setattr(module, "load_tokenizer", TOKENIZERS)
         patch.setattr(disk, "sync", lambda path: None)
-        patch.setattr(checkpoints, "sync", lambda path: None)
+        patch.setattr(run_checkpoints, "sync", lambda path: None)
         # What a run says of itself is no effect of its recipe.
-        patch.setattr(commands, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
-        patch.setattr(commands, "draw_curve", lambda source, target: None)
-        patch.setattr(commands, "advice", lambda folder: None)
+        patch.setattr(begin, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
+        patch.setattr(begin, "draw_curve", lambda source, target: None)
+        patch.setattr(train, "advice", lambda folder: None)
         yield
 
 
@@ -133,8 +135,8 @@ def _placed(book: Book, recipe: Recipe) -> Placed:
     return place(recipe)
 
 
-def _seats(node: Node, count: int, size: int) -> tuple[Seat, ...]:
-    return tuple(Seat(node, tuple(str(index * size + each) for each in range(size)), {}) for index in range(count))
+def _slots(node: Node, count: int, size: int) -> tuple[Slot, ...]:
+    return tuple(Slot(node, tuple(str(index * size + each) for each in range(size)), {}) for index in range(count))
 
 
 @contextmanager
@@ -145,7 +147,7 @@ def _started(
     node = Node("node", "127.0.0.1", "0" * 56, temp, DEVICES)
     nobody: Any = SimpleNamespace(pid=0)
     yield runtime.Runtime(
-        kind, folder.resolve(), "run", "key", temp, nobody, Nodes((node,)), _seats(node, num_devices, 1)
+        kind, folder.resolve(), "run", "key", temp, nobody, Nodes((node,)), _slots(node, num_devices, 1)
     )
 
 
@@ -154,10 +156,10 @@ def run(kind: type[AnyRecipe], recipe: Path, overrides: Sequence[str], temp: Pat
     book = Book()
     with stage(book, temp):
         if kind is Recipe:
-            commands.run_train(recipe, list(overrides), resume=resume, go_on=False)
+            train.run_train(recipe, list(overrides), resume=resume, go_on=False)
         else:
             each: Any = kind
-            commands.run_supervised(each, recipe, list(overrides), resume=resume, go_on=False)
+            supervised.run_supervised(each, recipe, list(overrides), resume=resume, go_on=False)
     return book
 
 

@@ -5,11 +5,18 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
-from megarl.preflight import Preflight, check_devices, check_run_folder, preflight, preflight_eval, preflight_supervised
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.run.preflight import (
+    Preflight,
+    check_devices,
+    check_run_folder,
+    preflight,
+    preflight_eval,
+    preflight_supervised,
+)
+from megarl.training.run_checkpoints import Checkpoints
 from tests.support.bad_input import ALL, GOOD_PAIR, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.fp8 import write_fp8
 from tests.support.tiny import write_tiny_qwen

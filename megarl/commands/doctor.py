@@ -1,4 +1,4 @@
-"""Says what a machine has for megarl, against the pinned versions, and what each missing part costs.
+"""`megarl doctor`: says what a machine has for megarl, against the pinned versions, and what each missing part costs.
 
 Nothing heavy is imported: versions come from package metadata, modules from where they would be found.
 """
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import typer
+from rich.console import Console
 from rich.table import Table
 
 from megarl.core.keys import wandb_key_place
@@ -238,3 +240,13 @@ def _disk(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free / GIB
     low = "checkpoints hold the weights and twice as much for Adam" if free < 5 else ""
     return Finding("disk here", Level.NOTE if low else Level.OK, f"{free:.1f} GiB free", "5 GiB or more", low)
+
+
+def doctor() -> None:
+    """Say what this machine has, against the pinned versions, and what each missing part costs.
+
+    Exits non-zero only where megarl cannot run.
+    """
+    diagnosis = diagnose()
+    Console().print(render(diagnosis))
+    raise typer.Exit(0 if diagnosis.can_run else 1)

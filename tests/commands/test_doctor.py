@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megarl import doctor
+from megarl.commands import doctor
+from megarl.commands.doctor import Diagnosis, Finding, Level, diagnose, render
 from megarl.core.platform import get_platform
-from megarl.doctor import Diagnosis, Finding, Level, diagnose, render
 
 CPU = get_platform("cpu")
 CUDA = get_platform("cuda")

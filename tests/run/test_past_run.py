@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from megarl.core.errors import UserError
-from megarl.past_run import BETWEEN, advice, calibrated, cluster_of_run, compare, read_run
 from megarl.placement.cluster import Cluster
 from megarl.placement.local import host_cluster
 from megarl.placement.recipe_plan import predict_recipe
@@ -18,6 +17,7 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
+from megarl.run.past_run import BETWEEN, advice, calibrated, cluster_of_run, compare, read_run
 from tests.placement.samples import write_config
 
 MEASURED = {

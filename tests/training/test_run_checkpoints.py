@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoints import MARKER, Checkpoints, step_damage
 from megarl.core.errors import UserError
+from megarl.training.run_checkpoints import MARKER, Checkpoints, step_damage
 
 
 def write_weights(folder: Path) -> None:

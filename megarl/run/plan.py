@@ -12,18 +12,20 @@ from rich.console import Console
 
 from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
-from megarl.past_run import calibrated, cluster_of_run, compare, read_run
 from megarl.placement.apply import AUTO, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.length_files import read_lengths
 from megarl.placement.lengths import ASSUMED_SPREAD, Band, Lengths, assumed_lengths, lognormal
+from megarl.placement.own import own_placement
 from megarl.placement.page import page
 from megarl.placement.plan import Plan
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions, render_simulation, simulate
-from megarl.placement.workload import Quantization, Workload, read_model, recipe_workload
+from megarl.placement.workload import Quantization, Workload, recipe_workload
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.run.past_run import calibrated, cluster_of_run, compare, read_run
+from megarl.run.plan_models import PlannedModels
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class PlanOptions:
     """What `megarl plan` was asked for.
 
     name: only placements of that name. lengths: file or folder that lengths are read from. response_mean, response_spread: of
-    the lengths; mean None is not known. prompt_mean: likewise of prompts. quantization: of the servers' weights. from_run:
-    folder of a run that rates and lengths are taken from. simulate: steps to play; 0 plays none. as_text: JSON in place of
-    tables. html: also a page at that path.
+    the lengths; mean None is not known. prompt_mean: likewise of prompts. max_staleness: in place of the recipe's.
+    quantization: of the servers' weights. from_run: folder of a run that rates and lengths are taken from. simulate: steps to
+    play; 0 plays none. as_text: JSON in place of tables. html: also a page at that path.
     """
 
     top: int = 5
@@ -42,6 +44,7 @@ class PlanOptions:
     response_mean: float | None = None
     response_spread: float = ASSUMED_SPREAD
     prompt_mean: float | None = None
+    max_staleness: int | None = None
     quantization: Quantization | None = None
     explain: bool = False
     from_run: Path | None = None
@@ -70,9 +73,12 @@ def choose_cluster(
 
 def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOptions) -> None:
     """Plan and print: first how sure the lengths are, and what that means for the seconds."""
-    recipe = load_recipe(path, overrides, Recipe).recipe
+    recipe = load_recipe(path, overrides, Recipe, planned=True).recipe
     console = Console(stderr=options.as_text)
-    workload = recipe_workload(recipe, read_model(recipe.model.path))
+    models = PlannedModels(recipe)
+    workload = recipe_workload(recipe, models.policy, read=models)
+    for note in models.notes:
+        console.print(note, highlight=False)
     lengths = _lengths(recipe, workload, options)
     if options.from_run is not None:
         run = read_run(options.from_run)
@@ -87,8 +93,10 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         responses=lengths.responses,
         prompt_tokens=lengths.prompt_tokens,
         quantization=options.quantization,
+        staleness=workload.staleness if options.max_staleness is None else options.max_staleness,
     )
     plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
+    plan = replace(plan, own=own_placement(recipe, workload, cluster))
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
     console.print(_words(lengths, seconds), highlight=False)
     if options.html is not None:

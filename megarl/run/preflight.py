@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megarl.checkpoints import Checkpoints
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
@@ -32,6 +31,7 @@ from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders
+from megarl.training.run_checkpoints import Checkpoints
 
 CHECKPOINTS = "checkpoints"
 EXPORTED = "hf/config.json"  # the last thing that a run does
@@ -246,8 +246,8 @@ def _check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) ->
 
 def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:
     """A line for what this platform goes through in vain. To refuse it would keep the recipe from running on others."""
-    if recipe.rollout.resting and not platform.frees_servers:
-        return (f"rollout.resting has no effect on {platform.name}: SGLang gives no memory back there",)
+    if recipe.rollout.offload and not platform.frees_servers:
+        return (f"rollout.offload has no effect on {platform.name}: SGLang gives no memory back there",)
     return ()
 
 

@@ -1,0 +1,62 @@
+"""`megarl plan`: where the roles of a recipe run best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megarl.commands.options import Overrides, RecipePath
+
+
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    cluster: Annotated[Path | None, typer.Option(help="YAML file of the devices to plan for.")] = None,
+    device: Annotated[str | None, typer.Option(help="In place of a file: a device of the table, such as H100.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --device: nodes.")] = 1,
+    devices_per_node: Annotated[int | None, typer.Option(min=1, help="With --device: devices of a node.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the best placements to show.")] = 5,
+    placement: Annotated[str, typer.Option(help="auto; or only colocate, hybrid, split or standalone.")] = "auto",
+    lengths: Annotated[Path | None, typer.Option(help="Samples, a log or a column of numbers, for lengths.")] = None,
+    response_mean: Annotated[float | None, typer.Option(help="Mean response, tokens.")] = None,
+    response_spread: Annotated[float, typer.Option(min=0, help="Standard deviation over mean.")] = 0.9,
+    prompt_mean: Annotated[float | None, typer.Option(help="Mean prompt, tokens.")] = None,
+    rollout_quantization: Annotated[Literal["fp8"] | None, typer.Option(help="fp8: servers' weights in FP8.")] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="Versions that samples may be behind: above 0 also asynchronous plans.")
+    ] = None,
+    from_run: Annotated[Path | None, typer.Option(help="Run whose measurements calibrate the rates.")] = None,
+    simulate: Annotated[int, typer.Option(min=0, help="Also play so many steps: lengths drawn, devices failing.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --simulate: of what is drawn.")] = 1,
+    explain: Annotated[bool, typer.Option("--explain", help="Show where seconds and bytes go, and what lost.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page there.")] = None,
+) -> None:
+    """Search where the roles of a recipe run best on some devices, without any of them.
+
+    Predicts seconds and bytes of a step; needs of the model only its config.json.
+
+    Example: megarl plan recipes/quickstart.yaml --device H100 --nodes 2 --explain
+    """
+    from megarl.placement.simulate import Conditions
+    from megarl.run.plan import PlanOptions, choose_cluster, run_plan
+
+    options = PlanOptions(
+        top=top,
+        name=placement,
+        lengths=lengths,
+        response_mean=response_mean,
+        response_spread=response_spread,
+        prompt_mean=prompt_mean,
+        max_staleness=max_staleness,
+        quantization=rollout_quantization,
+        explain=explain,
+        from_run=from_run,
+        simulate=simulate,
+        conditions=Conditions(seed=seed),
+        as_text=json,
+        html=html,
+    )
+    run_plan(recipe, overrides or [], choose_cluster(cluster, device, nodes, devices_per_node, from_run), options)

@@ -1,0 +1,105 @@
+"""How a run begins and ends: its folder, log, writers and console; the model, the picture and the table that it leaves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from megarl.core.errors import StoppedError
+from megarl.core.log import setup_logging
+from megarl.core.stop import StopRequest
+from megarl.core.timing import PhaseTimer
+from megarl.recipe.load import Loaded
+from megarl.recipe.save import save_recipe
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.report.console import RunConsole
+from megarl.report.curve import draw_curve
+from megarl.report.history import METRICS_FILE
+from megarl.report.writers import Writers, open_writers
+from megarl.run.preflight import CHECKPOINTS
+from megarl.run.recorder import Recorder
+from megarl.train import State
+from megarl.training.run_checkpoints import Checkpoints, Committed
+
+EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "adapter", "curve.png", "logs/driver.log"
+
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+
+
+@dataclass(frozen=True)
+class Open:
+    """A run that has begun: where its metrics go and what it resumes from."""
+
+    console: RunConsole
+    timer: PhaseTimer
+    writers: Writers
+    checkpoints: Checkpoints
+    committed: Committed | None
+    stop: StopRequest
+    stack: ExitStack
+
+
+@contextmanager
+def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
+    """The run's folder, log, writers and console; closed in the end, whatever happens."""
+    recipe = loaded.recipe
+    folder = recipe.run.folder
+    checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
+    committed = checkpoints.latest() if resume else None
+    save_recipe(loaded, folder)
+    out = Console()
+    for line in lines:
+        out.print(line, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        stack.callback(setup_logging(folder / DRIVER_LOG).close)
+        writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
+        stack.callback(writers.close)
+        console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
+        yield Open(
+            console,
+            PhaseTimer(on_phase=console.phase, on_progress=console.progress),
+            writers,
+            checkpoints,
+            committed,
+            stop,
+            stack,
+        )
+
+
+def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
+    """Whether the run starts from a checkpoint. go_on: where there is one; an earlier start without one is forgotten."""
+    checkpoints = folder / CHECKPOINTS
+    if not go_on or any(checkpoints.glob("step_*")):
+        return resume or go_on
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    (folder / METRICS_FILE).unlink(missing_ok=True)
+    return False
+
+
+def end(recorder: Recorder, state: State, recipe: AnyRecipe) -> None:
+    """Commit what is being written. Raises StoppedError where steps are left."""
+    recorder.finish()
+    if state.step < recipe.train.steps:
+        raise StoppedError(
+            f"stopped as it was asked to, after step {state.step} of {recipe.train.steps}, which is committed. Go on with "
+            "it by --resume."
+        )
+
+
+def finish(run: Open, model: Any, recipe: AnyRecipe) -> None:
+    """The HF folder, the picture and the table."""
+    folder = recipe.run.folder
+    with run.timer.phase("export"):
+        model.export(recipe.model.path.resolve(), (folder / EXPORT).resolve())
+        if recipe.actor.lora is not None:
+            model.export_adapters((folder / ADAPTER).resolve())
+    draw_curve(folder / METRICS_FILE, folder / CURVE)
+    run.console.finish(run.timer, folder / METRICS_FILE, export=folder / EXPORT, curve=folder / CURVE)

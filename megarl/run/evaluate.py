@@ -1,0 +1,41 @@
+"""What `megarl eval` does."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.core.log import setup_logging
+from megarl.core.timing import PhaseTimer
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.run.begin import DRIVER_LOG
+from megarl.run.preflight import preflight_eval
+
+
+def run_eval(path: Path, overrides: list[str]) -> None:
+    """`megarl eval`."""
+    loaded = load_recipe(path, overrides, Recipe)
+    recipe = loaded.recipe
+    checked = preflight_eval(recipe)
+    from megarl.run.session import eval_session
+
+    folder = recipe.run.dir / f"{recipe.run.name}-eval"
+    console = Console()
+    timer = PhaseTimer()
+    with ExitStack() as stack:
+        stack.callback(setup_logging(folder / DRIVER_LOG).close)
+        console.print(f"{checked.eval_rows} held-out rows, model {recipe.model.path}", highlight=False)
+        with console.status("starting the servers"):
+            rollout = stack.enter_context(eval_session(recipe, checked, timer, folder))
+        with console.status("answering and grading"), timer.phase("eval"):
+            result = rollout.evaluate(0, 0)
+    (folder / "eval.json").write_text(json.dumps(result.metrics, indent=1))
+    console.print(
+        f"accuracy {result.accuracy:.3f}, reward {result.reward:.3f} over {result.num_samples} answers to "
+        f"{result.num_prompts} prompts in {timer.totals['eval']:.1f} s; figures in {folder / 'eval.json'}",
+        highlight=False,
+    )

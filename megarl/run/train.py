@@ -1,0 +1,78 @@
+"""What `megarl train` does: check, start, run the loop, leave the results.
+
+Ray and the engines are imported only once a recipe has been accepted, so that a refusal takes no longer than the check.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.placement.apply import place
+from megarl.recipe.layouts import kept_roles
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.run.begin import end, finish, opened, resumes
+from megarl.run.past_run import advice
+from megarl.run.preflight import preflight
+from megarl.run.recorder import Recorder
+from megarl.train import Handles, State, train
+
+CRITIC_EXPORT = "hf_critic"
+
+
+def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
+    """`megarl train`."""
+    loaded = load_recipe(path, overrides, Recipe)
+    if loaded.recipe.placement.name is not None:
+        loaded = loaded.with_recipe(place(loaded.recipe).recipe)
+    recipe = loaded.recipe
+    resume = resumes(recipe.run.folder, resume, go_on)
+    checked = preflight(recipe, sources=loaded.sources, resume=resume)
+    predicted = place(recipe).predicted
+    from megarl.run.session import train_session
+
+    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
+        timer = run.timer
+        with timer.phase("start"):
+            session = run.stack.enter_context(train_session(recipe, checked, timer))
+            recorder = Recorder(
+                run.writers,
+                run.console,
+                run.checkpoints,
+                [session.roles[name] for name in kept_roles(recipe)],
+                session.rollout,
+                session.take_peaks,
+                recipe.cluster,
+                recipe.train.async_save,
+                run.stop,
+            )
+            state = recorder.restore(run.committed)
+        first = State(state.step, state.weight_version + 1)
+        with timer.phase("sync"):
+            before = session.sync.push(first.weight_version)
+        if run.committed is None:
+            if recipe.data.eval is not None:
+                with timer.phase("eval"):
+                    before |= session.rollout.evaluate(0, first.weight_version).metrics
+            recorder.record(0, before)
+        roles = session.roles
+        others = {name: roles.get(name) for name in ("reference", "critic", "reward_model", "teacher")}
+        handles = Handles(
+            session.rollout,
+            roles["actor"],
+            **others,
+            sync=session.sync,
+            recorder=recorder,
+            timer=timer,
+            critic_has_own_devices=session.critic_has_own_devices,
+        )
+        end(recorder, train(handles, recipe, first), recipe)
+        finish(run, roles["actor"], recipe)
+        if recipe.critic is not None:
+            with timer.phase("export"):
+                source = (recipe.critic.path or recipe.model.path).resolve()
+                roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
+        if predicted is not None and (line := advice(recipe.run.folder)) is not None:
+            Console().print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,63 @@
+"""The configs of published models that the package carries: whole, of the published sizes, and found by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+from transformers import AutoConfig
+
+import megarl
+from megarl.models.hf_config import parse_model_config
+from megarl.models.known_configs import FOLDER, known_config, known_names
+from megarl.placement.sizes import model_sizes
+
+# Parameters in billions, as the models' own reports have them (DeepSeek-V3 without its module for further tokens).
+PUBLISHED = {
+    "Qwen/Qwen3-4B": 4.02,
+    "Qwen/Qwen3-8B": 8.19,
+    "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen3-235B-A22B": 235.1,
+    "meta-llama/Llama-3.1-8B-Instruct": 8.03,
+    "meta-llama/Llama-3.1-70B-Instruct": 70.6,
+    "deepseek-ai/DeepSeek-V3": 671.0,
+}
+
+
+def test_these_are_known() -> None:
+    assert set(known_names()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_known_config_is_of_the_published_size_and_read_alike_by_transformers(name: str) -> None:
+    path = known_config(name)
+    assert path is not None
+    config = parse_model_config(json.loads(path.read_text()), path)
+    assert model_sizes(config).total / 1e9 == pytest.approx(PUBLISHED[name], rel=0.003)
+    theirs = AutoConfig.from_pretrained(path.parent)
+    assert config.architecture == theirs.architectures[0]
+    assert (config.num_layers, config.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
+    assert config.max_positions == theirs.max_position_embeddings
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-4B", "models/Qwen3-4B", "/scratch/models/Qwen3-4B", "Qwen3-4B-bf16"])
+def test_a_model_is_found_by_its_name_and_by_the_end_of_a_path(path: str) -> None:
+    assert known_config(Path(path)) == FOLDER / "Qwen" / "Qwen3-4B" / "config.json"
+
+
+@pytest.mark.parametrize("path", ["Qwen", "Qwen/Qwen3", "Qwen3-4B/hf", "Qwen/Qwen3-4B-Base", ".", "models/../x"])
+def test_another_name_is_not_taken_for_one_of_them(path: str) -> None:
+    assert known_config(path) is None
+
+
+def test_the_files_are_part_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, dict[str, list[str]]] = {}
+    root = Path(megarl.__file__).parent
+    monkeypatch.chdir(root.parent)
+    monkeypatch.setattr("setuptools.setup", lambda **values: given.update(values))
+    exec(compile((root.parent / "setup.py").read_text(), "setup.py", "exec"), {})
+    shipped = {path for pattern in given["package_data"]["megarl"] for path in root.glob(pattern)}
+    assert {FOLDER / name / "config.json" for name in PUBLISHED} <= shipped
+    assert "megarl.models" in find_packages(include=["megarl", "megarl.*"])
