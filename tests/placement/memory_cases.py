@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.core.layout import Layout
+from megarl.core.types import MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import parse_model_config
 from megarl.placement.devices import DEVICES
@@ -131,7 +133,7 @@ def folder_of(case: Case, root: Path) -> Path:
 
 def measure(rank: Rank, case: Case, root: Path) -> Measured:
     """Run the role on this rank, as in a step: the second pass counts, when the optimizer has its state. Collective."""
-    vocab = config_of(case, root).vocab_size
+    config = config_of(case, root)
     trained = case.use == "train"
     spec = RoleSpec(
         folder_of(case, root),
@@ -142,11 +144,13 @@ def measure(rank: Rank, case: Case, root: Path) -> Measured:
         layout=case.layout,
         recompute=case.recompute,
         lora=case.lora,
+        routing_replay=config.moe is not None,
         load_weights=False,
         head="vocabulary" if case.head else "score",
     )
     lengths = [case.tokens // SEQUENCES] * (SEQUENCES * case.micro_batches * case.layout.dp)
-    parts, columns = shards([examples(lengths, vocab)], case.layout.dp, case.micro_batches)
+    parts, columns = shards([examples(lengths, config.vocab_size)], case.layout.dp, case.micro_batches)
+    parts = [Shard(tuple(_dealt(mini, config) for mini in part.mini_batches)) for part in parts]
     with LiveBytes() as live:
         rank.build(ROLE, spec)
         engine = rank.engine(ROLE)
@@ -165,6 +169,20 @@ def measure(rank: Rank, case: Case, root: Path) -> Measured:
                 rank.values(ROLE, parts[mine])
         held = engine._offload.device_bytes()
         return Measured(held["params"], held["grads"], held["optimizer"], live.peak)
+
+
+def _dealt(mini: MiniBatch, config: ModelConfig) -> MiniBatch:
+    """The same, with the tokens of every layer dealt to all experts in turn, as the prediction has it: a random router favours
+    some."""
+    if config.moe is None:
+        return mini
+    choices = np.arange(config.num_layers * config.moe.top_k)
+
+    def routed(micro: MicroBatch) -> MicroBatch:
+        experts = (np.arange(micro.num_tokens)[:, None] * config.moe.top_k + choices) % config.moe.num_experts
+        return replace(micro, routing=experts.astype(np.int16))
+
+    return MiniBatch(tuple(routed(micro) for micro in mini.micro_batches))
 
 
 def _fill(engine: Any) -> None:
