@@ -12,13 +12,15 @@ from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.models.config import Mla, Moe
 from megarl.placement.activations import Counting
+from megarl.placement.cluster import make_cluster
 from megarl.placement.devices import DEVICES, Kernels
 from megarl.placement.memory import Role, RoleBytes, role_bytes
 from megarl.placement.sizes import adapter_sizes, model_sizes
 from megarl.placement.space import one_layout
+from megarl.placement.tables import held_bytes
 from megarl.recipe.roles import Lora
 from tests.placement.memory_cases import Case, measure, predict
-from tests.placement.samples import QWEN_7B
+from tests.placement.samples import QWEN_7B, workload
 
 TOKENS = 8192
 ACTOR, FROZEN = Role(trained=True, head=True), Role(trained=False, head=True)
@@ -105,6 +107,17 @@ def test_gradients_of_adapters_alone() -> None:
 def test_the_reference_without_adapters_shares_the_base() -> None:
     shared, own = held(replace(FROZEN, shares=True)), held(FROZEN)
     assert shared.state[0] == 0 and shared.working[0] == own.working[0] > 0
+
+
+def test_a_plan_under_lora_counts_adapters_and_one_base() -> None:
+    cluster, choice = make_cluster("H100", 1), one_layout(Layout(world_size=8, tp=2, sequence_parallel=True), TOKENS)
+    whole = workload()
+    adapted = replace(whole, lora=Lora(rank=8))
+    actor, reference = (held_bytes(role, choice, adapted, cluster) for role in ("actor", "reference"))
+    before = held_bytes("actor", choice, whole, cluster)
+    assert reference.state[0] == 0 < held_bytes("reference", choice, whole, cluster).state[0]
+    assert actor.gradients[0] < before.gradients[0] / 500 and actor.optimizer[0] < before.optimizer[0] / 500
+    assert before.weights[0] < actor.weights[0] < before.weights[0] * 1.01
 
 
 def test_a_layer_of_experts_keeps_permuted_tokens_for_each_choice() -> None:
