@@ -148,7 +148,8 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
         norm, steps + norm - counting.tokens * (FLOAT + counting.each) * config.hidden_size / counting.between
     )
     inside = np.maximum(body + layer, normed) + tied
-    ends = body * (stage.alive - 1) / stage.alive + whole + stage.embedding * output + tied
+    # There both are summed into a third.
+    ends = body * (stage.alive - 1) / stage.alive + whole + stage.embedding * output + 2 * tied
     inside = np.maximum(inside, ends)
     at_logits = body + norm + logits + loss
     logits = np.where(at_logits > inside, logits + loss, 0)
