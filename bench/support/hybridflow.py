@@ -274,7 +274,7 @@ class Pricing:
             if devices % (tp * pp) == 0 and devices // (tp * pp) <= PROMPTS // UPDATES
         ]
         layouts = Layouts(*np.array(rows, np.int64).reshape(-1, 10).T)
-        held = held_bytes(role, layouts, self._work)
+        held = held_bytes(role, layouts, self._work, self.cluster)
         call = software.dispatch_s * devices
         score = score_seconds(config, layouts, self._work, self.cluster, head=has_head(role)).total + call
         update = np.zeros(len(layouts))

@@ -33,7 +33,7 @@ from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.compute import score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import ASSUMED_SPREAD, Lengths, assumed_lengths, cut_lognormal, lognormal
-from megarl.placement.memory import role_bytes, server_bytes
+from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.rates import Rates
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Layouts, Servers, one_layout
@@ -287,8 +287,8 @@ def _tokens_by_mfu(row: dict[str, str]) -> float:
 def fits(row: Row) -> tuple[bool, float]:
     """Whether a row's roles fit: actor and reference beside the awake servers, then the update with servers asleep."""
     cluster = make_cluster(row.values["device"], max(1, int(row.values["devices"]) // 8))
-    actor = role_bytes(row.config, row.layout("update_micro_tokens"), 2, trained=True, head=True)
-    reference = role_bytes(row.config, row.layout("score_micro_tokens"), 2, trained=False, head=True).weights[0]
+    actor = role_bytes(row.config, row.layout("update_micro_tokens"), 2, Role(trained=True, head=True))
+    reference = role_bytes(row.config, row.layout("score_micro_tokens"), 2, Role(trained=False, head=True)).weights[0]
     awake = row.number("memory_share") * cluster.device.memory_bytes
     offload = row.values["offload"] == "1"
     generating = awake + (0 if offload else actor.state[0] + reference)

@@ -15,6 +15,20 @@ TERA = 1e12
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What a training step's memory depends on beside the model: how its parts are cut.
+
+    fused: norms, gated activations, rotary positions and Adam are single kernels (Transformer Engine), so that nothing between
+    their input and output is held. chunk_elements: float32 elements of a temporary over the vocabulary, as
+    `Platform.chunk_elements`. sums_in_copies: whether gradients are reduced and scattered in a copy of them, as gloo does.
+    """
+
+    fused: bool = True
+    chunk_elements: int = 16 * 2**20
+    sums_in_copies: bool = False
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of device. Bytes, bytes a second, floating-point operations a second (dense, not sparse).
 
@@ -25,6 +39,7 @@ class Device:
     usual node, which is what fast links join. tile_rows: rows that one matrix instruction takes of the queries of decode
     attention and of an expert's tokens; fewer are padded. queues: whether the host runs ahead of the device, so that
     launching costs time only where there is little to compute. offloads_to_host: whether what is offloaded can leave the device.
+    kernels: of a training step.
     source: where the figures are published.
     """
 
@@ -43,6 +58,7 @@ class Device:
     tile_rows: int = 64
     queues: bool = True
     offloads_to_host: bool = True
+    kernels: Kernels = Kernels()
 
     def product_flops(self, dtype: str) -> float:
         """What large products of that dtype reach, operations a second."""
@@ -156,6 +172,7 @@ _CPU = Device(
     tile_rows=1,
     queues=False,
     offloads_to_host=False,
+    kernels=Kernels(fused=False, chunk_elements=2**20, sums_in_copies=True),
     source="one core of a desktop processor as a device, measured with this project; measure your own",
 )
 # What differs from another device in little.

@@ -1,8 +1,9 @@
 """Bytes that one device holds for a role: weights, gradients, optimizer state, activations, logits; a server's cache.
 
-Mixed precision after Megatron's distributed optimizer (ZeRO stage 1, arXiv 1910.02054): weights in the run's dtype,
-gradients summed in float32, and float32 master weights with two moments split over the data-parallel ranks. Activations
-after Korthikanti et al. (arXiv 2205.05198), counted for gated MLPs, grouped-query attention and a fused attention core.
+Every term is what the engine does (training/build.py, schedule.py, logprob.py, optimizer.py): weights in the run's dtype,
+gradients summed in float32, float32 master weights and Adam's moments split over the data-parallel ranks (ZeRO stage 1, arXiv
+1910.02054; experts over the ranks that hold the same ones), and of a micro-batch the fullest of the moments that it goes through.
+What a layer holds is `activations`', what a pipeline rank has of the model is `stages`'.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from typing import Any
 import numpy as np
 
 from megarl.models.config import ModelConfig
+from megarl.placement.activations import FULL, Counting
 from megarl.placement.cluster import Cluster
+from megarl.placement.devices import Kernels
 from megarl.placement.layers import GRADIENT_BYTES
-from megarl.placement.sizes import kv_bytes, model_sizes
+from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes
 from megarl.placement.space import Layouts, Servers
 from megarl.placement.stages import Stage, stages
+from megarl.recipe.roles import Lora
 
 # Master weights where the weights themselves are not float32, and Adam's two moments.
 MASTER_BYTES, MOMENT_BYTES = 4, 8
-# Logits as they come, their float32 copy, and the gradient.
-LOGIT_COPIES_BYTES = 4
 # What a role that is offloaded leaves on the device: caches, small buffers.
 OFFLOADED_SHARE = 0.02
+FLOAT = 4
 
 
 @dataclass(frozen=True)
 class RoleBytes:
-    """[N] bytes on the fullest device of one role."""
+    """[N] bytes on the fullest device of one role.
+
+    activations: of the micro-batches that are alive, and what a layer's backward pass takes on top. logits: with their
+    gradient, their chunks in float32, and the output matrix's gradient; 0 where the fullest moment is another.
+    """
 
     weights: Any
     gradients: Any
@@ -53,64 +60,136 @@ class RoleBytes:
         return self.weights + self.optimizer
 
 
-def role_bytes(
-    config: ModelConfig, choice: Layouts, bytes_each: int, *, trained: bool, head: bool, sharded: bool = True
-) -> RoleBytes:
-    """Bytes of a Megatron role under every choice, on its fullest pipeline rank.
+@dataclass(frozen=True)
+class Role:
+    """How a role uses its model.
 
-    head: whether it has an output matrix. sharded: whether data-parallel ranks share out the optimizer's state.
+    trained: else it is frozen. head: whether it has an output matrix; a critic has one row. sharded: whether data-parallel
+    ranks share out the optimizer's state. lora: adapters that alone are trained. shares: whether the weights are another
+    role's, as those of LoRA's reference are. sequence_parallel: where tp is above 1. sequence: tokens of the longest sequence
+    of a micro-batch; None: as long as the micro-batch.
     """
-    each = [
-        _stage_bytes(config, choice, stage, bytes_each, trained=trained, head=head, sharded=sharded)
-        for stage in stages(config, choice)
-    ]
+
+    trained: bool
+    head: bool
+    sharded: bool = True
+    lora: Lora | None = None
+    shares: bool = False
+    sequence_parallel: bool = True
+    sequence: float | None = None
+
+
+def role_bytes(
+    config: ModelConfig,
+    choice: Layouts,
+    bytes_each: int,
+    role: Role,
+    kernels: Kernels = Kernels(),  # noqa: B008
+) -> RoleBytes:
+    """Bytes of a Megatron role under every choice, on its fullest pipeline rank. kernels: default: those of a GPU."""
+    sequence = choice.micro_tokens if role.sequence is None else np.minimum(role.sequence, choice.micro_tokens)
+    counting = Counting(
+        config, choice, bytes_each, kernels, sequence, role.lora if role.trained else None, role.sequence_parallel
+    )
+    each = [_stage_bytes(counting, stage, role) for stage in stages(config, choice)]
     fullest = np.argmax([one.state + one.working for one in each], axis=0)
     return RoleBytes(**{name: np.choose(fullest, [getattr(one, name) for one in each]) for name in vars(each[0])})
 
 
-def _stage_bytes(
-    config: ModelConfig, choice: Layouts, stage: Stage, bytes_each: int, *, trained: bool, head: bool, sharded: bool
-) -> RoleBytes:
-    dense, routed = stage.parameters(model_sizes(config, head=head))
+def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
+    choice, zero = counting.choice, np.zeros(len(counting.choice))
+    sizes = model_sizes(counting.config, head=role.head)
+    dense, routed = stage.parameters(sizes)
     dense, routed = dense / choice.tp, routed / choice.ep
-    tokens = choice.micro_tokens / choice.cp
-    layer = layer_activations(config, choice, bytes_each)
-    border = config.hidden_size * bytes_each / choice.tp
-    zero = np.zeros(len(choice))
-    vocabulary = stage.head * config.vocab_size / choice.tp if head else zero
-    if not trained:
-        working = tokens * (2 * layer + 2 * border)
-        logits = tokens * vocabulary * (bytes_each + LOGIT_COPIES_BYTES)
-        return RoleBytes((dense + routed) * bytes_each, zero, zero, working, logits)
-    alive = stage.layers * stage.alive
-    kept = np.select(
-        [choice.recompute == 0, choice.recompute == 1],
-        [alive * layer, alive * (layer - config.num_heads * config.head_dim * bytes_each / choice.tp)],
-        alive * border + layer,
-    )
-    master = MASTER_BYTES * (bytes_each < MASTER_BYTES) + MOMENT_BYTES
+    weights = zero if role.shares else (dense + routed) * counting.each
+    if not role.trained:
+        return RoleBytes(weights, zero, zero, *_passing(counting, stage, role))
+    if role.lora is not None:
+        dense, routed = adapter_sizes(counting.config, role.lora, choice.tp, stage.layers, stage.moe_layers), zero
+        weights = weights + dense * counting.each
+    master = MASTER_BYTES * (counting.each < MASTER_BYTES) + MOMENT_BYTES
+    activations, logits = _training(counting, stage, role, sizes)
+    # Gradients are summed when no activations are left, those of experts by themselves.
+    summed = np.maximum(dense * (choice.dp * choice.cp > 1), routed * (choice.edp > 1)) * GRADIENT_BYTES
+    summed = summed * (counting.kernels.sums_in_copies and role.sharded)
     return RoleBytes(
-        weights=(dense + routed) * bytes_each,
-        gradients=(dense + routed) * GRADIENT_BYTES,
-        optimizer=master * (dense / (choice.dp * choice.cp) + routed / choice.edp if sharded else dense + routed),
-        activations=tokens * (kept + 2 * border),
-        logits=tokens * vocabulary * (bytes_each + 2 * LOGIT_COPIES_BYTES),
+        weights,
+        (dense + routed) * GRADIENT_BYTES,
+        master * (dense / (choice.dp * choice.cp) + routed / choice.edp if role.sharded else dense + routed),
+        np.maximum(activations, summed - logits),
+        logits,
     )
 
 
-def layer_activations(config: ModelConfig, choice: Layouts, bytes_each: int) -> Any:
-    """Bytes of one token in one layer that backward needs, on one rank; sequence parallel cuts all of them."""
-    hidden, heads = config.hidden_size, config.num_heads
-    attention = 2 * heads * config.head_dim + 2 * config.num_kv_heads * config.head_dim
-    # Inputs of both norms, of the projections and of the MLP.
-    elements: float = 4 * hidden + attention
-    dense = 3.0 * config.ffn_hidden_size
-    moe = config.moe
-    if moe is not None:
-        share = len(config.moe_layers) / config.num_layers
-        experts = moe.top_k * (2 * hidden + 3 * moe.ffn_hidden_size) + 3 * moe.shared_ffn_hidden_size + moe.num_experts
-        dense = share * experts + (1 - share) * dense
-    return (elements + dense) * bytes_each / choice.tp
+def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tuple[Any, Any]:
+    """Activations and logits of training at the fullest moment of a micro-batch."""
+    config, choice, hidden, full = counting.config, counting.choice, counting.hidden, counting.choice.recompute == FULL
+    gathered = hidden * choice.tp * ((choice.tp > 1) & role.sequence_parallel)
+    body, layer = _layers(counting, stage)
+    norm = stage.head * counting.norm(config.hidden_size, output=role.lora is None)
+    body = body + gathered + np.where(full, hidden, 0)
+    if role.lora is not None:
+        # The embedding is where gradients end: its output and their sum stay until the next micro-batch's.
+        body = body + 2 * hidden * stage.embedding
+    # A pipeline's rank keeps what it sent, and, where norms copy it, what it received.
+    copied = not counting.fused and counting.each < FLOAT
+    body = body + stage.alive * hidden * (choice.pp > 1) * (1 - stage.head + copied * (1 - stage.embedding))
+    output = sizes.embedding / choice.tp * counting.each * (role.lora is None)
+    # A tied matrix's gradient of the output waits for that of the embedding.
+    tied = output * stage.head * stage.embedding * (sizes.tied and role.head)
+    columns = stage.head * role.head * config.vocab_size / choice.tp
+    logits = counting.tokens * columns * counting.each
+    chunks = 2 * _chunk(counting, columns)
+    whole = counting.tokens * config.hidden_size * counting.each
+    loss = np.maximum(chunks, stage.head * role.head * (whole + output))
+    # Torch's norm is differentiated in steps of float32; its last, beside what the norm itself no longer holds.
+    steps = 0 if counting.fused else stage.head * counting.tokens * (5 * FLOAT * config.hidden_size) / counting.between
+    normed = body + np.maximum(
+        norm, steps + norm - counting.tokens * (FLOAT + counting.each) * config.hidden_size / counting.between
+    )
+    inside = np.maximum(body + layer, normed) + tied
+    # There both are summed into a third.
+    ends = body * (stage.alive - 1) / stage.alive + whole + stage.embedding * output + 2 * tied
+    inside = np.maximum(inside, ends)
+    at_logits = body + norm + logits + loss
+    logits = np.where(at_logits > inside, logits + loss, 0)
+    return np.maximum(at_logits, inside) - logits, logits
+
+
+def _layers(counting: Counting, stage: Stage) -> tuple[Any, Any]:
+    """Bytes that all layers keep, and what one takes beside them in its backward pass; recomputed layers keep their inputs."""
+    full = counting.choice.recompute == FULL
+    kinds = [(stage.layers - stage.moe_layers, counting.dense)]
+    if counting.config.moe is not None:
+        kinds.append((stage.moe_layers, counting.experts))
+    kept = sum(number * layer.kept for number, layer in kinds)
+    extras = [(number > 0) * (layer.extra + np.where(full, layer.kept, 0)) for number, layer in kinds]
+    return stage.alive * np.where(full, stage.layers * counting.hidden, kept), np.max(extras, axis=0)
+
+
+def _passing(counting: Counting, stage: Stage, role: Role) -> tuple[Any, Any]:
+    """Activations and logits of a pass without gradients, at its fullest moment."""
+    config, choice = counting.config, counting.choice
+    kinds = [(stage.layers - stage.moe_layers, counting.dense)]
+    if config.moe is not None:
+        kinds.append((stage.moe_layers, counting.experts))
+    layer = np.max([(number > 0) * kind.forward for number, kind in kinds], axis=0)
+    columns = stage.head * role.head * config.vocab_size / choice.tp
+    gathered = counting.tokens * config.hidden_size * counting.each * ((choice.tp > 1) & role.sequence_parallel)
+    logits = counting.tokens * columns * counting.each
+    # The schedule holds what the micro-batch before put out until this one's is there.
+    layer = layer + gathered + np.where(stage.head * role.head > 0, 0, counting.hidden * (choice.pp > 1))
+    ends = 2 * counting.hidden + gathered
+    at_logits = ends + 2 * logits + _chunk(counting, columns)
+    inside = layer + logits
+    logits = np.where(at_logits > inside, at_logits - ends, logits)
+    return np.maximum(at_logits, inside) - logits, logits
+
+
+def _chunk(counting: Counting, columns: Any) -> Any:
+    """One temporary of the log-probs (training/logprob.py): rows of so many columns, in float32."""
+    rows = np.maximum(1, counting.kernels.chunk_elements // np.maximum(columns, 1))
+    return FLOAT * columns * np.minimum(counting.tokens, rows)
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def _phase(phase: str, pools: list[PoolPlan], cluster: Cluster) -> float:
 def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, cluster: Cluster) -> RolePlan:
     table = tables.roles[role]
     choice = table.layouts.take(np.array([row]))
-    held = held_bytes(role, choice, workload)
+    held = held_bytes(role, choice, workload, cluster)
     cost = table.choices.cost[row]
     parts: dict[str, dict[str, float]] = {}
     dispatch_s = 0.0

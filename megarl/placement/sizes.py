@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.models.config import ModelConfig
 from megarl.models.flops import forward_flops
+from megarl.recipe.roles import Lora
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,40 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
         tied=config.tied_embeddings,
         head=head,
     )
+
+
+def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_layers: Any) -> Any:
+    """[N] parameters of LoRA's adapters on one rank of so many layers, those with experts among them (models/lora.py).
+
+    A linear cut by rows cuts B [out, rank], one cut by columns A [rank, in]; the other factor is whole on every rank. Routed
+    experts have none.
+    """
+
+    def factors(linear: str, width_in: float, width_out: float, *, rows: bool = True) -> Any:
+        if linear not in lora.targets:
+            return 0.0
+        return lora.rank * (width_in + width_out / tp if rows else width_in / tp + width_out)
+
+    def mlp(width: float) -> Any:
+        return factors("linear_fc1", hidden, 2 * width) + factors("linear_fc2", width, hidden, rows=False)
+
+    hidden, heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
+    if mla is None:
+        mixed = (heads + 2 * config.num_kv_heads) * config.head_dim
+        attention = factors("linear_qkv", hidden, mixed)
+        values = heads * config.head_dim
+    else:
+        query, values = heads * (mla.nope_dim + mla.rope_dim), heads * mla.v_dim
+        attention = factors("linear_kv_down_proj", hidden, mla.kv_rank + mla.rope_dim)
+        attention = attention + factors("linear_kv_up_proj", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim))
+        if mla.q_rank is None:
+            attention = attention + factors("linear_q_proj", hidden, query)
+        else:
+            attention = attention + factors("linear_q_down_proj", hidden, mla.q_rank)
+            attention = attention + factors("linear_q_up_proj", mla.q_rank, query)
+    attention = attention + factors("linear_proj", values, hidden, rows=False)
+    shared = mlp(moe.shared_ffn_hidden_size) if moe is not None and moe.shared_ffn_hidden_size else 0.0
+    return layers * attention + (layers - moe_layers) * mlp(config.ffn_hidden_size) + moe_layers * shared
 
 
 def kv_bytes(config: ModelConfig, tp: Any, bytes_each: int) -> Any:

@@ -19,11 +19,11 @@ from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
 from megarl.placement.links import group_bytes_s
-from megarl.placement.memory import OFFLOADED_SHARE, RoleBytes, role_bytes, server_bytes
+from megarl.placement.memory import OFFLOADED_SHARE, Role, RoleBytes, role_bytes, server_bytes
 from megarl.placement.search import Tables
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
-from megarl.placement.workload import ACTOR, CRITIC, REWARD, ROLLOUT, TRAINED, Workload
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TRAINED, Workload
 
 # Shares of a device's memory within which the fastest layout of a role is looked for, by whether it is offloaded.
 _BUDGETS = {
@@ -113,9 +113,9 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
         trained=trained,
         head=has_head(role),
     )
-    held = held_bytes(role, choice, workload)
+    held = held_bytes(role, choice, workload, cluster)
     choice = choice.take(held.state + held.working <= cluster.usable_bytes)
-    held = held_bytes(role, choice, workload)
+    held = held_bytes(role, choice, workload, cluster)
     total = _costs(role, choice, workload, cluster)[:, :3].sum(axis=1)
     kept = [
         np.column_stack([rows, np.full(len(rows), offloaded)])
@@ -129,7 +129,7 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
 def price_role(role: str, choice: Layouts, offloaded: Mask, workload: Workload, cluster: Cluster) -> RoleTable:
     """Bytes and seconds of these choices, whether a device holds them or not."""
     cost = _costs(role, choice, workload, cluster)
-    held = held_bytes(role, choice, workload)
+    held = held_bytes(role, choice, workload, cluster)
     # A frozen role's weights are on the host anyway: they only come back.
     ways = (2 if role in TRAINED else 1) * offloaded
     cost[:, 0] += held.moved * ways / (cluster.device.host_bytes_s * cluster.rates.host)
@@ -233,16 +233,17 @@ def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Se
     return np.unique(np.concatenate(kept))
 
 
-def held_bytes(role: str, choice: Layouts, workload: Workload) -> RoleBytes:
-    """Bytes of a Megatron role of the workload under every choice."""
-    return role_bytes(
-        workload.models[role],
-        choice,
-        workload.bytes_each,
+def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> RoleBytes:
+    """Bytes of a Megatron role of the workload under every choice. Under LoRA the reference is the actor without adapters."""
+    use = Role(
         trained=role in TRAINED,
         head=has_head(role),
         sharded=workload.shards_optimizer,
+        lora=workload.lora if role == ACTOR else None,
+        shares=role == REFERENCE and workload.lora is not None,
+        sequence=workload.longest_sample,
     )
+    return role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
 
 
 def has_head(role: str) -> bool:

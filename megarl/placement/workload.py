@@ -15,6 +15,7 @@ from megarl.models.context import SAMPLE_PARTS, check_context
 from megarl.models.hf_config import parse_model_config
 from megarl.placement.lengths import Lengths, assumed_lengths
 from megarl.placement.sizes import model_sizes
+from megarl.recipe.roles import Lora
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import Recipe
 
@@ -37,7 +38,7 @@ class Workload:
     micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
     once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
     log-probs are computed again before the update. shards_optimizer: whether data-parallel ranks share out its state.
-    quantization: of the servers' weights; their KV cache keeps the run's dtype.
+    quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
     """
 
     models: Mapping[str, ModelConfig]
@@ -56,6 +57,7 @@ class Workload:
     scores: bool = True
     shards_optimizer: bool = True
     quantization: Quantization | None = None
+    lora: Lora | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -140,6 +142,7 @@ def recipe_workload(
         staleness=rollout.max_staleness,
         scores=recipe.algorithm.old_logprobs == "trainer",
         shards_optimizer=actor.optimizer.name == "adam",
+        lora=actor.lora,
     )
 
 

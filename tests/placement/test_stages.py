@@ -17,7 +17,7 @@ from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, score_seconds, update_seconds
 from megarl.placement.cuts import Weights, all_cuts, cuts, kept, loads, multiplied
 from megarl.placement.layers import micro_batch
-from megarl.placement.memory import role_bytes
+from megarl.placement.memory import Role, role_bytes
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Layouts, Space, layouts, one_layout
 from megarl.placement.stages import Stage, alive, stages
@@ -196,7 +196,7 @@ def test_virtual_stages_shorten_the_wait_and_hold_more() -> None:
     once, interleaved = (update_seconds(LLAMA_7B, choice, work, cluster) for choice in (plain, twice))
     assert interleaved.bubble[0] == pytest.approx(once.bubble[0] / 2, rel=0.01)
     assert interleaved.pipeline[0] == pytest.approx(once.pipeline[0] * 2)
-    held, more = (role_bytes(LLAMA_7B, choice, 2, trained=True, head=True) for choice in (plain, twice))
+    held, more = (role_bytes(LLAMA_7B, choice, 2, Role(trained=True, head=True)) for choice in (plain, twice))
     # 2 x 3 + 4 + 1 virtual stages in place of 4 whole ones.
     assert more.activations[0] / held.activations[0] == pytest.approx(11 / 8, rel=0.02)
     assert more.state[0] == held.state[0]

@@ -1,0 +1,237 @@
+"""What one layer holds of a micro-batch on one rank: for its backward pass, at that pass's fullest moment, and without gradients.
+
+Counted from the modules that the engine builds (models/layer_spec.py, megatron-core): the tensors that autograd saves, each
+once. Two sets of kernels differ. Fused ones (Transformer Engine) keep a norm's input and output, the gate's input, and queries,
+keys, values, output and log-sums of the attention core. Plain torch keeps the steps between as well: normalised values in
+float32, both halves of the gate, cosines and sines, and copies of queries, keys and values padded to one width
+(models/attention.py). bench/memory_predicted.py holds the sums against the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megarl.models.config import Mla, ModelConfig, Moe
+from megarl.placement.devices import Kernels
+from megarl.placement.space import RECOMPUTE, Layouts
+from megarl.recipe.roles import Lora
+
+FLOAT, INDEX = 4, 8
+SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """[N] bytes. kept: until the backward pass. extra: beside it at that pass's fullest moment. forward: at most at a time
+    without gradients."""
+
+    kept: Any
+    extra: Any
+    forward: Any
+
+
+@dataclass(frozen=True)
+class Heads:
+    """[N] a rank's heads of queries, and of keys and values, with the widths of a key and of a value."""
+
+    queries: Any
+    pairs: Any
+    key: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What a layer's bytes depend on. each: bytes of one activation. sequence: tokens of a micro-batch's longest sequence.
+
+    lora: adapters that alone are trained. sequence_parallel: whether tp also cuts what is between its regions.
+    """
+
+    config: ModelConfig
+    choice: Layouts
+    each: int
+    kernels: Kernels
+    sequence: Any
+    lora: Lora | None = None
+    sequence_parallel: bool = True
+
+    @property
+    def fused(self) -> bool:
+        """Whether the layers are Transformer Engine's, which knows neither sandwich norms nor rotations that differ by layer."""
+        config = self.config
+        wide = config.mla is not None and config.mla.v_dim > config.head_dim
+        return self.kernels.fused and not (config.sandwich_norms or config.local_rope or wide)
+
+    @property
+    def tokens(self) -> Any:
+        """[N] tokens of a micro-batch on one rank."""
+        return self.choice.micro_tokens / self.choice.cp
+
+    @property
+    def between(self) -> Any:
+        """[N] ranks that share the tokens between tensor-parallel regions."""
+        return self.choice.tp if self.sequence_parallel else np.ones_like(self.choice.tp)
+
+    @property
+    def hidden(self) -> Any:
+        """[N] bytes of the hidden states between tensor-parallel regions."""
+        return self.tokens * self.config.hidden_size * self.each / self.between
+
+    def reads(self, *linears: str) -> bool:
+        """Whether a linear's input is kept: for the gradient of its weight, or of its adapter."""
+        return self.lora is None or any(name in self.lora.targets for name in linears)
+
+    def norm(self, width: float, *, output: bool, of: Any = None) -> Any:
+        """[N] bytes kept by a norm over so many numbers. output: whether what follows keeps it. of: ranks that share it."""
+        own = width * self.each if self.fused else FLOAT * width * (2 if self.lora is None else 1)
+        return self.tokens * (own + FLOAT + output * width * self.each) / (self.between if of is None else of)
+
+    @cached_property
+    def dense(self) -> Layer:
+        """A layer with a gated MLP."""
+        config, width = self.config, self.config.ffn_hidden_size / self.choice.tp * self.tokens * self.each
+        kept = self.norm(config.hidden_size, output=self.reads("linear_fc1")) + self._gated(width)
+        if config.sandwich_norms:
+            kept = kept + self.norm(config.hidden_size, output=False)
+        # Where the gate is differentiated, both halves' gradients; or where fc2 is, its weight's and the whole output's.
+        weight = (
+            0 if self.lora is not None else config.hidden_size * config.ffn_hidden_size / self.choice.tp * self.each
+        )
+        extra = np.maximum((3 - self.reads("linear_fc2")) * width, width + weight + self._gathered)
+        return self._layer(kept, extra, (3 if self.fused else 5) * width)
+
+    @cached_property
+    def experts(self) -> Layer:
+        """A layer with experts, their tokens dealt evenly."""
+        moe = self.config.moe
+        assert moe is not None
+        full, rows = self.lora is None, moe.top_k * self.hidden
+        width = rows * moe.ffn_hidden_size / self.config.hidden_size
+        shared = moe.shared_ffn_hidden_size / self.choice.tp * self.tokens * self.each
+        steps = 2 + full if self.fused else 5 + full
+        kept = self.norm(self.config.hidden_size, output=True) + full * rows + steps * width
+        kept = kept + self._router(moe) + self._gated(shared)
+        # Permuted tokens as sent, and what the experts put out; without grouped products once more, to put it together.
+        sent = rows * (2 if self.fused else 3) + self.hidden * (shared > 0)
+        extra = np.maximum(sent, 2 * width + rows) if self.fused else sent
+        inside = 3 * width if self.fused else 5 * width * self.choice.ep / moe.num_experts
+        return self._layer(kept, extra, sent + rows + inside)
+
+    def _layer(self, kept: Any, extra: Any, forward: Any) -> Layer:
+        """kept, extra, forward: of the MLP."""
+        attention, gradients, passing = self._attention
+        extra = np.maximum(extra, gradients - kept) + self.hidden
+        return Layer(attention + kept, extra, 4 * self.hidden + np.maximum(passing, forward))
+
+    def _gated(self, width: Any) -> Any:
+        """Kept by a gated MLP of so many bytes: the gate's input; its parts; the second linear's input."""
+        adapters = self._inner("linear_fc1") + self._inner("linear_fc2")
+        return width * ((2 if self.fused else 4) + self.reads("linear_fc2")) + adapters * (width > 0)
+
+    def _inner(self, linear: str) -> Any:
+        """Kept between an adapter's two factors."""
+        rank = self.lora.rank if self.lora is not None and linear in self.lora.targets else 0
+        return self.tokens * rank * self.each
+
+    @property
+    def _gathered(self) -> Any:
+        """The whole tokens' hidden states, where sequence parallel has cut them."""
+        return self.tokens * self.config.hidden_size * self.each * (self.between > 1)
+
+    def _router(self, moe: Moe) -> Any:
+        """Scores, probabilities and a map by expert; chosen probabilities, experts and sorted rows."""
+        scored = moe.score == "sigmoid" or not moe.normalize
+        by_expert = (2 + scored) * FLOAT + 2
+        return self.tokens * (moe.num_experts * by_expert + moe.top_k * (2 * FLOAT + 2 * INDEX)) / self.between
+
+    @cached_property
+    def _attention(self) -> tuple[Any, Any, Any]:
+        """Of attention with its norm: bytes kept, gradients at once where the core is differentiated, forward at most."""
+        return self._grouped() if self.config.mla is None else self._latent(self.config.mla)
+
+    def _grouped(self) -> tuple[Any, Any, Any]:
+        config, tp = self.config, self.choice.tp
+        heads = Heads(config.num_heads / tp, config.num_kv_heads / tp, config.head_dim, config.head_dim)
+        query, key = heads.queries * heads.key, heads.pairs * heads.key
+        mixed = query + 2 * key
+        kept = self.norm(config.hidden_size, output=self.reads("linear_qkv")) + self._rotation(config.head_dim)
+        if config.qk_norm:
+            kept = (
+                kept
+                + self.norm(query + key, output=False, of=1)
+                + self.tokens * FLOAT * (heads.queries + heads.pairs - 1)
+            )
+            # In float32 the norm's input is a view, which keeps the linear's whole output.
+            view = not self.fused and self.each == FLOAT
+            kept = kept + self.tokens * self.each * view * (mixed - key)
+            mixed = mixed * (not view)
+        if config.sandwich_norms:
+            kept = kept + self.norm(config.hidden_size, output=False)
+        kept = kept + self._inner("linear_qkv") + self._inner("linear_proj")
+        return self._core(heads, kept, mixed)
+
+    def _latent(self, mla: Mla) -> tuple[Any, Any, Any]:
+        """Latent attention: projections go through two narrow latents, each with a norm; heads are not grouped."""
+        own = self.config.num_heads / self.choice.tp
+        heads = Heads(own, own, mla.nope_dim + mla.rope_dim, mla.v_dim)
+        names = ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+        kept = self.norm(self.config.hidden_size, output=self.reads(*names)) + self._rotation(mla.rope_dim)
+        if mla.q_rank is not None:
+            kept = kept + self.norm(mla.q_rank, output=self.reads("linear_q_up_proj"))
+        kept = (
+            kept
+            + self.norm(mla.kv_rank, output=self.reads("linear_kv_up_proj"))
+            + self.tokens * mla.rope_dim * self.each
+        )
+        for name in (*names, "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"):
+            kept = kept + self._inner(name)
+        return self._core(heads, kept, own * (mla.nope_dim + mla.v_dim))
+
+    def _rotation(self, width: int) -> Any:
+        """Cosines and sines, for queries and for keys."""
+        return 0 if self.fused else 4 * self.tokens * width * self.each
+
+    def _core(self, heads: Heads, kept: Any, views: Any) -> tuple[Any, Any, Any]:
+        """kept: by what is around the core. views: elements of a token that a view of the values keeps."""
+        output = heads.queries * heads.value
+        query, key = heads.queries * heads.key, heads.pairs * heads.key
+        read, sums = output * self.reads("linear_proj"), FLOAT * heads.queries
+        # A recomputed core keeps its arguments.
+        again = (query + key + views + read) * self.each
+        if self.fused:
+            inside = query + key + heads.pairs * heads.value
+            none = (inside + output) * self.each + sums
+            masks = 0
+        else:
+            # Padded copies; keys and values once for every block or chunk of queries that reads them.
+            wide = max(heads.key, heads.value)
+            times, masks = self._blocks
+            inside = wide * (heads.queries + 2 * heads.pairs * times)
+            none = (inside + heads.queries * wide + read) * self.each + sums + masks
+        core = np.where(self.choice.recompute == SELECTIVE, again, none)
+        recomputed = np.where(self.choice.recompute == SELECTIVE, none, 0)
+        gradients = (inside + 2 * output) * self.each + recomputed
+        passing = (query + key + views + inside + 2 * output) * self.each + masks
+        return kept + self.tokens * core, self.tokens * gradients, self.tokens * passing
+
+    @property
+    def _blocks(self) -> tuple[Any, Any]:
+        """How often torch's core copies a key, and bytes a token of its masks: [queries, keys] of each block and sequence.
+
+        Context parallel: rank r attends with chunks r and 2 cp - 1 - r of 2 cp, to r + 1 and 2 cp - r chunks of keys. Windows:
+        each block of queries to its own keys and those of the block before.
+        """
+        config, cp = self.config, self.choice.cp
+        chunk = self.sequence / (2 * cp)
+        times, masks = np.where(cp > 1, cp + 0.5, 1), np.where(cp > 1, self.each * (2 * cp + 1) * chunk / 2, 0)
+        if config.window is None:
+            return times, masks
+        local = len(config.local_layers) / config.num_layers
+        again = 2 - np.minimum(config.window / self.sequence, 1)
+        cut = (self.sequence > config.window) & (cp == 1)
+        times = times + np.where(cut, local * (again - 1), 0)
+        return times, masks + np.where(cut, local * config.window * again * self.each, 0)

@@ -1,0 +1,191 @@
+"""Memory of a role, term by term, by numbers computed by hand from what the engine keeps; and against the engine itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.layout import Layout
+from megarl.core.platform import get_platform
+from megarl.models.config import Mla, Moe
+from megarl.placement.activations import Counting
+from megarl.placement.cluster import make_cluster
+from megarl.placement.devices import DEVICES, Kernels
+from megarl.placement.memory import Role, RoleBytes, role_bytes
+from megarl.placement.sizes import adapter_sizes, model_sizes
+from megarl.placement.space import one_layout
+from megarl.placement.tables import held_bytes
+from megarl.recipe.roles import Lora
+from tests.placement.memory_cases import Case, measure, predict
+from tests.placement.samples import QWEN_7B, workload
+
+TOKENS = 8192
+ACTOR, FROZEN = Role(trained=True, head=True), Role(trained=False, head=True)
+TORCH = Kernels(fused=False)
+PLAIN = replace(QWEN_7B, qk_norm=False)
+# Attention of a token in elements: queries, keys, values, output; beside them a log-sum in float32 for each head.
+HEADS = 28 * 128
+GROUPED = 2 * HEADS + 2 * 4 * 128
+
+
+def held(role: Role = ACTOR, recompute: str = "none", kernels: Kernels | None = None, **sizes: int) -> RoleBytes:
+    layout = Layout(sequence_parallel=sizes.get("tp", 1) > 1, **sizes)
+    choice = one_layout(layout, TOKENS, recompute)  # type: ignore[arg-type]
+    return role_bytes(PLAIN, choice, 2, role, kernels or Kernels())
+
+
+def test_logits_are_held_once_with_a_few_chunks_in_float32() -> None:
+    logits = held(tp=4, world_size=4).logits[0]
+    columns = 152064 // 4
+    # bfloat16, overwritten by their gradient. Beside them two chunks of float32, or, more, the gradients of output and matrix.
+    chunk = 16 * 2**20 // columns * columns * 4
+    gradients = TOKENS * 3584 * 2 + columns * 3584 * 2
+    assert gradients > 2 * chunk
+    assert logits == TOKENS * columns * 2 + gradients
+    # Nothing near the ten bytes of a copy in float32 and its gradient.
+    assert logits / (TOKENS * columns) < 3.3
+
+
+def test_a_dense_layer_keeps_what_fused_kernels_save() -> None:
+    counting = Counting(PLAIN, one_layout(Layout(), TOKENS), 2, Kernels(), TOKENS)
+    # Inputs and outputs of two norms with a reciprocal each; the gate's input and output; attention.
+    by_hand = 2 * (2 * 3584 * 2 + 4) + 3 * 18944 * 2 + GROUPED * 2 + 28 * 4
+    assert counting.dense.kept[0] == TOKENS * by_hand
+    # Both halves' gradients while the gate's input and the second linear's are still there; and the residual stream's.
+    assert counting.dense.extra[0] == TOKENS * (2 * 18944 + 3584) * 2
+
+
+def test_torch_keeps_the_steps_between() -> None:
+    counting = Counting(PLAIN, one_layout(Layout(), TOKENS), 2, TORCH, TOKENS)
+    norm = 3584 * (4 + 4 + 2) + 4  # its input and the normalised values in float32
+    attention = 2 * GROUPED + 28 * 4 + 2 * HEADS + 4 * 128 * 2  # sequences put together; cosines and sines
+    assert counting.dense.kept[0] == TOKENS * (2 * norm + 5 * 18944 * 2 + attention)
+
+
+def test_recompute_keeps_the_layers_inputs_and_one_layer() -> None:
+    whole, full = held(tp=4, world_size=4), held(recompute="full", tp=4, world_size=4)
+    hidden = TOKENS * 3584 * 2 / 4
+    norm = TOKENS * (2 * 3584 * 2 + 4) / 4
+    # 28 inputs, the last output, the gathered tokens, the last norm: the fullest moment is that of the logits.
+    assert full.activations[0] == 29 * hidden + 4 * hidden + norm
+    assert full.activations[0] < whole.activations[0] / 15
+    # A core that is recomputed keeps its arguments, values inside of the linear's whole output, in the place of a log-sum.
+    selective = held(recompute="selective", tp=4, world_size=4)
+    more = TOKENS * 28 * ((HEADS + 4 * 128) * 2 - 28 * 4) / 4
+    assert selective.activations[0] - whole.activations[0] == pytest.approx(more)
+
+
+def test_what_sequence_and_context_parallel_cut() -> None:
+    cut, whole = (held(replace(ACTOR, sequence_parallel=on), tp=2, world_size=2) for on in (True, False))
+    norms = 28 * 2 * (2 * 3584 * 2 + 4) + (2 * 3584 * 2 + 4)
+    # Without it norms and residuals are whole on both ranks, and nothing has to be gathered.
+    assert whole.activations[0] - cut.activations[0] == TOKENS * (norms / 2 - 3584 * 2)
+    half = held(cp=2, world_size=2)
+    assert half.activations[0] == pytest.approx(held().activations[0] / 2)
+
+
+def test_gradients_of_adapters_alone() -> None:
+    lora = Lora(rank=8, targets=("linear_qkv", "linear_fc2"))
+    role = replace(ACTOR, lora=lora)
+    adapted = held(role, tp=2, world_size=2)
+    # Of linear_qkv A is whole and B cut, of linear_fc2 A is cut and B whole.
+    qkv, fc2 = 8 * (3584 + (28 + 8) * 128 / 2), 8 * (18944 / 2 + 3584)
+    own = 28 * (qkv + fc2)
+    one, none = np.array([28.0]), np.array([0.0])
+    assert adapter_sizes(PLAIN, lora, np.array([2]), one, none)[0] == own
+    assert adapted.gradients[0] == own * 4 and adapted.optimizer[0] == own * 12
+    assert adapted.weights[0] == model_sizes(PLAIN).total / 2 * 2 + own * 2
+    # Frozen linears keep no input; adapters keep what is between their factors.
+    counting = Counting(PLAIN, one_layout(Layout(), TOKENS), 2, Kernels(), TOKENS, lora)
+    by_hand = (2 * 3584 * 2 + 4) + (3584 * 2 + 4) + 3 * 18944 * 2 + GROUPED * 2 + 28 * 4 + 2 * 8 * 2
+    assert counting.dense.kept[0] == TOKENS * by_hand
+
+
+def test_the_reference_without_adapters_shares_the_base() -> None:
+    shared, own = held(replace(FROZEN, shares=True)), held(FROZEN)
+    assert shared.state[0] == 0 and shared.working[0] == own.working[0] > 0
+
+
+def test_a_plan_under_lora_counts_adapters_and_one_base() -> None:
+    cluster, choice = make_cluster("H100", 1), one_layout(Layout(world_size=8, tp=2, sequence_parallel=True), TOKENS)
+    whole = workload()
+    adapted = replace(whole, lora=Lora(rank=8))
+    actor, reference = (held_bytes(role, choice, adapted, cluster) for role in ("actor", "reference"))
+    before = held_bytes("actor", choice, whole, cluster)
+    assert reference.state[0] == 0 < held_bytes("reference", choice, whole, cluster).state[0]
+    assert actor.gradients[0] < before.gradients[0] / 500 and actor.optimizer[0] < before.optimizer[0] / 500
+    assert before.weights[0] < actor.weights[0] < before.weights[0] * 1.01
+
+
+def test_a_layer_of_experts_keeps_permuted_tokens_for_each_choice() -> None:
+    moe = Moe(num_experts=64, top_k=8, ffn_hidden_size=512, shared_ffn_hidden_size=256)
+    config = replace(PLAIN, moe=moe, moe_layers=frozenset(range(28)))
+    choice = one_layout(Layout(tp=2, sequence_parallel=True, world_size=2), TOKENS)
+    counting = Counting(config, choice, 2, Kernels(), TOKENS)
+    dense = counting.dense.kept[0] - TOKENS * 3 * 18944 * 2 / 2
+    # Of half the tokens: permuted inputs, gates and outputs of 8 experts; scores, probabilities, maps; and of all the shared.
+    routed = 8 * (3584 + 3 * 512) * 2 + 64 * (2 * 4 + 2) + 8 * (2 * 4 + 2 * 8)
+    assert counting.experts.kept[0] == pytest.approx(dense + TOKENS * (routed / 2 + 3 * 256 / 2 * 2))
+
+
+def test_latent_attention_keeps_both_latents_and_whole_heads() -> None:
+    config = replace(PLAIN, mla=Mla(1536, 512, 128, 64, 128), num_kv_heads=28, head_dim=192)
+    counting = Counting(config, one_layout(Layout(), TOKENS), 2, Kernels(), TOKENS)
+    rest = counting.dense.kept[0] / TOKENS - 2 * (2 * 3584 * 2 + 4) - 3 * 18944 * 2
+    latents = 2 * 1536 * 2 + 4 + 2 * 512 * 2 + 4 + 64 * 2
+    assert rest == pytest.approx(latents + 28 * (2 * 192 + 2 * 128) * 2 + 28 * 4)
+
+
+def test_a_tied_matrix_waits_for_the_embeddings_gradient() -> None:
+    """Both and their sum, where an own matrix has one at a time."""
+    few = replace(PLAIN, vocab_size=64 * 1024)
+    choice = one_layout(Layout(), 64, "full")  # the matrix counts more than the tokens
+    tied, own = (role_bytes(replace(few, tied_embeddings=it), choice, 2, ACTOR) for it in (True, False))
+    assert tied.working[0] - own.working[0] == pytest.approx(2 * 64 * 1024 * 3584 * 2, rel=0.1)
+
+
+def test_every_choice_is_counted_as_it_is_alone() -> None:
+    layouts = [Layout(world_size=8, tp=2, pp=2), Layout(world_size=8, pp=4), Layout(world_size=8, cp=2)]
+    alone = [one_layout(each, TOKENS, "full") for each in layouts]
+    both = replace(alone[0], **{name: np.concatenate([getattr(a, name) for a in alone]) for name in vars(alone[0])})
+    together = role_bytes(QWEN_7B, both, 2, ACTOR)
+    for row, each in enumerate(alone):
+        mine = role_bytes(QWEN_7B, each, 2, ACTOR)
+        assert together.working[row] == mine.working[0] and together.state[row] == mine.state[0]
+
+
+def test_the_table_of_devices_cuts_as_the_engine_does() -> None:
+    for name, device in (("cpu", "cpu"), ("cuda", "H100")):
+        platform = get_platform(name)  # type: ignore[arg-type]
+        kernels = DEVICES[device].kernels
+        assert kernels.chunk_elements == platform.chunk_elements
+        assert kernels.sums_in_copies == (platform.backend == "gloo")
+    assert not DEVICES["cpu"].kernels.fused and not get_platform("cpu").has_transformer_engine
+
+
+MEASURED = (
+    Case("dense", tokens=128),
+    Case("dense, many words", dtype="bfloat16", tokens=128),
+    Case("dense, many words", tokens=128, use="score"),
+    Case("tied", dtype="bfloat16", recompute="full", tokens=128),
+    Case("tied", tokens=32),
+    Case("experts", tokens=128),
+    Case("latent", dtype="bfloat16", tokens=128),
+    Case("dense, qk norm", lora=Lora(rank=8), tokens=256),
+    Case("dense", head=False, recompute="selective", tokens=256),
+)
+
+
+def test_predictions_hold_against_the_engine(tmp_path: Path) -> None:
+    """More layouts, of several ranks, are measured by bench/memory_predicted.py."""
+    from bench.support.training import one_rank
+
+    with one_rank() as rank:
+        for case in MEASURED:
+            found, said = measure(rank, case, tmp_path), predict(case, tmp_path)
+            assert said.state[0] == pytest.approx(found.state, rel=0.01), case
+            assert said.state[0] + said.working[0] == pytest.approx(found.peak, rel=0.05), case
+            assert said.working[0] == pytest.approx(found.peak - found.state, rel=0.1), case
