@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megarl.core import janitor
 
 START_S = 240.0
@@ -91,6 +93,8 @@ class Driver:
         while True:
             processes = janitor.processes_of(run_id)
             segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()} - self.shared_memory_before
+            # What somebody else's living process holds is not this run's.
+            segments -= janitor.segments_of(psutil.pids()) if segments and not processes else set()
             files = list(self.temp.iterdir())
             if not processes and not segments and not files:
                 return
