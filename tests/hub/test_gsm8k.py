@@ -18,20 +18,20 @@ from megarl.run.plan import PlanOptions, run_plan
 from tests.hub.conftest import CARD, MODEL, parquet
 from tests.support.stand_in_hub import StandInHub
 
-# https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json, but for keys that say nothing of its sizes.
+# https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json, but for keys that say nothing of its sizes.
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
     "eos_token_id": 151645,
     "head_dim": 128,
     "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
     "max_position_embeddings": 40960,
-    "max_window_layers": 28,
+    "max_window_layers": 36,
     "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-06,
     "rope_theta": 1000000,
@@ -44,22 +44,22 @@ CONFIG = {
 
 @pytest.fixture
 def recipe(hub: StandInHub) -> Path:
-    hub.put("model", "Qwen/Qwen3-0.6B", {"config.json": json.dumps(CONFIG).encode()})
-    splits = {"train": parquet(1, 70), "test": parquet(90, 5)}
+    hub.put("model", "Qwen/Qwen3-4B", {"config.json": json.dumps(CONFIG).encode()})
+    splits = {"train": parquet(1, 140), "test": parquet(190, 5)}
     files = {
         f"{config}/{split}-00000-of-00001.parquet": rows
         for config in ("main", "socratic")
         for split, rows in splits.items()
     }
     hub.put("dataset", "openai/gsm8k", {"README.md": CARD.encode(), **files})
-    path = shipped_recipe("qwen3_0_6b_gsm8k_2")
+    path = shipped_recipe("qwen3_4b_gsm8k_8")
     assert path
     return path
 
 
 def test_it_is_planned_for_the_gpus_of_its_own_words(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--device H100 --nodes 1 --devices-per-node 2" in recipe.read_text()
-    run_plan(recipe, [], make_cluster("H100", 1, 2), PlanOptions(as_text=True))
+    assert "--device H100 --nodes 1\n" in recipe.read_text()
+    run_plan(recipe, [], make_cluster("H100", 1), PlanOptions(as_text=True))
     assert json.loads(capsys.readouterr().out)["best"]["step_s"] > 0
 
 
@@ -69,7 +69,7 @@ def test_its_rows_are_asked_and_graded_as_gsm8k_means_them(recipe: Path) -> None
     assert data.eval is not None and data.eval.parts[-2:] == ("main", "test-00000-of-00001.parquet")
     tokenizer = load_tokenizer(localize(loaded, lambda folder: None, lambda line: None).recipe.model.path)
     prompts = load_prompts(data.train, tokenizer, data).prompts
-    assert len(prompts) == 70 and prompts[0].answer == "2"
+    assert len(prompts) == 140 and prompts[0].answer == "2"
     asked = data.prompt_suffix
     assert f"1 and 1?{asked}" in prompts[0].text and "####" in asked
     for response, reward in (("1 + 1 = 2\n#### 2", 1.0), ("1 + 1 = 2\n#### 3", 0.0), ("2", 0.0)):
