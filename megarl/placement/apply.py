@@ -11,7 +11,8 @@ from megarl.placement.cluster import Cluster
 from megarl.placement.devices import DEVICES
 from megarl.placement.local import run_cluster
 from megarl.placement.partitions import Partition
-from megarl.placement.plan import UNEVEN, PlacementPlan, Plan, RolePlan, make_plan
+from megarl.placement.placed import UNEVEN, PlacementPlan, RolePlan
+from megarl.placement.plan import Plan, make_plan
 from megarl.placement.recipe_plan import FRACTION_FLAG, check_fits
 from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Workload, read_model, recipe_workload
 from megarl.recipe.batch import plan_batches

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from string import Template
 
-from megarl.placement.plan import PlacementPlan, Plan, PoolPlan
+from megarl.placement.placed import PlacementPlan, PoolPlan
+from megarl.placement.plan import Plan
 from megarl.placement.report import other_lines, own_line
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TEACHER
 

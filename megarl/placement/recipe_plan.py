@@ -12,7 +12,8 @@ from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import GIB
-from megarl.placement.plan import PlacementPlan, placement_plan, smallest_cluster
+from megarl.placement.placed import PlacementPlan
+from megarl.placement.plan import placement_plan, smallest_cluster
 from megarl.placement.search import Found
 from megarl.placement.sizes import kv_bytes
 from megarl.placement.space import Servers, one_layout

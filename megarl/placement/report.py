@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.placement.devices import GIB
-from megarl.placement.plan import PHASES, PlacementPlan, Plan
+from megarl.placement.placed import PHASES, PlacementPlan
+from megarl.placement.plan import Plan
 
 # Placement, seconds, why it lost; and of how many equal ones the names are shown.
 Line = tuple[str, str, str]

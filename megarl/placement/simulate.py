@@ -14,7 +14,7 @@ from rich.table import Table
 from megarl.placement.cluster import Cluster
 from megarl.placement.generation import step_model
 from megarl.placement.lengths import Floats
-from megarl.placement.plan import PlacementPlan, PoolPlan, RolePlan
+from megarl.placement.placed import PlacementPlan, PoolPlan, RolePlan
 from megarl.placement.workload import ROLLOUT, Workload
 
 HOUR_S = 3600.0

@@ -10,7 +10,7 @@ from megarl.core.errors import UserError
 from megarl.placement.apply import apply_plan, place, plan_recipe
 from megarl.placement.cluster import make_cluster
 from megarl.placement.local import host_cluster
-from megarl.placement.plan import PlacementPlan
+from megarl.placement.placed import PlacementPlan
 from megarl.placement.recipe_plan import check_fits, predict_recipe
 from megarl.placement.workload import ROLLOUT, read_model, recipe_workload
 from megarl.recipe.layouts import pools_of, role_layouts

@@ -17,7 +17,8 @@ from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
 from megarl.placement.lengths import lognormal
 from megarl.placement.page import gantt, page
-from megarl.placement.plan import PHASES, PlacementPlan, PoolPlan, RolePlan, make_plan
+from megarl.placement.placed import PHASES, PlacementPlan, PoolPlan, RolePlan
+from megarl.placement.plan import make_plan
 from megarl.placement.report import as_json, render
 from megarl.placement.workload import ROLLOUT
 from megarl.run.plan import PlanOptions, run_plan
