@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.core.errors import UserError
+from megarl.hub.fetch import config_here
+from megarl.hub.names import hub_name
 from megarl.models.config import ModelConfig
 from megarl.models.known_configs import known_config, known_names
 from megarl.placement.workload import read_model
@@ -21,7 +23,7 @@ class PlannedModels:
 
     def __call__(self, path: Path) -> ModelConfig:
         """The model at a path. Raises UserError where nothing is known of it."""
-        if path.is_dir():
+        if path.is_dir() or config_here(path) is not None:
             return read_model(path)
         known = known_config(path)
         if known is not None:
@@ -32,10 +34,16 @@ class PlannedModels:
         if scores is not None and path == scores.path and path != self._recipe.model.path:
             self._note(f"There is no folder {path}: the reward model is planned with the policy's sizes.")
             return self.policy
+        said = ""
+        if hub_name(path, "model") is not None:
+            try:
+                return read_model(path)
+            except UserError as error:
+                said = f" As a name on the hub: {error}"
         raise UserError(
             f"There is no model folder {path}, and it is named after none of the models whose sizes are known: "
             f"{', '.join(known_names())}. A plan needs the model's config.json, and nothing else of it: set model.path to a "
-            "folder that has one, or to one of these names."
+            f"folder that has one, or to one of these names.{said}"
         )
 
     def _note(self, text: str) -> None:

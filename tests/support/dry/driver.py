@@ -108,7 +108,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(
             writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)
         )
-        patch.setattr(begin.Scratch, "open", lambda: nullcontext(_scratch(folder)))
+        patch.setattr(Scratch, "open", lambda: nullcontext(_scratch(folder)))
         patch.setattr(train, "place", partial(_placed, book))
         patch.setattr(begin, "RunConsole", partial(_Silent, book))
         for module in (begin, train):
