@@ -81,11 +81,13 @@ class Waiter:
     """Waits for calls; also notices watched processes that end meanwhile, and links between nodes that break.
 
     watches: reference that becomes ready when a watched process ends -> what to do then (may raise).
+    notices: reference to a line for people that a process will have -> what shows it.
     """
 
     timer: PhaseTimer
     nodes: Nodes = field(default_factory=Nodes)
     watches: dict[Any, Callable[[str], None]] = field(default_factory=dict)
+    notices: dict[Any, Callable[[str], None]] = field(default_factory=dict)
 
     def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
         """Results in the order of the calls.
@@ -112,7 +114,7 @@ class Waiter:
         while len(results) < len(by_ref):
             pending = [ref for ref in by_ref if ref not in results]
             timeout_s = max(0.0, min(end, look) - time.monotonic())
-            ready, _ = ray.wait([*pending, *self.watches], num_returns=1, timeout=timeout_s)
+            ready, _ = ray.wait([*pending, *self.watches, *self.notices], num_returns=1, timeout=timeout_s)
             if time.monotonic() > end and not ready:
                 raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
             if time.monotonic() > look:
@@ -122,6 +124,8 @@ class Waiter:
             for ref in ready:
                 if ref in by_ref:
                     results[ref] = self._fetched(by_ref[ref], phase, role)
+                elif ref in self.notices:
+                    self._noticed(ref)
                 else:
                     self._watched(ref)
         return [results[call.result] for call in calls]
@@ -142,6 +146,14 @@ class Waiter:
             ended(str(ray.get(ref, timeout=0)))
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
             ended(f"its supervisor ended: {type(error).__name__}")
+
+    def _noticed(self, ref: Any) -> None:
+        show = self.notices.pop(ref)
+        try:
+            line = str(ray.get(ref, timeout=0))
+        except (RayActorError, RayTaskError, GetTimeoutError):
+            return  # whoever waits for that process is told of its end
+        show(line)
 
     def _network(self) -> str:
         """What is wrong with nodes and links, if anything is."""

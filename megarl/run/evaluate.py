@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -21,9 +22,10 @@ def run_eval(path: Path, overrides: list[str]) -> None:
     loaded = load_recipe(path, overrides, Recipe)
     recipe = loaded.recipe
     checked = preflight_eval(recipe)
+    recipe = beside(recipe)
     from megarl.run.session import eval_session
 
-    folder = recipe.run.dir / f"{recipe.run.name}-eval"
+    folder = recipe.run.folder
     console = Console()
     timer = PhaseTimer()
     with ExitStack() as stack:
@@ -39,3 +41,21 @@ def run_eval(path: Path, overrides: list[str]) -> None:
         f"{result.num_prompts} prompts in {timer.totals['eval']:.1f} s; figures in {folder / 'eval.json'}",
         highlight=False,
     )
+    if result.failure:
+        console.print(result.failure, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def beside(recipe: Recipe) -> Recipe:
+    """The recipe with a run of its own: NAME-eval beside NAME, or with a number where that is there already.
+
+    Makes the new run's folder. Whatever an earlier run or evaluation left stays as it is.
+    """
+    for number in count(1):
+        name = f"{recipe.run.name}-eval" + (f"-{number}" if number > 1 else "")
+        run = recipe.run.model_copy(update={"name": name})
+        try:
+            run.folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        break
+    return recipe.model_copy(update={"run": run})

@@ -20,6 +20,7 @@ from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
 from megarl.cluster.seats import Seat
 from megarl.core import disk, platform
+from megarl.core.errors import MegarlError, UserError
 from megarl.data import pairs, sft
 from megarl.data.chat import load_tokenizer
 from megarl.placement.apply import Placed, place
@@ -66,7 +67,7 @@ class _Silent:
     def phase(self, name: str, seconds: float | None = None) -> None:
         return None
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], failure: str = "") -> None:
         return None
 
     def finish(self, *_: Any, **__: Any) -> None:
@@ -151,10 +152,20 @@ def _started(
     )
 
 
+@contextmanager
+def _noting_faults(book: Book) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except MegarlError as error:
+        book.note("stopped", str(error))
+
+
 def run(kind: type[AnyRecipe], recipe: Path, overrides: Sequence[str], temp: Path, *, resume: bool = False) -> Book:
-    """Run the recipe, and say what it did. Raises UserError where it is refused."""
+    """Run the recipe, and say what it did, also where it stops early. Raises UserError where it is refused."""
     book = Book()
-    with stage(book, temp):
+    with stage(book, temp), _noting_faults(book):
         if kind is Recipe:
             train.run_train(recipe, list(overrides), resume=resume, go_on=False)
         else:
