@@ -33,6 +33,11 @@ class PromptSet:
     num_dropped: int  # over the length limit
     longest_tokens: int  # of those kept
 
+    @property
+    def without_answer(self) -> tuple[Prompt, ...]:
+        """Those whose answer is an empty text: no response is right by it, though a grader of one's own may not ask."""
+        return tuple(prompt for prompt in self.prompts if not prompt.answer.strip())
+
     def __len__(self) -> int:
         return len(self.prompts)
 
@@ -154,6 +159,9 @@ def _answer_key(row: Row, data: Data) -> str:
     for key in ANSWER_KEYS:
         if row.has(key):
             return key
+    for key in ANSWER_KEYS:
+        if key in row.fields:
+            raise row.missing(key, "the answer")
     there = ", ".join(sorted(map(repr, row.fields)))
     raise UserError(
         f"{row.where}: there is no answer: none of the fields {', '.join(map(repr, ANSWER_KEYS))}. "

@@ -76,16 +76,25 @@ class Row:
         return value
 
 
+def place_of(path: Path, row_id: str) -> str:
+    """The place of a row of this file, for messages. row_id: `Row.id`."""
+    return Row(path, int(row_id.rpartition(":")[2]), {}).where
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """Stream the rows of a JSONL or Parquet file; blank lines of JSONL are passed over but counted.
 
     Raises UserError, naming file and line: file missing, unknown kind, malformed, not an object, or no rows at all.
     """
+    if path.is_dir():
+        inside = sorted(name for name in _names(path) if Path(name).suffix in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
+        hint = f" Did you mean {path / inside[0]}?" if inside else ""
+        raise UserError(f"{path} is a folder, where a data file is wanted.{hint} Correct the path in the recipe.")
     if path.suffix not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
         allowed = ", ".join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
         raise UserError(f"{path}: unknown kind of data file {path.suffix!r}. Allowed are {allowed}.")
     if not path.is_file():
-        there = "it is a folder" if path.is_dir() else f"the folder {path.parent} {_is_there(path.parent)}"
+        there = f"the folder {path.parent} {_is_there(path.parent)}"
         near = get_close_matches(path.name, _names(path.parent), n=1)
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise UserError(f"{path}: there is no such data file ({there}).{hint} Correct the path in the recipe.")

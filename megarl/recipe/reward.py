@@ -147,7 +147,8 @@ class Reward(Section):
     )
 
     max_failed_share: Fraction = Field(
-        0.5, description="largest share of a step's grades, or of an evaluation's, that may fail; with more the run stops"
+        0.5,
+        description="largest share of a step's grades, or of an evaluation's, that may fail; with more the run stops",
     )
 
     def by_name(self) -> dict[str, Grader]:

@@ -153,7 +153,11 @@ def dump_yaml(values: dict[str, Any]) -> str:
 
 
 def _read_file(file: Path, what: str, relative: str = "relative to the folder that megarl is called in") -> Tree:
-    if file.is_dir():
+    try:
+        is_folder = file.is_dir()
+    except OSError as error:
+        raise UserError(f"Cannot read {what} {str(file)[:200]}: {error.strerror}.") from None
+    if is_folder:
         raise UserError(f"{file}, the {what}, is a folder. Name a file in it, such as {file / 'recipe.yaml'}.")
     if not file.is_file():
         near = difflib.get_close_matches(file.name, _names(file.parent), n=1)
@@ -226,12 +230,20 @@ def _expand(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, see
         below = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in node.value]
         for each in below:
             _expand(loader, each, file, keys, seen)
-    elif {_ESCAPED, _OPEN}.intersection(node.value):
-        where = f"`{'.'.join(keys)}` ({Origin(file, node.start_mark.line + 1)})"
+    elif isinstance(node, yaml.ScalarNode):
+        _expand_text(loader, node, Origin(file, node.start_mark.line + 1), keys)
+
+
+def _expand_text(loader: _Loader, node: yaml.ScalarNode, origin: Origin, keys: Keys) -> None:
+    where = f"`{'.'.join(keys)}` ({origin})"
+    if {_ESCAPED, _OPEN}.intersection(node.value):
         text = _VARIABLE.sub(lambda found: _variable(found[1], where), node.value)
         node.value = text.replace(_ESCAPED, "${").replace(_CLOSE, "}")
         if node.style is None:
-            node.tag = loader.resolve(yaml.ScalarNode, node.value, (True, False))
+            node.tag = loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
+    # "\ud800" and "\0" of a quoted text: no file has such a name, and no file can hold the first.
+    if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):
+        raise UserError(f"{where}: {node.value!r} has a NUL, or half of a character. Leave it out.")
 
 
 def _variable(name: str, where: str) -> str:

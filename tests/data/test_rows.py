@@ -86,7 +86,7 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
 
 def test_a_folder_and_an_unknown_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(UserError, match="it is a folder"):
+    with pytest.raises(UserError, match="is a folder, where a data file is wanted"):
         list(read_rows(tmp_path / "folder.jsonl"))
     with pytest.raises(UserError, match=r"unknown kind of data file '\.csv'. Allowed are \.jsonl"):
         list(read_rows(write(tmp_path / "a.csv", "prompt,answer")))

@@ -136,7 +136,7 @@ e: '${STEPS}'
 f: ${EMPTY}
 g: costs $5, $$ and $${ ${DATA}${STEPS}
 """
-    values = read(tmp_path, text).values
+    values = read(tmp_path, text)
     assert values == {
         "a": {"b": "/data/x", "c": [10, {"d": 10}], "e": "${STEPS}"},
         "d": 10,
@@ -144,16 +144,22 @@ g: costs $5, $$ and $${ ${DATA}${STEPS}
         "f": None,
         "g": "costs $5, $$ and ${ /data10",
     }
-    assert read(tmp_path, dump_yaml(values)).values == values
+    assert read(tmp_path, dump_yaml(values)) == values
     assert read_override("a.b={c: ${STEPS}}").values == {"a": {"b": {"c": 10}}}
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a:\n  b: x/${NOT_SET_HERE}", r"`a\.b` \(.*a\.yaml:2\): the environment variable NOT_SET_HERE is not set\. Set it"),
+        (
+            "a:\n  b: x/${NOT_SET_HERE}",
+            r"`a\.b` \(.*a\.yaml:2\): the environment variable NOT_SET_HERE is not set\. Set it",
+        ),
         ("a:\n- {b: [${NOT_SET_HERE}]}", r"`a` \(.*a\.yaml:2\): the environment variable NOT_SET_HERE is not set"),
-        ("a: ${NOT-A-NAME}", r"`a` \(.*a\.yaml:1\): '\$\{NOT-A-NAME\}' names no environment variable\. Write \$\{NAME\}"),
+        (
+            "a: ${NOT-A-NAME}",
+            r"`a` \(.*a\.yaml:1\): '\$\{NOT-A-NAME\}' names no environment variable\. Write \$\{NAME\}",
+        ),
         ("a: '${'", r"a\.yaml:1.*or \$\$\{ for a plain"),
     ],
 )
@@ -174,7 +180,9 @@ scalars = (
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8)
-    | st.sampled_from(["1e-5", "on", "010", "2026-01-01", "true", "null", "1_000", "0x1f", "~", "=", "<<", "${A}", "$${", "a ${"])
+    | st.sampled_from(
+        ["1e-5", "on", "010", "2026-01-01", "true", "null", "1_000", "0x1f", "~", "=", "<<", "${A}", "$${", "a ${"]
+    )
 )
 names = st.text("abcdefgh_", min_size=1, max_size=6)
 

@@ -28,6 +28,13 @@ class Odd:
         raise RuntimeError("no")
 
 
+def odd(prompt: str, response: str, answer: str, metadata: Metadata) -> Any:
+    """Gives or raises what cannot be shown."""
+    if response == "raise":
+        raise OddError
+    return Odd() if response == "number" else 0.5
+
+
 class OddError(Exception):
     """An error without words."""
 
@@ -59,12 +66,6 @@ def naughty(prompt: str, response: str, answer: str, metadata: Metadata) -> Any:
             return float("nan")
         case "nothing":
             return None
-        case "odd number":
-            return Odd()
-        case "odd error":
-            raise OddError
-        case "odd value":
-            return Odd
         case "true":
             return True
     return 0.5

@@ -304,7 +304,9 @@ def test_a_grader_that_raises_is_counted_apart_from_a_zero(tmp_path: Path) -> No
     assert info.metrics["reward/failures"] == 2
     assert info.num_samples == 6
     assert info.metrics["reward/mean"] == 7.0
-    assert info.failure.startswith("2 of 8 samples failed; the first: grader picky: error: ValueError: could not convert")
+    assert info.failure.startswith(
+        "2 of 8 samples failed; the first: grader picky: error: ValueError: could not convert"
+    )
     rows = [json.loads(row) for row in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
     assert [row["reward"] for row in rows] == [7.0] * 4 + [None] * 2 + [7.0] * 2
 
@@ -321,7 +323,9 @@ def test_grades_that_fail_are_bounded(tmp_path: Path) -> None:
         return collect(fake, make_recipe(tmp_path, reward=reward), call)
 
     assert with_share(0.25, lambda c, _: c.generate(1, 0))[1].num_samples == 6
-    with pytest.raises(MegarlError, match=r"Step 1: 2 of 8 grades failed, .*_share is 0\.24\. The first: picky: error: Val"):
+    with pytest.raises(
+        MegarlError, match=r"Step 1: 2 of 8 grades failed, .*_share is 0\.24\. The first: picky: error: Val"
+    ):
         with_share(0.24, lambda c, _: c.generate(1, 0))
     assert (tmp_path / "run/samples/step_000001.jsonl").exists(), "what was said is there to be read"
     with pytest.raises(MegarlError, match=r"Evaluation at step 3: 2 of 2 grades failed"):
@@ -396,7 +400,8 @@ def test_several_graders_give_a_weighted_sum_and_are_logged_by_themselves(tmp_pa
 def test_a_step_that_nobody_can_grade_stops_with_the_first_failure(tmp_path: Path, graders_key: str) -> None:
     judge = FakeJudge(reply=lambda _: "I would rather not.")
     with pytest.raises(
-        MegarlError, match=r"Step 1: 8 of 8 grades failed, and reward\.max_failed_share is 0\.5\. The first: style: no score"
+        MegarlError,
+        match=r"Step 1: 8 of 8 grades failed, and reward\.max_failed_share is 0\.5\. The first: style: no score",
     ):
         graded_by(lambda *urls: with_graders(tmp_path, *urls), FakeRemote(), judge, lambda c, _: c.generate(1, 0))
 

@@ -112,6 +112,8 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
         for module in (preflight, collector, pairs, sft):
             patch.setattr(module, "load_tokenizer", TOKENIZERS)
+        # SGLang's parser is asked in a process of its own, for seconds.
+        patch.setattr(preflight, "check_server_args", lambda words, platform: None)
         patch.setattr(disk, "sync", lambda path: None)
         patch.setattr(run_checkpoints, "sync", lambda path: None)
         # What a run says of itself is no effect of its recipe.
