@@ -56,16 +56,16 @@ def check_messages(value: object, row: Row, key: str) -> list[Message]:
     """
     want = 'wanted is a list of messages like {"role": "user", "content": "..."}'
     if not isinstance(value, list):
-        raise UserError(f"{row.where}, field {key!r}: a {json_type(value)}; {want}.")
+        raise UserError(f"{row.where}, field {key!r}: {json_type(value)}; {want}.")
     if not value:
         raise UserError(f"{row.where}, field {key!r}: an empty list; {want}.")
     for index, message in enumerate(value):
         where = f"{row.where}, field {key!r}, message {index + 1}"
         if not isinstance(message, dict):
-            raise UserError(f"{where}: a {json_type(message)}; {want}.")
+            raise UserError(f"{where}: {json_type(message)}; {want}.")
         for part in ("role", "content"):
             if not isinstance(message.get(part), str):
-                found = f"a {json_type(message[part])}" if part in message else "missing"
+                found = f"{json_type(message[part])}" if part in message else "missing"
                 raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.")
     return value
 

@@ -6,6 +6,7 @@ Not for tokens or chat messages: what a field must hold is decided by prompts.py
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -95,7 +96,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: unknown kind of data file {path.suffix!r}. Allowed are {allowed}.")
     if not path.is_file():
         there = f"the folder {path.parent} {_is_there(path.parent)}"
-        near = get_close_matches(path.name, _names(path.parent), n=1)
+        if os.path.lexists(path):
+            there = "it is a link that leads nowhere" if path.is_symlink() else "it is no regular file"
+        near = get_close_matches(path.name, set(_names(path.parent)) - {path.name}, n=1)
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise UserError(f"{path}: there is no such data file ({there}).{hint} Correct the path in the recipe.")
     rows = _read_parquet(path) if path.suffix in PARQUET_SUFFIXES else _read_jsonl(path)
@@ -145,7 +148,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 ) from error
             if not isinstance(value, dict):
                 raise UserError(
-                    f"{where}: a JSON {json_type(value)} where an object is wanted. Each line holds one JSON object, "
+                    f"{where}: {json_type(value)} where a JSON object is wanted. Each line holds one JSON object, "
                     'like {"prompt": "...", "answer": "..."}.'
                 )
             yield Row(path, number, value)
@@ -170,9 +173,18 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 # Exact types: a bool is an int to isinstance.
-_JSON_TYPES = {type(None): "null", bool: "true/false", str: "string", int: "number", float: "number", list: "list"}
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "true or false",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    bytes: "bytes",
+}
 
 
 def json_type(value: object) -> str:
-    """What JSON calls the type of a value, for messages."""
-    return _JSON_TYPES.get(type(value), "object" if isinstance(value, dict) else type(value).__name__)
+    """What JSON calls the type of a value, for messages: `a string`, `null`."""
+    return _JSON_TYPES.get(type(value), f"a {type(value).__name__}")

@@ -187,7 +187,7 @@ def _names(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
-def _problem(error: yaml.YAMLError) -> str:
+def _problem(error: Exception) -> str:
     return " ".join(str(getattr(error, "problem", None) or error).split())
 
 
@@ -197,7 +197,7 @@ def _convert(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, tr
         _expand(loader, node, file, keys)
         try:
             return loader.construct_object(node, deep=True)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # a number of thousands of digits
             origin = Origin(file, node.start_mark.line + 1)
             raise UserError(f"Cannot read the value of {'.'.join(keys)} ({origin}): {_problem(error)}.") from None
     values: dict[str, Any] = {}

@@ -177,13 +177,19 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
 
 def _check_writable(folder: Path) -> None:
     """Whether the folder can be made, or written to where it is there. Raises UserError."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    above = folder.absolute()
+    existing = next(parent for parent in (above, *above.parents) if os.path.lexists(parent))
+    missing = above.parts[len(existing.parts) :]
     try:
+        longest = os.pathconf(existing, "PC_NAME_MAX") if existing.is_dir() else 0
         # Permissions do not tell all: the kernel's own file systems take nobody's folders.
         with tempfile.TemporaryDirectory(prefix=".megarl-", dir=existing):
-            problem = ""
+            too_long = any(len(os.fsencode(name)) > longest for name in missing)
+            problem = f"takes no names of more than {longest} bytes" if too_long else ""
     except NotADirectoryError:
         problem = "is not a folder"
+    except FileNotFoundError as error:
+        problem = "is a link that leads nowhere" if existing.is_symlink() else f"takes no new folder ({error.strerror})"
     except OSError as error:
         problem = f"takes no new folder ({error.strerror})"
     if problem:
@@ -198,6 +204,8 @@ def _reading() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.filename is None:
+            raise
         name = str(error.filename)
         shown = name if len(name) < 200 else f"{name[:200]}..."
         raise UserError(

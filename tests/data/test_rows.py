@@ -48,7 +48,7 @@ def test_a_dotted_key_prefers_the_literal_field(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', ["line 2", "half a character (\\ud83d without", "Leave it out"]),
         ("[" * 100_000, ["line 1", "JSON that cannot be read", "recursion"]),
         (f'{{"answer": {"9" * 5000}}}', ["line 1", "JSON that cannot be read", "4300 digits"]),
-        ('{"prompt": "a"}\n["b"]\n', ["line 2", "a JSON list where an object is wanted"]),
+        ('{"prompt": "a"}\n["b"]\n', ["line 2", "a list where a JSON object is wanted"]),
         ("", ["has no rows"]),
         ("\n \n", ["has no rows"]),
     ],
@@ -146,5 +146,5 @@ def test_a_missing_field_lists_those_there_and_the_nearest(tmp_path: Path) -> No
 def test_types_are_named_as_json_does() -> None:
     values = [None, True, "a", 1, 1.5, [], {}]
     assert [json_type(value) for value in values] == [
-        "null", "true/false", "string", "number", "number", "list", "object",
+        "null", "true or false", "a string", "a number", "a number", "a list", "an object",
     ]  # fmt: skip
