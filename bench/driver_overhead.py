@@ -37,7 +37,7 @@ from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, Column, EvalResult, MicroBatch, MiniBatch, Shard
 from megarl.recipe.run import Deadlines, Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
-from megarl.train import Cast, State, train
+from megarl.train import Handles, State, train
 
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
 
@@ -147,7 +147,7 @@ class StubSync:
 
 
 @dataclass
-class StubKeeper:
+class StubRecorder:
     """Records the driver's seconds: outside of waits, and of CPU."""
 
     outside_waits: list[float] = field(default_factory=list)
@@ -181,7 +181,7 @@ def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, f
     rank = start(StubRank, ProcessSpec(f"rank of {samples}", runtime.logs), delay_s)
     collector = start(StubCollector, ProcessSpec(f"collector of {samples}", runtime.logs), samples, delay_s)
     ranks, layout = RankGroup((rank,), waiter), Layout()
-    keeper = StubKeeper()
+    recorder = StubRecorder()
     recipe = Recipe(
         model=Model(path=Path("none")),
         data=Data(train=Path("none")),
@@ -190,7 +190,7 @@ def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, f
     )
     reads = frozenset({"old_logprobs", "ref_logprobs", "advantages"})
     actor, reference = (Role(name, ranks, layout, Deadlines(), reads) for name in ("actor", "reference"))
-    cast = Cast(
+    handles = Handles(
         StubRollout(collector, waiter),
         actor,
         reference=reference,
@@ -198,13 +198,13 @@ def measure(runtime: Runtime, samples: int, delay_s: float = 0.0) -> dict[str, f
         reward_model=None,
         teacher=None,
         sync=StubSync(),
-        keeper=keeper,
+        recorder=recorder,
         timer=timer,
     )
-    train(cast, recipe, State())
+    train(handles, recipe, State())
     for worker in (rank, collector):
         ray.kill(worker.handle)
-    figures = {"outside_waits_s": keeper.outside_waits, "cpu_s": keeper.cpu, "stub_step_s": keeper.wall}
+    figures = {"outside_waits_s": recorder.outside_waits, "cpu_s": recorder.cpu, "stub_step_s": recorder.wall}
     return {name: statistics.median(values[WARM_UP:]) for name, values in figures.items()}
 
 

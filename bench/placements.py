@@ -1,4 +1,4 @@
-"""The four named placements, an explicit one, and one where everything rests between its turns: do they train the same?
+"""The four named placements, an explicit one, and one where everything is offloaded between its turns: do they train the same?
 
     python -m bench.placements                 # --only NAME ...: these anew, the others as they ran before
 
@@ -43,13 +43,13 @@ EXPLICIT = [
     "reference.parallel.tp=1",
     "critic.parallel.tp=1",
 ]
-REST = [f"{role}.resting=[grads, params, optimizer]" for role in ("actor", "critic")]
-REST += ["reference.resting=[params]", "rollout.resting=[weights, kv_cache]"]
+OFFLOAD = [f"{role}.offload=[grads, params, optimizer]" for role in ("actor", "critic")]
+OFFLOAD += ["reference.offload=[params]", "rollout.offload=[weights, kv_cache]"]
 NAMED = {
     name: [f"placement.name={name}", f"cluster.file={CLUSTER}"]
     for name in ("colocate", "hybrid", "split", "standalone")
 }
-RUNS = {**NAMED, "explicit": EXPLICIT, "explicit, all at rest": [*EXPLICIT, *REST]}
+RUNS = {**NAMED, "explicit": EXPLICIT, "explicit, all at rest": [*EXPLICIT, *OFFLOAD]}
 LOSSES = ("actor/loss", "critic/vf_loss", "reward/kl")
 # What no placement may change: the rollouts.
 SAME = ("reward/mean", "rollout/response_len_mean", "rollout/response_len_max")

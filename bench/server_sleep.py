@@ -1,4 +1,4 @@
-"""What an SGLang server gives back while it rests, on this machine: memory before, while and after, and its answers.
+"""What an SGLang server gives back while it is offloaded, on this machine: memory before, while and after, and its answers.
 
     python -m bench.server_sleep
 
@@ -52,12 +52,12 @@ async def measure(server: ServerProcess) -> dict[str, Any]:
     async with ServerClient(server.endpoint) as client:
         first = await answers(client)
         memory = {"awake": held(server)}
-        await client.rest(PARTS)
-        memory["resting"] = held(server)
+        await client.sleep(PARTS)
+        memory["offload"] = held(server)
         await client.wake(PARTS, serve=True)
         memory["awake again"] = held(server)
         same = await answers(client) == first
-    return {"mib": memory, "freed_mib": memory["awake"] - memory["resting"], "same_answers": same}
+    return {"mib": memory, "freed_mib": memory["awake"] - memory["offload"], "same_answers": same}
 
 
 def main() -> None:
@@ -70,7 +70,9 @@ def main() -> None:
         platform = get_platform()
         # No sync brings the weights here: a server that really gave them back keeps a copy on the host.
         extra = ("--enable-weights-cpu-backup",) if platform.has_device_memory else ()
-        spec = ServerSpec(folder / "model", "float32", kv_tokens=KV_TOKENS, context_length=512, rests=True, extra=extra)
+        spec = ServerSpec(
+            folder / "model", "float32", kv_tokens=KV_TOKENS, context_length=512, offloaded=True, extra=extra
+        )
         server = ServerProcess("server", spec, platform, ProcessPlace(folder / "logs", "key-of-the-bench"))
         server.start()
         try:

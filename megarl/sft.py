@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.supervised import SupervisedRecipe
-from megarl.train import Batch, Keeper, Pending, References, State, due
+from megarl.train import Batch, Pending, Recorder, References, State, due
 
 
 class Feeder(Protocol):
-    """Deals out packed rows."""
+    """Hands out packed rows."""
 
     def take(self, step: int) -> Batch: ...  # noqa: D102
     def held_out(self) -> Batch: ...  # noqa: D102
@@ -29,53 +29,53 @@ class Role(Protocol):
 
 
 @dataclass(frozen=True)
-class SupervisedCast:
+class SupervisedHandles:
     """Everybody in a supervised run. `reference` is None where the loss has none."""
 
     feeder: Feeder
     model: Role
     reference: Role | None
-    keeper: Keeper
+    recorder: Recorder
     timer: PhaseTimer
 
 
-def supervise(cast: SupervisedCast, recipe: SupervisedRecipe, state: State) -> State:
+def supervise(handles: SupervisedHandles, recipe: SupervisedRecipe, state: State) -> State:
     """Run the steps that are left, or those until a request to stop; returns the state after the last."""
-    timer = cast.timer
-    held_out = cast.feeder.held_out() if recipe.data.eval is not None else None
+    timer = handles.timer
+    held_out = handles.feeder.held_out() if recipe.data.eval is not None else None
     if held_out is not None and state.step == 0:
-        cast.keeper.record(0, evaluate(cast, held_out))
+        handles.recorder.record(0, evaluate(handles, held_out))
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
             with timer.phase("data"):
-                batch = cast.feeder.take(step)
-            columns = score(cast, batch)
+                batch = handles.feeder.take(step)
+            columns = score(handles, batch)
             with timer.phase("update"):
-                metrics = cast.model.update(batch, columns).wait()
+                metrics = handles.model.update(batch, columns).wait()
             state = State(step, state.weight_version + 1)
             if held_out is not None and due(step, recipe.eval.every, recipe.train.steps):
-                metrics |= evaluate(cast, held_out)
-            stopping = cast.keeper.stopping()
+                metrics |= evaluate(handles, held_out)
+            stopping = handles.recorder.stopping()
             if stopping or due(step, recipe.train.save_every, recipe.train.steps):
                 with timer.phase("save"):
-                    cast.keeper.save(state)
-        cast.keeper.record(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
+                    handles.recorder.save(state)
+        handles.recorder.record(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
         if stopping:
             break
     return state
 
 
-def score(cast: SupervisedCast, batch: Batch) -> dict[str, References]:
+def score(handles: SupervisedHandles, batch: Batch) -> dict[str, References]:
     """What the reference says of the rows."""
-    if cast.reference is None:
+    if handles.reference is None:
         return {}
-    with cast.timer.phase("reference"):
-        return {"ref_logprobs": cast.reference.logprobs(batch).wait()}
+    with handles.timer.phase("reference"):
+        return {"ref_logprobs": handles.reference.logprobs(batch).wait()}
 
 
-def evaluate(cast: SupervisedCast, held_out: Batch) -> dict[str, float]:
+def evaluate(handles: SupervisedHandles, held_out: Batch) -> dict[str, float]:
     """What the loss reports of the held-out rows: `rm/accuracy` is `rm/eval_accuracy` then."""
-    columns = score(cast, held_out)
-    with cast.timer.phase("eval"):
-        metrics = cast.model.evaluate(held_out, columns).wait()
+    columns = score(handles, held_out)
+    with handles.timer.phase("eval"):
+        metrics = handles.model.evaluate(held_out, columns).wait()
     return {name.replace("/", "/eval_"): value for name, value in metrics.items()}

@@ -75,7 +75,7 @@ class WeightSync(Protocol):
     def push(self, weight_version: int) -> dict[str, float]: ...  # noqa: D102
 
 
-class Keeper(Protocol):
+class Recorder(Protocol):
     """Commits checkpoints and records metrics; knows whether somebody has asked for the run to stop."""
 
     def record(self, step: int, metrics: dict[str, float], failure: str = "") -> None: ...  # noqa: D102
@@ -92,10 +92,10 @@ class State:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Handles:
     """Everybody in the run. Roles that the recipe does not ask for are None.
 
-    critic_apart: whether the critic shares devices with neither the actor nor the servers.
+    critic_has_own_devices: whether the critic shares devices with neither the actor nor the servers.
     """
 
     rollout: Rollout
@@ -105,9 +105,9 @@ class Cast:
     reward_model: Role | None
     teacher: Role | None
     sync: WeightSync
-    keeper: Keeper
+    recorder: Recorder
     timer: PhaseTimer
-    critic_apart: bool = False
+    critic_has_own_devices: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,52 +125,52 @@ def due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
 
 
-def train(cast: Cast, recipe: Recipe, state: State) -> State:
+def train(handles: Handles, recipe: Recipe, state: State) -> State:
     """Run the steps that are left, or those until a request to stop; returns the state after the last."""
-    rollout, timer = cast.rollout, cast.timer
+    rollout, timer = handles.rollout, handles.timer
     done: Done | None = None
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
             with timer.phase("rollout"):
                 batch = rollout.generate(step, state.weight_version)
-            record(cast, done)
+            record(handles, done)
             failure = batch.info.failure
-            columns = score(cast, recipe, batch)
+            columns = score(handles, recipe, batch)
             with timer.phase("advantages"):
                 learnable = rollout.advantages(batch, columns)
             columns, metrics = columns | learnable.columns, dict(learnable.metrics)
             critic: list[Update] = []
-            if cast.critic is not None and recipe.critic is not None:
-                critic = [cast.critic.update(batch, columns) for _ in range(recipe.critic.epochs)]
+            if handles.critic is not None and recipe.critic is not None:
+                critic = [handles.critic.update(batch, columns) for _ in range(recipe.critic.epochs)]
             actor: list[Update] = []
             if recipe.critic is None or step > recipe.critic.warmup_steps:
-                actor = [cast.actor.update(batch, columns) for _ in range(recipe.actor.epochs)]
-            if not cast.critic_apart:
+                actor = [handles.actor.update(batch, columns) for _ in range(recipe.actor.epochs)]
+            if not handles.critic_has_own_devices:
                 metrics |= wait(timer, "critic", critic)
                 critic = []
             metrics |= wait(timer, "update", actor)
             state = State(step, state.weight_version + 1)
             with timer.phase("sync"):
-                metrics |= cast.sync.push(state.weight_version)
+                metrics |= handles.sync.push(state.weight_version)
             every = recipe.reference.refresh_every
-            if cast.reference is not None and every is not None and step % every == 0:
+            if handles.reference is not None and every is not None and step % every == 0:
                 with timer.phase("reference"):
-                    cast.reference.copy_from(cast.actor)
+                    handles.reference.copy_from(handles.actor)
             if recipe.data.eval is not None and due(step, recipe.eval.every, recipe.train.steps):
                 with timer.phase("eval"):
                     held_out = rollout.evaluate(step, state.weight_version)
                 metrics |= held_out.metrics
                 failure = failure or held_out.failure
-            stopping = cast.keeper.stopping()
+            stopping = handles.recorder.stopping()
             saving = stopping or due(step, recipe.train.save_every, recipe.train.steps)
             if saving:
                 metrics |= wait(timer, "critic", critic)
                 critic = []
                 with timer.phase("save"):
-                    cast.keeper.save(state)
+                    handles.recorder.save(state)
         done = Done(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens), critic, failure)
         if not critic:
-            record(cast, done)
+            record(handles, done)
             done = None
         if stopping:
             break
@@ -186,28 +186,28 @@ def wait(timer: PhaseTimer, phase: str, updates: Sequence[Update]) -> dict[str, 
     return metrics
 
 
-def record(cast: Cast, done: Done | None) -> None:
+def record(handles: Handles, done: Done | None) -> None:
     """Record a step, once the critic has learned from it as well."""
     if done is not None:
-        metrics = done.metrics | wait(cast.timer, "critic", done.learning)
-        cast.keeper.record(done.step, metrics, done.failure)
+        metrics = done.metrics | wait(handles.timer, "critic", done.learning)
+        handles.recorder.record(done.step, metrics, done.failure)
 
 
-def score(cast: Cast, recipe: Recipe, batch: Any) -> dict[str, References]:
+def score(handles: Handles, recipe: Recipe, batch: Any) -> dict[str, References]:
     """What each role says of the step's samples, before anything learns from them; roles of different pools at once."""
     asked: dict[str, tuple[str, Pending[References]]] = {}
     if recipe.algorithm.old_logprobs == "trainer":
-        asked["old_logprobs"] = "logprobs", cast.actor.logprobs(batch)
-    if cast.reference is not None:
-        asked["ref_logprobs"] = "reference", cast.reference.logprobs(batch)
-    if cast.teacher is not None:
-        asked["teacher_logprobs"] = "teacher", cast.teacher.logprobs(batch)
-    if cast.critic is not None:
-        asked["values"] = "values", cast.critic.values(batch)
-    if cast.reward_model is not None:
-        asked["scores"] = "reward_model", cast.reward_model.values(batch)
+        asked["old_logprobs"] = "logprobs", handles.actor.logprobs(batch)
+    if handles.reference is not None:
+        asked["ref_logprobs"] = "reference", handles.reference.logprobs(batch)
+    if handles.teacher is not None:
+        asked["teacher_logprobs"] = "teacher", handles.teacher.logprobs(batch)
+    if handles.critic is not None:
+        asked["values"] = "values", handles.critic.values(batch)
+    if handles.reward_model is not None:
+        asked["scores"] = "reward_model", handles.reward_model.values(batch)
     columns = {}
     for name, (phase, pending) in asked.items():
-        with cast.timer.phase(phase):
+        with handles.timer.phase(phase):
             columns[name] = pending.wait()
     return columns

@@ -12,7 +12,7 @@ from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo
 from megarl.recipe.run import Model
 from megarl.recipe.supervised import HeldOut, PairData, Rm, RmRecipe, SftTrain
-from megarl.sft import SupervisedCast, supervise
+from megarl.sft import SupervisedHandles, supervise
 from megarl.train import State
 
 
@@ -85,8 +85,8 @@ def run(
     settings: RmRecipe, steps_done: int = 0, *, reference: bool = False, stop_after: int = 99
 ) -> tuple[Recorder, State]:
     recorder = Recorder([], stop_after=stop_after)
-    cast = SupervisedCast(recorder, recorder, recorder if reference else None, recorder, PhaseTimer())
-    return recorder, supervise(cast, settings, State(steps_done, steps_done))
+    handles = SupervisedHandles(recorder, recorder, recorder if reference else None, recorder, PhaseTimer())
+    return recorder, supervise(handles, settings, State(steps_done, steps_done))
 
 
 def test_a_step_without_a_reference_or_held_out_rows() -> None:

@@ -14,7 +14,7 @@ from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Actor, Critic, Reference
 from megarl.recipe.run import Model
 from megarl.recipe.schema import Data, Eval, Recipe, Rollout, Train
-from megarl.train import Cast, State, due, train
+from megarl.train import Handles, State, due, train
 
 ROLES = ("actor", "reference", "critic", "reward_model", "teacher")
 
@@ -100,11 +100,11 @@ class Recorder:
 
 
 def run(
-    state: State, *roles: str, stop_after: int = 99, critic_apart: bool = False, **sections: Any
+    state: State, *roles: str, stop_after: int = 99, critic_has_own_devices: bool = False, **sections: Any
 ) -> tuple[list[Any], Recorder, State]:
     """The loop over 3 steps with the actor and these roles."""
     calls: list[Any] = []
-    part = {name: Recorder(name, calls, stop_after=stop_after) for name in ("rollout", "sync", "keeper", *ROLES)}
+    part = {name: Recorder(name, calls, stop_after=stop_after) for name in ("rollout", "sync", "recorder", *ROLES)}
     recipe = Recipe(
         model=Model(path=Path("m")),
         data=Data(train=Path("t"), eval=Path("e")),
@@ -114,15 +114,15 @@ def run(
         **sections,
     )
     there = {name: part[name] if name in ("actor", *roles) else None for name in ROLES}
-    cast = Cast(
+    handles = Handles(
         part["rollout"],  # type: ignore[arg-type]
         **there,  # type: ignore[arg-type]
         sync=part["sync"],
-        keeper=part["keeper"],
+        recorder=part["recorder"],
         timer=PhaseTimer(),
-        critic_apart=critic_apart,
+        critic_has_own_devices=critic_has_own_devices,
     )
-    return calls, part["keeper"], train(cast, recipe, state)
+    return calls, part["recorder"], train(handles, recipe, state)
 
 
 def test_samples_that_failed_are_recorded_with_the_step_that_they_are_of() -> None:
@@ -132,7 +132,7 @@ def test_samples_that_failed_are_recorded_with_the_step_that_they_are_of() -> No
 
 
 def test_one_step_reads_like_the_algorithm() -> None:
-    calls, keeper, end = run(State(2, 5), "reference")
+    calls, recorder, end = run(State(2, 5), "reference")
     scored = {"old_logprobs": ("actor",), "ref_logprobs": ("reference",)}
     assert calls == [
         ("generate", 3, 5),
@@ -150,11 +150,11 @@ def test_one_step_reads_like_the_algorithm() -> None:
     ]
     assert end == State(3, 6)
     wanted = {"reward/mean", "reward/kl", "actor/loss", "sync/weight_version", "eval/accuracy", "perf/step_s"}
-    assert wanted <= set(keeper.metrics[3])
+    assert wanted <= set(recorder.metrics[3])
 
 
 def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
-    calls, keeper, _ = run(State(2, 5), "critic", "reward_model", "teacher", critic=Critic(epochs=2))
+    calls, recorder, _ = run(State(2, 5), "critic", "reward_model", "teacher", critic=Critic(epochs=2))
     scored = {
         "old_logprobs": ("actor",),
         "teacher_logprobs": ("teacher",),
@@ -175,11 +175,11 @@ def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
         ("update", "actor", learned),
         *(("wait", name) for name in ("critic", "critic", "actor")),
     ]
-    assert {"critic/loss", "actor/loss"} <= set(keeper.metrics[3])
+    assert {"critic/loss", "actor/loss"} <= set(recorder.metrics[3])
 
 
 def test_a_critic_on_devices_of_its_own_learns_while_the_next_step_is_generated() -> None:
-    calls, keeper, end = run(State(), "critic", critic_apart=True, critic=Critic())
+    calls, recorder, end = run(State(), "critic", critic_has_own_devices=True, critic=Critic())
     order = [
         call[:2] for call in calls if call[0] in ("generate", "update", "wait", "push", "save", "record", "values")
     ]
@@ -197,22 +197,22 @@ def test_a_critic_on_devices_of_its_own_learns_while_the_next_step_is_generated(
     for step in (1, 2, 3):
         ours, theirs = (
             {name: value for name, value in kept.metrics[step].items() if not name.startswith("perf/")}
-            for kept in (keeper, alike)
+            for kept in (recorder, alike)
         )
         assert ours == theirs and "critic/loss" in ours
     assert end == State(3, 3)
 
 
 def test_a_request_to_stop_waits_for_a_critic_apart() -> None:
-    calls, keeper, _ = run(State(), "critic", stop_after=1, critic_apart=True, critic=Critic())
+    calls, recorder, _ = run(State(), "critic", stop_after=1, critic_has_own_devices=True, critic=Critic())
     assert [call[:2] for call in calls[-3:]] == [("wait", "critic"), ("save", State(1, 1)), ("record", 1)]
-    assert "critic/loss" in keeper.metrics[1]
+    assert "critic/loss" in recorder.metrics[1]
 
 
 def test_the_actor_stands_still_while_the_critic_warms_up() -> None:
-    calls, keeper, _ = run(State(), "critic", critic=Critic(warmup_steps=2))
+    calls, recorder, _ = run(State(), "critic", critic=Critic(warmup_steps=2))
     assert [call[1] for call in calls if call[0] == "update"] == ["critic", "critic", "critic", "actor"]
-    assert "actor/loss" not in keeper.metrics[2] and "actor/loss" in keeper.metrics[3]
+    assert "actor/loss" not in recorder.metrics[2] and "actor/loss" in recorder.metrics[3]
 
 
 def test_the_rollouts_own_log_probs_save_a_forward_pass() -> None:
@@ -228,19 +228,19 @@ def test_the_reference_becomes_the_actor_every_so_many_steps() -> None:
 
 
 def test_without_a_reference_nobody_asks_for_it_and_epochs_repeat_the_update() -> None:
-    calls, keeper, end = run(State(), actor=Actor(epochs=2))
+    calls, recorder, end = run(State(), actor=Actor(epochs=2))
     assert ("logprobs", "reference") not in calls
     assert sum(call[0] == "update" for call in calls) == 6
     assert [call[1] for call in calls if call[0] == "push"] == [1, 2, 3]
     assert [call[1] for call in calls if call[0] == "evaluate"] == [2, 3]
     assert [call[1].step for call in calls if call[0] == "save"] == [2, 3]
-    assert list(keeper.metrics) == [1, 2, 3] and end == State(3, 3)
+    assert list(recorder.metrics) == [1, 2, 3] and end == State(3, 3)
 
 
 def test_a_request_to_stop_commits_the_step_under_way_and_ends_the_loop() -> None:
-    calls, keeper, end = run(State(), stop_after=1)
+    calls, recorder, end = run(State(), stop_after=1)
     assert [call[1] for call in calls if call[0] == "save"] == [State(1, 1)]  # no multiple of save_every
-    assert list(keeper.metrics) == [1] and end == State(1, 1)
+    assert list(recorder.metrics) == [1] and end == State(1, 1)
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,6 @@ def fits(row: Row) -> tuple[bool, float]:
     awake = row.number("memory_share") * cluster.device.memory_bytes
     offload = row.values["offload"] == "1"
     generating = awake + (0 if offload else actor.state[0] + reference)
-    training = actor.state[0] + actor.working[0] + cluster.rates.resting_bytes + (0 if offload else reference)
+    training = actor.state[0] + actor.working[0] + cluster.rates.offloaded_bytes + (0 if offload else reference)
     most = max(float(generating), float(training))
     return most <= cluster.usable_bytes, most

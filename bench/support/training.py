@@ -69,8 +69,8 @@ def micro_batches(size: Size, sigma: float = 1.0) -> list[list[Example]]:
 
 def to_shard(micros: list[list[Example]]) -> tuple[Shard, dict[str, Column]]:
     """The micro-batches as one shard, and its columns."""
-    dealt = [example for row in zip(*micros, strict=True) for example in row]
-    [shard], [columns] = shards([dealt], micro_batches=len(micros))
+    assigned = [example for row in zip(*micros, strict=True) for example in row]
+    [shard], [columns] = shards([assigned], micro_batches=len(micros))
     return shard, columns
 
 

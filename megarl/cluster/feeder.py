@@ -1,4 +1,4 @@
-"""The process that deals out packed rows of supervised runs, so that the driver never holds tokens."""
+"""The process that hands out packed rows of supervised runs, so that the driver never holds tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ray
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.roles import Batch
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import seat_on
+from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Shard
 from megarl.data.pack import pack_pairs, pack_sft
@@ -93,7 +93,7 @@ class Feeder:
     def start(cls, runtime: Runtime, recipe: SupervisedRecipe, num_shards: int, waiter: Waiter) -> Feeder:
         """Start the process and read all rows."""
         spec = runtime.process("feeder")
-        handle = ray.remote(FeederActor).options(**seat_on(runtime.here).options).remote(spec, recipe, num_shards)
+        handle = ray.remote(FeederActor).options(**slot_on(runtime.here).options).remote(spec, recipe, num_shards)
         worker = Worker(handle, spec, ProcessFacts(0, "?"))
         facts = waiter.wait(
             [Call(worker, handle.facts.remote())], phase="start", role="feeder", deadline_s=recipe.deadlines.start_s

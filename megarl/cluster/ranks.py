@@ -11,10 +11,11 @@ import ray
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import Seat
+from megarl.cluster.slots import Slot
 from megarl.cluster.waits import Call, Pending, Waiter, Worker
 from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.core.platform import PlatformName
+from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
 from megarl.data.pack import merge_columns, merge_shards, split_column
 from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
@@ -27,7 +28,7 @@ class RankActor:
 
     def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int) -> None:
         self._facts = configure_process(spec)
-        self._rank = Rank(rank, world_size, platform, seed)
+        self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None))
         self._sender: BroadcastSender | None = None
 
     def facts(self) -> ProcessFacts:
@@ -134,14 +135,14 @@ class RankGroup:
 
     @classmethod
     def launch(
-        cls, runtime: Runtime, seats: Sequence[Seat], pool: str, seed: int, waiter: Waiter, deadline_s: float
+        cls, runtime: Runtime, slots: Sequence[Slot], pool: str, seed: int, waiter: Waiter, deadline_s: float
     ) -> LaunchingRanks:
-        """Start one process on each seat; returns at once, so that others can start meanwhile."""
+        """Start one process on each slot; returns at once, so that others can start meanwhile."""
         starting = []
-        for rank, seat in enumerate(seats):
-            spec = runtime.process(f"{pool} {rank}", seat.node)
-            actor = ray.remote(RankActor).options(**seat.options)
-            handle = actor.remote(spec, rank, len(seats), runtime.platform.name, seed)
+        for rank, slot in enumerate(slots):
+            spec = runtime.process(f"{pool} {rank}", slot.node)
+            actor = ray.remote(RankActor).options(**slot.options)
+            handle = actor.remote(spec, rank, len(slots), runtime.platform.name, seed)
             starting.append(Worker(handle, spec, ProcessFacts(0, "?")))
         calls = [Call(worker, worker.handle.facts.remote()) for worker in starting]
 

@@ -12,11 +12,12 @@ import ray
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import seat_on
 from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
+from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import SyncError
 from megarl.core.log import get_logger
+from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
@@ -52,7 +53,7 @@ class CollectorActor:
 
     def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_shards: int) -> None:
         self._facts = configure_process(spec)
-        self._collector = Collector.open(recipe, router, num_shards)
+        self._collector = Collector.open(recipe, router, num_shards, Progress(spec.progress))
         self._num_shards = num_shards
         self._probe: list[list[int]] = []
 
@@ -128,31 +129,31 @@ class RolloutPool:
     ) -> LaunchingRollout:
         """Start the collector, for servers that are starting; returns at once, so that ranks can start meanwhile."""
         spec = runtime.process("collector")
-        actor = ray.remote(CollectorActor).options(**seat_on(runtime.here).options)
+        actor = ray.remote(CollectorActor).options(**slot_on(runtime.here).options)
         handle = actor.remote(spec, recipe, servers.endpoint(), num_shards)
         collector = Worker(handle, spec, ProcessFacts(0, "?"))
         starts = [Call(collector, handle.facts.remote()), Call(collector, handle.start.remote())]
         return LaunchingRollout(collector, starts, servers, waiter, recipe, num_shards)
 
     def generate(self, step: int, weight_version: int) -> Batch:
-        """One step's samples: generated, graded, filtered, packed. The servers rest until weights come."""
-        with self._serving(then_rest=self.recipe.rollout.resting):
+        """One step's samples: generated, graded, filtered, packed. The servers sleep until weights come."""
+        with self._serving(then_sleep=self.recipe.rollout.offload):
             generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
             info, *shards = generate.remote(step, weight_version)
             return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
 
     @contextmanager
-    def _serving(self, then_rest: Collection[ServerPart]) -> Iterator[None]:
-        """Servers that answer. then_rest: of what the recipe lets rest, what nothing needs afterwards.
+    def _serving(self, then_sleep: Collection[ServerPart]) -> Iterator[None]:
+        """Servers that answer. then_sleep: of what the recipe offloads, what nothing needs afterwards.
 
-        Raises SyncError where their weights rest: only a sync wakes these, for they come back as garbage.
+        Raises SyncError where their weights are offloaded: only a sync brings these back.
         """
-        resting, deadline_s = self.recipe.rollout.resting, self.recipe.deadlines.sync_s
+        offloaded, deadline_s = self.recipe.rollout.offload, self.recipe.deadlines.sync_s
         self.servers.wake(CACHE, deadline_s)
         if self.servers.asleep:
-            raise SyncError("The servers' weights rest, and nobody has sent them again: a weight sync comes first.")
+            raise SyncError("The servers' weights are offloaded and were not sent again: a weight sync comes first.")
         yield
-        self.servers.rest(set(then_rest).intersection(resting), deadline_s)
+        self.servers.sleep(set(then_sleep).intersection(offloaded), deadline_s)
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
         """What the updates learn from: references, one a shard for each column, and metrics. columns: the roles'."""
@@ -167,7 +168,7 @@ class RolloutPool:
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Held-out answers, graded."""
-        with self._serving(then_rest=CACHE):
+        with self._serving(then_sleep=CACHE):
             evaluate = self.collector.handle.evaluate.remote(step, weight_version)
             result: EvalResult = self._wait(evaluate, "eval", self.recipe.deadlines.rollout_s)
         return result
@@ -181,7 +182,7 @@ class RolloutPool:
     def verify(self, trainer: Any, tolerance: float, version: int) -> ProbeResult:
         """Compare all servers with the trainer's column (a reference). Raises SyncError."""
         deadline_s = self.recipe.deadlines.sync_s
-        with self._serving(then_rest=CACHE):
+        with self._serving(then_sleep=CACHE):
             endpoints = [server.endpoint for server in self.servers.servers]
             verify = self.collector.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
             result: ProbeResult = self._wait(verify, "sync", deadline_s)

@@ -24,7 +24,7 @@ import ray
 
 from megarl.cluster.nodes import REGISTRY, Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
-from megarl.cluster.seats import Seat, reserve
+from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.log import get_logger
@@ -41,7 +41,7 @@ class Runtime:
     """What every process of the run needs to know. Use as a context manager: leaving it leaves nothing behind.
 
     folder: the run's folder, absolute. run_id: marks every process of the run. api_key: the servers' and the router's.
-    nodes: the driver's first. seats: one a rank, in the order of the ranks.
+    nodes: the driver's first. slots: one a rank, in the order of the ranks.
     """
 
     platform: Platform
@@ -51,7 +51,7 @@ class Runtime:
     temp: Path
     guard: subprocess.Popen[bytes]
     nodes: Nodes = field(default_factory=lambda: Nodes(()))
-    seats: tuple[Seat, ...] = ()
+    slots: tuple[Slot, ...] = ()
 
     @property
     def logs(self) -> Path:
@@ -100,7 +100,7 @@ class Runtime:
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
                 count = int(devices.get(platform.ray_resource, 0))
                 runtime.nodes = Nodes((Node(socket.gethostname(), LOOPBACK, here, temp, count),))
-            runtime.seats = reserve(platform, runtime.nodes.members, num_devices)
+            runtime.slots = reserve(platform, runtime.nodes.members, num_devices)
         except BaseException:
             runtime.close()
             raise

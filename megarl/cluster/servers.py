@@ -14,7 +14,7 @@ import ray
 from megarl.cluster.nodes import Node
 from megarl.cluster.process import LOOPBACK, ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import ServerSeat, seat_on
+from megarl.cluster.slots import ServerSlot, slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import MegarlError, WorkerDiedError
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
@@ -77,9 +77,9 @@ class ServerActor(_Supervisor):
         """Where the server answers."""
         return self._server.endpoint
 
-    async def rest(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
+    async def sleep(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
         """Have the server give back the memory of these parts; why it did not, where it did not."""
-        return await self._told(lambda client: client.rest(parts, deadline_s))
+        return await self._told(lambda client: client.sleep(parts, deadline_s))
 
     async def wake(self, parts: tuple[ServerPart, ...], serve: bool, deadline_s: float) -> str:
         """Have the server take it again; serve: and requests, too. Why it did not, where it did not."""
@@ -127,7 +127,7 @@ class Server:
 class ServerPool:
     """The servers that serve, and the router in front. A server that dies or fails an update leaves the pool.
 
-    Some parts of their memory may rest while nothing needs them; they serve only while all are awake.
+    Parts of their memory may be offloaded while nothing needs them; they serve only while all are awake.
     """
 
     def __init__(self, servers: list[Server], router: Worker, router_endpoint: ServerEndpoint, waiter: Waiter) -> None:
@@ -146,18 +146,18 @@ class ServerPool:
         cls,
         runtime: Runtime,
         spec: ServerSpec,
-        seats: Sequence[ServerSeat],
+        slots: Sequence[ServerSlot],
         request_timeout_s: float,
         waiter: Waiter,
         deadline_s: float,
     ) -> LaunchingPool:
-        """Start all processes side by side, a server a seat; returns at once, so that ranks can start meanwhile."""
-        workers = [_start_server(runtime, spec, index, seat) for index, seat in enumerate(seats)]
+        """Start all processes side by side, a server a slot; returns at once, so that ranks can start meanwhile."""
+        workers = [_start_server(runtime, spec, index, slot) for index, slot in enumerate(slots)]
         process = runtime.process("router")
         place = _place(runtime, runtime.here)
         handle = (
             ray.remote(RouterActor)
-            .options(**seat_on(runtime.here).options)
+            .options(**slot_on(runtime.here).options)
             .remote(process, runtime.here.registry, RouterSpec(request_timeout_s=request_timeout_s), place)
         )
         router = Worker(handle, process, ProcessFacts(0, "?"))
@@ -181,15 +181,15 @@ class ServerPool:
         for part in (gone.worker, *gone.others):
             part.handle.stop.remote()
 
-    def rest(self, parts: Collection[ServerPart], deadline_s: float) -> None:
+    def sleep(self, parts: Collection[ServerPart], deadline_s: float) -> None:
         """Have all servers give back the memory of these parts, where they are awake. Raises what `Waiter.wait` raises."""
         new = tuple(sorted(set(parts) - self.asleep))
         self.asleep |= set(new)
         if new:
-            self._tell(lambda server: server.rest.remote(new, deadline_s), "sleep", deadline_s)
+            self._tell(lambda server: server.sleep.remote(new, deadline_s), "sleep", deadline_s)
 
     def wake(self, parts: Collection[ServerPart], deadline_s: float) -> None:
-        """Have all servers take memory again for these parts, where they rest. Raises what `Waiter.wait` raises."""
+        """Have all servers take memory again for these parts, where they are offloaded. Raises what `Waiter.wait` raises."""
         new = tuple(sorted(self.asleep.intersection(parts)))
         self.asleep -= set(new)
         if new:
@@ -214,15 +214,15 @@ class ServerPool:
         ray.wait([worker.handle.stop.remote() for worker in workers], num_returns=len(workers), timeout=timeout_s)
 
 
-def _start_server(runtime: Runtime, spec: ServerSpec, index: int, seat: ServerSeat) -> tuple[Worker, ...]:
+def _start_server(runtime: Runtime, spec: ServerSpec, index: int, slot: ServerSlot) -> tuple[Worker, ...]:
     """A process for each of its parts; the first is the one that answers."""
-    spec = replace(spec, shares_devices=seat.shared)
-    first = seat.parts[0].node
-    meet = f"{first.address}:{runtime.nodes.free_port(first)}" if len(seat.parts) > 1 else ""
+    spec = replace(spec, shares_devices=slot.shared)
+    first = slot.parts[0].node
+    meet = f"{first.address}:{runtime.nodes.free_port(first)}" if len(slot.parts) > 1 else ""
     workers = []
-    for rank, part in enumerate(seat.parts):
+    for rank, part in enumerate(slot.parts):
         process = runtime.process(f"server {index}" + (f" part {rank}" if rank else ""), part.node)
-        own = replace(spec, span=Span(len(seat.parts), rank, meet)) if meet else spec
+        own = replace(spec, span=Span(len(slot.parts), rank, meet)) if meet else spec
         place = _place(runtime, part.node, part.env)
         actor = ray.remote(ServerActor).options(**part.options)
         handle = actor.remote(process, part.node.registry, own, runtime.platform.name, place)

@@ -34,7 +34,7 @@ class WeightSync:
         Raises SyncError, WorkerDiedError, DeadlineError.
         """
         settings, deadline_s = self.recipe.sync, self.recipe.deadlines.sync_s
-        # Room for what comes. Their cache rests until the ranks have sent, and counted what they expect.
+        # Room for what comes. Their cache is offloaded until the ranks have sent, and counted what they expect.
         self.rollout.servers.wake(WEIGHTS, deadline_s)
         endpoints = [server.endpoint for server in self.rollout.servers.servers]
         reports: list[SyncReport | None] = self.ranks.ask(

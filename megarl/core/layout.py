@@ -139,7 +139,7 @@ def is_lead(rank: int, layout: Layout) -> bool:
 def stage_layers(layout: Layout, num_layers: int) -> tuple[tuple[range, ...], ...]:
     """Layers (from 0) of each virtual stage of each pipeline rank: [pp][vpp], as Megatron deals them.
 
-    Raises UserError when the layers cannot be dealt evenly.
+    Raises UserError when the layers cannot be assigned evenly.
     """
     fixed = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     given = {stage: layers for stage, layers in fixed.items() if layers is not None}
@@ -147,7 +147,7 @@ def stage_layers(layout: Layout, num_layers: int) -> tuple[tuple[range, ...], ..
     even = rest // middle if middle else 0
     counts = [given.get(stage, even) for stage in range(layout.pp)]
     if sum(counts) != num_layers or any(count < 1 or count % layout.vpp for count in counts):
-        asked = f"{num_layers} layers cannot be dealt to {layout.pp} pipeline ranks of {layout.vpp} virtual stages"
+        asked = f"{num_layers} layers cannot be assigned to {layout.pp} pipeline ranks of {layout.vpp} virtual stages"
         uneven = f" with {given} layers fixed (rank: layers)" if given else ""
         raise UserError(
             f"{asked}{uneven}: every rank needs a number of layers that {layout.vpp} divides, and all together "

@@ -144,7 +144,7 @@ _METRICS: dict[str, MetricSpec] = {
     "dpo/lr": MetricSpec("1", "as actor/lr, of a DPO run", ".2e"),
     "eval/accuracy": MetricSpec(
         "fraction",
-        "held-out samples with a reward (with eval.by: that grader's score) of at least 0.5 / held-out samples",
+        "held-out samples with a reward (with eval.grader: that grader's score) of at least 0.5 / held-out samples",
         ".3f",
     ),
     "eval/reward": MetricSpec("reward", "mean over held-out samples", ".3f"),

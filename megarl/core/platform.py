@@ -39,7 +39,7 @@ class Platform:
 
     name: cpu or cuda. device: torch's device string for tensors of a rank. backend: torch.distributed's backend.
     ray_resource: the Ray resource that one device is. server_args: extra flags of `sglang.launch_server`; shared_server_args:
-    those of a server whose devices are ranks' as well, before the recipe's own; resting_server_args: those of one that
+    those of a server whose devices are ranks' as well, before the recipe's own; offload_server_args: those of one that
     gives its memory back at times (none on cpu: there SGLang 0.5.21 keeps what it is asked to release).
     env: variables that every rank and server starts with.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
@@ -48,7 +48,7 @@ class Platform:
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
     serves_fp8: SGLang can serve FP8 weights there.
-    has_device_memory: devices have memory of their own, so that what rests can move to the host's.
+    has_device_memory: devices have memory of their own, so that what is offloaded can move to the host's.
     """
 
     name: PlatformName
@@ -61,7 +61,7 @@ class Platform:
     has_transformer_engine: bool
     has_apex: bool
     shared_server_args: tuple[str, ...] = ()
-    resting_server_args: tuple[str, ...] = ()
+    offload_server_args: tuple[str, ...] = ()
     chunk_elements: int = 16 * 2**20
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
@@ -72,7 +72,7 @@ class Platform:
     @property
     def frees_servers(self) -> bool:
         """Whether a server there gives the memory back that it is asked to."""
-        return bool(self.resting_server_args)
+        return bool(self.offload_server_args)
 
     def server_env(self, tp: int) -> dict[str, str]:
         """Variables that a server of this tensor-parallel size needs beside `env`."""
@@ -127,7 +127,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         server_args=("--skip-server-warmup",),
         # By default it would take nearly all of the memory, and the ranks find none.
         shared_server_args=("--mem-fraction-static", "0.3"),
-        resting_server_args=("--enable-memory-saver",),
+        offload_server_args=("--enable-memory-saver",),
         env={},
         has_transformer_engine=_installed("transformer_engine"),
         has_apex=_installed("apex") and _installed("amp_C"),

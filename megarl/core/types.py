@@ -152,7 +152,7 @@ class EvalResult:
 
     num_prompts: int
     num_samples: int
-    accuracy: float  # share of samples whose reward, or score by the grader of eval.by, is at least 0.5
+    accuracy: float  # share of samples whose reward, or score by the grader of eval.grader, is at least 0.5
     reward: float  # mean
     metrics: dict[str, float]
     failure: str = ""

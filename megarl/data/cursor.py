@@ -11,7 +11,7 @@ from megarl.core.types import IntArray
 
 
 class Cursor:
-    """Deals out row indices. The order of an epoch depends on (seed, epoch) alone, so a saved place is two numbers."""
+    """Hands out row indices. The order of an epoch depends on (seed, epoch) alone, so a saved place is two numbers."""
 
     def __init__(self, num_rows: int, seed: int, *, shuffle: bool, what: str) -> None:
         """num_rows: rows of an epoch, at least 1. what: the rows' name, for messages."""
@@ -27,7 +27,7 @@ class Cursor:
 
     @property
     def epoch(self) -> int:
-        """Whole passes dealt out so far."""
+        """Whole passes handed out so far."""
         return self._epoch + (self._position == self._num_rows)
 
     def take(self, count: int) -> IntArray:

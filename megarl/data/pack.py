@@ -59,7 +59,7 @@ def pack(
     """One shard for each data-parallel rank.
 
     Samples are cut into mini-batches of `mini_batch_samples` in the given order; the last may be smaller. Within each,
-    samples are dealt to the shards by tokens (longest first, to the lightest shard), then packed.
+    samples are assigned to the shards by tokens (longest first, to the lightest shard), then packed.
     `MicroBatch.sample_index` counts in `samples`; `FILLER_INDEX` marks a filler. The weights of a mini-batch come from
     `algorithms.reduce.sample_weights` over all its samples, whichever shard they are in.
 

@@ -1,4 +1,4 @@
-"""Prompts with their answers: rows of a file, tokenised, dealt out in an order that a seed decides.
+"""Prompts with their answers: rows of a file, tokenised, handed out in an order that a seed decides.
 
 A string prompt is rendered as one user message where the tokenizer has a chat template, and encoded as it stands where
 it has none. Not for demonstrations (sft.py), nor for responses.
@@ -129,7 +129,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer, data: Data) -> PromptSet:
 
 
 class PromptSource:
-    """Deals out prompts, epoch after epoch; its place can be saved."""
+    """Hands out prompts, epoch after epoch; its place can be saved."""
 
     def __init__(self, prompts: PromptSet, seed: int, *, shuffle: bool = True) -> None:
         self._prompts = prompts.prompts
@@ -137,7 +137,7 @@ class PromptSource:
 
     @property
     def epoch(self) -> int:
-        """Whole passes dealt out so far."""
+        """Whole passes handed out so far."""
         return self._cursor.epoch
 
     def take(self, count: int) -> list[Prompt]:

@@ -63,7 +63,7 @@ def kept_rows(path: Path, rows: Sequence[T], num_dropped: int, max_tokens: int) 
 
 
 class RowSource(Generic[T]):
-    """Deals out rows, epoch after epoch; its place can be saved."""
+    """Hands out rows, epoch after epoch; its place can be saved."""
 
     def __init__(self, rows: RowSet[T], seed: int, *, shuffle: bool = True) -> None:
         self._rows = rows.rows
@@ -71,7 +71,7 @@ class RowSource(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """Whole passes dealt out so far."""
+        """Whole passes handed out so far."""
         return self._cursor.epoch
 
     def take(self, count: int) -> list[T]:

@@ -138,7 +138,7 @@ class _Shards:
         with self._explained():
             file = self._file or self._open(name, tensor)
             for piece in content.split(PIECE_BYTES):
-                # A copy: numpy would hold on to storage that a role frees when it rests.
+                # A copy: numpy would hold on to storage that a role frees when it is offloaded.
                 _write(file, memoryview(piece.clone().numpy().data))
         offsets = [self._size, self._size + tensor.nbytes]
         self._entries[name] = _entry(SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets)

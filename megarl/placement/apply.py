@@ -104,7 +104,7 @@ def _section(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
     tp, pp, cp, ep = (int(choice[axis]) for axis in ("tp", "pp", "cp", "ep"))
     update: dict[str, Any] = {
         "parallel": Parallel(tp=tp, pp=pp, cp=cp, ep=ep),
-        "resting": _PARTS[role.role in TRAINED] if choice["rests"] else (),
+        "offload": _PARTS[role.role in TRAINED] if choice["offloaded"] else (),
     }
     if role.role in TRAINED:
         update["recompute"] = choice["recompute"]
@@ -119,7 +119,7 @@ def _rollout(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
     update: dict[str, Any] = {
         "servers": int(role.choice["servers"]),
         "tp": int(role.choice["tp"]),
-        "resting": _SERVER_PARTS if role.choice["rests"] else (),
+        "offload": _SERVER_PARTS if role.choice["offloaded"] else (),
     }
     if recipe.rollout.kv_tokens is None and FRACTION_FLAG not in recipe.rollout.server_args:
         update["server_args"] = (*recipe.rollout.server_args, FRACTION_FLAG, f"{role.choice['memory_share']:g}")

@@ -91,7 +91,7 @@ class Batches:
 
 
 def batches(samples: float, workload: Workload, choice: Layouts) -> Batches:
-    """Micro-batches of the heaviest data-parallel rank when this many samples are dealt.
+    """Micro-batches of the heaviest data-parallel rank when this many samples are assigned.
 
     Dealt well, the heaviest rank has the mean, or the longest sample where ranks have few; whole samples, so that one rank
     has the mean number rounded up, none of them shorter than the shortest. A micro-batch is filled as far as they let it.
@@ -109,9 +109,9 @@ def score_seconds(
     config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool = True
 ) -> Seconds:
     """Log-probs (or values, without a head) of a step's samples."""
-    dealt = batches(workload.samples, workload, choice)
-    one, _, _ = passes(config, choice, dealt.tokens, workload, cluster, head=head)
-    return _pipelined(one, dealt.count, choice, workload, cluster)
+    assigned = batches(workload.samples, workload, choice)
+    one, _, _ = passes(config, choice, assigned.tokens, workload, cluster, head=head)
+    return _pipelined(one, assigned.count, choice, workload, cluster)
 
 
 def update_seconds(
@@ -119,10 +119,10 @@ def update_seconds(
 ) -> Seconds:
     """All optimizer steps of one step. epochs: times that the role goes through the samples."""
     updates = workload.mini_batches * epochs
-    dealt = batches(workload.samples / workload.mini_batches, workload, choice)
-    forward, backward, again = passes(config, choice, dealt.tokens, workload, cluster, head=head)
+    assigned = batches(workload.samples / workload.mini_batches, workload, choice)
+    forward, backward, again = passes(config, choice, assigned.tokens, workload, cluster, head=head)
     both = forward.plus(backward).plus(again)
-    seconds = _pipelined(both, dealt.count * updates, choice, workload, cluster, updates=updates, calls=epochs)
+    seconds = _pipelined(both, assigned.count * updates, choice, workload, cluster, updates=updates, calls=epochs)
     gradients, optimizer = _step_seconds(config, choice, workload, cluster, head=head)
     return Seconds(**{**vars(seconds), "gradients": updates * gradients, "optimizer": updates * optimizer})
 

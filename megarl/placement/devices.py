@@ -24,7 +24,7 @@ class Device:
     direction, where the cluster file does not say. host_bytes_s: to the host's memory, one direction. per_node: devices of the
     usual node, which is what fast links join. tile_rows: rows that one matrix instruction takes of the queries of decode
     attention and of an expert's tokens; fewer are padded. queues: whether the host runs ahead of the device, so that
-    launching costs time only where there is little to compute. rests_on_host: what rests can leave the device.
+    launching costs time only where there is little to compute. offloads_to_host: whether what is offloaded can leave the device.
     source: where the figures are published.
     """
 
@@ -42,7 +42,7 @@ class Device:
     source: str
     tile_rows: int = 64
     queues: bool = True
-    rests_on_host: bool = True
+    offloads_to_host: bool = True
 
     def product_flops(self, dtype: str) -> float:
         """What large products of that dtype reach, operations a second."""
@@ -155,7 +155,7 @@ _CPU = Device(
     per_node=2,
     tile_rows=1,
     queues=False,
-    rests_on_host=False,
+    offloads_to_host=False,
     source="one core of a desktop processor as a device, measured with this project; measure your own",
 )
 # What differs from another device in little.

@@ -22,8 +22,8 @@ GRADIENT_BYTES = 4
 MASTER_BYTES, MOMENT_BYTES = 4, 8
 # Logits as they come, their float32 copy, and the gradient.
 LOGIT_COPIES_BYTES = 4
-# What a role that rests leaves on the device: caches, small buffers.
-RESTING_SHARE = 0.02
+# What a role that is offloaded leaves on the device: caches, small buffers.
+OFFLOADED_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RoleBytes:
 
     @property
     def moved(self) -> Any:
-        """What goes to the host and comes back when the role rests: gradients are made anew."""
+        """What goes to the host and comes back when the role is offloaded: gradients are made anew."""
         return self.weights + self.optimizer
 
 

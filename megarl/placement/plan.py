@@ -38,7 +38,7 @@ class RolePlan:
     seconds: Mapping[str, float]
     parts: Mapping[str, Mapping[str, float]]
     held_bytes: Mapping[str, float]
-    resting_bytes: float
+    offloaded_bytes: float
     choice: Mapping[str, int | float | str | bool]
     dispatch_s: float = 0.0
 
@@ -224,8 +224,8 @@ def placement_plan(
             else _role_plan(role, tables, row, workload, cluster)
             for role, row in zip(pool, found.rows[index], strict=True)
         )
-        resting = sum(role.resting_bytes for role in roles)
-        peaks = {role.role: resting - role.resting_bytes + sum(role.held_bytes.values()) for role in roles}
+        offloaded = sum(role.offloaded_bytes for role in roles)
+        peaks = {role.role: offloaded - role.offloaded_bytes + sum(role.held_bytes.values()) for role in roles}
         fullest = max(peaks, key=lambda role: peaks[role])
         reserved = kind.rates.reserved_bytes
         pools.append(PoolPlan(devices, first[kind], roles, peaks[fullest] + reserved, fullest, kind, len(kinds) > 1))
@@ -270,25 +270,25 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
         if seconds is not None:
             parts[stage] = {name: float(np.ravel(value)[0]) for name, value in vars(seconds).items()}
             dispatch_s += parts[stage].pop("dispatch")
-    rests = bool(table.rests[row])
+    offloaded = bool(table.offloaded[row])
     gather = float(gather_seconds(workload.models[role], choice, workload, cluster)[0]) if role == ACTOR else 0.0
     layout = choice.layout(0)
     recompute = RECOMPUTE[int(choice.recompute[0])]
     words = [str(layout), f"{int(choice.micro_tokens[0])} tokens"]
     words += [f"recompute {recompute}"] if recompute != "none" else []
-    words += ["rests"] if rests else []
+    words += ["offloaded"] if offloaded else []
     return RolePlan(
         role=role,
         shape=", ".join(words),
         seconds={"sync": gather, "sleep and wake": float(cost[0]) - gather, "prepare": cost[1], "train": cost[2]},
         parts=parts,
         held_bytes={name: float(np.ravel(value)[0]) for name, value in vars(held).items()},
-        resting_bytes=float(table.choices.rest[row]),
+        offloaded_bytes=float(table.choices.rest[row]),
         choice={
             **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp")},
             "micro_batch_tokens": int(choice.micro_tokens[0]),
             "recompute": recompute,
-            "rests": rests,
+            "offloaded": offloaded,
         },
         dispatch_s=dispatch_s,
     )
@@ -302,7 +302,7 @@ def _rollout_plan(
     config = workload.models[ROLLOUT]
     held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
-    rests = bool(table.rests[row])
+    offloaded = bool(table.offloaded[row])
     apart, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)
     generation = float((seconds.flow if asynchronous else seconds.total)[0])
     count, tp, running = int(choice.count[0]), int(choice.tp[0]), int(seconds.running[0])
@@ -310,22 +310,22 @@ def _rollout_plan(
     parts = {name: float(np.ravel(getattr(seconds, name))[0]) for name in ("prefill", "full", "tail", "requests")}
     return RolePlan(
         role=ROLLOUT,
-        shape=servers + (", rests" if rests else ""),
+        shape=servers + (", offloaded" if offloaded else ""),
         seconds={
             "rollout": generation,
             "sync": together if shared else apart,
-            "sleep and wake": cluster.rates.wake_s * rests,
+            "sleep and wake": cluster.rates.wake_s * offloaded,
         },
         parts={} if asynchronous else {"rollout": parts},
         held_bytes={"weights": float(held.weights[0]), "cache": float(held.cache[0]), "other": held.other},
-        resting_bytes=float(table.apart.rest[row]),
+        offloaded_bytes=float(table.apart.rest[row]),
         choice={
             "servers": count,
             "tp": tp,
             "memory_share": float(choice.share[0]),
             "running": running,
             "kv_tokens": int(held.cache_tokens[0]),
-            "rests": rests,
+            "offloaded": offloaded,
         },
     )
 

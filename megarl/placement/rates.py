@@ -33,7 +33,7 @@ class Rates:
     sync_s (one weight sync). copy_bytes_s: weights from the ranks into servers on the same devices. at_once: devices of a node
     that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for devices
     share cores. reserved_bytes: context, communicators. server_bytes: what a server holds beside weights and KV cache;
-    resting_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
+    offloaded_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
 
     matmul: AMD's typical attained FLOPs are 0.74 to 0.81 of the most that is achievable (ROCm blog, "Typical Attained FLOPs").
     attention: FlashAttention-3 on H100, causal, 2,048 tokens. memory: copies and triads on H100 reach 0.9 of the data sheet.
@@ -76,7 +76,7 @@ class Rates:
     copy_bytes_s: float = 4 * GB
     reserved_bytes: float = 2.0 * GIB
     server_bytes: float = 3.0 * GIB
-    resting_bytes: float = 0.6 * GIB
+    offloaded_bytes: float = 0.6 * GIB
     fragmentation: float = 0.04
 
 
@@ -115,7 +115,7 @@ _CPU_RATES = Rates(
     copy_bytes_s=0.3 * GB,
     reserved_bytes=1.0 * GIB,
     server_bytes=1.5 * GIB,
-    resting_bytes=1.5 * GIB,
+    offloaded_bytes=1.5 * GIB,
     fragmentation=0.02,
 )
 

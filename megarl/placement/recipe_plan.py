@@ -1,7 +1,7 @@
 """What a recipe's own placement is predicted to take: its pools, layouts and servers as they stand, nothing searched.
 
 Servers stand on devices of their own where the cluster has enough beside the ranks', on the first pool's otherwise
-(cluster/seats.py). Where processes stand for devices servers have none; they count as the actor's.
+(cluster/slots.py). Where processes stand for devices servers have none; they count as the actor's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def predict_recipe(recipe: Recipe, workload: Workload, cluster: Cluster) -> Plac
     ]
     ranks = sum(devices for _, devices in pools)
     used = recipe.rollout.servers * recipe.rollout.tp
-    apart = cluster.device.rests_on_host and cluster.num_devices - ranks >= used
+    apart = cluster.device.offloads_to_host and cluster.num_devices - ranks >= used
     if apart:
         pools.append(((ROLLOUT,), used))
     else:
-        host = 0 if cluster.device.rests_on_host else [ACTOR in roles for roles, _ in pools].index(True)
+        host = 0 if cluster.device.offloads_to_host else [ACTOR in roles for roles, _ in pools].index(True)
         roles, used = pools[host]
         pools[host] = ((*roles, ROLLOUT), used)
     tables = AllTables(
@@ -64,7 +64,7 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
     """The prediction of a recipe's own placement. Raises UserError where its devices do not hold it."""
     plan = predict_recipe(recipe, workload, cluster)
     usable = cluster.usable_bytes + cluster.rates.reserved_bytes
-    if cluster.device.rests_on_host:
+    if cluster.device.offloads_to_host:
         full = [pool for pool in plan.pools if pool.peak_bytes > usable]
         if not full:
             return plan
@@ -86,7 +86,7 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
     )
     raise UserError(
         f"The run does not fit into memory: {what}, and {have}. Cut the models further (<role>.parallel), lower "
-        f"actor.micro_batch_tokens, or let roles and servers rest (<role>.resting, rollout.resting). {advice}"
+        f"actor.micro_batch_tokens, or offload roles and servers (<role>.offload, rollout.offload). {advice}"
     )
 
 
@@ -96,7 +96,7 @@ def _role_table(role: str, layout: Layout, recipe: Recipe, workload: Workload, c
     sizes = (layout.world_size, layout.tp, layout.pp, layout.cp, layout.ep)
     values = (*sizes, recipe.actor.micro_batch_tokens, RECOMPUTE.index(kind))
     choice = Layouts(*(np.array([value], np.int64) for value in values))
-    return price_role(role, choice, np.array(["params" in section.resting]), workload, cluster)
+    return price_role(role, choice, np.array(["params" in section.offload]), workload, cluster)
 
 
 def _rollout_table(recipe: Recipe, workload: Workload, cluster: Cluster, devices: int, *, shared: bool) -> RolloutTable:
@@ -109,8 +109,8 @@ def _rollout_table(recipe: Recipe, workload: Workload, cluster: Cluster, devices
         # A little more, so that rounding takes no token away.
         fraction = float(held[0] * (1 + 1e-9) + cluster.rates.server_bytes) / cluster.device.memory_bytes
     choice = Servers(np.array([devices], np.int64), tp, np.array([fraction]), used)
-    rests = cluster.device.rests_on_host and {"weights", "kv_cache"} <= set(settings.resting)
-    return price_rollout(choice, np.array([rests]), workload, cluster)
+    offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
+    return price_rollout(choice, np.array([offloaded]), workload, cluster)
 
 
 def _fraction(args: tuple[str, ...]) -> float | None:

@@ -29,7 +29,7 @@ def render(plan: Plan, *, explain: bool = False) -> Group:
 
 def _roles(placement: PlacementPlan, plan: Plan) -> Table:
     table = Table(title="Pools", title_justify="left")
-    for column in ("devices", "role", "layout", "seconds", "GiB awake", "GiB resting", "peak of the device, GiB"):
+    for column in ("devices", "role", "layout", "seconds", "GiB awake", "GiB offloaded", "peak of the device, GiB"):
         table.add_column(column, justify="left" if column in ("role", "layout") else "right")
     for pool in placement.pools:
         for index, role in enumerate(pool.roles):
@@ -39,7 +39,7 @@ def _roles(placement: PlacementPlan, plan: Plan) -> Table:
                 role.shape,
                 f"{sum(role.seconds.values()):.3g}",
                 f"{sum(role.held_bytes.values()) / GIB:.1f}",
-                f"{role.resting_bytes / GIB:.1f}" if len(pool.roles) > 1 else "",
+                f"{role.offloaded_bytes / GIB:.1f}" if len(pool.roles) > 1 else "",
                 ""
                 if index
                 else f"{pool.peak_bytes / GIB:.1f} of {pool.kind.device.memory_bytes / GIB:.0f} ({pool.peak_role})",
@@ -128,7 +128,7 @@ def _placement(placement: PlacementPlan) -> dict[str, Any]:
                         "seconds": {name: float(seconds) for name, seconds in role.seconds.items()},
                         "parts_s": role.parts,
                         "held_bytes": role.held_bytes,
-                        "resting_bytes": role.resting_bytes,
+                        "offloaded_bytes": role.offloaded_bytes,
                     }
                     for role in pool.roles
                 },

@@ -87,13 +87,13 @@ def _draw_step(placement: PlacementPlan, workload: Workload, random: np.random.G
 def _rollout_seconds(tokens: Floats, rollout: RolePlan, workload: Workload, cluster: Cluster) -> tuple[float, float]:
     """Seconds until the slowest server has answered everything, and of it the tail.
 
-    Samples are dealt to servers in turn. A server runs as many as it holds; whoever ends gives its place to the next.
+    Samples are assigned to servers in turn. A server runs as many as it holds; whoever ends gives its place to the next.
     """
     count, cap = int(rollout.choice["servers"]), int(rollout.choice["running"])
     each = -(-len(tokens) // count)
-    dealt = np.zeros(count * each)
-    dealt[: len(tokens)] = tokens
-    queues = dealt.reshape(each, count).T
+    assigned = np.zeros(count * each)
+    assigned[: len(tokens)] = tokens
+    queues = assigned.reshape(each, count).T
     slots = queues[:, :cap].copy()
     rows = np.arange(count)
     for index in range(cap, each):

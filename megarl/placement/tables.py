@@ -19,13 +19,13 @@ from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
 from megarl.placement.links import group_bytes_s
-from megarl.placement.memory import RESTING_SHARE, RoleBytes, role_bytes, server_bytes
+from megarl.placement.memory import OFFLOADED_SHARE, RoleBytes, role_bytes, server_bytes
 from megarl.placement.search import Tables
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
 from megarl.placement.workload import ACTOR, CRITIC, REWARD, ROLLOUT, TRAINED, Workload
 
-# Shares of a device's memory within which the fastest layout of a role is looked for, by whether it rests.
+# Shares of a device's memory within which the fastest layout of a role is looked for, by whether it is offloaded.
 _BUDGETS = {
     False: (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0),
     True: (1 / 4, 1 / 2, 3 / 4, 13 / 16, 7 / 8, 15 / 16, 1.0),
@@ -34,10 +34,10 @@ _BUDGETS = {
 
 @dataclass(frozen=True)
 class RoleTable:
-    """A Megatron role's choices. rests: [N] whether it leaves the device. choices.rows are indices into `layouts`."""
+    """A Megatron role's choices. offloaded: [N] whether it leaves the device. choices.rows are indices into `layouts`."""
 
     layouts: Layouts
-    rests: Mask
+    offloaded: Mask
     choices: Choices
 
 
@@ -46,7 +46,7 @@ class RolloutTable:
     """The rollout's choices, by how it stands to the actor."""
 
     servers: Servers
-    rests: Mask
+    offloaded: Mask
     apart: Choices
     shared: Choices
     flowing: Choices
@@ -117,25 +117,25 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
     held = held_bytes(role, choice, workload)
     total = _costs(role, choice, workload, cluster)[:, :3].sum(axis=1)
     kept = [
-        np.column_stack([rows, np.full(len(rows), rests)])
-        for rests in (space.rest if cluster.device.rests_on_host else (False,))
-        for rows in [within(held.state + held.working, total, choice.devices, cluster, _BUDGETS[rests])]
+        np.column_stack([rows, np.full(len(rows), offloaded)])
+        for offloaded in (space.rest if cluster.device.offloads_to_host else (False,))
+        for rows in [within(held.state + held.working, total, choice.devices, cluster, _BUDGETS[offloaded])]
     ]
-    rows, rests = np.concatenate(kept).T
-    return price_role(role, choice.take(rows), rests > 0, workload, cluster)
+    rows, offloaded = np.concatenate(kept).T
+    return price_role(role, choice.take(rows), offloaded > 0, workload, cluster)
 
 
-def price_role(role: str, choice: Layouts, rests: Mask, workload: Workload, cluster: Cluster) -> RoleTable:
+def price_role(role: str, choice: Layouts, offloaded: Mask, workload: Workload, cluster: Cluster) -> RoleTable:
     """Bytes and seconds of these choices, whether a device holds them or not."""
     cost = _costs(role, choice, workload, cluster)
     held = held_bytes(role, choice, workload)
     # A frozen role's weights are on the host anyway: they only come back.
-    ways = (2 if role in TRAINED else 1) * rests
+    ways = (2 if role in TRAINED else 1) * offloaded
     cost[:, 0] += held.moved * ways / (cluster.device.host_bytes_s * cluster.rates.host)
-    rest = held.state * np.where(rests, RESTING_SHARE, 1.0)
+    rest = held.state * np.where(offloaded, OFFLOADED_SHARE, 1.0)
     return RoleTable(
         layouts=choice,
-        rests=rests,
+        offloaded=offloaded,
         choices=Choices(choice.devices, rest, held.state + held.working - rest, cost, np.arange(len(choice))[:, None]),
     )
 
@@ -186,13 +186,13 @@ def rollout_table(
         if len(works):
             break
     rows = works[within(held.total[works], seconds.total[works], choice.devices[works], cluster, space.memory_shares)]
-    rests = np.repeat([rest for rest in (False, True) if cluster.device.rests_on_host or not rest], len(rows))
-    rows = np.tile(rows, len(rests) // max(len(rows), 1))
-    return price_rollout(choice.take(rows), rests, workload, cluster, across=across)
+    offloaded = np.repeat([rest for rest in (False, True) if cluster.device.offloads_to_host or not rest], len(rows))
+    rows = np.tile(rows, len(offloaded) // max(len(rows), 1))
+    return price_rollout(choice.take(rows), offloaded, workload, cluster, across=across)
 
 
 def price_rollout(
-    choice: Servers, rests: Mask, workload: Workload, cluster: Cluster, *, across: bool = False
+    choice: Servers, offloaded: Mask, workload: Workload, cluster: Cluster, *, across: bool = False
 ) -> RolloutTable:
     """Bytes and seconds of these choices, whether a device holds them or not."""
     config, rates = workload.models[ROLLOUT], cluster.rates
@@ -200,8 +200,8 @@ def price_rollout(
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     whole, total, flow = held.total, seconds.total, seconds.flow
     apart, shared = sync_seconds(config, workload, cluster, across=across)
-    wake = rates.wake_s * rests
-    rest = np.where(rests, np.minimum(rates.resting_bytes, whole), whole)
+    wake = rates.wake_s * offloaded
+    rest = np.where(offloaded, np.minimum(rates.offloaded_bytes, whole), whole)
 
     def choices(add: Any, beside: Any) -> Choices:
         cost = _no_costs(len(rest), cluster)
@@ -210,7 +210,7 @@ def price_rollout(
 
     return RolloutTable(
         servers=choice,
-        rests=rests,
+        offloaded=offloaded,
         apart=choices(total + wake + apart, 0.0),
         shared=choices(total + wake + shared, 0.0),
         flowing=choices(apart, flow + apart),

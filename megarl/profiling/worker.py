@@ -145,7 +145,7 @@ def _spec(folder: Path, job: Job, layout: Layout, algorithm: Algorithm) -> RoleS
 
 
 def _shards(case: Case, algorithm: Algorithm, vocab: int) -> list[Shard]:
-    """The case's sequences, half prompt and half response, dealt and packed as a step's samples are."""
+    """The case's sequences, half prompt and half response, assigned and packed as a step's samples are."""
     random = np.random.default_rng(0)
     half = case.tokens // 2
     samples = []

@@ -169,7 +169,7 @@ ALGORITHM_UNREAD: tuple[Unread, ...] = (
         RL,
     ),
     Unread(
-        ("reference.resting", "reference.refresh_every"),
+        ("reference.offload", "reference.refresh_every"),
         lambda r, asked: _has_reference(r, asked) and r.actor.lora is None,
         "there is no reference model of its own: set algorithm.kl_coef above 0, and no actor.lora",
         RL,

@@ -22,7 +22,7 @@ class BatchPlan:
     """What one step is made of. Counts are of the whole run's pool; dropped zero-variance groups make a step smaller.
 
     prompts: groups in one step (supervised: rows). mini_batch_samples: samples of one optimizer step.
-    longest: most tokens of what a micro-batch has to hold whole. parallel: the actor's. shards: that a step is dealt in.
+    longest: most tokens of what a micro-batch has to hold whole. parallel: the actor's. shards: that a step is assigned in.
     epochs: times that a step's samples are gone through. still: first steps in which the actor stands still.
     critic_epochs: times that a critic goes through them. rows: what a supervised run's rows are, in the singular.
     """

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from megarl.recipe.glossary import RENAMED, meant_by
 from megarl.recipe.source import Keys, Tree
 
 ANY_NAME = "NAME"  # stands for a key that users choose
@@ -150,13 +151,11 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     origin = tree.origin(written)
     where = f"{origin}" if origin else "by default"
     if error["type"] == "extra_forbidden":
-        guess = nearest(keys, schema)
         section = ".".join(written[:-1])
         known = schema.children(keys[:-1])
         return (
-            f"Unknown key `{dotted}` ({where})."
-            + (f" Did you mean `{guess}`?" if guess else "")
-            + f" {f'`{section}`' if section else 'A recipe'} has: {', '.join(known)}."
+            f"Unknown key `{dotted}` ({where}).{_guess(keys, schema)}"
+            f" {f'`{section}`' if section else 'A recipe'} has: {', '.join(known)}."
         )
     if error["type"] == "value_error":
         return f"`{dotted}` ({where}): {error['ctx']['error']}."
@@ -167,6 +166,19 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     quote = f" Quotes make it text: '{given}'." if error["type"] == "string_type" and given is not None else ""
     section = " Write {} for a section of defaults." if isinstance(given, bool) and schema.children(keys) else ""
     return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{quote}{section}"
+
+
+def _guess(keys: Keys, schema: Schema) -> str:
+    """What was probably meant by a key that does not exist, in a sentence: an earlier name, another system's, a slip."""
+    *section, name = keys
+    now = RENAMED.get(name)
+    if now in schema.children(tuple(section)):
+        return f" It is called `{'.'.join((*section, now))}` now."
+    theirs = None if any(leaf[-1] == name for leaf in schema.leaves()) else meant_by(name)
+    if theirs is not None and schema.node(tuple(theirs[0].split("."))) is not None:
+        return f" It is what {theirs[1]} calls `{theirs[0]}`."
+    guess = nearest(keys, schema)
+    return f" Did you mean `{guess}`?" if guess else ""
 
 
 def _show(value: Any) -> str:

@@ -22,7 +22,7 @@ def layout_of(parallel: Parallel, devices: int) -> Layout:
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
-        vpp=parallel.virtual_stages,
+        vpp=parallel.vpp,
         sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,
@@ -83,5 +83,5 @@ def kept_roles(recipe: Recipe) -> list[str]:
 
 
 def num_shards(recipe: AnyRecipe) -> int:
-    """Shards that a step's samples are dealt in: every data-parallel rank of every role gets as many of them."""
+    """Shards that a step's samples are assigned in: every data-parallel rank of every role gets as many of them."""
     return math.lcm(*(layout.dp for layout in role_layouts(recipe).values()))

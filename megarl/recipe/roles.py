@@ -15,9 +15,9 @@ class Parallel(Section):
     tp: PositiveInt = Field(1, description="tensor parallel size")
     pp: PositiveInt = Field(1, description="pipeline parallel size")
     cp: PositiveInt = Field(1, description="context parallel size: each sequence is cut over so many ranks")
-    ep: PositiveInt = Field(1, description="expert parallel size: experts are dealt to so many ranks")
+    ep: PositiveInt = Field(1, description="expert parallel size: experts are assigned to so many ranks")
     etp: PositiveInt = Field(1, description="tensor parallel size within an expert")
-    virtual_stages: PositiveInt = Field(1, description="stages of each pipeline rank, interleaved; needs pp")
+    vpp: PositiveInt = Field(1, description="stages of each pipeline rank, interleaved; needs pp")
     sequence_parallel: bool = Field(True, description="with tp: cut the activations between its regions too")
     first_stage_layers: PositiveInt | None = Field(None, description="layers of the first pipeline rank; default: even")
     last_stage_layers: PositiveInt | None = Field(None, description="layers of the last pipeline rank; default: even")
@@ -85,7 +85,7 @@ class Actor(Section):
         False, description="train a mixture of experts on the routing that the rollout used (R3, arXiv 2510.11370)"
     )
     lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
-    resting: tuple[Part, ...] = Field(
+    offload: tuple[Part, ...] = Field(
         (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
     )
 
@@ -94,7 +94,7 @@ class Reference(Section):
     """The frozen policy that the KL is measured to."""
 
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    resting: tuple[Literal["params"], ...] = Field(
+    offload: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"
     )
     refresh_every: PositiveInt | None = Field(
@@ -122,7 +122,7 @@ class Critic(Section):
     recompute: Recompute = Field(
         "none", description="activations computed again in backward: none, selective (attention), full (every layer)"
     )
-    resting: tuple[Part, ...] = Field(
+    offload: tuple[Part, ...] = Field(
         (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
     )
 
@@ -136,7 +136,7 @@ class RewardModel(Section):
         "sequence", description="sequence: the score after the last token; token: a reward after each token"
     )
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    resting: tuple[Literal["params"], ...] = Field(
+    offload: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"
     )
 
@@ -146,6 +146,6 @@ class Teacher(Section):
 
     path: UserPath = Field(strict=False, description="HF folder: config.json, safetensors")
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    resting: tuple[Literal["params"], ...] = Field(
+    offload: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"
     )

@@ -15,12 +15,12 @@ from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
 # What a search decides, by role.
 SEARCHED_KEYS = (
     ("placement.pools",),
-    ("actor.parallel", "actor.recompute", "actor.resting"),
-    ("reference.parallel", "reference.resting"),
-    ("critic.parallel", "critic.recompute", "critic.resting"),
-    ("reward_model.parallel", "reward_model.resting"),
-    ("teacher.parallel", "teacher.resting"),
-    ("rollout.servers", "rollout.tp", "rollout.resting"),
+    ("actor.parallel", "actor.recompute", "actor.offload"),
+    ("reference.parallel", "reference.offload"),
+    ("critic.parallel", "critic.recompute", "critic.offload"),
+    ("reward_model.parallel", "reward_model.offload"),
+    ("teacher.parallel", "teacher.offload"),
+    ("rollout.servers", "rollout.tp", "rollout.offload"),
 )
 
 
@@ -64,14 +64,14 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
-        ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts", "eval.by"),
+        ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts", "eval.grader"),
         lambda r, _: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",
         (Recipe,),
     ),
     Unread(
-        ("eval.by",),
-        lambda r, _: not _decides_alone(r) or r.eval.by not in r.reward.by_name(),
+        ("eval.grader",),
+        lambda r, _: not _decides_alone(r) or r.eval.grader not in r.reward.by_name(),
         "the only grader's score is the reward: give reward.graders another one, or this one another weight",
         (Recipe,),
     ),
@@ -145,9 +145,9 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         (Recipe,),
     ),
     Contradiction(
-        "eval.by",
-        lambda r, _: r.eval.by is not None and r.eval.by not in r.reward.by_name(),
-        lambda r: f"there is no grader {r.eval.by!r}. The recipe's graders: {', '.join(r.reward.by_name())}",
+        "eval.grader",
+        lambda r, _: r.eval.grader is not None and r.eval.grader not in r.reward.by_name(),
+        lambda r: f"there is no grader {r.eval.grader!r}. The recipe's graders: {', '.join(r.reward.by_name())}",
         (Recipe,),
     ),
     Contradiction(

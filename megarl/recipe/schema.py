@@ -54,7 +54,7 @@ class Rollout(Section):
         None, description="KV cache of one server, in tokens; default: SGLang decides; needed on cpu"
     )
     concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
-    resting: tuple[ServerPart, ...] = Field(
+    offload: tuple[ServerPart, ...] = Field(
         (),
         strict=False,
         description="what servers give back while nothing needs it: weights, kv_cache; for servers on ranks' devices",
@@ -81,7 +81,7 @@ class Eval(Section):
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
     samples_per_prompt: PositiveInt = Field(1, description="answers to each prompt")
     max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
-    by: str | None = Field(
+    grader: str | None = Field(
         None, description="grader whose score says what is right (at least 0.5); default: the whole reward does"
     )
 

@@ -78,7 +78,7 @@ class SftActor(Section):
         0.0, description="weight of the load-balancing loss of a mixture of experts"
     )
     lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
-    resting: tuple[Part, ...] = Field(
+    offload: tuple[Part, ...] = Field(
         (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
     )
 

@@ -34,7 +34,7 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
         DPO,
     ),
     Unread(
-        ("reference.resting",),
+        ("reference.offload",),
         lambda r, _: r.actor.lora is None,
         "there is no reference model of its own: set no actor.lora",
         DPO,

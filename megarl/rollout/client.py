@@ -195,10 +195,10 @@ class ServerClient:
         """Go on generating after `pause`."""
         await self._post("/continue_generation", {}, deadline_s)
 
-    async def rest(self, parts: Sequence[ServerPart], deadline_s: float = CALL_S) -> None:
+    async def sleep(self, parts: Sequence[ServerPart], deadline_s: float = CALL_S) -> None:
         """Give back the memory of these parts; running requests are ended, new ones wait until `wake`.
 
-        Weights are not kept: after `wake` they are garbage until all are sent anew. A part that rests already breaks the
+        Weights are not kept: after `wake` they are garbage until all are sent anew. A part that is offloaded already breaks the
         server.
         """
         # It dies when asked while anything runs, and a request that was ended takes a moment to be gone.

@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
+from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, EvalResult, FloatArray, Prompt, Sample, Shard, Status
 from megarl.data.chat import load_tokenizer
 from megarl.data.pack import pack
@@ -39,7 +40,7 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
-CORRECT = 0.5  # a reward, or the score of eval.by's grader, of at least this counts as a right answer
+CORRECT = 0.5  # a reward, or the score of eval.grader's grader, of at least this counts as a right answer
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,10 @@ class Collector:
         graders: Graders,
         num_shards: int,
         notices: Notices | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._recipe = recipe
+        self._progress = progress or Progress(None)
         self._model = model
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
@@ -88,7 +91,9 @@ class Collector:
         self.notices = notices or Notices()
 
     @classmethod
-    def open(cls, recipe: Recipe, router: ServerEndpoint, num_shards: int) -> Collector:
+    def open(
+        cls, recipe: Recipe, router: ServerEndpoint, num_shards: int, progress: Progress | None = None
+    ) -> Collector:
         """Read the recipe's data and get ready to start its graders; `start` starts them.
 
         Raises UserError where the data cannot be used.
@@ -107,6 +112,7 @@ class Collector:
             graders=Graders.open(recipe.reward, notices.tell),
             num_shards=num_shards,
             notices=notices,
+            progress=progress,
         )
 
     async def start(self) -> None:
@@ -205,7 +211,7 @@ class Collector:
             raise MegarlError(f"Evaluation at step {step}: no prompt was answered. {_first_failure(samples)}")
         # A prompt without an answer or a grade is not a right answer: held-out figures count every prompt.
         reward = float(filters.rewards(samples).mean())
-        accuracy = float((filters.scores(samples, settings.by) >= CORRECT).mean())
+        accuracy = float((filters.scores(samples, settings.grader) >= CORRECT).mean())
         return EvalResult(
             num_prompts=len(self._eval_prompts),
             num_samples=len(samples),
@@ -258,16 +264,18 @@ class Collector:
                     prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id
                 )
                 sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
+            self._progress.advance()
             return sample
 
         # A prompt that comes twice, where the data starts over, makes its group larger.
         asked: Counter[str] = Counter()
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for prompt in prompts:
-                first = asked[prompt.id]
-                asked[prompt.id] += samples_per_prompt
-                tasks += [group.create_task(one(prompt, first + index)) for index in range(samples_per_prompt)]
+        tasks = []
+        with self._progress.of(len(prompts) * samples_per_prompt, "samples"):
+            async with asyncio.TaskGroup() as group:
+                for prompt in prompts:
+                    first = asked[prompt.id]
+                    asked[prompt.id] += samples_per_prompt
+                    tasks += [group.create_task(one(prompt, first + index)) for index in range(samples_per_prompt)]
         samples = [task.result() for task in tasks]
         if any(sample.status is Status.FAILED for sample in samples):
             log.warning("step %d: %s", step, _first_failure(samples))

@@ -35,11 +35,11 @@ def rewards(samples: Sequence[Sample]) -> FloatArray:
     return np.array([sample.reward for sample in samples], dtype=np.float32)
 
 
-def scores(samples: Sequence[Sample], by: str | None) -> FloatArray:
+def scores(samples: Sequence[Sample], grader: str | None) -> FloatArray:
     """The score of one grader, or, without a name, the reward: [N] float32. 0 where there is none."""
-    if by is None:
+    if grader is None:
         return rewards(samples)
-    return np.array([sample.reward_parts.get(by) or 0.0 for sample in samples], dtype=np.float32)
+    return np.array([sample.reward_parts.get(grader) or 0.0 for sample in samples], dtype=np.float32)
 
 
 def zero_variance_share(samples: Sequence[Sample]) -> float:

@@ -34,7 +34,7 @@ class ServerSpec:
 
     model: HF folder. tp: over all of its nodes. kv_tokens: KV cache in tokens; None lets SGLang decide. context_length:
     longest prompt with its response; None is the model's own. weight_version: of the weights in `model`. span: where the
-    server is over several nodes; only the first answers requests. shares_devices: with ranks, and so their memory. rests:
+    server is over several nodes; only the first answers requests. shares_devices: with ranks, and so their memory. offloaded:
     it gives memory back at times. extra: flags of sglang.launch_server.
     """
 
@@ -48,7 +48,7 @@ class ServerSpec:
     weight_version: int = 0
     span: Span | None = None
     shares_devices: bool = False
-    rests: bool = False
+    offloaded: bool = False
     extra: tuple[str, ...] = ()
 
     def flags(self, host: str, port: int) -> list[str]:
@@ -107,7 +107,7 @@ class ServerProcess(ManagedProcess):
                     *("-m", platform.server_module),
                     *platform.server_args,
                     *(platform.shared_server_args if spec.shares_devices else ()),
-                    *(platform.resting_server_args if spec.rests else ()),
+                    *(platform.offload_server_args if spec.offloaded else ()),
                     *spec.flags(place.host, port),
                 ),
                 log=place.logs / f"{name.replace(' ', '_')}.log",

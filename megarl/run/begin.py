@@ -63,7 +63,15 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
-        yield Open(console, PhaseTimer(on_phase=console.phase), writers, checkpoints, committed, stop, stack)
+        yield Open(
+            console,
+            PhaseTimer(on_phase=console.phase, on_progress=console.progress),
+            writers,
+            checkpoints,
+            committed,
+            stop,
+            stack,
+        )
 
 
 def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
@@ -76,9 +84,9 @@ def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
     return False
 
 
-def end(keeper: Recorder, state: State, recipe: AnyRecipe) -> None:
+def end(recorder: Recorder, state: State, recipe: AnyRecipe) -> None:
     """Commit what is being written. Raises StoppedError where steps are left."""
-    keeper.finish()
+    recorder.finish()
     if state.step < recipe.train.steps:
         raise StoppedError(
             f"stopped as it was asked to, after step {state.step} of {recipe.train.steps}, which is committed. Go on with "

@@ -319,8 +319,8 @@ def _check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) ->
 
 def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:
     """A line for what this platform goes through in vain. To refuse it would keep the recipe from running on others."""
-    if recipe.rollout.resting and not platform.frees_servers:
-        return (f"rollout.resting has no effect on {platform.name}: SGLang gives no memory back there",)
+    if recipe.rollout.offload and not platform.frees_servers:
+        return (f"rollout.offload has no effect on {platform.name}: SGLang gives no memory back there",)
     return ()
 
 

@@ -58,7 +58,7 @@ def actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
         recompute=recipe.actor.recompute,
         aux_loss_coef=recipe.actor.aux_loss_coef,
         lora=recipe.actor.lora,
-        resting=recipe.actor.resting,
+        offload=recipe.actor.offload,
         routing_replay=isinstance(recipe, Recipe) and recipe.actor.routing_replay,
         head="score" if isinstance(recipe, RmRecipe) else "vocabulary",
     )
@@ -75,7 +75,7 @@ def _objective(recipe: AnyRecipe) -> Objective:
 def _reference_spec(actor: RoleSpec, recipe: Recipe | DpoRecipe) -> RoleSpec:
     """Under LoRA the reference is the actor, without its adapters."""
     base = ACTOR if recipe.actor.lora else None
-    return replace(_frozen(actor, REFERENCE, recipe), base_of=base, resting=recipe.reference.resting)
+    return replace(_frozen(actor, REFERENCE, recipe), base_of=base, offload=recipe.reference.offload)
 
 
 def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpec:
@@ -89,13 +89,13 @@ def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpe
         objective=ValueObjective(critic.value_clip),
         layout=role_layouts(recipe)[CRITIC],
         recompute=critic.recompute,
-        resting=critic.resting,
+        offload=critic.offload,
         head="score",
     )
 
 
 def _of_section(actor: RoleSpec, role: str, recipe: Recipe, section: RewardModel | Teacher) -> RoleSpec:
-    return replace(_frozen(actor, role, recipe), folder=section.path.resolve(), resting=section.resting)
+    return replace(_frozen(actor, role, recipe), folder=section.path.resolve(), offload=section.offload)
 
 
 def _frozen(actor: RoleSpec, role: str, recipe: AnyRecipe) -> RoleSpec:

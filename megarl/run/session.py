@@ -13,8 +13,8 @@ from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import Seat, ServerSeat, apart, seat_servers
 from megarl.cluster.servers import ServerPool
+from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
 from megarl.core.timing import PhaseTimer
@@ -54,12 +54,12 @@ class Session:
 class TrainSession(Session):
     """Of a reinforcement-learning run.
 
-    critic_apart: whether the critic shares devices with neither the actor nor the servers.
+    critic_has_own_devices: whether the critic shares devices with neither the actor nor the servers.
     """
 
     rollout: RolloutPool
     sync: WeightSync
-    critic_apart: bool
+    critic_has_own_devices: bool
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,29 @@ def _reads(recipe: AnyRecipe) -> list[Path]:
     return [path.resolve() for path in paths if path is not None]
 
 
-def _pool_seats(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Seat]]:
-    """The seats of each pool's ranks, pool by pool in their order."""
-    seats = iter(runtime.seats)
-    return {name: list(islice(seats, pool.devices)) for name, pool in pools_of(recipe).items()}
+def _pool_slots(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Slot]]:
+    """The slots of each pool's ranks, pool by pool in their order."""
+    slots = iter(runtime.slots)
+    return {name: list(islice(slots, pool.devices)) for name, pool in pools_of(recipe).items()}
 
 
-def _critic_apart(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSeat]) -> bool:
+def _critic_has_own_devices(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot]) -> bool:
     """Whether the critic may learn while the servers generate and the actor's weights are sent."""
     homes: dict[str, str] = {role: name for name, pool in pools_of(recipe).items() for role in pool.roles}
     if recipe.critic is None or homes[CRITIC] == homes[ACTOR]:
         return False
-    return apart(_pool_seats(runtime, recipe)[homes[CRITIC]], servers)
+    return share_no_device(_pool_slots(runtime, recipe)[homes[CRITIC]], servers)
 
 
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:
     """The ranks that host each role: one process a device."""
-    deadlines, seats = recipe.deadlines, _pool_seats(runtime, recipe)
+    deadlines, slots = recipe.deadlines, _pool_slots(runtime, recipe)
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
     pools = pools_of(recipe)
     launching = {
         name: RankGroup.launch(
             runtime,
-            seats[name],
+            slots[name],
             "rank" if name == SHARED else f"{name} rank",
             recipe.run.seed,
             waiter,
@@ -112,13 +112,13 @@ def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[st
     return {role: groups[name] for name, pool in pools.items() for role in pool.roles}
 
 
-def _seat_servers(runtime: Runtime, recipe: Recipe) -> tuple[ServerSeat, ...]:
+def _server_slots(runtime: Runtime, recipe: Recipe) -> tuple[ServerSlot, ...]:
     settings = recipe.rollout
-    return seat_servers(runtime.platform, runtime.nodes.members, runtime.seats, settings.servers, settings.tp)
+    return server_slots(runtime.platform, runtime.nodes.members, runtime.slots, settings.servers, settings.tp)
 
 
 def _launch_rollout(
-    runtime: Runtime, recipe: Recipe, seats: Sequence[ServerSeat], num_shards: int, waiter: Waiter
+    runtime: Runtime, recipe: Recipe, slots: Sequence[ServerSlot], num_shards: int, waiter: Waiter
 ) -> LaunchingRollout:
     settings = recipe.rollout
     spec = ServerSpec(
@@ -129,11 +129,11 @@ def _launch_rollout(
         kv_tokens=settings.kv_tokens,
         context_length=longest_sample(recipe),
         seed=recipe.run.seed,
-        rests=bool(settings.resting),
+        offloaded=bool(settings.offload),
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     deadlines = recipe.deadlines
-    servers = ServerPool.launch(runtime, spec, seats, deadlines.rollout_s, waiter, deadlines.start_s)
+    servers = ServerPool.launch(runtime, spec, slots, deadlines.rollout_s, waiter, deadlines.start_s)
     return RolloutPool.launch(runtime, recipe, servers, num_shards, waiter)
 
 
@@ -153,13 +153,13 @@ def train_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer) -> Iter
     layouts = role_layouts(recipe)
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
-        seats = _seat_servers(runtime, recipe)
-        launching = _launch_rollout(runtime, recipe, seats, num_shards(recipe), waiter)
+        slots = _server_slots(runtime, recipe)
+        launching = _launch_rollout(runtime, recipe, slots, num_shards(recipe), waiter)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = launching.ready()
         sync = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe)
-        yield TrainSession(roles, rollout, sync, _critic_apart(runtime, recipe, seats))
+        yield TrainSession(roles, rollout, sync, _critic_has_own_devices(runtime, recipe, slots))
         rollout.close()
 
 
@@ -168,7 +168,7 @@ def eval_session(recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: 
     """Servers and collector only; on leaving, end everything. folder: where logs go."""
     with Runtime.start(checked.platform, folder, 0, _reads(recipe)) as runtime:
         waiter = Waiter(timer, runtime.nodes)
-        rollout = _launch_rollout(runtime, recipe, _seat_servers(runtime, recipe), 1, waiter).ready()
+        rollout = _launch_rollout(runtime, recipe, _server_slots(runtime, recipe), 1, waiter).ready()
         yield rollout
         rollout.close()
 

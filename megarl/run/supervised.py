@@ -10,7 +10,7 @@ from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.run.begin import end, finish, opened, resumes
 from megarl.run.preflight import preflight_supervised
 from megarl.run.recorder import Recorder
-from megarl.sft import SupervisedCast, supervise
+from megarl.sft import SupervisedHandles, supervise
 
 S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe)
 
@@ -26,7 +26,7 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
     with opened(loaded, checked.lines(), resume) as run:
         with run.timer.phase("start"):
             session = run.stack.enter_context(supervised_session(recipe, checked, run.timer))
-            keeper = Recorder(
+            recorder = Recorder(
                 run.writers,
                 run.console,
                 run.checkpoints,
@@ -37,8 +37,8 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
                 recipe.train.async_save,
                 run.stop,
             )
-            state = keeper.restore(run.committed)
+            state = recorder.restore(run.committed)
         model, reference = session.roles["actor"], session.roles.get("reference")
-        cast = SupervisedCast(session.feeder, model, reference, keeper, run.timer)
-        end(keeper, supervise(cast, recipe, state), recipe)
+        handles = SupervisedHandles(session.feeder, model, reference, recorder, run.timer)
+        end(recorder, supervise(handles, recipe, state), recipe)
         finish(run, model, recipe)

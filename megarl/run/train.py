@@ -17,7 +17,7 @@ from megarl.run.begin import end, finish, opened, resumes
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
-from megarl.train import Cast, State, train
+from megarl.train import Handles, State, train
 
 CRITIC_EXPORT = "hf_critic"
 
@@ -37,7 +37,7 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
         timer = run.timer
         with timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, timer))
-            keeper = Recorder(
+            recorder = Recorder(
                 run.writers,
                 run.console,
                 run.checkpoints,
@@ -48,7 +48,7 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
                 recipe.train.async_save,
                 run.stop,
             )
-            state = keeper.restore(run.committed)
+            state = recorder.restore(run.committed)
         first = State(state.step, state.weight_version + 1)
         with timer.phase("sync"):
             before = session.sync.push(first.weight_version)
@@ -58,19 +58,19 @@ def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> No
                 with timer.phase("eval"):
                     held_out = session.rollout.evaluate(0, first.weight_version)
                 before, failure = before | held_out.metrics, held_out.failure
-            keeper.record(0, before, failure)
+            recorder.record(0, before, failure)
         roles = session.roles
         others = {name: roles.get(name) for name in ("reference", "critic", "reward_model", "teacher")}
-        cast = Cast(
+        handles = Handles(
             session.rollout,
             roles["actor"],
             **others,
             sync=session.sync,
-            keeper=keeper,
+            recorder=recorder,
             timer=timer,
-            critic_apart=session.critic_apart,
+            critic_has_own_devices=session.critic_has_own_devices,
         )
-        end(keeper, train(cast, recipe, first), recipe)
+        end(recorder, train(handles, recipe, first), recipe)
         finish(run, roles["actor"], recipe)
         if recipe.critic is not None:
             with timer.phase("export"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.core.errors import DeadlineError, MegarlError, SyncError
 from megarl.rollout.client import ServerClient, ServerEndpoint, ServerError
-from megarl.sync.group import BackendName, MeetingPlace, Seat, SendGroup, connect, flatten, seats
+from megarl.sync.group import BackendName, MeetingPlace, SendGroup, Slot, connect, flatten, slots
 
 __all__ = ["BroadcastSender", "Bucket", "Buckets", "ServerEndpoint", "SyncReport"]
 
@@ -158,14 +158,14 @@ class BroadcastSender:
         self._groups_made += 1
         name = f"megarl-{id(self):x}-{self._groups_made}"
         backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
-        places, world_size = seats(servers)
+        places, world_size = slots(servers)
         place = MeetingPlace(self._host, world_size, _left(end))
         calls = {
-            seat.server.name: asyncio.create_task(
-                clients[seat.server.name].init_group(
+            slot.server.name: asyncio.create_task(
+                clients[slot.server.name].init_group(
                     host=place.host,
                     port=place.port,
-                    rank_offset=seat.rank_offset,
+                    rank_offset=slot.rank_offset,
                     world_size=world_size,
                     group=name,
                     backend=backend,
@@ -173,7 +173,7 @@ class BroadcastSender:
                     deadline_s=_left(end) + 3 * self._grace_s,
                 )
             )
-            for seat in places
+            for slot in places
         }
         reason = None
         try:
@@ -194,7 +194,7 @@ class BroadcastSender:
         return await self._settle(calls, first, reason)
 
     async def _await_stragglers(
-        self, place: MeetingPlace, places: list[Seat], calls: dict[str, asyncio.Task[None]]
+        self, place: MeetingPlace, places: list[Slot], calls: dict[str, asyncio.Task[None]]
     ) -> None:
         """Wait, after giving up, until every server that has not answered is at the meeting place.
 
@@ -202,7 +202,7 @@ class BroadcastSender:
         """
         end = time.monotonic() + self._grace_s
         while time.monotonic() < end:
-            coming = sum(seat.server.tp for seat in places if not calls[seat.server.name].done())
+            coming = sum(slot.server.tp for slot in places if not calls[slot.server.name].done())
             if place.arrived() >= coming:
                 return
             await asyncio.sleep(ARRIVAL_POLL_S)

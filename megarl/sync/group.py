@@ -29,18 +29,18 @@ POLL_S = 0.002
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """A server's place in the group: ranks [rank_offset, rank_offset + tp)."""
 
     server: ServerEndpoint
     rank_offset: int
 
 
-def seats(servers: Sequence[ServerEndpoint]) -> tuple[list[Seat], int]:
+def slots(servers: Sequence[ServerEndpoint]) -> tuple[list[Slot], int]:
     """Ranks for every server, after the sender's rank 0; and the size of the group."""
     taken, result = 1, []
     for server in servers:
-        result.append(Seat(server, taken))
+        result.append(Slot(server, taken))
         taken += server.tp
     return result, taken
 
@@ -109,7 +109,7 @@ class SendGroup:
 
 def connect(name: str, servers: Sequence[ServerEndpoint], place: MeetingPlace, backend: BackendName) -> SendGroup:
     """Connect to members that have all arrived; blocks. Raises RuntimeError where a connection cannot be made."""
-    _, world_size = seats(servers)
+    _, world_size = slots(servers)
     device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
     assert place.store is not None
     # The names that SGLang's own init_custom_process_group and torch's _new_process_group_helper put in front of keys.

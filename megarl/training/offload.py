@@ -1,4 +1,4 @@
-"""Lets a role rest: frees the device memory of its gradients, parameters and optimizer state, and brings them back.
+"""Offloads a role: frees the device memory of its gradients, parameters and optimizer state, and brings them back.
 
 It works on storages, not on tensors: a storage is resized to nothing and back, so that every view stays what it was.
 Parameters and gradients are views of Megatron's packed buffers, optimizer shards are views of parameters, tied weights
@@ -32,7 +32,7 @@ PIECE_BYTES = 8 * 2**20
 
 
 class Host(Protocol):
-    """Where the bytes of one part are while it rests."""
+    """Where the bytes of one part are while it is offloaded."""
 
     def put(self, blocks: Sequence[Tensor]) -> None:
         """Keep a copy of the blocks, each [bytes] uint8 on the device; when it raises, nothing is kept."""
@@ -84,7 +84,7 @@ class FileHost:
     def put(self, blocks: Sequence[Tensor]) -> None:
         """Write to the file. Raises MegarlError where there is no room."""
         try:
-            file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (it stays open for as long as the part rests)
+            file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  (it stays open for as long as the part is offloaded)
             for piece in _pieces(blocks):
                 file.write(piece.clone().numpy().data)
             file.flush()
@@ -92,8 +92,8 @@ class FileHost:
             total = sum(block.numel() for block in blocks)
             folder = self._folder or tempfile.gettempdir()
             raise MegarlError(
-                f"A role that rests needs {total:,} bytes in {folder}: {error}. Make room there, set TMPDIR to a "
-                "folder on another file system, or let the role stay awake."
+                f"A role that is offloaded needs {total:,} bytes in {folder}: {error}. Make room there, set TMPDIR to a "
+                "folder on another file system, or leave the role on the device."
             ) from error
         self._file = file
 
@@ -136,19 +136,19 @@ class Offload:
 
         chunks: one model a virtual stage, in Megatron's DistributedDataParallel or, for a frozen role, bare.
         optimizer: Megatron's, or a chain of them; None for a frozen role.
-        make_host: where a part rests, called for each; where the platform says when not given.
+        make_host: where a part is offloaded, called for each; where the platform says when not given.
         """
         self._chunks, self._optimizer = list(chunks), optimizer
         self._platform = platform
         make_host = make_host or (MemoryHost if platform.has_device_memory else FileHost)
         self._hosts: dict[Part, Host] = {part: make_host() for part in PARTS if part != "grads"}
         # Storages of a sleeping part with their sizes.
-        self._resting: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._offloaded: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
 
     @property
     def asleep(self) -> tuple[Part, ...]:
         """The parts that sleep."""
-        return tuple(part for part in PARTS if part in self._resting)
+        return tuple(part for part in PARTS if part in self._offloaded)
 
     def device_bytes(self) -> dict[Part, int]:
         """Bytes that each part holds on the device now."""
@@ -161,7 +161,7 @@ class Offload:
         """
         freed = 0
         for part in _ordered(parts):
-            if part not in self._resting:
+            if part not in self._offloaded:
                 freed += self._sleep(part)
         return_free_memory(self._platform)
         return freed
@@ -170,7 +170,7 @@ class Offload:
         """Bring these parts back, bit for bit (gradients: as zeros); returns the bytes that they take on the device."""
         taken = 0
         for part in _ordered(parts):
-            if part in self._resting:
+            if part in self._offloaded:
                 taken += self._wake(part)
         return taken
 
@@ -183,24 +183,24 @@ class Offload:
         if part != "grads":
             self._hosts[part].put([_block(storage) for storage in storages])
             finish_copies(self._platform)
-        self._resting[part] = [(storage, storage.nbytes()) for storage in storages]
+        self._offloaded[part] = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        return sum(size for _, size in self._resting[part])
+        return sum(size for _, size in self._offloaded[part])
 
     def _wake(self, part: Part) -> int:
-        resting = self._resting[part]
-        for storage, size in resting:
+        offloaded = self._offloaded[part]
+        for storage, size in offloaded:
             storage.resize_(size)
-        blocks = [_block(storage) for storage, _ in resting]
+        blocks = [_block(storage) for storage, _ in offloaded]
         if part == "grads":
             for block in blocks:
                 block.zero_()
         else:
             self._hosts[part].get(blocks)
             finish_copies(self._platform)
-        del self._resting[part]
-        return sum(size for _, size in resting)
+        del self._offloaded[part]
+        return sum(size for _, size in offloaded)
 
     def _storages(self, part: Part) -> list[torch.UntypedStorage]:
         """The part's storages that have memory on the device, each once; one that two parts use is the earlier part's."""

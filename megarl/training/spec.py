@@ -60,7 +60,7 @@ class RoleSpec:
     recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
     routing_replay: experts are those that the rollout chose. lora: train adapters alone.
     base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
-    resting: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
+    offload: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
     folder need only have the config.
     head: score makes a critic or a reward model; a head that the folder does not have begins at zero.
     stored: HF tensors that have to be written in another dtype (models/hf_dtypes.py). Such a model is converted, and does
@@ -79,7 +79,7 @@ class RoleSpec:
     routing_replay: bool = False
     lora: Lora | None = None
     base_of: str | None = None
-    resting: tuple[Part, ...] = ()
+    offload: tuple[Part, ...] = ()
     load_weights: bool = True
     head: Literal["vocabulary", "score"] = "vocabulary"
     stored: Mapping[str, StoredDtype] = field(default_factory=dict)

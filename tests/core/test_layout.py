@@ -76,7 +76,7 @@ def test_first_and_last_stages_may_be_of_another_size():
     ],
 )
 def test_layers_that_cannot_be_dealt_are_refused(layout, layers):
-    with pytest.raises(UserError, match=f"{layers} layers cannot be dealt to {layout.pp} pipeline ranks"):
+    with pytest.raises(UserError, match=f"{layers} layers cannot be assigned to {layout.pp} pipeline ranks"):
         stage_layers(layout, layers)
 
 

@@ -306,7 +306,7 @@ def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() ->
     assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 20, 1, 2, 10, 1, 2, 20, 21, 22, 23]
     assert micro.cu_seqlens.tolist() == [0, 4, 7, 10, 16]
     assert micro.loss_mask.tolist() == [0, 1, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0]
-    # Each of 4 sequences counts 1/4, dealt to its labels: a pair 1/2.
+    # Each of 4 sequences counts 1/4, assigned to its labels: a pair 1/2.
     assert micro.weights.tolist() == [0, 1 / 8, 1 / 8, 0, 0, 1 / 4, 0, 0, 1 / 4, 0, 0, *[1 / 16] * 4, 0]
     assert micro.sample_index.tolist() == [0, 1, 2, 3]
     assert micro.margins is not None and micro.margins.tolist() == [0.5, 0.0]

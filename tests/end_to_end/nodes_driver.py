@@ -21,7 +21,7 @@ from megarl.cluster import waits
 from megarl.cluster.nodes import await_devices
 from megarl.cluster.process import ProcessFacts, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.seats import Seat, beside, reserve, seat_servers
+from megarl.cluster.slots import Slot, beside, reserve, server_slots
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.platform import get_platform
 from megarl.core.timing import PhaseTimer
@@ -49,30 +49,30 @@ def look(folder: Path) -> dict[str, object]:
     with Runtime.start(platform, folder, 2) as runtime:
         members = runtime.nodes.members
         helper = (
-            ray.remote(Helper).options(**runtime.seats[1].options).remote(runtime.process("h", runtime.seats[1].node))
+            ray.remote(Helper).options(**runtime.slots[1].options).remote(runtime.process("h", runtime.slots[1].node))
         )
         return {
             "nodes": [str(node) for node in members],
-            "ranks": [seat.node.name for seat in runtime.seats],
-            "servers": [seat.node.name for seat in beside(members, runtime.seats, 2)],
-            "gpus": gpu_seats(runtime),
+            "ranks": [slot.node.name for slot in runtime.slots],
+            "servers": [slot.node.name for slot in beside(members, runtime.slots, 2)],
+            "gpus": gpu_slots(runtime),
             "missing": missing(),
             "facts": vars(ray.get(helper.facts.remote())),
             "environment": ray.get(helper.environment.remote()),
-            "stacks": stacks(runtime, helper, members.index(runtime.seats[1].node)),
+            "stacks": stacks(runtime, helper, members.index(runtime.slots[1].node)),
         }
 
 
-def gpu_seats(runtime: Runtime) -> dict[str, object]:
+def gpu_slots(runtime: Runtime) -> dict[str, object]:
     """Who would sit where on GPUs, of which Ray believes each node to have two."""
 
-    def told(seats: Sequence[Seat]) -> list[tuple[str, tuple[str, ...]]]:
-        return [(seat.node.name, seat.devices) for seat in seats]
+    def told(slots: Sequence[Slot]) -> list[tuple[str, tuple[str, ...]]]:
+        return [(slot.node.name, slot.devices) for slot in slots]
 
     platform = get_platform("cuda")
     members = [replace(node, devices=2) for node in runtime.nodes.members]
     ranks = reserve(platform, members, 4)
-    own = seat_servers(platform, members, ranks, 1, 2)[0]
+    own = server_slots(platform, members, ranks, 1, 2)[0]
     return {"ranks": told(ranks), "own": told(own.parts), "own is shared": own.shared}
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts in the whole loop: experts dealt to two ranks, adapters beside them, routed by real servers."""
+"""A mixture of experts in the whole loop: experts assigned to two ranks, adapters beside them, routed by real servers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def recipe(inputs: Path) -> Recipe:
         "data.max_prompt_tokens=128",
         "actor.parallel.ep=2",
         "actor.aux_loss_coef=0.01",
-        "actor.resting=[grads, params, optimizer]",
-        "rollout.resting=[weights, kv_cache]",
+        "actor.offload=[grads, params, optimizer]",
+        "rollout.offload=[weights, kv_cache]",
     ]
     return load_recipe(path, overrides, Recipe).recipe
 
@@ -72,7 +72,7 @@ def test_servers_that_rested_answer_the_same(session: TrainSession) -> None:
     servers = session.rollout.servers
     servers.wake(PARTS, 30.0)
     before = answers()
-    servers.rest(PARTS, 30.0)
+    servers.sleep(PARTS, 30.0)
     with pytest.raises(SyncError, match="a weight sync comes first"):
         session.rollout.generate(4, 3)
     session.sync.push(4)

@@ -70,7 +70,7 @@ def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     remote, judge = FakeRemote(score=lambda _: 0.25), FakeJudge(reply=lambda _: "Score: 8")
     with in_thread(remote, judge):
         servers = (f"reward.graders.far.url={remote.url}", f"reward.graders.style.url={judge.url}")
-        done = megarl("eval", str(recipe), "run.name=evaluated", f"model.path={model}", "eval.by=style", *servers)
+        done = megarl("eval", str(recipe), "run.name=evaluated", f"model.path={model}", "eval.grader=style", *servers)
     assert done.returncode == 0, done.stderr
     assert "8 answers to 8 prompts" in done.stdout
     folder = inputs / "runs" / "evaluated-eval"

@@ -22,7 +22,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.layout_check import layout_problems
 
 CPU = get_platform("cpu")
-# Name of a folder -> family and settings. Four layers, so that they can be dealt; a vocabulary that nothing divides.
+# Name of a folder -> family and settings. Four layers, so that they can be assigned; a vocabulary that nothing divides.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 97}),
     "qwen3": ("qwen3", {"vocab_size": 99}),

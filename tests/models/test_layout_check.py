@@ -56,7 +56,7 @@ def test_layouts_that_work(config: ModelConfig, layout: Layout) -> None:
         (DENSE, Layout(tp=3, world_size=3), "tp 3 does not divide 8 attention heads, 2 key-value heads"),
         (replace(DENSE, ffn_hidden_size=90), Layout(tp=4, world_size=4), "90 MLP columns"),
         (replace(DENSE, num_heads=3, num_kv_heads=1, head_dim=1), Layout(tp=3, world_size=3), "5 rows of queries"),
-        (DENSE, Layout(pp=3, world_size=3), "4 layers cannot be dealt to 3 pipeline ranks"),
+        (DENSE, Layout(pp=3, world_size=3), "4 layers cannot be assigned to 3 pipeline ranks"),
         (DENSE, Layout(ep=2, world_size=2), "ep 2 is for experts, and the model has none"),
         (EXPERTS, Layout(ep=4, world_size=4), "ep 4 does not divide 6 experts"),
         (EXPERTS, Layout(tp=2, world_size=2), "experts under tp need sequence_parallel: true"),

@@ -31,8 +31,8 @@ def whole(tables: Tables, partition: Partition, pick: dict[str, int], usable: fl
                 table = tables.flowing
             rows.append((table, pick[role]))
         sizes = {int(table.devices[row]) for table, row in rows}
-        resting = sum(table.rest[row] for table, row in rows)
-        if len(sizes) > 1 or resting + max(table.extra[row] for table, row in rows) > usable:
+        offloaded = sum(table.rest[row] for table, row in rows)
+        if len(sizes) > 1 or offloaded + max(table.extra[row] for table, row in rows) > usable:
             return 10**9, np.inf
         devices += sizes.pop()
         costs = np.array([table.cost[row] for table, row in rows]).sum(axis=0)

@@ -17,7 +17,7 @@ _PARALLEL = {
     "cp": ["2"],
     "ep": ["2"],
     "etp": ["2"],
-    "virtual_stages": ["2"],
+    "vpp": ["2"],
     "sequence_parallel": ["false"],
     "first_stage_layers": ["1"],
     "last_stage_layers": ["1"],
@@ -35,8 +35,8 @@ _OPTIMIZER = {
     "warmup_steps": ["2"],
     "min_lr": ["1.0e-3"],
 }
-_TRAINED = {"recompute": ["selective", "full"], "resting": ["[grads]", "[params]", "[optimizer]"]}
-_FROZEN = {"resting": ["[params]"]}
+_TRAINED = {"recompute": ["selective", "full"], "offload": ["[grads]", "[params]", "[optimizer]"]}
+_FROZEN = {"offload": ["[params]"]}
 _HTTP = {"weight": ["0.5"], "timeout_s": ["5.0"], "retries": ["1"], "concurrency": ["2"], "key_env": ["GRADER_KEY"]}
 
 
@@ -101,7 +101,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "max_running_requests": ["8"],
             "kv_tokens": ["5000"],
             "concurrency": ["2"],
-            "resting": ["[weights]", "[kv_cache]"],
+            "offload": ["[weights]", "[kv_cache]"],
             "server_args": ["[--chunked-prefill-size, '512']"],
         },
     ),
@@ -181,7 +181,7 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under("sync", {"bucket_mb": ["1"], "tolerance": ["0.5"]}),
     **_under(
         "eval",
-        {"temperature": ["0.5"], "samples_per_prompt": ["2"], "max_prompts": ["2"], "by": ["rule", "math"]},
+        {"temperature": ["0.5"], "samples_per_prompt": ["2"], "max_prompts": ["2"], "grader": ["rule", "math"]},
     ),
 }
 _ROWS = {**COMMON, **_under("data", {"max_tokens": ["24"], "prompt_key": ["question"]}), "train.batch_samples": ["2"]}
@@ -308,12 +308,12 @@ _PLACED = {
 }
 SWEEPS: dict[str, Sequence[str]] = {
     **{f"{role}.parallel": contexts for role, contexts in _PLACED.items()},
-    "actor.resting": ("plain", "adapters", "experts", _SEARCHED["actor"]),
+    "actor.offload": ("plain", "adapters", "experts", _SEARCHED["actor"]),
     "actor.recompute": ("plain", "adapters", "experts", "latent attention", _SEARCHED["actor"]),
-    "reference.resting": ("plain", "KL in the loss", "adapters", "distilled", _SEARCHED["reference"]),
-    **dict.fromkeys(("critic.resting", "critic.recompute"), ("critic", _SEARCHED["critic"])),
-    "reward_model.resting": ("scored", _SEARCHED["reward_model"]),
-    "teacher.resting": ("distilled", _SEARCHED["teacher"]),
+    "reference.offload": ("plain", "KL in the loss", "adapters", "distilled", _SEARCHED["reference"]),
+    **dict.fromkeys(("critic.offload", "critic.recompute"), ("critic", _SEARCHED["critic"])),
+    "reward_model.offload": ("scored", _SEARCHED["reward_model"]),
+    "teacher.offload": ("distilled", _SEARCHED["teacher"]),
     "actor.optimizer": ("plain", "actor by sgd", "actor falling"),
     "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
     "data": ("plain", "held out"),
@@ -358,4 +358,4 @@ NEVER: dict[str, dict[str, str]] = {
     ),
 }
 # What a platform goes through without effect, so that the same recipe runs on all: a line at the start says so.
-WITHOUT_EFFECT = {"rollout.resting": "cpu"}
+WITHOUT_EFFECT = {"rollout.offload": "cpu"}

@@ -75,14 +75,14 @@ UNREAD = [
         )
     ),
     (["reference.parallel.tp=1"], ["algorithm.kl_coef=0.1"]),
-    (["reference.resting=[params]"], ["algorithm.kl_coef=0.1"]),
+    (["reference.offload=[params]"], ["algorithm.kl_coef=0.1"]),
     (["eval.every=5"], ["data.eval=held_out.jsonl"]),
     (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),
     (["eval.samples_per_prompt=1"], ["data.eval=held_out.jsonl"]),
     (["eval.max_prompts=5"], ["data.eval=held_out.jsonl"]),
-    (["eval.by=math"], ["data.eval=held_out.jsonl", "reward.graders.math={kind: rule, fn: math, weight: 0.5}"]),
+    (["eval.grader=math"], ["data.eval=held_out.jsonl", "reward.graders.math={kind: rule, fn: math, weight: 0.5}"]),
     (
-        ["data.eval=held_out.jsonl", "eval.by=math"],
+        ["data.eval=held_out.jsonl", "eval.grader=math"],
         ["reward.graders={math: {kind: rule, fn: math}, b: {kind: rule, fn: exact}}"],
     ),
     (["train.async_save=true"], ["train.save_every=2"]),
@@ -93,17 +93,17 @@ UNREAD = [
         for key, *needs in (
             ("actor.parallel.tp=1",),
             ("actor.recompute=full",),
-            ("actor.resting=[params]",),
+            ("actor.offload=[params]",),
             ("rollout.servers=1",),
             ("rollout.tp=1",),
-            ("rollout.resting=[weights]",),
+            ("rollout.offload=[weights]",),
             ("critic.parallel.pp=1", "algorithm.advantage=gae"),
             ("critic.recompute=full", "algorithm.advantage=gae"),
-            ("critic.resting=[params]", "algorithm.advantage=gae"),
+            ("critic.offload=[params]", "algorithm.advantage=gae"),
             ("reward_model.parallel.tp=1", "reward_model.path=m"),
-            ("reward_model.resting=[params]", "reward_model.path=m"),
+            ("reward_model.offload=[params]", "reward_model.path=m"),
             ("teacher.parallel.tp=1", "teacher.path=m", "algorithm.policy_loss=distill"),
-            ("teacher.resting=[params]", "teacher.path=m", "algorithm.policy_loss=distill"),
+            ("teacher.offload=[params]", "teacher.path=m", "algorithm.policy_loss=distill"),
         )
     ),
 ]
@@ -183,7 +183,7 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
     [
         (["rollout.samples_per_prompt=1"], "a group of 1 has none"),
         (["actor.lora={}", "algorithm.kl_coef=0.1", "reference.parallel.tp=1"], "Remove reference.parallel"),
-        (["algorithm.kl_coef=0.1", "reference.resting=[grads]"], "allowed: a list of params"),
+        (["algorithm.kl_coef=0.1", "reference.offload=[grads]"], "allowed: a list of params"),
         (
             ["algorithm.kl_coef=0.1", "reference.refresh_every=1", "reference.parallel.tp=2", "cluster.devices=2"],
             "which needs the actor's layout",

@@ -134,6 +134,8 @@ def test_weights_that_are_all_zero_need_a_reward_model(graders_file: Path) -> No
 
 def test_the_grader_of_evaluations_is_one_of_the_recipes(graders_file: Path, recipe_file: Path) -> None:
     held_out = "data.eval=held_out.jsonl"
-    assert load_recipe(graders_file, [held_out, "eval.by=style"]).recipe.eval.by == "style"
-    with pytest.raises(UserError, match=r"`eval\.by`.*no grader 'stile'\. The recipe's graders: right, style, long"):
-        load_recipe(graders_file, [held_out, "eval.by=stile"])
+    assert load_recipe(graders_file, [held_out, "eval.grader=style"]).recipe.eval.grader == "style"
+    with pytest.raises(
+        UserError, match=r"`eval\.grader`.*no grader 'stile'\. The recipe's graders: right, style, long"
+    ):
+        load_recipe(graders_file, [held_out, "eval.grader=stile"])

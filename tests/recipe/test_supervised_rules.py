@@ -16,7 +16,7 @@ from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
     [
         (["eval.every=5"], ["data.eval=held_out.jsonl"]),
         (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], ["dpo.loss=sigmoid"]),
-        (["actor.lora={}", "reference.resting=[params]"], ["actor.lora=null"]),
+        (["actor.lora={}", "reference.offload=[params]"], ["actor.lora=null"]),
         (["reference.refresh_every=2"], []),
         (["deadlines.sync_s=2.0"], []),
     ],

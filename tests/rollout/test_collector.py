@@ -424,9 +424,9 @@ def test_evaluation_may_ask_one_grader_what_is_right(tmp_path: Path, graders_key
     # Of the rewards one is missing and the other is 0.5 - 1; each counts as 0 answers right.
     whole = result(tmp_path)
     assert (whole.accuracy, whole.reward, whole.metrics["eval/failures"]) == (0.0, -0.25, 1.0)
-    assert result(tmp_path / "right", by="right").accuracy == 0.5
-    assert result(tmp_path / "far", by="far").accuracy == 1.0
-    assert result(tmp_path / "style", by="style").accuracy == 0.5
+    assert result(tmp_path / "right", grader="right").accuracy == 0.5
+    assert result(tmp_path / "far", grader="far").accuracy == 1.0
+    assert result(tmp_path / "style", grader="style").accuracy == 0.5
 
 
 def test_a_step_without_any_answer_stops_with_the_reason(tmp_path: Path) -> None:

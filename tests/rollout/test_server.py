@@ -152,7 +152,7 @@ def test_a_server_that_rested_answers_as_before(served: Pool) -> None:
             before = await answers(client)
             running = asyncio.create_task(client.generate([5, 6], Sampling(1500)))
             await client.generate([7], Sampling(1))
-            await client.rest(("weights", "kv_cache"))
+            await client.sleep(("weights", "kv_cache"))
             assert (await running).finish in ("abort", "stop")
             with pytest.raises(DeadlineError):
                 await client.generate([5], Sampling(1), deadline_s=0.3)

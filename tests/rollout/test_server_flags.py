@@ -26,14 +26,16 @@ def test_a_server_on_one_node_hears_nothing_of_nodes() -> None:
 
 def test_a_server_on_the_ranks_devices_leaves_them_memory_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
     place = ProcessPlace(tmp_path, KEY, temp=tmp_path)
-    alone, shared, rests = (
-        ServerProcess("server 0", replace(SPEC, shares_devices=shares, rests=rests), get_platform("cuda"), place)
-        for shares, rests in ((False, False), (True, False), (True, True))
+    alone, shared, offloaded = (
+        ServerProcess(
+            "server 0", replace(SPEC, shares_devices=shares, offloaded=offloaded), get_platform("cuda"), place
+        )
+        for shares, offloaded in ((False, False), (True, False), (True, True))
     )
     assert "--mem-fraction-static" not in alone.command.argv
     argv = shared.command.argv
     assert argv.index("--mem-fraction-static") < argv.index("--x"), "the last one wins"
-    assert "--enable-memory-saver" in rests.command.argv and "--enable-memory-saver" not in argv
+    assert "--enable-memory-saver" in offloaded.command.argv and "--enable-memory-saver" not in argv
     assert shared.endpoint.shares_devices and not alone.endpoint.shares_devices
     assert KEY not in " ".join(argv)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from megarl.rollout.client import ServerEndpoint
-from megarl.sync.group import MeetingPlace, flatten, seats
+from megarl.sync.group import MeetingPlace, flatten, slots
 
 
 def test_servers_take_as_many_ranks_as_they_have_after_the_sender() -> None:
     servers = [ServerEndpoint(f"server {i}", "http://h:1", "key", tp) for i, tp in enumerate((2, 1, 4))]
-    places, world_size = seats(servers)
+    places, world_size = slots(servers)
     assert [place.rank_offset for place in places] == [1, 3, 4]
     assert world_size == 8
 

@@ -190,8 +190,8 @@ def test_its_own_layout_fits_in_memory(case: Case) -> None:
         )
         held = role_bytes(config, choice, 2, trained=role in ("actor", "critic"), head=role in ("actor", "reference"))
         state = float(held.state[0])
-        kept += state if not section.resting else 0.0
-        working = max(working, float(held.working[0]) + (state if section.resting else 0.0))
+        kept += state if not section.offload else 0.0
+        working = max(working, float(held.working[0]) + (state if section.offload else 0.0))
     assert kept + working < cluster.usable_bytes
 
 

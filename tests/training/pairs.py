@@ -26,7 +26,7 @@ def margin_of(index: int) -> float:
 def pair_shards(
     mini: list[Example], dp: int = 1, micro_batches: int = 1, *, scored: bool
 ) -> tuple[list[Shard], list[dict[str, Column]]]:
-    """A mini-batch of pairs dealt to dp shards, each cut into micro-batches, and the columns `ref_logprobs` of each.
+    """A mini-batch of pairs assigned to dp shards, each cut into micro-batches, and the columns `ref_logprobs` of each.
 
     scored: the last token is marked in the place of the response.
     """

@@ -61,13 +61,13 @@ def test_a_reference_needs_the_role_that_it_is_the_base_of(rank, folder):
 
 def test_a_role_that_rests_between_operations_computes_the_same(rank, spec):
     expected, found = [], []
-    for resting, into in (((), expected), (("grads", "params", "optimizer"), found)):
-        rank.build("actor", dataclasses.replace(spec, resting=resting))
+    for offloaded, into in (((), expected), (("grads", "params", "optimizer"), found)):
+        rank.build("actor", dataclasses.replace(spec, offload=offloaded))
         for seed in range(3):
             [shard], _ = shards([examples(LENGTHS, VOCAB, seed)])
             into.append((rank.logprobs("actor", shard)[0][0].tolist(), one_update(rank, seed=seed)))
         into.append({name: tensor.tolist() for name, tensor in weights(rank, "actor").items()})
-        assert rank.engine("actor").sleep() == (0 if resting else rank.wake("actor"))
+        assert rank.engine("actor").sleep() == (0 if offloaded else rank.wake("actor"))
     assert found == expected
 
 
@@ -160,7 +160,7 @@ def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, 
 
 
 def test_a_reference_is_refreshed_from_the_actor_bit_for_bit(rank, spec, folder):
-    rank.build("actor", dataclasses.replace(spec, resting=("params",)))
+    rank.build("actor", dataclasses.replace(spec, offload=("params",)))
     rank.build("reference", RoleSpec(folder, "float32", spec.temperature))
     one_update(rank)
     [shard], _ = shards([examples(LENGTHS, VOCAB)])

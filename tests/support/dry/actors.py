@@ -155,7 +155,7 @@ class Server(_Process):
     ) -> None:
         super().__init__(book, ServerProcess(spec.name, server, get_platform(platform), place), place)
 
-    def rest(self, parts: tuple[str, ...], deadline_s: float) -> str:
+    def sleep(self, parts: tuple[str, ...], deadline_s: float) -> str:
         self._book.note("rest", self._process.name, parts, deadline_s)
         return ""
 

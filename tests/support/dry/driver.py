@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.cluster import feeder, ranks, rollout, runtime, seats, servers, waits
+from megarl.cluster import feeder, ranks, rollout, runtime, servers, slots, waits
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
-from megarl.cluster.seats import Seat
+from megarl.cluster.slots import Slot
 from megarl.core import disk, platform
 from megarl.core.errors import MegarlError, UserError
 from megarl.data import pairs, sft
@@ -96,7 +96,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(waits.Waiter, "wait", _method(_waited, book))
         patch.setattr(session.Runtime, "start", partial(_started, book, folder))
         patch.setattr(runtime.Runtime, "close", lambda self: None)
-        patch.setattr(seats, "reserve", lambda platform, nodes, count, size=1: _seats(nodes[0], count, size))
+        patch.setattr(slots, "reserve", lambda platform, nodes, count, size=1: _slots(nodes[0], count, size))
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
         patch.setattr(collector, "ServerClient", lambda router: Client(book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
@@ -138,8 +138,8 @@ def _placed(book: Book, recipe: Recipe) -> Placed:
     return place(recipe)
 
 
-def _seats(node: Node, count: int, size: int) -> tuple[Seat, ...]:
-    return tuple(Seat(node, tuple(str(index * size + each) for each in range(size)), {}) for index in range(count))
+def _slots(node: Node, count: int, size: int) -> tuple[Slot, ...]:
+    return tuple(Slot(node, tuple(str(index * size + each) for each in range(size)), {}) for index in range(count))
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _started(
     node = Node("node", "127.0.0.1", "0" * 56, temp, DEVICES)
     nobody: Any = SimpleNamespace(pid=0)
     yield runtime.Runtime(
-        kind, folder.resolve(), "run", "key", temp, nobody, Nodes((node,)), _seats(node, num_devices, 1)
+        kind, folder.resolve(), "run", "key", temp, nobody, Nodes((node,)), _slots(node, num_devices, 1)
     )
 
 

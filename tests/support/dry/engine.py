@@ -65,7 +65,7 @@ class Engines:
         return self._seen[key]
 
     def _work(self, role: str, spec: RoleSpec) -> dict[str, Any]:
-        """Weights after some updates, or what a frozen model says; what rests; how often layers were gone through."""
+        """Weights after some updates, or what a frozen model says; what offloaded; how often layers were gone through."""
         self._rank.build(role, spec)
         shard = _shard(pairs=isinstance(spec.objective, RewardObjective | DpoObjective))
         found: dict[str, Any] = {}
@@ -74,7 +74,7 @@ class Engines:
             with _counted() as passes:
                 found["updates"] = [rounded(list(self._update(role, shard, columns))) for _ in range(UPDATES)]
             found["passes"] = dict(passes)
-            # Each while it is there: what rests has no memory once all have been taken.
+            # Each while it is there: what offloaded has no memory once all have been taken.
             for bucket in self._rank.buckets(role, 1 << 20):
                 found |= {name: rounded(tensor.double().abs().sum()) for name, tensor in bucket}
         elif spec.head == "score":
@@ -82,7 +82,7 @@ class Engines:
         else:
             found["says"] = _sums(self._rank.logprobs(role, shard))
         if spec.base_of is None:
-            found["rests"] = self._rank.engine(role)._offload.asleep
+            found["offloaded"] = self._rank.engine(role)._offload.asleep
         return found
 
     def _update(self, role: str, shard: Shard, columns: dict[str, Column]) -> Iterator[float]:

@@ -20,7 +20,7 @@ FEW_CPUS = 0.01  # a process that waits for a device most of the time
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """A process's place. devices: their names on the node, where Ray gives them out. options: for its actor."""
 
     node: Node
@@ -34,15 +34,15 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class ServerSeat:
+class ServerSlot:
     """A server's place. parts: one a node, the first answers requests. shared: the devices are ranks' as well."""
 
-    parts: tuple[Seat, ...]
+    parts: tuple[Slot, ...]
     shared: bool = False
 
 
-def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1) -> tuple[Seat, ...]:
-    """Seats of `size` devices each, by node and device: neighbours share a node as far as they can.
+def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1) -> tuple[Slot, ...]:
+    """Slots of `size` devices each, by node and device: neighbours share a node as far as they can.
 
     Raises DeadlineError where the devices are not free.
     """
@@ -64,7 +64,7 @@ def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1
     )
     uses = {"num_gpus": float(size)} if resource == "GPU" else {"resources": {resource: float(size)}}
     return tuple(
-        Seat(
+        Slot(
             nodes[places[table[bundle]]],
             devices[bundle],
             {"num_cpus": FEW_CPUS, "scheduling_strategy": _bundle(group, bundle), **uses},
@@ -73,44 +73,44 @@ def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1
     )
 
 
-def seat_servers(
-    platform: Platform, nodes: Sequence[Node], ranks: Sequence[Seat], count: int, size: int
-) -> tuple[ServerSeat, ...]:
+def server_slots(
+    platform: Platform, nodes: Sequence[Node], ranks: Sequence[Slot], count: int, size: int
+) -> tuple[ServerSlot, ...]:
     """Places for `count` servers of `size` devices: devices of their own where there are enough, the ranks' otherwise.
 
     Servers larger than a node take whole nodes. Raises UserError where they cannot be cut evenly, DeadlineError.
     """
     if not platform.has_device_memory:
-        return tuple(ServerSeat((seat,)) for seat in beside(nodes, ranks, count))
+        return tuple(ServerSlot((slot,)) for slot in beside(nodes, ranks, count))
     largest = max(node.devices for node in nodes)
     part = min(size, largest)
     if size % part:
         raise UserError(f"rollout.tp {size} is larger than a node of {largest} devices, and no multiple of it.")
     if sum(node.devices for node in nodes) - len(ranks) >= count * size:
-        seats = reserve(platform, nodes, count * size // part, part)
+        slots = reserve(platform, nodes, count * size // part, part)
         parts = size // part
-        return tuple(ServerSeat(seats[first : first + parts]) for first in range(0, len(seats), parts))
+        return tuple(ServerSlot(slots[first : first + parts]) for first in range(0, len(slots), parts))
     if len(ranks) < size:
         raise UserError(
             f"{count} servers of rollout.tp {size} fit neither beside the ranks nor on their {len(ranks)} devices. Lower "
             "rollout.tp or rollout.servers, or take more devices."
         )
     chunks = [ranks[first : first + size] for first in range(0, len(ranks) - size + 1, size)]
-    return tuple(ServerSeat(share(chunks[index % len(chunks)]), shared=True) for index in range(count))
+    return tuple(ServerSlot(share(chunks[index % len(chunks)]), shared=True) for index in range(count))
 
 
-def apart(ranks: Sequence[Seat], servers: Sequence[ServerSeat]) -> bool:
+def share_no_device(ranks: Sequence[Slot], servers: Sequence[ServerSlot]) -> bool:
     """Whether no server is on a device of these ranks; always so where processes stand for devices."""
-    taken = {(part.node, device) for seat in servers for part in seat.parts for device in part.devices}
-    return not any((seat.node, device) in taken for seat in ranks for device in seat.devices)
+    taken = {(part.node, device) for slot in servers for part in slot.parts for device in part.devices}
+    return not any((slot.node, device) in taken for slot in ranks for device in slot.devices)
 
 
-def share(ranks: Sequence[Seat]) -> tuple[Seat, ...]:
-    """The seats of neighbouring ranks as those of one server, a part for each node. Raises UserError for uneven parts."""
+def share(ranks: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots of neighbouring ranks as those of one server, a part for each node. Raises UserError for uneven parts."""
     parts = []
-    for node, seats in groupby(ranks, key=lambda seat: seat.node):
-        devices = tuple(device for seat in seats for device in seat.devices)
-        parts.append(Seat(node, devices, seat_on(node).options))
+    for node, slots in groupby(ranks, key=lambda slot: slot.node):
+        devices = tuple(device for slot in slots for device in slot.devices)
+        parts.append(Slot(node, devices, slot_on(node).options))
     if len({len(part.devices) for part in parts}) > 1:
         sizes = ", ".join(f"{len(part.devices)} on {part.node}" for part in parts)
         raise UserError(
@@ -119,17 +119,17 @@ def share(ranks: Sequence[Seat]) -> tuple[Seat, ...]:
     return tuple(parts)
 
 
-def beside(nodes: Sequence[Node], taken: Sequence[Seat], count: int) -> tuple[Seat, ...]:
-    """Seats for processes that need no device of their own: dealt to the nodes without ranks, or to all."""
-    busy = {seat.node for seat in taken}
+def beside(nodes: Sequence[Node], taken: Sequence[Slot], count: int) -> tuple[Slot, ...]:
+    """Slots for processes that need no device of their own: assigned to the nodes without ranks, or to all."""
+    busy = {slot.node for slot in taken}
     free = [node for node in nodes if node not in busy] or list(nodes)
-    return tuple(seat_on(free[index % len(free)]) for index in range(count))
+    return tuple(slot_on(free[index % len(free)]) for index in range(count))
 
 
-def seat_on(node: Node) -> Seat:
-    """A seat on this node that takes no device."""
+def slot_on(node: Node) -> Slot:
+    """A slot on this node that takes no device."""
     strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
-    return Seat(node, (), {"num_cpus": 0, "scheduling_strategy": strategy})
+    return Slot(node, (), {"num_cpus": 0, "scheduling_strategy": strategy})
 
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:

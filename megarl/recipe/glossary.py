@@ -1,0 +1,194 @@
+"""The recipe's keys beside the names that verl, slime, TRL and OpenRLHF have for the same thing.
+
+    python -m megarl.recipe.glossary > docs/glossary.md
+
+An unknown key that is one of theirs, or one of ours of an earlier version, is answered with today's name. Not a converter:
+defaults and units differ, and the page says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+# Earlier names of a section's keys.
+RENAMED: Mapping[str, str] = MappingProxyType({"resting": "offload", "virtual_stages": "vpp", "by": "grader"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key, or a few of one section, and the others' names; several are separated by blanks. note: what differs."""
+
+    key: str
+    verl: str = ""
+    slime: str = ""
+    trl: str = ""
+    openrlhf: str = ""
+    note: str = ""
+
+    def names(self) -> Iterator[tuple[str, str]]:
+        """(peer, name) of every name of a peer."""
+        for peer, names in (("verl", self.verl), ("slime", self.slime), ("TRL", self.trl), ("OpenRLHF", self.openrlhf)):
+            yield from ((peer, name) for name in names.split())
+
+
+ENTRIES = (
+    Entry("run.name", "experiment_name", "wandb_group", "run_name", "wandb_run_name"),
+    Entry("run.dir", "default_local_dir", "save", "output_dir", "save_path"),
+    Entry("run.seed", "seed", "seed rollout_seed", "seed", "seed"),
+    Entry("model.path", "path", "hf_checkpoint ref_load", "model_name_or_path", "pretrain"),
+    Entry("model.dtype", "dtype", "bf16", "bf16", "param_dtype"),
+    Entry("cluster.devices", "n_gpus_per_node nnodes", "actor_num_gpus_per_node actor_num_nodes", "", "actor_num_gpus_per_node actor_num_nodes", "all devices of the roles"),
+    Entry("data.train", "train_files", "prompt_data", "train_dataset dataset_name", "prompt_data"),
+    Entry("data.eval", "val_files", "eval_prompt_data", "eval_dataset", "eval_dataset"),
+    Entry("data.prompt_key", "prompt_key", "input_key", "", "input_key"),
+    Entry("data.answer_key", "reward_fn_key", "label_key", "", "label_key"),
+    Entry("data.max_prompt_tokens", "max_prompt_length", "rollout_max_prompt_len", "max_prompt_length", "prompt_max_len"),
+    Entry("data.over_length", "filter_overlong_prompts truncation", "", "", "", "drop or error; a prompt is never cut"),
+    Entry("data.shuffle", "shuffle", "rollout_shuffle", "shuffle_dataset", ""),
+    Entry("rollout.prompts_per_step", "train_batch_size", "rollout_batch_size", "", "rollout_batch_size", "prompts; TRL counts samples"),
+    Entry("rollout.samples_per_prompt", "n", "n_samples_per_prompt", "num_generations", "n_samples_per_prompt"),
+    Entry("rollout.max_response_tokens", "max_response_length response_length", "rollout_max_response_len", "max_completion_length", "generate_max_len max_new_tokens"),
+    Entry("rollout.temperature", "temperature", "rollout_temperature", "temperature", "temperature", "the trainer divides its logits by it too"),
+    Entry("rollout.top_p", "top_p", "rollout_top_p", "top_p", "top_p"),
+    Entry("rollout.top_k", "top_k", "rollout_top_k", "top_k", ""),
+    Entry("rollout.stop", "", "rollout_stop", "", ""),
+    Entry("rollout.servers", "", "rollout_num_gpus", "", "vllm_num_engines", "servers, not devices"),
+    Entry("rollout.tp", "tensor_model_parallel_size", "rollout_num_gpus_per_engine", "vllm_tensor_parallel_size", "vllm_tensor_parallel_size"),
+    Entry("rollout.kv_tokens", "gpu_memory_utilization", "sglang_mem_fraction_static", "vllm_gpu_memory_utilization", "vllm_gpu_memory_utilization", "tokens of the KV cache (SGLang: max_total_tokens), not a share of the memory"),
+    Entry("rollout.max_running_requests", "max_num_seqs", "sglang_max_running_requests", "", "", "SGLang's name"),
+    Entry("rollout.concurrency", "", "sglang_server_concurrency", "", ""),
+    Entry("rollout.offload", "free_cache_engine", "offload_rollout", "vllm_enable_sleep_mode", "vllm_enable_sleep", "vLLM's sleep, SGLang's release_memory_occupation"),
+    Entry("rollout.server_args", "engine_kwargs", "", "", "", "SGLang's own flags; slime takes them as --sglang-*"),
+    Entry("reward.fn", "custom_reward_function compute_score", "custom_rm_path rm_type", "reward_funcs", "remote_rm_url", "remote rewards: reward.graders"),
+    Entry("reward.graders", "", "", "reward_weights", "", "several, each with a weight"),
+    Entry("reward_model.path", "", "", "", "reward_pretrain"),
+    Entry("algorithm.advantage", "adv_estimator", "advantage_estimator", "", "advantage_estimator"),
+    Entry("algorithm.normalize_std", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "scale_rewards", ""),
+    Entry("algorithm.gamma", "gamma", "gamma", "", "gamma"),
+    Entry("algorithm.lam", "lam", "lambd", "", "lambd"),
+    Entry("algorithm.whiten", "", "normalize_advantages", "", ""),
+    Entry("algorithm.policy_loss", "loss_mode", "", "importance_sampling_level", "", "TRL's level: gspo"),
+    Entry("algorithm.clip_low", "clip_ratio clip_ratio_low", "eps_clip", "epsilon", "eps_clip eps_clip_low_high"),
+    Entry("algorithm.clip_high", "clip_ratio_high", "eps_clip_high", "epsilon_high", ""),
+    Entry("algorithm.dual_clip", "clip_ratio_c", "eps_clip_c", "delta", "dual_clip"),
+    Entry("algorithm.reduction", "loss_agg_mode", "calculate_per_token_loss", "loss_type", ""),
+    Entry("algorithm.kl_coef", "kl_loss_coef kl_coef use_kl_loss", "kl_loss_coef kl_coef use_kl_loss", "beta", "init_kl_coef"),
+    Entry("algorithm.kl_kind", "kl_loss_type kl_penalty", "kl_loss_type", "", "kl_estimator", "verl's low_var_kl is k3"),
+    Entry("algorithm.kl_in", "use_kl_in_reward", "", "", ""),
+    Entry("algorithm.kl_control", "kl_ctrl target_kl horizon", "", "", "kl_target kl_horizon"),
+    Entry("algorithm.entropy_coef", "entropy_coeff", "entropy_coef", "", "entropy_loss_coef"),
+    Entry("algorithm.overlong_buffer", "overlong_buffer", "", "", "overlong_buffer_len", "a share of max_response_tokens"),
+    Entry("algorithm.drop_zero_variance_groups", "filter_groups", "dynamic_sampling_filter_path", "", "dynamic_filtering"),
+    Entry("algorithm.refill_rounds", "max_num_gen_batches", "over_sampling_batch_size", "", ""),
+    Entry("algorithm.old_logprobs", "bypass_mode", "use_rollout_logprobs", "", ""),
+    Entry("algorithm.correction", "rollout_is tis_imp_ratio_cap", "use_tis tis_clip", "vllm_importance_sampling_correction vllm_importance_sampling_cap", "enable_vllm_is_correction"),
+    Entry("actor.mini_batch_samples", "ppo_mini_batch_size", "global_batch_size", "gradient_accumulation_steps", "train_batch_size", "samples; verl counts prompts"),
+    Entry("actor.micro_batch_tokens", "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size max_tokens_per_gpu", "packed tokens, always"),
+    Entry("actor.epochs", "ppo_epochs", "", "num_iterations", "max_epochs"),
+    Entry("actor.recompute", "enable_gradient_checkpointing recompute_granularity", "recompute_granularity", "gradient_checkpointing", "gradient_checkpointing"),
+    Entry("actor.offload", "param_offload grad_offload optimizer_offload", "offload_train", "", "adam_offload deepspeed_enable_sleep"),
+    Entry("actor.aux_loss_coef", "", "moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coef"),
+    Entry("actor.routing_replay", "", "use_rollout_routing_replay", "", ""),
+    Entry("actor.lora.rank", "lora_rank", "", "lora_r", "lora_rank"),
+    Entry("actor.lora.alpha", "lora_alpha", "", "lora_alpha", "lora_alpha"),
+    Entry("actor.parallel.tp", "tensor_model_parallel_size", "tensor_model_parallel_size", "", ""),
+    Entry("actor.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_size", "", ""),
+    Entry("actor.parallel.cp", "context_parallel_size", "context_parallel_size", "", "ring_attn_size"),
+    Entry("actor.parallel.ep", "expert_model_parallel_size", "expert_model_parallel_size", "", ""),
+    Entry("actor.parallel.etp", "expert_tensor_parallel_size", "expert_tensor_parallel_size", "", ""),
+    Entry("actor.parallel.vpp", "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "", ""),
+    Entry("actor.parallel.first_stage_layers", "num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers", "", ""),
+    Entry("actor.parallel.last_stage_layers", "num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers", "", ""),
+    Entry("actor.optimizer.lr", "lr", "lr", "learning_rate", "actor_learning_rate"),
+    Entry("actor.optimizer.schedule", "lr_decay_style lr_scheduler_type", "lr_decay_style", "lr_scheduler_type", "lr_scheduler"),
+    Entry("actor.optimizer.warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "warmup_steps", "lr_warmup_ratio"),
+    Entry("actor.optimizer.min_lr", "min_lr", "min_lr", "", ""),
+    Entry("actor.optimizer.weight_decay", "weight_decay", "weight_decay", "weight_decay", "l2"),
+    Entry("actor.optimizer.clip_grad", "clip_grad grad_clip", "clip_grad", "max_grad_norm", "max_norm"),
+    Entry("actor.optimizer.beta1", "", "adam_beta1", "adam_beta1", "adam_betas"),
+    Entry("actor.optimizer.beta2", "", "adam_beta2", "adam_beta2", ""),
+    Entry("reference.refresh_every", "", "ref_update_interval", "ref_model_sync_steps", ""),
+    Entry("critic.value_clip", "cliprange_value", "value_clip", "cliprange_value", "value_clip"),
+    Entry("critic.warmup_steps", "critic_warmup", "num_critic_only_steps", "", "freezing_actor_steps"),
+    Entry("critic.optimizer.lr", "", "critic_lr", "", "critic_learning_rate"),
+    Entry("placement.name", "", "colocate", "vllm_mode", "colocate_all_models", "auto searches; see docs/placement.md"),
+    Entry("placement.pools", "resource_pool_spec", "", "", ""),
+    Entry("sync.bucket_mb", "update_weights_bucket_megabytes", "update_weight_buffer_size", "", "", "megabytes"),
+    Entry("eval.every", "test_freq", "eval_interval", "eval_steps", "eval_steps"),
+    Entry("eval.samples_per_prompt", "", "n_samples_per_eval_prompt", "num_generations_eval", "eval_n_samples_per_prompt"),
+    Entry("eval.temperature", "", "eval_temperature", "", "eval_temperature"),
+    Entry("train.steps", "total_training_steps total_epochs", "num_rollout", "max_steps", "num_episodes", "rollout-and-update steps"),
+    Entry("train.save_every", "save_freq", "save_interval", "save_steps", "save_steps"),
+    Entry("train.keep_last", "max_actor_ckpt_to_keep", "", "save_total_limit", "max_ckpt_num"),
+    Entry("train.async_save", "", "async_save", "", ""),
+    Entry("report.wandb", "logger project_name", "use_wandb wandb_project", "report_to", "use_wandb wandb_project"),
+    Entry("report.tensorboard", "", "use_tensorboard", "logging_dir", "use_tensorboard"),
+)  # fmt: skip
+
+HEAD = """# Glossary: megarl's words beside the field's
+
+Generated by `python -m megarl.recipe.glossary > docs/glossary.md`. A recipe with one of the others' keys is refused with ours:
+write `adv_estimator`, and the error says `algorithm.advantage`. Their names stand without the section; defaults and units differ
+where the last column says so, and often elsewhere: `megarl recipe show` prints every value that a run has.
+
+## Words
+
+| megarl | verl | slime | TRL | is |
+|---|---|---|---|---|
+| rollout | rollout | rollout | generation | answers of the policy to a step's prompts, graded |
+| step | training step | rollout id | step | one rollout, and the updates on it |
+| sample, response | sample, response | sample, response | completion | one answer to a prompt, with its log-probs and reward |
+| group | group, `uid` | group | group | the samples of one prompt |
+| mini-batch | PPO mini-batch | global batch | step of the optimizer | samples of one optimizer step |
+| micro-batch | micro-batch | micro-batch | per-device batch | what one forward pass takes: packed up to a number of tokens |
+| actor, reference, critic, reward model | the same | actor, ref, critic | model, ref_model, value model, reward model | the models that Megatron holds; a *role* each |
+| pool | resource pool | placement group | | devices that some roles share |
+| colocated | colocated, hybrid engine | colocate | colocate | roles and servers take turns on the same devices |
+| offload | offload | offload | sleep mode | leave the device's memory while others work |
+| server | rollout replica | engine | vLLM server | one SGLang server; all of them and the router: the *server pool* |
+| weight sync | update_weights | update_weights | sync | the actor's weights go to the servers; verified by log-probs |
+| weight version | global step | weight version | | how often the weights were sent; every sample names its own |
+| correction | rollout correction | TIS | importance sampling correction | weights for samples whose rollout log-probs differ from the trainer's |
+| grader | reward function, reward manager | rm | reward function | what gives a response its reward |
+| collector | agent loop worker | rollout manager | | the process that asks the servers, grades and packs |
+| shard | data-parallel chunk | data-parallel partition | | one data-parallel rank's part of a step |
+| column | tensor of a DataProto | | | one number a token beside the samples: log-probs, values, advantages |
+| layout | parallel sizes | parallel sizes | | tp, pp, cp, ep, etp and vpp of one role |
+| recipe | config | arguments | config | the YAML file that says all of a run |
+
+## Keys
+
+| megarl | verl | slime | TRL | OpenRLHF | |
+|---|---|---|---|---|---|"""
+
+
+def page() -> str:
+    """The glossary as Markdown."""
+
+    def cell(names: str) -> str:
+        return " ".join(f"`{name}`" for name in names.split())
+
+    rows = [
+        f"| `{each.key}` | {cell(each.verl)} | {cell(each.slime)} | {cell(each.trl)} | {cell(each.openrlhf)} | {each.note} |"
+        for each in ENTRIES
+    ]
+    return "\n".join([HEAD, *rows])
+
+
+def meant_by(name: str) -> tuple[str, str] | None:
+    """The key that a peer's name stands for, and the peers that have it; None where nobody does.
+
+    name: with or without leading dashes, words joined by dashes or underscores.
+    """
+    plain = name.lstrip("-").replace("-", "_")
+    for entry in ENTRIES:
+        peers = [peer for peer, theirs in entry.names() if theirs == plain]
+        if peers:
+            return entry.key, " and ".join(dict.fromkeys(peers))
+    return None
+
+
+if __name__ == "__main__":
+    print(page())

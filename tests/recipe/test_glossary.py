@@ -1,0 +1,49 @@
+"""Every key of the glossary exists, the page is the generated one, and a peer's key is answered with ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.recipe import glossary
+from megarl.recipe.explain import Schema
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_generated() -> None:
+    assert (ROOT / "docs" / "glossary.md").read_text() == glossary.page() + "\n"
+
+
+def test_every_key_exists_and_stands_once() -> None:
+    schema = Schema(Recipe)
+    keys = [entry.key for entry in glossary.ENTRIES]
+    assert len(set(keys)) == len(keys)
+    assert [key for key in keys if schema.node(tuple(key.split("."))) is None] == []
+    assert [old for old, new in glossary.RENAMED.items() if not any(leaf[-1] == new for leaf in schema.leaves())] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.resting=[grads]", "`actor.offload` now"),
+        ("rollout.resting=[weights]", "`rollout.offload` now"),
+        ("actor.parallel.virtual_stages=2", "`actor.parallel.vpp` now"),
+        ("eval.by=math", "`eval.grader` now"),
+        ("algorithm.adv_estimator=gae", "verl calls `algorithm.advantage`"),
+        ("rollout.num_generations=8", "TRL calls `rollout.samples_per_prompt`"),
+        ("rollout.n_samples_per_prompt=8", "`rollout.samples_per_prompt`"),
+        ("actor.ppo_mini_batch_size=8", "verl calls `actor.mini_batch_samples`"),
+        ("algorithm.eps_clip_high=0.3", "slime calls `algorithm.clip_high`"),
+        ("algorithm.init_kl_coef=0.3", "`algorithm.kl_coef`"),
+        ("train.stepz=3", "Did you mean `train.steps`?"),
+    ],
+)
+def test_an_old_key_and_a_peers_key_are_answered_with_ours(override: str, words: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        load_recipe(ROOT / "recipes" / "quickstart.yaml", [override])
+    assert words in str(refusal.value)
