@@ -127,7 +127,7 @@ def run(
 
 def test_samples_that_failed_are_recorded_with_the_step_that_they_are_of() -> None:
     for apart in (False, True):
-        _, keeper, _ = run(State(weight_version=1), "critic", critic_apart=apart, critic=Critic())
+        _, keeper, _ = run(State(weight_version=1), "critic", critic_has_own_devices=apart, critic=Critic())
         assert keeper.failures == ["generated at 1", "evaluated at 2", "generated at 3"], apart
 
 
