@@ -67,6 +67,9 @@ class _Silent:
     def phase(self, name: str, seconds: float | None = None) -> None:
         return None
 
+    def progress(self, done: Any) -> None:
+        return None
+
     def step(self, step: int, metrics: Mapping[str, float], failure: str = "") -> None:
         return None
 
