@@ -78,7 +78,7 @@ class WeightSync(Protocol):
 class Recorder(Protocol):
     """Commits checkpoints and records metrics; knows whether somebody has asked for the run to stop."""
 
-    def record(self, step: int, metrics: dict[str, float]) -> None: ...  # noqa: D102
+    def record(self, step: int, metrics: dict[str, float], failure: str = "") -> None: ...  # noqa: D102
     def save(self, state: State) -> None: ...  # noqa: D102
     def stopping(self) -> bool: ...  # noqa: D102
 
@@ -112,11 +112,12 @@ class Handles:
 
 @dataclass(frozen=True)
 class Done:
-    """A step that is done, but for what the critic may still learn from it."""
+    """A step that is done, but for what the critic may still learn from it. failure: of its samples."""
 
     step: int
     metrics: dict[str, float]
     learning: Sequence[Update]
+    failure: str
 
 
 def due(step: int, every: int | None, last: int) -> bool:
@@ -133,6 +134,7 @@ def train(handles: Handles, recipe: Recipe, state: State) -> State:
             with timer.phase("rollout"):
                 batch = rollout.generate(step, state.weight_version)
             record(handles, done)
+            failure = batch.info.failure
             columns = score(handles, recipe, batch)
             with timer.phase("advantages"):
                 learnable = rollout.advantages(batch, columns)
@@ -156,7 +158,9 @@ def train(handles: Handles, recipe: Recipe, state: State) -> State:
                     handles.reference.copy_from(handles.actor)
             if recipe.data.eval is not None and due(step, recipe.eval.every, recipe.train.steps):
                 with timer.phase("eval"):
-                    metrics |= rollout.evaluate(step, state.weight_version).metrics
+                    held_out = rollout.evaluate(step, state.weight_version)
+                metrics |= held_out.metrics
+                failure = failure or held_out.failure
             stopping = handles.recorder.stopping()
             saving = stopping or due(step, recipe.train.save_every, recipe.train.steps)
             if saving:
@@ -164,7 +168,7 @@ def train(handles: Handles, recipe: Recipe, state: State) -> State:
                 critic = []
                 with timer.phase("save"):
                     handles.recorder.save(state)
-        done = Done(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens), critic)
+        done = Done(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens), critic, failure)
         if not critic:
             record(handles, done)
             done = None
@@ -185,7 +189,8 @@ def wait(timer: PhaseTimer, phase: str, updates: Sequence[Update]) -> dict[str, 
 def record(handles: Handles, done: Done | None) -> None:
     """Record a step, once the critic has learned from it as well."""
     if done is not None:
-        handles.recorder.record(done.step, done.metrics | wait(handles.timer, "critic", done.learning))
+        metrics = done.metrics | wait(handles.timer, "critic", done.learning)
+        handles.recorder.record(done.step, metrics, done.failure)
 
 
 def score(handles: Handles, recipe: Recipe, batch: Any) -> dict[str, References]:

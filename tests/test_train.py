@@ -48,13 +48,16 @@ class Recorder:
     calls: list[Any]
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     stop_after: int = 99  # the step in which somebody asks
+    failures: list[str] = field(default_factory=list)
+    generated: list[str] = field(default_factory=list)  # what is said of the samples of each step
 
     @property
     def info(self) -> BatchInfo:
-        return BatchInfo(0, 0, 2, 1, 1, 10, 10, {"reward/mean": 0.5})
+        return BatchInfo(0, 0, 2, 1, 1, 10, 10, {"reward/mean": 0.5}, self.generated[-1])
 
     def generate(self, step: int, weight_version: int) -> Any:
         self.calls.append(("generate", step, weight_version))
+        self.generated.append("" if step == 2 else f"generated at {step}")
         return self
 
     def advantages(self, batch: Any, columns: dict[str, Any]) -> Learnable:
@@ -63,7 +66,7 @@ class Recorder:
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
         self.calls.append(("evaluate", step, weight_version))
-        return EvalResult(1, 1, 1.0, 1.0, {"eval/accuracy": 1.0})
+        return EvalResult(1, 1, 1.0, 1.0, {"eval/accuracy": 1.0}, f"evaluated at {step}")
 
     def logprobs(self, batch: Any) -> Pending:
         self.calls.append(("logprobs", self.name))
@@ -90,9 +93,10 @@ class Recorder:
     def stopping(self) -> bool:
         return len(self.metrics) + 1 >= self.stop_after
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
+    def record(self, step: int, metrics: dict[str, float], failure: str = "") -> None:
         self.calls.append(("record", step))
         self.metrics[step] = metrics
+        self.failures.append(failure)
 
 
 def run(
@@ -119,6 +123,12 @@ def run(
         critic_has_own_devices=critic_has_own_devices,
     )
     return calls, part["recorder"], train(handles, recipe, state)
+
+
+def test_samples_that_failed_are_recorded_with_the_step_that_they_are_of() -> None:
+    for apart in (False, True):
+        _, keeper, _ = run(State(weight_version=1), "critic", critic_has_own_devices=apart, critic=Critic())
+        assert keeper.failures == ["generated at 1", "evaluated at 2", "generated at 3"], apart
 
 
 def test_one_step_reads_like_the_algorithm() -> None:

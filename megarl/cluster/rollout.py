@@ -16,6 +16,7 @@ from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import SyncError
+from megarl.core.log import get_logger
 from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.roles import ServerPart
@@ -24,6 +25,8 @@ from megarl.rollout.advantages import column_names
 from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.collector import Collector
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
+
+log = get_logger(__name__)
 
 # What servers can do without between answers. Their weights they cannot: nobody sends them again.
 CACHE: tuple[ServerPart, ...] = ("kv_cache",)
@@ -79,6 +82,10 @@ class CollectorActor:
     async def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Held-out answers, graded."""
         return await self._collector.evaluate(step, weight_version)
+
+    async def notice(self) -> str:
+        """The next line for people, once there is one."""
+        return await self._collector.notices.next()
 
     async def probe(self) -> tuple[None, Shard]:
         """Nothing, then the sequences that the next `verify` asks the servers about."""
@@ -190,6 +197,14 @@ class RolloutPool:
         """Go on from a saved place."""
         self._wait(self.collector.handle.load_state.remote(state), "data", self.recipe.deadlines.start_s)
 
+    def listen(self) -> None:
+        """Show what the collector has to tell, also while it is waited for."""
+        self.waiter.notices[self.collector.handle.notice.remote()] = self._told
+
+    def _told(self, line: str) -> None:
+        log.warning("%s", line)
+        self.listen()
+
     def close(self) -> None:
         """End the servers and the router; the collector ends with the run."""
         self.servers.close()
@@ -216,4 +231,6 @@ class LaunchingRollout:
         deadline_s = self.recipe.deadlines.start_s
         facts, _ = self.waiter.wait(self.starts, phase="start", role="rollout", deadline_s=deadline_s)
         collector = Worker(self.collector.handle, self.collector.spec, facts)
-        return RolloutPool(collector, servers, self.waiter, self.recipe, self.num_shards)
+        pool = RolloutPool(collector, servers, self.waiter, self.recipe, self.num_shards)
+        pool.listen()
+        return pool

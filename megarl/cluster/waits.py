@@ -91,11 +91,13 @@ class Waiter:
     """Waits for calls; also notices watched processes that end meanwhile, and links between nodes that break.
 
     watches: reference that becomes ready when a watched process ends -> what to do then (may raise).
+    notices: reference to a line for people that a process will have -> what shows it.
     """
 
     timer: PhaseTimer
     nodes: Nodes = field(default_factory=Nodes)
     watches: dict[Any, Callable[[str], None]] = field(default_factory=dict)
+    notices: dict[Any, Callable[[str], None]] = field(default_factory=dict)
 
     def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
         """Results in the order of the calls.
@@ -123,7 +125,7 @@ class Waiter:
         while len(results) < len(by_ref):
             pending = [ref for ref in by_ref if ref not in results]
             timeout_s = max(0.0, min(end - time.monotonic(), look - time.monotonic(), LOOK_EVERY_S))
-            ready, _ = ray.wait([*pending, *self.watches], num_returns=1, timeout=timeout_s)
+            ready, _ = ray.wait([*pending, *self.watches, *self.notices], num_returns=1, timeout=timeout_s)
             self._check_ray()
             if time.monotonic() > end and not ready:
                 raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
@@ -136,6 +138,8 @@ class Waiter:
             for ref in ready:
                 if ref in by_ref:
                     results[ref] = self._fetched(by_ref[ref], phase, role)
+                elif ref in self.notices:
+                    self._noticed(ref)
                 else:
                     self._watched(ref)
         return [results[call.result] for call in calls]
@@ -178,6 +182,14 @@ class Waiter:
                 "in vain."
             )
         return "\n".join(lines)
+
+    def _noticed(self, ref: Any) -> None:
+        show = self.notices.pop(ref)
+        try:
+            line = str(ray.get(ref, timeout=0))
+        except (RayActorError, RayTaskError, GetTimeoutError):
+            return  # whoever waits for that process is told of its end
+        show(line)
 
     def _deadline(self, phase: str, role: str, deadline_s: float, workers: list[Worker]) -> DeadlineError:
         names = ", ".join(worker.name for worker in workers)

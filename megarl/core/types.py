@@ -125,7 +125,10 @@ Column = list[list[FloatArray]]
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """What the driver knows of a step's samples: counts and metrics, never tokens."""
+    """What the driver knows of a step's samples: counts and metrics, never tokens.
+
+    failure: how many have no response or no grade, and why the first has none; empty where all have.
+    """
 
     step: int
     weight_version: int
@@ -135,6 +138,7 @@ class BatchInfo:
     prompt_tokens: int
     response_tokens: int
     metrics: dict[str, float]
+    failure: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -144,10 +148,11 @@ class BatchInfo:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Greedy (or sampled) answers on held-out prompts, graded."""
+    """Greedy (or sampled) answers on held-out prompts, graded. failure: as of BatchInfo."""
 
     num_prompts: int
     num_samples: int
     accuracy: float  # share of samples whose reward, or score by the grader of eval.grader, is at least 0.5
     reward: float  # mean
     metrics: dict[str, float]
+    failure: str = ""

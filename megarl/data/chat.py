@@ -6,6 +6,7 @@ Not for reading rows (rows.py), nor for deciding which tokens are trained on (sf
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from megarl.data.rows import Row, json_type
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase, which has no type information
 Message = dict[str, Any]
+# What chat templates know by these names; a template may know others, and then names them.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 REASON_CHARACTERS = 400  # of what transformers says
 
 
@@ -53,16 +56,16 @@ def check_messages(value: object, row: Row, key: str) -> list[Message]:
     """
     want = 'wanted is a list of messages like {"role": "user", "content": "..."}'
     if not isinstance(value, list):
-        raise UserError(f"{row.where}, field {key!r}: a {json_type(value)}; {want}.")
+        raise UserError(f"{row.where}, field {key!r}: {json_type(value)}; {want}.")
     if not value:
         raise UserError(f"{row.where}, field {key!r}: an empty list; {want}.")
     for index, message in enumerate(value):
         where = f"{row.where}, field {key!r}, message {index + 1}"
         if not isinstance(message, dict):
-            raise UserError(f"{where}: a {json_type(message)}; {want}.")
+            raise UserError(f"{where}: {json_type(message)}; {want}.")
         for part in ("role", "content"):
             if not isinstance(message.get(part), str):
-                found = f"a {json_type(message[part])}" if part in message else "missing"
+                found = f"{json_type(message[part])}" if part in message else "missing"
                 raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.")
     return value
 
@@ -70,13 +73,23 @@ def check_messages(value: object, row: Row, key: str) -> list[Message]:
 def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, generation_prompt: bool) -> str:
     """The text of messages under the chat template; with generation_prompt it ends where the assistant's turn begins.
 
-    Raises UserError where there is no template, or where the template refuses the messages.
+    Raises UserError where there is no template, a role that nobody knows (many templates would render any), or where the
+    template refuses the messages.
     """
     if not has_chat_template(tokenizer):
         raise UserError(
             f"{row.where}: the row has chat messages, but the model's tokenizer has no chat template. "
             "Add chat_template to tokenizer_config.json, or give the prompt as a string."
         )
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role not in ROLES and role not in str(tokenizer.chat_template):
+            near = get_close_matches(role, ROLES, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(
+                f"{row.where}, message {number}: there is no role {role!r}.{hint} Roles are {', '.join(ROLES)}, and those "
+                "that the model's chat template names."
+            )
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
     except Exception as error:  # a template is code of the model's authors

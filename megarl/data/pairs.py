@@ -65,7 +65,7 @@ def _margin(row: Row, data: PairData) -> float:
         return 0.0
     margin = row.get(data.margin_key, "data.margin_key")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        found = f"a {json_type(margin)}" if not isinstance(margin, float) else str(margin)
+        found = f"{json_type(margin)}" if not isinstance(margin, float) else str(margin)
         raise UserError(f"{row.where}, field {data.margin_key!r}: the margin is {found}; wanted is a finite number.")
     return float(margin)
 

@@ -6,6 +6,7 @@ it has none. Not for demonstrations (sft.py), nor for responses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +35,11 @@ class PromptSet:
     num_dropped: int  # over the length limit
     longest_tokens: int  # of those kept
 
+    @property
+    def without_answer(self) -> tuple[Prompt, ...]:
+        """Those whose answer is an empty text: no response is right by it, though a grader of one's own may not ask."""
+        return tuple(prompt for prompt in self.prompts if not prompt.answer.strip())
+
     def __len__(self) -> int:
         return len(self.prompts)
 
@@ -58,6 +64,10 @@ def parse_row(row: Row, data: Data) -> PromptRow:
             )
     else:
         messages = _check_prompt_type(prompt, row, data.prompt_key)
+        if not any(message["content"].strip() for message in messages):
+            raise UserError(
+                f"{row.where}, field {data.prompt_key!r}: all messages are empty. Fill them, or leave the row out."
+            )
         if messages[-1]["role"] == "assistant":
             raise UserError(
                 f"{row.where}, field {data.prompt_key!r}: the last message is the assistant's, but that is what the "
@@ -67,7 +77,11 @@ def parse_row(row: Row, data: Data) -> PromptRow:
     answer = row.get(answer_key, "the answer, data.answer_key")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise UserError(
-            f"{row.where}, field {answer_key!r}: the answer is a {json_type(answer)}; wanted is a string or a number."
+            f"{row.where}, field {answer_key!r}: the answer is {json_type(answer)}; wanted is a string or a number."
+        )
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise UserError(
+            f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
         )
     used = (data.prompt_key, answer_key)
     metadata = {key: value for key, value in row.fields.items() if key not in used}
@@ -145,7 +159,7 @@ class PromptSource:
 def _check_prompt_type(prompt: object, row: Row, key: str) -> list[Message]:
     if not isinstance(prompt, list):
         raise UserError(
-            f"{row.where}, field {key!r}: the prompt is a {json_type(prompt)}; "
+            f"{row.where}, field {key!r}: the prompt is {json_type(prompt)}; "
             "wanted is a string or a list of chat messages."
         )
     return check_messages(prompt, row, key)
@@ -174,6 +188,9 @@ def _answer_key(row: Row, data: Data) -> str:
     for key in ANSWER_KEYS:
         if row.has(key):
             return key
+    for key in ANSWER_KEYS:
+        if key in row.fields:
+            raise row.missing(key, "the answer")
     there = ", ".join(sorted(map(repr, row.fields)))
     raise UserError(
         f"{row.where}: there is no answer: none of the fields {', '.join(map(repr, ANSWER_KEYS))}. "

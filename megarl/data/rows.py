@@ -6,6 +6,7 @@ Not for tokens or chat messages: what a field must hold is decided by prompts.py
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -85,12 +86,21 @@ def data_files(path: Path) -> list[Path]:
     return sorted(path.parent.glob("*".join(map(escape, path.name.split("*")))))
 
 
+def place_of(path: Path, row_id: str) -> str:
+    """The place of a row of this file, for messages. row_id: `Row.id`."""
+    return Row(path, int(row_id.rpartition(":")[2]), {}).where
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """Stream the rows of a JSONL or Parquet file, or of several (`data_files`), one after the other.
 
     Blank lines of JSONL are passed over but counted.
     Raises UserError, naming file and line: file missing, unknown kind, malformed, not an object, or no rows at all.
     """
+    if path.is_dir():
+        inside = sorted(name for name in _names(path) if Path(name).suffix in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
+        hint = f" Did you mean {path / inside[0]}?" if inside else ""
+        raise UserError(f"{path} is a folder, where a data file is wanted.{hint} Correct the path in the recipe.")
     if path.suffix not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
         allowed = ", ".join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
         raise UserError(f"{path}: unknown kind of data file {path.suffix!r}. Allowed are {allowed}.")
@@ -98,8 +108,10 @@ def read_rows(path: Path) -> Iterator[Row]:
     if not files:
         raise UserError(f"{path}: no file matches this pattern. Correct the path in the recipe.")
     if files == [path] and not path.is_file():
-        there = "it is a folder" if path.is_dir() else f"the folder {path.parent} {_is_there(path.parent)}"
-        near = get_close_matches(path.name, _names(path.parent), n=1)
+        there = f"the folder {path.parent} {_is_there(path.parent)}"
+        if os.path.lexists(path):
+            there = "it is a link that leads nowhere" if path.is_symlink() else "it is no regular file"
+        near = get_close_matches(path.name, set(_names(path.parent)) - {path.name}, n=1)
         hint = f" Did you mean {path.parent / near[0]}?" if near else ""
         raise UserError(f"{path}: there is no such data file ({there}).{hint} Correct the path in the recipe.")
     read = _read_parquet if path.suffix in PARQUET_SUFFIXES else _read_jsonl
@@ -150,7 +162,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 ) from error
             if not isinstance(value, dict):
                 raise UserError(
-                    f"{where}: a JSON {json_type(value)} where an object is wanted. Each line holds one JSON object, "
+                    f"{where}: {json_type(value)} where a JSON object is wanted. Each line holds one JSON object, "
                     'like {"prompt": "...", "answer": "..."}.'
                 )
             yield Row(path, number, value)
@@ -175,9 +187,18 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 # Exact types: a bool is an int to isinstance.
-_JSON_TYPES = {type(None): "null", bool: "true/false", str: "string", int: "number", float: "number", list: "list"}
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "true or false",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    bytes: "bytes",
+}
 
 
 def json_type(value: object) -> str:
-    """What JSON calls the type of a value, for messages."""
-    return _JSON_TYPES.get(type(value), "object" if isinstance(value, dict) else type(value).__name__)
+    """What JSON calls the type of a value, for messages: `a string`, `null`."""
+    return _JSON_TYPES.get(type(value), f"a {type(value).__name__}")

@@ -80,7 +80,7 @@ def parse_prompt(row: Row, key: str) -> str | list[Message]:
         return check_messages(prompt, row, key)
     if not isinstance(prompt, str):
         raise UserError(
-            f"{row.where}, field {key!r}: the prompt is a {json_type(prompt)}; "
+            f"{row.where}, field {key!r}: the prompt is {json_type(prompt)}; "
             "wanted is a string or a list of chat messages."
         )
     if not prompt.strip():
@@ -92,7 +92,7 @@ def parse_text(row: Row, key: str, purpose: str) -> str:
     """A field with the assistant's text. purpose: which recipe key asks. Raises UserError naming the place."""
     text = row.get(key, purpose)
     if not isinstance(text, str) or not text.strip():
-        found = "empty" if isinstance(text, str) else f"a {json_type(text)}"
+        found = "empty" if isinstance(text, str) else f"{json_type(text)}"
         raise UserError(f"{row.where}, field {key!r}: the response is {found}; wanted is some text.")
     return text
 

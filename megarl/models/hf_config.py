@@ -299,13 +299,14 @@ def _checked_routing(fields: Fields, moe: Moe) -> Moe:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(
-            f"The model folder {folder} does not exist. Set model.path to a folder in HF format, or to a name on the hub, "
+            f"The model folder {folder} {what}. Set model.path to a folder in HF format, or to a name on the hub, "
             "OWNER/NAME."
         )
     wanted = {
         "config.json": ("config.json",),
-        "a tokenizer (tokenizer.json or tokenizer_config.json)": ("tokenizer.json", "tokenizer_config.json"),
+        "tokenizer (tokenizer.json or tokenizer_config.json)": ("tokenizer.json", "tokenizer_config.json"),
         "weights (*.safetensors)": ("*.safetensors",),
     }
     missing = [what for what, patterns in wanted.items() if not any(any(folder.glob(each)) for each in patterns)]

@@ -5,6 +5,7 @@ prompts per step x samples per prompt = N samples -> M mini-batches of K -> micr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,7 +144,8 @@ def _warmup_problems(recipe: AnyRecipe, plan: BatchPlan) -> list[str]:
 
 def nearest_divisors(number: int, wanted: int, at_least: int = 1) -> list[int]:
     """The divisors of `number`, not under `at_least`, that stand nearest to `wanted`: one below, one above."""
-    divisors = [size for size in range(max(1, at_least), number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    divisors = sorted(size for size in {*small, *(number // size for size in small)} if size >= at_least)
     below = [size for size in divisors if size <= wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]
     return below + above

@@ -164,7 +164,8 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     given = error["input"]
     meaning = f" ({schema.meaning(keys)})" if schema.meaning(keys) else ""
     quote = f" Quotes make it text: '{given}'." if error["type"] == "string_type" and given is not None else ""
-    return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{quote}"
+    section = " Write {} for a section of defaults." if isinstance(given, bool) and schema.children(keys) else ""
+    return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{quote}{section}"
 
 
 def _guess(keys: Keys, schema: Schema) -> str:

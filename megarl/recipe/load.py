@@ -4,7 +4,8 @@
     train: {steps: 100}
 
 Sections are merged key by key, lists and single values are replaced. Every other path in a recipe is relative to the
-folder that megarl is called in, as on any command line. What is wrong is said with file, line and key, all at once.
+folder that megarl is called in, as on any command line. `${NAME}` in a value is the environment's variable, `$${` a plain
+`${`. What is wrong is said with file, line and key, all at once.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from megarl.recipe.section import PositiveFloat, PositiveInt, Section
+from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section
 
 JSON_FIELD = "json:"  # what stands before the name of a field, where a score is not found by a pattern
 
@@ -144,6 +144,11 @@ class Reward(Section):
     workers: PositiveInt = Field(1, description="processes of each rule")
     timeout_s: PositiveFloat = Field(
         10.0, description="deadline of one grade of a rule, seconds; then it is a counted failure"
+    )
+
+    max_failed_share: Fraction = Field(
+        0.5,
+        description="largest share of a step's grades, or of an evaluation's, that may fail; with more the run stops",
     )
 
     def by_name(self) -> dict[str, Grader]:

@@ -1,10 +1,14 @@
 """Where a recipe's values come from: YAML files, their one base, and the command line; each value remembers its line.
 
+`${NAME}` in a value is the environment's variable; `$${` is a plain `${`.
+
 It knows nothing of the schema: `load.py` validates what this module reads.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +29,10 @@ _FLOAT = re.compile(
 )
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$")
 _BOOL = re.compile(r"true$|false$", re.IGNORECASE)
+# While YAML is read, characters that nobody uses stand for those of `$${` and of `${NAME}`: within { } a brace would end a value.
+_WRITTEN = re.compile(r"(\$\$\{)([^{}\n]*\})?|\$\{([^{}\s\"',\]]*)\}?")
+_ESCAPED, _OPEN, _CLOSE = "\U0010fff0", "\U0010fff1", "\U0010fff2"
+_VARIABLE = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,7 +47,14 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that either reading of plain words would take for something else."""
+    """Quotes every string that either reading of plain words would take for something else; `${` is written as `$${`."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        """A string that reads back as it is."""
+        return self.represent_str(text.replace("${", "$${"))
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 for _class in (_Loader, _Dumper):
@@ -95,7 +110,7 @@ def read_tree(file: Path) -> Tree:
     origin = tree.origins.pop((BASE_KEY,))
     if not isinstance(base, str):
         raise UserError(f"{origin}: `base` must be the path of one recipe, relative to this file; got {base!r}.")
-    result = _read_file(file.parent / base, f"base of {file} (named at {origin})")
+    result = _read_file(file.parent / base, f"base of {file} (named at {origin})", f"relative to {file.parent}")
     if BASE_KEY in result.values:
         raise UserError(
             f"{result.origins[(BASE_KEY,)]}: a base may not have a base of its own, and "
@@ -121,7 +136,7 @@ def read_override(text: str) -> Tree:
             "for example train.steps=10 or 'rollout.stop=[END]'."
         )
     try:
-        loader = _Loader(value)
+        loader = _Loader(_marked(value))
         node = loader.get_single_node()
     except yaml.YAMLError as error:
         raise UserError(
@@ -139,21 +154,27 @@ def read_override(text: str) -> Tree:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """YAML that reads back as the same values, here and in other YAML readers."""
+    """YAML that reads back as the same values, here and, but for `${`, in other YAML readers."""
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
     return text
 
 
-def _read_file(file: Path, what: str) -> Tree:
+def _read_file(file: Path, what: str, relative: str = "relative to the folder that megarl is called in") -> Tree:
+    try:
+        is_folder = file.is_dir()
+    except OSError as error:
+        raise UserError(f"Cannot read {what} {str(file)[:200]}: {error.strerror}.") from None
+    if is_folder:
+        raise UserError(f"{file}, the {what}, is a folder. Name a file in it, such as {file / 'recipe.yaml'}.")
     if not file.is_file():
+        near = difflib.get_close_matches(file.name, _names(file.parent), n=1)
+        hint = f" Did you mean {file.parent / near[0]}?" if near else ""
         brought = (
             f" megarl brings one of that name: megarl recipe copy {file.stem}." if shipped_recipe(file.name) else ""
         )
-        raise UserError(
-            f"There is no {what} at {file}. Paths are relative to the folder that megarl is called in.{brought}"
-        )
+        raise UserError(f"There is no {what} at {file}.{hint} This path is {relative}.{brought}")
     try:
-        loader = _Loader(file.read_text(encoding="utf-8"))
+        loader = _Loader(_marked(file.read_text(encoding="utf-8")))
         node = loader.get_single_node()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not a text file in UTF-8 ({error.reason} at byte {error.start}).") from None
@@ -172,16 +193,21 @@ def _read_file(file: Path, what: str) -> Tree:
     return tree
 
 
-def _problem(error: yaml.YAMLError) -> str:
+def _names(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+
+
+def _problem(error: Exception) -> str:
     return " ".join(str(getattr(error, "problem", None) or error).split())
 
 
 def _convert(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, tree: Tree) -> Any:
     """The node's value; notes the origin of every key below it. Raises UserError for a key that stands twice."""
     if not isinstance(node, yaml.MappingNode):
+        _expand(loader, node, file, keys)
         try:
             return loader.construct_object(node, deep=True)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # a number of thousands of digits
             origin = Origin(file, node.start_mark.line + 1)
             raise UserError(f"Cannot read the value of {'.'.join(keys)} ({origin}): {_problem(error)}.") from None
     values: dict[str, Any] = {}
@@ -191,15 +217,68 @@ def _convert(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, tr
         origin = Origin(file, key_node.start_mark.line + 1)
         if not isinstance(key_node, yaml.ScalarNode):
             raise UserError(f"{origin}: a key must be a plain word; below {'.'.join(keys) or 'the top'} one is not.")
-        below = (*keys, key_node.value)
-        if key_node.value in values:
+        # Keys have no variables.
+        name = key_node.value.replace(_ESCAPED, "${").replace(_OPEN, "${").replace(_CLOSE, "}")
+        below = (*keys, name)
+        if name in values:
             raise UserError(
                 f"{origin}: `{'.'.join(below)}` stands twice; the first is at {tree.origins[below]}. "
                 "Remove one of them."
             )
         tree.origins[below] = origin
-        values[key_node.value] = _convert(loader, value_node, file, below, tree)
+        values[name] = _convert(loader, value_node, file, below, tree)
     return values
+
+
+def _expand(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, seen: set[int] | None = None) -> None:
+    """Put the environment's variables into a node's texts: what stands there without quotes may become a number."""
+    seen = set() if seen is None else seen
+    if id(node) in seen:  # an alias that holds itself
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.CollectionNode):
+        below = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in node.value]
+        for each in below:
+            _expand(loader, each, file, keys, seen)
+    elif isinstance(node, yaml.ScalarNode):
+        _expand_text(loader, node, Origin(file, node.start_mark.line + 1), keys)
+
+
+def _expand_text(loader: _Loader, node: yaml.ScalarNode, origin: Origin, keys: Keys) -> None:
+    where = f"`{'.'.join(keys)}` ({origin})"
+    if {_ESCAPED, _OPEN}.intersection(node.value):
+        text = _VARIABLE.sub(lambda found: _variable(found[1], where), node.value)
+        node.value = text.replace(_ESCAPED, "${").replace(_CLOSE, "}")
+        if node.style is None:
+            node.tag = loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
+    # "\ud800" and "\0" of a quoted text: no file has such a name, and no file can hold the first.
+    if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):
+        raise UserError(f"{where}: {node.value!r} has a NUL, or half of a character. Leave it out.")
+
+
+def _variable(name: str, where: str) -> str:
+    """The environment's variable. Raises UserError where there is none of that name."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UserError(
+            f"{where}: '${{{name}}}' names no environment variable. Write ${{NAME}}, or $${{ for a plain ${{."
+        )
+    if name not in os.environ:
+        raise UserError(
+            f"{where}: the environment variable {name} is not set. Set it (export {name}=...), or write $${{{name}}} for "
+            f"a plain ${{{name}}}."
+        )
+    return os.environ[name]
+
+
+def _marked(text: str) -> str:
+    """YAML with each `${NAME}` as one plain word."""
+
+    def mark(found: re.Match[str]) -> str:
+        if not found[1]:
+            return f"{_OPEN}{found[3]}{_CLOSE}"
+        return _ESCAPED + (found[2] or "").replace("}", _CLOSE)
+
+    return _WRITTEN.sub(mark, text)
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Where the output is not a terminal (a file, a scheduler's log), the same lines c
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ FIELDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("tok/s", ("perf/tokens_per_s",), 6),
 )
 HIGHLIGHTED = ("reward", "acc")
+FAILURE_SHOWN = 200  # characters
 # Steps that are quicker share a line: hundreds of lines a minute are read by nobody, and metrics.jsonl has them all.
 SECONDS_A_LINE = 1.0
 # Speed is the mean over this long: single steps differ (evaluations, checkpoints).
@@ -58,6 +60,8 @@ class RunConsole:
         self._unseen_s = 0.0  # seconds of steps since the last line
         self._began = False
         self._shown: set[str] = set()  # labels that a line of this run has had
+        self._unseen_failure = ""  # of steps since the last line
+        self._first_failure = ""  # of the run, with its step
         self._phase, self._step, self._phase_began, self._told = "", 0, 0.0, 0.0
         self._progress = Progress(
             SpinnerColumn(),
@@ -106,12 +110,20 @@ class RunConsole:
             self._told = now
             self._out.print(f"step {self._step}, {words}" if self._step else words, highlight=False)
 
-    def step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """A step is done, or, for step 0, what was measured before the first. A line a step, at most one a second."""
+    def step(self, number: int, metrics: Mapping[str, float], failure: str = "") -> None:
+        """A step is done, or, for step 0, what was measured before the first. A line a step, at most one a second.
+
+        failure: what is said of samples without a response or a grade, at the end of the line.
+        """
+        if failure:
+            failure = f"at step {number}, {' '.join(failure.split())}"
+            self._unseen_failure = self._unseen_failure or failure
+            self._first_failure = self._first_failure or failure
         self._unseen_s += metrics.get("perf/step_s", SECONDS_A_LINE)
         if self._unseen_s >= SECONDS_A_LINE or not self._seconds or number == self._steps or "perf/eval_s" in metrics:
             self._out.print(self._line(number, metrics), soft_wrap=True, highlight=False)
             self._unseen_s = 0.0
+            self._unseen_failure = ""
         if number:
             self._seconds.append(metrics.get("perf/step_s", 0.0))
             self._progress.update(self._task, completed=number)
@@ -119,7 +131,10 @@ class RunConsole:
     def finish(self, timer: PhaseTimer, metrics_file: Path, *, export: Path, curve: Path) -> None:
         """Stop the bar and print the table of the whole run."""
         self._progress.stop()
-        self._out.print(summary_table(read_history(metrics_file), timer.totals, timer.elapsed_s(), export, curve))
+        rows = read_history(metrics_file)
+        self._out.print(
+            summary_table(rows, timer.totals, timer.elapsed_s(), export, curve, failure=self._first_failure)
+        )
 
     def _line(self, number: int, metrics: Mapping[str, float]) -> Text:
         width = len(str(self._steps))
@@ -143,6 +158,9 @@ class RunConsole:
         if left is not None and not self._out.is_terminal:
             line.append(f"  left {duration(left)}", style="dim")
         line.rstrip()
+        if self._unseen_failure:
+            shown = textwrap.shorten(self._unseen_failure, FAILURE_SHOWN, placeholder=" ...")
+            line.append(f"  {shown}", style="yellow")
         return line
 
     def _left_after(self, number: int, metrics: Mapping[str, float]) -> float | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from megarl.core.metrics import PHASES, format_value
 from megarl.report.history import Row, series
@@ -27,6 +28,12 @@ BEFORE_AND_AFTER = (
 LARGEST = (
     ("rollout against trainer, log-prob", "rollout/logprob_diff_max"),
     ("weight sync's probe, log-prob", "sync/probe_diff_max"),
+)
+# Samples that were lost, over all steps.
+LOST = (
+    ("samples without a grade", "reward/failures"),
+    ("samples that no server answered", "rollout/failed"),
+    ("held-out samples without a grade", "eval/failures"),
 )
 # A rate, and the seconds that it was measured over: its mean is weighted by these.
 RATES = (
@@ -53,10 +60,15 @@ def mean_rate(rows: list[Row], rate: str, seconds: str) -> float | None:
 
 
 def summary_table(
-    rows: list[Row], totals: Mapping[str, float], elapsed_s: float, export: Path, curve: Path
+    rows: list[Row], totals: Mapping[str, float], elapsed_s: float, export: Path, curve: Path, *, failure: str = ""
 ) -> RenderableType:
-    """rows: the run's history. totals: seconds by phase; elapsed_s: of this process, from its start."""
-    return Group(_results(rows), _seconds(totals, elapsed_s), f"weights  {export}  (HF)\ncurve    {curve}")
+    """rows: the run's history. totals: seconds by phase; elapsed_s: of this process, from its start.
+
+    failure: what was said of the first samples without a grade.
+    """
+    places = [f"weights  {export}  (HF)", f"curve    {curve}"]
+    lost = [Text(f"failures {failure}", style="yellow")] if failure else []
+    return Group(_results(rows), _seconds(totals, elapsed_s), *lost, "\n".join(places))
 
 
 def _results(rows: list[Row]) -> Table:
@@ -73,6 +85,10 @@ def _results(rows: list[Row]) -> Table:
         _, values = series(rows, name)
         if values:
             table.add_row(f"{label}, largest difference", "", format_value(name, max(values)))
+    for label, name in LOST:
+        lost = sum(series(rows, name)[1])
+        if lost:
+            table.add_row(f"{label}, all steps", "", format_value(name, lost), style="yellow")
     for label, rate, seconds in RATES:
         mean = mean_rate(rows, rate, seconds)
         if mean is not None:

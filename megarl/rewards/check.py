@@ -8,7 +8,7 @@ import socket
 from megarl.core.errors import UserError
 from megarl.recipe.reward import Judge, Reward, Rule
 from megarl.rewards.question import compile_template
-from megarl.rewards.resolve import resolve_reward
+from megarl.rewards.resolve import BUILT_IN, resolve_reward
 
 
 def check_graders(reward: Reward) -> None:
@@ -21,6 +21,11 @@ def check_graders(reward: Reward) -> None:
         read_key(settings.key_env, key)
         if isinstance(settings, Judge):
             compile_template(settings.template, f"{key}.template")
+
+
+def compares_answers(reward: Reward) -> list[str]:
+    """Names of the built-in rules among the graders: they compare with the row's answer."""
+    return [each.fn for each in reward.by_name().values() if isinstance(each, Rule) and each.fn in BUILT_IN]
 
 
 def read_key(variable: str | None, key: str) -> str | None:

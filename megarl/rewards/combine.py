@@ -7,13 +7,15 @@ would be the truth.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megarl.core.errors import MegarlError
+from megarl.core.log import get_logger
 from megarl.core.types import Sample
 from megarl.recipe.reward import Grader as Settings
 from megarl.recipe.reward import HttpGrader, Judge, Reward, Rule
@@ -24,6 +26,13 @@ from megarl.rewards.http import JsonClient
 from megarl.rewards.judge import JudgeGrader
 from megarl.rewards.question import compile_template
 from megarl.rewards.remote import RemoteGrader
+
+log = get_logger(__name__)
+
+# A grader that is at one response for so long is told of: a part of its deadline, between these bounds, in seconds.
+LONG_PART, LONG_LEAST_S, LONG_MOST_S = 0.2, 3.0, 15.0
+LOOK_S = 0.5
+AGAIN_S = 10.0  # until it is told again; twice as long each time
 
 
 @dataclass(frozen=True)
@@ -41,30 +50,38 @@ class Combined:
 
 @dataclass(frozen=True)
 class Weighted:
-    """A grader and what its score counts for. about: what it is, for messages."""
+    """A grader and what its score counts for. about: what it is, for messages. timeout_s: its deadline for one response."""
 
     grader: Grader
     weight: float
     about: str
+    timeout_s: float
 
 
 class Graders:
-    """The graders of a run, by name."""
+    """The graders of a run, by name. One that is at a response for long is told of while it is."""
 
-    def __init__(self, members: Mapping[str, Weighted]) -> None:
+    def __init__(self, members: Mapping[str, Weighted], tell: Callable[[str], None] = log.warning) -> None:
+        """tell: takes a line for people."""
         self._members = dict(members)
+        self._tell = tell
+        self._under_way = 0
+        self._look: asyncio.TimerHandle | None = None
+        self._told: dict[str, tuple[float, int]] = {}  # when, and how often
 
     @classmethod
-    def open(cls, reward: Reward) -> Graders:
+    def open(cls, reward: Reward, tell: Callable[[str], None] = log.warning) -> Graders:
         """The graders that a recipe asks for; `start` starts them. Raises UserError, as `check_graders` does."""
-        return cls(
-            {
-                name: Weighted(
-                    _open(settings, reward, reward.key_of(name)), settings.weight, f"{name} ({settings.kind})"
-                )
-                for name, settings in reward.by_name().items()
-            }
-        )
+        members = {
+            name: Weighted(
+                _open(settings, reward, reward.key_of(name)),
+                settings.weight,
+                f"{name} ({settings.kind})",
+                reward.timeout_s if isinstance(settings, Rule) else settings.timeout_s,
+            )
+            for name, settings in reward.by_name().items()
+        }
+        return cls(members, tell)
 
     async def start(self) -> None:
         """Start all and ask those behind an address whether they are there.
@@ -90,11 +107,16 @@ class Graders:
                 f"Graders did not answer at the start: {said}. Start them, or correct url and key_env in reward.graders."
             )
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Combined:
-        """Grade one response. Raises MegarlError where a grader can grade nothing any more."""
-        grades = await asyncio.gather(
-            *(member.grader.grade(prompt, response, answer, metadata) for member in self._members.values())
-        )
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Combined:
+        """Grade one response. row: its prompt's, for messages. Raises MegarlError where a grader can grade nothing any more."""
+        self._under_way += 1
+        self._look_later()
+        try:
+            grades = await asyncio.gather(
+                *(member.grader.grade(prompt, response, answer, metadata, row) for member in self._members.values())
+            )
+        finally:
+            self._under_way -= 1
         by_name = dict(zip(self._members, grades, strict=True))
         failures = [f"{name}: {grade.failure}" for name, grade in by_name.items() if grade.failure is not None]
         total = sum(self._members[name].weight * grade.reward for name, grade in by_name.items())
@@ -103,7 +125,29 @@ class Graders:
 
     async def close(self) -> None:
         """End all of them."""
+        self._under_way = 0
+        if self._look is not None:
+            self._look.cancel()
         await asyncio.gather(*(member.grader.close() for member in self._members.values()))
+
+    def _look_later(self) -> None:
+        if self._look is None and self._under_way:
+            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_now)
+
+    def _look_now(self) -> None:
+        """Tell of who has been at one response for long, at times that grow further apart."""
+        self._look = None
+        now = time.monotonic()
+        for name, member in self._members.items():
+            at, long_s = member.grader.oldest(), min(max(LONG_PART * member.timeout_s, LONG_LEAST_S), LONG_MOST_S)
+            when, times = self._told.get(name, (float("-inf"), 0))
+            if at is not None and at.for_s > long_s and now >= when + AGAIN_S * 2**times:
+                self._told[name] = now, min(times + 1, 5)
+                self._tell(
+                    f"the grader {member.about} has been at a response to {at.row} for {at.for_s:.0f} s; its deadline is "
+                    f"{member.timeout_s:g} s"
+                )
+        self._look_later()
 
 
 def part_metrics(samples: Sequence[Sample], kept: Sequence[Sample]) -> dict[str, float]:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megarl.rewards.patience import UnderWay
+
 MOST_SHOWN = 600  # characters of a failure's reason
 
 
@@ -26,7 +28,7 @@ def number(value: Any) -> Grade:
     """The grade that a value of somebody else's is: a failure where it is no finite number, or text."""
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of a tensor with several numbers it is a RuntimeError
         score = math.nan
     return Grade(score) if math.isfinite(score) else failed(f"not a number: {value!r}")
 
@@ -37,8 +39,14 @@ class Grader(Protocol):
     async def start(self) -> None:
         """Get ready; raises MegarlError where it cannot be."""
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
-        """Grade one response, within a deadline of the grader's own. What goes wrong with one is its failure."""
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+        """Grade one response, within a deadline of the grader's own. What goes wrong with one is its failure.
+
+        row: its prompt's, for messages and to tell whose responses time out.
+        """
+
+    def oldest(self) -> UnderWay | None:
+        """What it has been at for longest; None where it is at nothing."""
 
     async def close(self) -> None:
         """End what was started; grades under way raise."""

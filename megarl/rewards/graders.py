@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +22,25 @@ from typing import Any, cast
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.rewards.grade import Grade, failed
+from megarl.rewards.patience import Patience, UnderWay
+from megarl.rewards.printed import Printed
 from megarl.rewards.worker import HEADER, READY, frame
 
 # A process is sent about so many seconds of work ahead, at most so many grades.
 AHEAD_S = 0.02
 MOST_AHEAD = 64
+ROUNDS = 3  # losses in a row of each process, after which what waits is given up
 CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One request on its way."""
+    """One request on its way. asked_at: by `time.monotonic`."""
 
     payload: bytes
     future: asyncio.Future[Grade]
+    row: str
+    asked_at: float
 
     def finish(self, grade: Grade) -> None:
         """Hand over the grade, unless the caller has given up."""
@@ -75,6 +81,11 @@ class _Worker(asyncio.SubprocessProtocol):
             return "its pipe closed"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
+    @property
+    def under_way(self) -> UnderWay | None:
+        """What the process is at."""
+        return UnderWay(self.jobs[0].row, self.loop.time() - self._head_since) if self.jobs else None
+
     def send(self, jobs: list[_Job]) -> None:
         """Queue jobs for grading."""
         assert self._transport is not None
@@ -113,7 +124,9 @@ class _Worker(asyncio.SubprocessProtocol):
             self._mean_s += ((now - self._head_since) / len(results) - self._mean_s) * 0.5
             self._head_since = now
             for grade in results:
-                self.jobs.popleft().finish(grade)
+                job = self.jobs.popleft()
+                job.finish(grade)
+                self._pool.patience.graded(job.row)
         self._pool.pump_soon()
 
     def process_exited(self) -> None:
@@ -185,6 +198,8 @@ class GraderPool:
         self._workers: list[_Worker] = []
         self._replacing: set[asyncio.Task[None]] = set()
         self._queue: deque[_Job] = deque()
+        self.patience = Patience(ROUNDS * workers)
+        self._printed: Printed | None = None
         self._pumping = False
         self._broken: MegarlError | None = None
 
@@ -197,7 +212,7 @@ class GraderPool:
             self._starting = asyncio.create_task(self._start_all())
         await asyncio.shield(self._starting)
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response. The deadline counts from when a process takes it up, not while it waits its turn.
 
         Raises what `start` raises, also when a process that had to be replaced cannot be.
@@ -207,10 +222,15 @@ class GraderPool:
         if self._broken is not None:
             raise self._broken
         payload = pickle.dumps((prompt, response, answer, metadata), protocol=pickle.HIGHEST_PROTOCOL)
-        job = _Job(payload, asyncio.get_running_loop().create_future())
+        job = _Job(payload, asyncio.get_running_loop().create_future(), row or str(id(payload)), time.monotonic())
         self._queue.append(job)
         self.pump_soon()
         return await job.future
+
+    def oldest(self) -> UnderWay | None:
+        """What a process has been at for longest."""
+        at = [worker.under_way for worker in self._workers if worker.under_way is not None]
+        return max(at, key=lambda each: each.for_s, default=None)
 
     async def close(self) -> None:
         """End all processes, and what the functions started; grades under way raise. Returns when they are gone."""
@@ -220,6 +240,8 @@ class GraderPool:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._break(MegarlError("the grader pool is closed"))
         await self._end_workers()
+        if self._printed is not None:
+            self._printed.close()
 
     async def __aenter__(self) -> GraderPool:
         await self.start()
@@ -243,11 +265,24 @@ class GraderPool:
         worker.retire()
         if jobs:
             jobs[0].finish(failed(failure))
+            self.patience.lost(jobs[0].row)
             self._queue.extendleft(reversed(jobs[1:]))
+            self._give_up()
         if self._broken is None:
             task = asyncio.get_running_loop().create_task(self._replace())
             self._replacing.add(task)
             task.add_done_callback(self._replacing.discard)
+
+    def _give_up(self) -> None:
+        """Fail those that wait for what would only be lost as well."""
+        tried: deque[_Job] = deque()
+        for job in self._queue:
+            refusal = self.patience.refusal(job.row, job.asked_at)
+            if refusal is None:
+                tried.append(job)
+            else:
+                job.finish(failed(refusal))
+        self._queue = tried
 
     def _pump(self) -> None:
         self._pumping = False
@@ -258,10 +293,12 @@ class GraderPool:
                 worker.send(jobs)
 
     async def _start_all(self) -> None:
+        self._printed = await Printed.open(self._key)
         outcomes = await asyncio.gather(*(self._spawn() for _ in range(self._num_workers)), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 await self._end_workers()
+                self._printed.close()
                 raise outcome
         self._up = True
 
@@ -278,13 +315,14 @@ class GraderPool:
         command = [sys.executable, "-m", "megarl.rewards.worker"]
         command += ["--fn", self._fn, "--key", self._key, "--parent", str(os.getpid())]
         worker = _Worker(self, self._timeout_s)
+        assert self._printed is not None
         try:
             await asyncio.get_running_loop().subprocess_exec(
                 lambda: worker,
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=None,
+                stderr=self._printed.write_end,
                 cwd=self._folder,
                 start_new_session=True,  # so that Ctrl-C is the run's to handle, and the whole group can be killed
             )

@@ -20,7 +20,15 @@ TOO_MANY = 429
 
 
 class CallError(Exception):
-    """A call that failed for good: the reason, in words for a failure's text."""
+    """A call that failed for good: the reason, in words for a failure's text. late: nothing came within the deadline."""
+
+    late = False
+
+
+class LateError(CallError):
+    """A call whose deadline passed."""
+
+    late = True
 
 
 class _AgainError(CallError):
@@ -63,7 +71,7 @@ class JsonClient:
                         await asyncio.sleep(max(error.pause_s, self._pause_s(attempt)))
                 return await self._once(data)
         except TimeoutError:
-            raise CallError(f"timeout: no answer from {self.url} within {self._timeout_s:g} s{last}") from None
+            raise LateError(f"timeout: no answer from {self.url} within {self._timeout_s:g} s{last}") from None
 
     async def close(self) -> None:
         """End the connections."""

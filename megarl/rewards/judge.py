@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
-
-import jinja2
 
 from megarl.core.errors import MegarlError
 from megarl.recipe.reward import Judge
 from megarl.rewards.grade import Grade, failed
 from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
+from megarl.rewards.patience import ENOUGH, InFlight, Patience, UnderWay
 from megarl.rewards.question import read_score
 
 PROBE = "Answer with one word: are you there?"
@@ -26,6 +26,8 @@ class JudgeGrader:
         self._settings = settings
         self._question = question
         self._room = asyncio.Semaphore(settings.concurrency)
+        self._in_flight = InFlight()
+        self._patience = Patience(max(ENOUGH, settings.concurrency))
 
     async def start(self) -> None:
         """Ask for one word: the model is there and takes the key. Raises MegarlError."""
@@ -34,18 +36,28 @@ class JudgeGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response. The deadline counts from when the judge is asked."""
         try:
             question = self._question(prompt=prompt, response=response, answer=answer, metadata=metadata)
-        except jinja2.TemplateError as error:
-            return failed(f"error: the template does not go with this row: {error}")
+        except Exception as error:  # what a template computes may raise anything, of a row that it was not made for
+            return failed(f"error: the template does not go with this row: {type(error).__name__}: {error}")
+        asked_at, row = time.monotonic(), row or str(id(question))
         async with self._room:
+            if refusal := self._patience.refusal(row, asked_at):
+                return failed(refusal)
             try:
-                reply = await self._ask(question)
+                with self._in_flight.at(row):
+                    reply = await self._ask(question)
             except CallError as error:
+                (self._patience.lost if error.late else self._patience.graded)(row)
                 return failed(str(error))
+        self._patience.graded(row)
         return read_score(reply, self._settings.parse, self._settings.scale)
+
+    def oldest(self) -> UnderWay | None:
+        """The question that has been under way for longest."""
+        return self._in_flight.oldest()
 
     async def close(self) -> None:
         """End the connections; questions under way fail."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +11,24 @@ from typing import Any
 from megarl.core.errors import MegarlError
 from megarl.rewards.grade import Grade, failed, number
 from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
+from megarl.rewards.patience import ENOUGH, InFlight, Patience, UnderWay
 
 GATHER_S = 0.002  # how long the first response of a batch waits for others
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One response on its way."""
+    """One response on its way. asked_at: by `time.monotonic`."""
 
     item: dict[str, Any]
     future: asyncio.Future[Grade]
+    row: str
+    asked_at: float
+
+    def finish(self, grade: Grade) -> None:
+        """Hand over the grade, unless the caller has given up."""
+        if not self.future.done():
+            self.future.set_result(grade)
 
 
 class RemoteGrader:
@@ -34,6 +43,8 @@ class RemoteGrader:
         self._sending: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._in_flight = InFlight()
+        self._patience = Patience(max(ENOUGH, concurrency))
 
     async def start(self) -> None:
         """Have the server grade nothing: it is there, takes the key and speaks the protocol. Raises MegarlError."""
@@ -42,12 +53,12 @@ class RemoteGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response. The deadline counts from when its batch is sent."""
         if self._closed:
             raise MegarlError("the remote grader is closed")
         item = {"prompt": prompt, "response": response, "answer": answer, "metadata": metadata}
-        job = _Job(item, asyncio.get_running_loop().create_future())
+        job = _Job(item, asyncio.get_running_loop().create_future(), row or str(id(item)), time.monotonic())
         self._waiting.append(job)
         self._unanswered.add(job.future)
         job.future.add_done_callback(self._unanswered.discard)
@@ -56,6 +67,10 @@ class RemoteGrader:
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._send)
         return await job.future
+
+    def oldest(self) -> UnderWay | None:
+        """The batch that has been under way for longest, by its first response."""
+        return self._in_flight.oldest()
 
     async def close(self) -> None:
         """Give up what is under way and end the connections."""
@@ -74,10 +89,24 @@ class RemoteGrader:
             self._timer.cancel()
             self._timer = None
         while self._waiting and len(self._sending) < self._concurrency and not self._closed:
-            jobs = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+            jobs = self._next_batch()
+            if not jobs:
+                return
             task = asyncio.get_running_loop().create_task(self._post(jobs))
             self._sending.add(task)
             task.add_done_callback(self._came_back)
+
+    def _next_batch(self) -> list[_Job]:
+        """Those that have waited longest, without what would only time out as well."""
+        jobs: list[_Job] = []
+        while self._waiting and len(jobs) < self._batch:
+            job = self._waiting.popleft()
+            refusal = self._patience.refusal(job.row, job.asked_at)
+            if refusal is None:
+                jobs.append(job)
+            else:
+                job.finish(failed(refusal))
+        return jobs
 
     def _came_back(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
@@ -92,13 +121,16 @@ class RemoteGrader:
             future.set_exception(error)
 
     async def _post(self, jobs: list[_Job]) -> None:
+        first = jobs[0].row
         try:
-            grades = _rewards(await self._client.post({"items": [job.item for job in jobs]}), len(jobs))
+            with self._in_flight.at(first):
+                grades = _rewards(await self._client.post({"items": [job.item for job in jobs]}), len(jobs))
+            self._patience.graded(first)
         except CallError as error:
             grades = [failed(str(error))] * len(jobs)
+            (self._patience.lost if error.late else self._patience.graded)(first)
         for job, grade in zip(jobs, grades, strict=True):
-            if not job.future.done():  # its caller may have given up
-                job.future.set_result(grade)
+            job.finish(grade)
 
 
 def _rewards(answer: Any, count: int) -> list[Grade]:

@@ -39,10 +39,16 @@ def frame(value: object) -> bytes:
 def grade(function: RewardFn, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
     """The function's grade, or why there is none: `error: ...` or `not a number: ...`."""
     try:
-        value = function(prompt=prompt, response=response, answer=answer, metadata=metadata)
+        return number(function(prompt=prompt, response=response, answer=answer, metadata=metadata))
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
-        return failed(f"error: {type(error).__name__}: {error}")
-    return number(value)
+        return failed(f"error: {type(error).__name__}: {_words(error)}")
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as another:  # its class is the user's, too
+        return f"(it cannot be shown: {type(another).__name__})"
 
 
 def serve(function: RewardFn, requests: BinaryIO, results: int) -> None:

@@ -33,6 +33,7 @@ from megarl.rewards.combine import Graders, part_metrics
 from megarl.rollout import filters
 from megarl.rollout.advantages import Advantages, Columns, Learnable
 from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
+from megarl.rollout.notices import Notices
 from megarl.rollout.seeds import Purpose, request_seed
 from megarl.rollout.single_turn import generate_sample
 
@@ -74,6 +75,7 @@ class Collector:
         client: ServerClient,
         graders: Graders,
         num_shards: int,
+        notices: Notices | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._recipe = recipe
@@ -87,6 +89,7 @@ class Collector:
         self._num_shards = num_shards
         self._advantages = Advantages(recipe)
         self._last: _Step | None = None
+        self.notices = notices or Notices()
 
     @classmethod
     def open(
@@ -100,14 +103,16 @@ class Collector:
         held_out: Sequence[Prompt] = ()
         if recipe.data.eval is not None:
             held_out = load_prompts(recipe.data.eval, tokenizer, recipe.data).prompts[: recipe.eval.max_prompts]
+        notices = Notices()
         return cls(
             recipe,
             model=load_model_config(recipe.model.path),
             prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
             eval_prompts=held_out,
             client=ServerClient(router),
-            graders=Graders.open(recipe.reward),
+            graders=Graders.open(recipe.reward, notices.tell),
             num_shards=num_shards,
+            notices=notices,
             progress=progress,
         )
 
@@ -155,6 +160,7 @@ class Collector:
             greedy = (await self._collect(step, [*asked.values()], 1, plain, "greedy")).samples
         self._write(f"step_{step:06d}.jsonl", generated.samples)
         _check_versions([*generated.samples, *greedy], weight_version)
+        self._check_grades(f"Step {step}", [*generated.samples, *greedy])
         kept = filters.usable(generated.samples)
         if self._advantages.needs_greedy:
             kept = filters.with_greedy(kept, greedy)
@@ -165,7 +171,8 @@ class Collector:
             kept = filters.drop_zero_variance(kept)
         shards = self._pack(kept)
         self._last = _Step(step, kept, shards, filters.greedy_rewards(kept, greedy))
-        return shards, self._info(step, weight_version, kept, shards, metrics)
+        info = self._info(step, weight_version, kept, shards, metrics)
+        return shards, replace(info, failure=_first_failure([*generated.samples, *greedy]))
 
     async def _refill(self, step: int, generated: _Generated, sampling: Sampling) -> _Generated:
         """Ask further prompts in the place of groups that teach nothing, up to algorithm.refill_rounds times (DAPO)."""
@@ -205,6 +212,7 @@ class Collector:
         samples = generated.samples
         self._write(f"eval_{step:06d}.jsonl", samples)
         _check_versions(samples, weight_version)
+        self._check_grades(f"Evaluation at step {step}", samples)
         if all(sample.status is Status.FAILED for sample in samples):
             raise MegarlError(f"Evaluation at step {step}: no prompt was answered. {_first_failure(samples)}")
         # A prompt without an answer or a grade is not a right answer: held-out figures count every prompt.
@@ -222,6 +230,7 @@ class Collector:
                 "eval/truncated": _share(samples, Status.TRUNCATED),
                 "eval/failures": float(len(samples) - len(filters.usable(samples))),
             },
+            failure=_first_failure(samples),
         )
 
     def probe(self) -> list[list[int]]:
@@ -263,7 +272,9 @@ class Collector:
                 )
             finished = time.monotonic()
             if sample.status is not Status.FAILED:
-                grade = await self._graders.grade(prompt.text, sample.response_text, prompt.answer, prompt.metadata)
+                grade = await self._graders.grade(
+                    prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id
+                )
                 sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
             self._progress.advance()
             return sample
@@ -281,6 +292,17 @@ class Collector:
         if any(sample.status is Status.FAILED for sample in samples):
             log.warning("step %d: %s", step, _first_failure(samples))
         return _Generated(samples, max(finished - began, 1e-9))
+
+    def _check_grades(self, where: str, samples: Sequence[Sample]) -> None:
+        """Raises MegarlError where more of the answered samples have no grade than the recipe allows."""
+        most = self._recipe.reward.max_failed_share
+        answered = [sample for sample in samples if sample.status is not Status.FAILED]
+        failures = [sample.grade_failure for sample in answered if sample.grade_failure is not None]
+        if len(failures) > most * len(answered):
+            raise MegarlError(
+                f"{where}: {len(failures)} of {len(answered)} grades failed, and reward.max_failed_share is {most:g}. "
+                f"The first: {failures[0]}. Mend the grader, or raise the bound: samples without a grade are left out."
+            )
 
     def _pack(self, samples: list[Sample]) -> list[Shard]:
         recipe = self._recipe
@@ -344,12 +366,13 @@ class Collector:
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as JSONL for people; tokens are left out, text is kept."""
+    """Write samples as JSONL for people; tokens are left out, text is kept. What has no grade has no reward: null."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    graded = {id(sample) for sample in filters.usable(samples)}
     rows = [
         {
             "id": sample.id,
-            "reward": sample.reward,
+            "reward": sample.reward if id(sample) in graded else None,
             "parts": sample.reward_parts,
             "status": sample.status.value,
             "response_tokens": len(sample.response_ids),
@@ -362,7 +385,8 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
         for sample in samples
     ]
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    temporary.write_text(text, encoding="utf-8", errors="replace")  # half a character, where a response ends within one
     os.replace(temporary, path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -31,9 +32,10 @@ def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
         check_devices(loaded.recipe)
     recipe = localize(loaded, read_model, say, skip=(TRAIN,)).recipe
     checked = preflight_eval(recipe)
+    recipe = beside(recipe)
     from megarl.run.session import eval_session
 
-    folder = recipe.run.dir / f"{recipe.run.name}-eval"
+    folder = recipe.run.folder
     console = Console()
     timer = PhaseTimer()
     with ExitStack() as stack:
@@ -49,3 +51,21 @@ def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
         f"{result.num_prompts} prompts in {timer.totals['eval']:.1f} s; figures in {folder / 'eval.json'}",
         highlight=False,
     )
+    if result.failure:
+        console.print(result.failure, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def beside(recipe: Recipe) -> Recipe:
+    """The recipe with a run of its own: NAME-eval beside NAME, or with a number where that is there already.
+
+    Makes the new run's folder. Whatever an earlier run or evaluation left stays as it is.
+    """
+    for number in count(1):
+        name = f"{recipe.run.name}-eval" + (f"-{number}" if number > 1 else "")
+        run = recipe.run.model_copy(update={"name": name})
+        try:
+            run.folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        break
+    return recipe.model_copy(update={"run": run})

@@ -1,13 +1,16 @@
 """Everything about a run that can be refused before a device is taken: one call that composes the rooms' own checks.
 
 The cheap checks come first; reading and tokenising every row comes last, because it loads the tokenizer's library.
-It starts nothing and writes nothing.
+It starts nothing (but SGLang's own parser, where rollout.server_args has something for it) and leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,9 +18,11 @@ from types import MappingProxyType
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.core.types import IntArray
 from megarl.data.chat import load_tokenizer
-from megarl.data.prompts import check_rows, load_prompts
-from megarl.data.supervised import check_supervised, load_supervised
+from megarl.data.prompts import PromptSet, check_rows, load_prompts
+from megarl.data.rows import place_of
+from megarl.data.supervised import check_supervised, demonstrations_of, load_supervised
 from megarl.models.config import ModelConfig
 from megarl.models.context import check_context
 from megarl.models.hf_config import load_model_config
@@ -30,7 +35,8 @@ from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
-from megarl.rewards.check import check_graders
+from megarl.rewards.check import check_graders, compares_answers
+from megarl.rollout.server_flags import check_server_args
 from megarl.training.run_checkpoints import Checkpoints
 
 CHECKPOINTS = "checkpoints"
@@ -44,7 +50,8 @@ class Preflight:
     """What is known of a run before it starts.
 
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
-    notes: keys without effect on this platform, which has them so that one recipe runs on all.
+    notes: keys without effect on this platform, which has them so that one recipe runs on all; rows that no response is
+    right by.
     """
 
     plan: BatchPlan
@@ -71,6 +78,7 @@ def check_start(recipe: AnyRecipe, *, resume: bool = False, here: bool = True) -
     """What needs neither model nor data: batch sizes, the run's folder, devices. Raises UserError."""
     plan = plan_batches(recipe)
     check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
+    _check_report(recipe)
     return plan, check_devices(recipe, here=here)
 
 
@@ -81,6 +89,11 @@ def preflight(
 
     sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's.
     """
+    with _reading():
+        return _preflight(recipe, sources, resume, here)
+
+
+def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: bool) -> Preflight:
     plan, platform = check_start(recipe, resume=resume, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data)
@@ -91,31 +104,44 @@ def preflight(
     _check_lora(recipe, model)
     # Data sets are files by now; the keys that name them were checked when the recipe was read.
     check_functions(recipe, {key: at for key, at in sources.items() if not key.startswith("data.")})
-    rows, dropped = _count_prompts(recipe, recipe.data.train)
+    prompts = _load_prompts(recipe, recipe.data.train, model)
+    rows = len(prompts)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
             f"{recipe.data.train} has {rows} usable rows, fewer than the rollout.prompts_per_step "
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more "
             "rows."
         )
-    return Preflight(plan, platform, model, rows, dropped, _count_eval_rows(recipe), _without_effect(recipe, platform))
+    eval_rows, notes = _eval_rows(recipe, model)
+    notes = (*_without_effect(recipe, platform), *_without_answer(recipe, recipe.data.train, prompts), *notes)
+    check_server_args(recipe.rollout.server_args, platform)
+    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes)
 
 
 def preflight_eval(recipe: Recipe) -> Preflight:
-    """Check an evaluation, `megarl eval`: no training data is read and no run folder is asked for. Raises UserError."""
+    """Check an evaluation, `megarl eval`: no training data is read, and the run's folder is not gone into. Raises UserError."""
     if recipe.data.eval is None:
         raise UserError("There is nothing to evaluate on: set data.eval to a file of held-out rows.")
-    plan = plan_batches(recipe)
-    platform = check_devices(recipe)
-    check_rows(recipe.data.eval, recipe.data)
-    model = _check_generation(recipe)
-    if not platform.serves_fp8:
-        _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
-    return Preflight(plan, platform, model, 0, 0, _count_eval_rows(recipe))
+    with _reading():
+        plan = plan_batches(recipe)
+        _check_writable(recipe.run.folder)
+        platform = check_devices(recipe)
+        check_rows(recipe.data.eval, recipe.data)
+        model = _check_generation(recipe)
+        if not platform.serves_fp8:
+            _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
+        eval_rows, notes = _eval_rows(recipe, model)
+        check_server_args(recipe.rollout.server_args, platform)
+    return Preflight(plan, platform, model, 0, 0, eval_rows, notes)
 
 
 def preflight_supervised(recipe: SupervisedRecipe, *, resume: bool = False, here: bool = True) -> Preflight:
     """Check a run of `megarl sft`, `rm` or `dpo`, as `preflight` does. Raises UserError for the first thing that is wrong."""
+    with _reading():
+        return _preflight_supervised(recipe, resume, here)
+
+
+def _preflight_supervised(recipe: SupervisedRecipe, resume: bool, here: bool) -> Preflight:
     plan, platform = check_start(recipe, resume=resume, here=here)
     files = [file for file in (recipe.data.train, recipe.data.eval) if file is not None]
     for file in files:
@@ -127,6 +153,9 @@ def preflight_supervised(recipe: SupervisedRecipe, *, resume: bool = False, here
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
+    for file, loaded in zip(files, (rows, *held_out), strict=True):
+        texts = (text for row in loaded.rows for text in demonstrations_of(row))
+        _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
     return Preflight(plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)))
 
 
@@ -146,10 +175,53 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
             f"{folder} already holds a run ({', '.join(found)}). Go on with it by --resume, choose another name by "
             "run.name=..., or delete the folder."
         )
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        what = "is not a folder" if not existing.is_dir() else "cannot be written to"
-        raise UserError(f"The run's folder {folder} cannot be made: {existing} {what}. Set run.dir to another folder.")
+    _check_writable(folder)
+
+
+def _check_writable(folder: Path) -> None:
+    """Whether the folder can be made, or written to where it is there. Raises UserError."""
+    above = folder.absolute()
+    existing = next(parent for parent in (above, *above.parents) if os.path.lexists(parent))
+    missing = above.parts[len(existing.parts) :]
+    try:
+        longest = os.pathconf(existing, "PC_NAME_MAX") if existing.is_dir() else 0
+        # Permissions do not tell all: the kernel's own file systems take nobody's folders.
+        with tempfile.TemporaryDirectory(prefix=".megarl-", dir=existing):
+            too_long = any(len(os.fsencode(name)) > longest for name in missing)
+            problem = f"takes no names of more than {longest} bytes" if too_long else ""
+    except NotADirectoryError:
+        problem = "is not a folder"
+    except FileNotFoundError as error:
+        problem = "is a link that leads nowhere" if existing.is_symlink() else f"takes no new folder ({error.strerror})"
+    except OSError as error:
+        problem = f"takes no new folder ({error.strerror})"
+    if problem:
+        raise UserError(
+            f"The run's folder {folder} cannot be made: {existing} {problem}. Set run.dir to another folder."
+        )
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """What the system refuses while a run's inputs are looked at is the user's to mend. Raises UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        name = str(error.filename)
+        shown = name if len(name) < 200 else f"{name[:200]}..."
+        raise UserError(
+            f"{shown} cannot be used: {error.strerror}. Correct the path in the recipe, or the permissions there."
+        ) from error
+
+
+def _check_report(recipe: AnyRecipe) -> None:
+    """Raises UserError where a writer is missing that the recipe asks for."""
+    if recipe.report.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "report.wandb is set, but wandb is not installed. Install it (pip install wandb), or leave report.wandb out."
+        )
 
 
 def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
@@ -271,13 +343,38 @@ def _check_server_layout(model: ModelConfig, tp: int) -> None:
         )
 
 
-def _count_prompts(recipe: Recipe, path: Path) -> tuple[int, int]:
+def _load_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
     prompts = load_prompts(path, load_tokenizer(recipe.model.path), recipe.data)
-    return len(prompts), prompts.num_dropped
+    _check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
+    return prompts
 
 
-def _count_eval_rows(recipe: Recipe) -> int:
+def _check_tokens(path: Path, rows: Iterable[tuple[str, IntArray]], model: ModelConfig, folder: Path) -> None:
+    """A tokenizer may have more tokens than the model; a row that has one of these is refused. Raises UserError."""
+    for name, ids in rows:
+        largest = int(ids.max(initial=0))
+        if largest >= model.vocab_size:
+            token = load_tokenizer(folder).convert_ids_to_tokens(largest)
+            raise UserError(
+                f"{place_of(path, name)}: the tokenizer makes token {largest} ({token!r}) of it, and the model's vocabulary "
+                f"has {model.vocab_size} tokens (vocab_size in {folder / 'config.json'}). Take the tokenizer that the model "
+                "came with, or leave the row out."
+            )
+
+
+def _eval_rows(recipe: Recipe, model: ModelConfig) -> tuple[int, tuple[str, ...]]:
+    """How many held-out rows are asked, and notes on them."""
     if recipe.data.eval is None:
-        return 0
-    rows = _count_prompts(recipe, recipe.data.eval)[0]
-    return min(rows, recipe.eval.max_prompts or rows)
+        return 0, ()
+    prompts = _load_prompts(recipe, recipe.data.eval, model)
+    rows = len(prompts)
+    return min(rows, recipe.eval.max_prompts or rows), _without_answer(recipe, recipe.data.eval, prompts)
+
+
+def _without_answer(recipe: Recipe, path: Path, prompts: PromptSet) -> tuple[str, ...]:
+    """A line for rows that the recipe's built-in rules find no response right by."""
+    empty, rules = prompts.without_answer, compares_answers(recipe.reward)
+    if not empty or not rules:
+        return ()
+    first = place_of(path, empty[0].id)
+    return (f"{len(empty)} rows have an empty answer, by which {rules[0]} finds no response right; the first: {first}",)

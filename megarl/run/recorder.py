@@ -34,8 +34,11 @@ class Recorder:
     stop: StopRequest
     _pending: tuple[int, dict[str, Any]] | None = None  # a checkpoint that is being written: step and state
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's metrics everywhere. A checkpoint of an earlier step has had that long to be written."""
+    def record(self, step: int, metrics: dict[str, float], failure: str = "") -> None:
+        """Write one step's metrics everywhere. A checkpoint of an earlier step has had that long to be written.
+
+        failure: what is said of samples without a response or a grade.
+        """
         if self._pending is not None and self._pending[0] < step:
             self.finish()
         peaks = {f"memory/{name}": float(held) for name, held in self.take_peaks().items()}
@@ -47,7 +50,7 @@ class Recorder:
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
         }
         self.writers.write(step, metrics)
-        self.console.step(step, metrics)
+        self.console.step(step, metrics, failure)
 
     def save(self, state: State) -> None:
         """Commit a checkpoint, or begin one that the next step commits."""

@@ -58,10 +58,12 @@ def _train(path: Path, overrides: list[str], resume: bool, go_on: bool, scratch:
         with timer.phase("sync"):
             before = session.sync.push(first.weight_version)
         if run.committed is None:
+            failure = ""
             if recipe.data.eval is not None:
                 with timer.phase("eval"):
-                    before |= session.rollout.evaluate(0, first.weight_version).metrics
-            recorder.record(0, before)
+                    held_out = session.rollout.evaluate(0, first.weight_version)
+                before, failure = before | held_out.metrics, held_out.failure
+            recorder.record(0, before, failure)
         roles = session.roles
         others = {name: roles.get(name) for name in ("reference", "critic", "reward_model", "teacher")}
         handles = Handles(

@@ -62,9 +62,18 @@ def test_what_is_not_a_chat_is_named(value: object, says: str) -> None:
 
 def test_a_template_that_refuses_names_the_row_and_the_roles(chat_tokenizer: Any) -> None:
     with pytest.raises(
-        UserError, match=r"line 7: the model's chat template refuses.*unknown role alien.*roles are alien"
+        UserError, match=r"line 7: the model's chat template refuses.*unknown role tool.*roles are tool"
     ):
-        render(chat_tokenizer, [{"role": "alien", "content": "a"}], ROW, generation_prompt=True)
+        render(chat_tokenizer, [{"role": "tool", "content": "a"}], ROW, generation_prompt=True)
+
+
+def test_a_role_that_nobody_knows_is_refused_and_one_that_the_template_names_is_not() -> None:
+    renders_any = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]
+    with pytest.raises(UserError, match=r"line 7, message 2: there is no role 'asistant'. Did you mean 'assistant'\?"):
+        render(make_tokenizer(chat_template=renders_any), messages, ROW, generation_prompt=False)
+    knows = make_tokenizer(chat_template="{# asistant is a role #}" + renders_any)
+    assert render(knows, messages, ROW, generation_prompt=False) == "user: a\nasistant: b\n"
 
 
 def test_messages_need_a_template(plain_tokenizer: Any) -> None:

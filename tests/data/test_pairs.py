@@ -95,7 +95,7 @@ def test_a_pair_with_a_long_side_is_dropped_and_counted(file: Path, model_folder
         ({"chosen": chat("a", "b"), "rejected": chat("c", "d")}, "differ before their last message"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}', "field 'margin': the margin is nan"),
         (GOOD | {"margin": "big"}, "field 'margin': the margin is a string"),
-        (GOOD | {"margin": True}, "field 'margin': the margin is a true/false"),
+        (GOOD | {"margin": True}, "field 'margin': the margin is true or false"),
     ],
 )
 def test_a_bad_row_is_named_without_a_tokenizer(file: Path, row: object, says: str) -> None:

@@ -105,7 +105,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused(tmp_path: Pat
         ({"prompt": [{"role": "assistant", "content": "b"}], "answer": "a"}, "the last message is the assistant's"),
         ({"prompt": "q", "solution": "a"}, "none of the fields 'answer', 'label', 'reward_model.ground_truth'"),
         ({"prompt": "q", "answer": ["a"]}, "field 'answer': the answer is a list"),
-        ({"prompt": "q", "answer": True}, "field 'answer': the answer is a true/false"),
+        ({"prompt": "q", "answer": True}, "field 'answer': the answer is true or false"),
     ],
 )
 def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, Any], says: str) -> None:

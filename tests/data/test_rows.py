@@ -48,7 +48,7 @@ def test_a_dotted_key_prefers_the_literal_field(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', ["line 2", "half a character (\\ud83d without", "Leave it out"]),
         ("[" * 100_000, ["line 1", "JSON that cannot be read", "recursion"]),
         (f'{{"answer": {"9" * 5000}}}', ["line 1", "JSON that cannot be read", "4300 digits"]),
-        ('{"prompt": "a"}\n["b"]\n', ["line 2", "a JSON list where an object is wanted"]),
+        ('{"prompt": "a"}\n["b"]\n', ["line 2", "a list where a JSON object is wanted"]),
         ("", ["has no rows"]),
         ("\n \n", ["has no rows"]),
     ],
@@ -86,7 +86,7 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
 
 def test_a_folder_and_an_unknown_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(UserError, match="it is a folder"):
+    with pytest.raises(UserError, match="is a folder, where a data file is wanted"):
         list(read_rows(tmp_path / "folder.jsonl"))
     with pytest.raises(UserError, match=r"unknown kind of data file '\.csv'. Allowed are \.jsonl"):
         list(read_rows(write(tmp_path / "a.csv", "prompt,answer")))
@@ -146,7 +146,7 @@ def test_a_missing_field_lists_those_there_and_the_nearest(tmp_path: Path) -> No
 def test_types_are_named_as_json_does() -> None:
     values = [None, True, "a", 1, 1.5, [], {}]
     assert [json_type(value) for value in values] == [
-        "null", "true/false", "string", "number", "number", "list", "object",
+        "null", "true or false", "a string", "a number", "a number", "a list", "an object",
     ]  # fmt: skip
 
 

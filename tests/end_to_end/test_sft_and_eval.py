@@ -76,7 +76,7 @@ def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder = inputs / "runs" / "evaluated-eval"
     figures = json.loads((folder / "eval.json").read_text())
     assert figures["eval/accuracy"] == 1.0 and figures["eval/response_len_mean"] > 0
-    [samples] = (inputs / "runs" / "evaluated").rglob("eval_*.jsonl")
+    [samples] = folder.rglob("eval_*.jsonl")
     rows = [json.loads(line) for line in samples.read_text().strip().split("\n")]
     assert len(rows) == 8
     for row in rows:

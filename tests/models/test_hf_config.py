@@ -167,9 +167,9 @@ def test_a_folder_that_is_whole(tmp_path: Path) -> None:
     ("names", "says"),
     [
         (["tokenizer.json", "model.safetensors"], "no config.json"),
-        (["config.json", "model.safetensors"], "no a tokenizer"),
+        (["config.json", "model.safetensors"], "has no tokenizer ("),
         (["config.json", "tokenizer_config.json"], "no weights"),
-        ([], "no config.json and no a tokenizer"),
+        ([], "no config.json and no tokenizer"),
     ],
 )
 def test_a_folder_that_lacks_something(names: list[str], says: str, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "server_args": ["[--chunked-prefill-size, '512']"],
         },
     ),
-    **_under("reward", {"fn": ["exact"], "workers": ["3"], "timeout_s": ["5.0"]}),
+    **_under("reward", {"fn": ["exact"], "workers": ["3"], "timeout_s": ["5.0"], "max_failed_share": ["0.0"]}),
     **_under(
         "reward.graders.rule",
         {"weight": ["0.5"], "fn": ["exact"], "kind": ["remote"]},

@@ -111,11 +111,61 @@ def test_a_base_of_a_base_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There is no recipe at .*x\.yaml"):
         read_tree(tmp_path / "x.yaml")
-    with pytest.raises(UserError, match="There is no recipe"):
+    with pytest.raises(UserError, match=r"the recipe, is a folder\. Name a file in it"):
         read_tree(tmp_path)
     (tmp_path / "b.yaml").write_bytes(b"a: \xff\n")
     with pytest.raises(UserError, match="UTF-8"):
         read_tree(tmp_path / "b.yaml")
+
+
+def test_a_base_that_is_not_there_is_looked_for_beside_its_recipe(tmp_path: Path) -> None:
+    (tmp_path / "common.yaml").write_text("a: 1\n")
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, "base: comon.yaml\n")
+    assert f"at {tmp_path}/comon.yaml. Did you mean {tmp_path}/common.yaml?" in str(caught.value)
+    assert f"is relative to {tmp_path}." in str(caught.value)
+
+
+def test_variables_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEPS": "10", "DATA": "/data", "EMPTY": ""}.items():
+        monkeypatch.setenv(name, value)
+    text = """\
+a: {b: ${DATA}/x, c: [${STEPS}, {d: ${STEPS}}], e: $${STEPS}}   # not ${IN_COMMENTS}
+d: ${STEPS}
+e: '${STEPS}'
+f: ${EMPTY}
+g: costs $5, $$ and $${ ${DATA}${STEPS}
+"""
+    values = read(tmp_path, text)
+    assert values == {
+        "a": {"b": "/data/x", "c": [10, {"d": 10}], "e": "${STEPS}"},
+        "d": 10,
+        "e": "10",
+        "f": None,
+        "g": "costs $5, $$ and ${ /data10",
+    }
+    assert read(tmp_path, dump_yaml(values)) == values
+    assert read_override("a.b={c: ${STEPS}}").values == {"a": {"b": {"c": 10}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "a:\n  b: x/${NOT_SET_HERE}",
+            r"`a\.b` \(.*a\.yaml:2\): the environment variable NOT_SET_HERE is not set\. Set it",
+        ),
+        ("a:\n- {b: [${NOT_SET_HERE}]}", r"`a` \(.*a\.yaml:2\): the environment variable NOT_SET_HERE is not set"),
+        (
+            "a: ${NOT-A-NAME}",
+            r"`a` \(.*a\.yaml:1\): '\$\{NOT-A-NAME\}' names no environment variable\. Write \$\{NAME\}",
+        ),
+        ("a: '${'", r"a\.yaml:1.*or \$\$\{ for a plain"),
+    ],
+)
+def test_a_variable_that_is_not_there_is_named(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        read(tmp_path, text)
 
 
 @pytest.mark.parametrize("text", ["train.steps", "=3", "a..b=1", ".a=1", "a.=1", "a=[1"])
@@ -130,7 +180,9 @@ scalars = (
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8)
-    | st.sampled_from(["1e-5", "on", "010", "2026-01-01", "true", "null", "1_000", "0x1f", "~", "=", "<<"])
+    | st.sampled_from(
+        ["1e-5", "on", "010", "2026-01-01", "true", "null", "1_000", "0x1f", "~", "=", "<<", "${A}", "$${", "a ${"]
+    )
 )
 names = st.text("abcdefgh_", min_size=1, max_size=6)
 
@@ -143,4 +195,4 @@ def test_what_is_dumped_reads_back_the_same(values: dict[str, object]) -> None:
         assert found == {key: value}
         inner = found[key]
         assert type(inner) is type(value)
-    assert yaml.safe_load(text) == values
+    assert yaml.safe_load(text.replace("$${", "${")) == values

@@ -83,6 +83,18 @@ def test_quick_steps_share_a_line() -> None:
     assert "acc 0.500" in lines(out)[2]
 
 
+def test_samples_that_failed_are_at_the_end_of_their_line_also_where_quick_steps_share_one() -> None:
+    run, out = console()
+    with run:
+        for step in range(1, 6):
+            failure = f"{step} of 9 samples failed; the first: grader math:\n timeout" if step in (3, 4) else ""
+            run.step(step, {"reward/mean": 1.0, "perf/step_s": 0.25}, failure)
+        run.step(6, {"reward/mean": 1.0, "perf/step_s": 4.0})
+    first, shared, last = lines(out)
+    assert shared.endswith("left 1.2 s  at step 3, 3 of 9 samples failed; the first: grader math: timeout")
+    assert "failed" not in first + last
+
+
 def test_a_supervised_step_shows_its_loss() -> None:
     run, out = console()
     with run:
@@ -147,11 +159,13 @@ def test_final_table(tmp_path: Path) -> None:
             "perf/step_s": 3.0,
             "rollout/logprob_diff_max": 2e-6,
         },
-        {"step": 2, "eval/accuracy": 0.95},
+        {"step": 2, "eval/accuracy": 0.95, "reward/failures": 3.0, "rollout/failed": 0.0},
+        {"step": 3, "reward/failures": 2.0, "eval/failures": 1.0},
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with run:
+        run.step(2, {}, "3 of 9 samples failed; the first: [grader] timeout")
         run.finish(timer, file, export=Path("runs/demo/hf"), curve=Path("runs/demo/curve.png"))
     table = [line.split() for line in lines(out)]
     assert ["reward", "0.300", "0.900"] in table
@@ -163,6 +177,10 @@ def test_final_table(tmp_path: Path) -> None:
     assert ["rollout", "1:00", "60.0%"] in table
     assert ["other", "10.0", "s", "10.0%"] in table
     assert ["all", "1:40"] in table
+    assert ["samples", "without", "a", "grade,", "all", "steps", "5"] in table
+    assert ["held-out", "samples", "without", "a", "grade,", "all", "steps", "1"] in table
+    assert "no server answered" not in out.getvalue()
+    assert "failures at step 2, 3 of 9 samples failed; the first: [grader] timeout" in out.getvalue()
     assert "runs/demo/hf" in out.getvalue() and "runs/demo/curve.png" in out.getvalue()
 
 

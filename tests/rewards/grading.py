@@ -18,6 +18,30 @@ def share(prompt: str, response: str, answer: str, metadata: Metadata) -> float:
     return len(response) / len(answer)
 
 
+class Odd:
+    """Neither a number nor to be shown; with an error that a tensor of several numbers has."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("a tensor with 2 elements cannot be converted to a scalar")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def odd(prompt: str, response: str, answer: str, metadata: Metadata) -> Any:
+    """Gives or raises what cannot be shown."""
+    if response == "raise":
+        raise OddError
+    return Odd() if response == "number" else 0.5
+
+
+class OddError(Exception):
+    """An error without words."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
 def naughty(prompt: str, response: str, answer: str, metadata: Metadata) -> Any:
     """Does what the response says; anything else earns 0.5."""
     match response:

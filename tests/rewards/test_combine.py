@@ -124,6 +124,48 @@ def test_the_key_goes_to_the_servers_and_nowhere_else(
     assert KEY not in repr(reward_of(remote.url, judge.url, key_env="GRADERS_KEY"))
 
 
+@pytest.mark.parametrize("which", ["rule", "remote", "judge"])
+def test_a_grader_that_hangs_is_told_of_while_it_does(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    monkeypatch.setattr("megarl.rewards.combine.LOOK_S", 0.05)
+    monkeypatch.setattr("megarl.rewards.combine.LONG_LEAST_S", 0.3)
+
+    async def go() -> list[str]:
+        told: asyncio.Queue[str] = asyncio.Queue()
+        async with FakeRemote(None, HANG) as remote, FakeJudge(None, HANG) as judge:
+            http = {"timeout_s": 1.0, "retries": 0}
+            settings = {
+                "rule": {"kind": "rule", "fn": "grading:naughty"},
+                "remote": {"kind": "remote", "url": remote.url, **http},
+                "judge": {"kind": "judge", "url": judge.url, "model": "m", **http},
+            }
+            reward = Reward.model_validate({"timeout_s": 1.0, "graders": {"mine": settings[which]}})
+            graders = Graders.open(reward, told.put_nowait)
+            await graders.start()
+            grading = asyncio.create_task(graders.grade("", "hang", "", {}, "train.jsonl:17"))
+            line = await told.get()
+            assert not grading.done(), "it is told of while it hangs"
+            assert ((await grading).failure or "").startswith("mine: timeout")
+            await graders.close()
+            return [line, *(told.get_nowait() for _ in range(told.qsize()))]
+
+    [line] = asyncio.run(go())
+    assert line == f"the grader mine ({which}) has been at a response to train.jsonl:17 for 0 s; its deadline is 1 s"
+
+
+def test_what_waits_for_a_server_that_hangs_is_given_up() -> None:
+    remote, judge = FakeRemote(None, *[HANG] * 99), FakeJudge(None, *[HANG] * 99)
+    common = {"concurrency": 3, "timeout_s": 0.3}
+
+    async def call(graders: Graders) -> list[Combined]:
+        return await asyncio.gather(*(graders.grade("", "1", "2", {}, f"row {index}") for index in range(40)))
+
+    graded = talk(remote, judge, call, **common)
+    # One at the start, three at the same time, and at most one in the place of each of these before all have timed out.
+    assert 4 <= len(judge.bodies) <= 7
+    assert sum("grades in a row were lost before it" in str(each.failure) for each in graded) >= 34
+
+
 def test_scores_and_failures_of_each_grader() -> None:
     samples = [make_sample(f"g{index}") for index in range(5)]
     parts: list[dict[str, float | None]] = [

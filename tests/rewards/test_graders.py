@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.rewards.grade import Grade
 from megarl.rewards.graders import GraderPool
+from megarl.rewards.printed import MOST_PRINTED
 
 HERE = Path(__file__).parent
 
@@ -77,6 +79,77 @@ def test_what_a_function_prints_or_reads_does_not_disturb_the_pipes() -> None:
         Grade(0.0, "error: EOFError: EOF when reading a line"),
         Grade(0.5),
     ]
+
+
+def rows_graded(asked: list[tuple[str, str]], workers: int = 1, timeout_s: float = 0.5) -> list[Grade]:
+    """Of responses with the rows of their prompts, all at once."""
+
+    async def run() -> list[Grade]:
+        async with pool(":naughty", workers, timeout_s) as graders:
+            return await asyncio.gather(*(graders.grade("p", response, "a", {}, row) for row, response in asked))
+
+    return asyncio.run(run())
+
+
+def outcome(grade: Grade) -> str:
+    return "graded" if grade.failure is None else grade.failure.split(",")[0]
+
+
+def test_a_grader_that_hangs_at_one_row_after_the_other_is_not_waited_for_each_time() -> None:
+    began = time.monotonic()
+    grades = rows_graded([(f"row {index // 2}", "hang") for index in range(500)])
+    assert time.monotonic() - began < 30, "500 deadlines of half a second are four minutes"
+    # Three rows have hung after five responses; nobody is asked after that.
+    assert [outcome(grade) for grade in grades] == ["timeout"] * 5 + ["timeout: not tried"] * 495
+    assert grades[-1].failure == "timeout: not tried, because 5 grades in a row were lost before it"
+
+
+def test_a_row_whose_responses_hang_is_given_up_and_the_others_are_graded() -> None:
+    grades = rows_graded([*[("bad", "hang")] * 6, *[("good", "fine")] * 3, *[("another", "die")] * 4])
+    assert [outcome(grade) for grade in grades[:9]] == ["timeout"] * 3 + ["timeout: not tried"] * 3 + ["graded"] * 3
+    assert [outcome(grade) for grade in grades[9:]] == [
+        *["error: the grader process died: exit code 3"] * 3,
+        "timeout: not tried",
+    ]
+
+
+def test_what_is_asked_for_after_others_were_given_up_is_tried() -> None:
+    async def run() -> list[Grade]:
+        async with pool(":naughty", timeout_s=0.3) as graders:
+            await asyncio.gather(*(graders.grade("", "hang", "", {}, f"row {index}") for index in range(9)))
+            return [await graders.grade("", response, "", {}, "row 1") for response in ("hang", "fine", "hang")]
+
+    assert [outcome(grade) for grade in asyncio.run(run())] == ["timeout", "graded", "timeout"]
+
+
+def test_what_it_is_at_is_known() -> None:
+    async def run() -> None:
+        async with pool(":naughty", workers=2, timeout_s=5.0) as graders:
+            assert graders.oldest() is None
+            under_way = [asyncio.create_task(graders.grade("", "hang", "", {}, row)) for row in ("a.jsonl:3", "b")]
+            while (at := graders.oldest()) is None or at.for_s < 0.2:
+                await asyncio.sleep(0.01)
+            assert at.row == "a.jsonl:3"
+            for task in under_way:
+                task.cancel()
+
+    asyncio.run(run())
+
+
+def test_what_a_function_prints_is_bounded(capfd: pytest.CaptureFixture[str]) -> None:
+    assert graded(["print"] * 40, workers=2) == [Grade(0.5)] * 40
+    printed = capfd.readouterr().err
+    assert MOST_PRINTED <= len(printed) < MOST_PRINTED + 200
+    assert printed.endswith(f"[reward.fn: what it prints after these {MOST_PRINTED} bytes is left out]\n")
+
+
+def test_what_cannot_even_be_shown_is_a_failure_like_others() -> None:
+    *odd, fine = graded(["number", "raise", "fine"], ":odd")
+    assert [grade.failure for grade in odd] == [
+        "error: RuntimeError: no",
+        "error: OddError: (it cannot be shown: RuntimeError)",
+    ]
+    assert fine == Grade(0.5)
 
 
 def test_the_deadline_does_not_count_the_wait_for_a_turn() -> None:

@@ -291,6 +291,8 @@ def test_failed_samples_are_counted_and_left_out(tmp_path: Path) -> None:
     assert info.metrics["reward/mean"] == 1.0
     rows = [json.loads(line) for line in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows].count("failed") == 2
+    assert [row["reward"] for row in rows] == [None if row["status"] == "failed" else 1.0 for row in rows]
+    assert info.failure.startswith("2 of 8 samples failed; the first: the server aborted it")
     assert "aborted" in next(row["failure"] for row in rows if row["status"] == "failed")
 
 
@@ -303,6 +305,34 @@ def test_a_grader_that_raises_is_counted_apart_from_a_zero(tmp_path: Path) -> No
     assert info.metrics["reward/failures"] == 2
     assert info.num_samples == 6
     assert info.metrics["reward/mean"] == 7.0
+    assert info.failure.startswith(
+        "2 of 8 samples failed; the first: grader picky: error: ValueError: could not convert"
+    )
+    rows = [json.loads(row) for row in (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [7.0] * 4 + [None] * 2 + [7.0] * 2
+
+
+def test_grades_that_fail_are_bounded(tmp_path: Path) -> None:
+    def fake() -> FakeSglang:
+        # Of the step's samples 2 of 8 have no grade, of the held-out ones all.
+        return FakeSglang(
+            answer=lambda body: generation([5, END], text="raise" if body["input_ids"][0] in (12, 18, 19) else "7")
+        )
+
+    def with_share(share: float, call: Callable[[Collector, FakeSglang], Awaitable[T]]) -> T:
+        reward = {"fn": "tests.rollout.grader:picky", "max_failed_share": share}
+        return collect(fake, make_recipe(tmp_path, reward=reward), call)
+
+    assert with_share(0.25, lambda c, _: c.generate(1, 0))[1].num_samples == 6
+    with pytest.raises(
+        MegarlError, match=r"Step 1: 2 of 8 grades failed, .*_share is 0\.24\. The first: picky: error: Val"
+    ):
+        with_share(0.24, lambda c, _: c.generate(1, 0))
+    assert (tmp_path / "run/samples/step_000001.jsonl").exists(), "what was said is there to be read"
+    with pytest.raises(MegarlError, match=r"Evaluation at step 3: 2 of 2 grades failed"):
+        with_share(0.5, lambda c, _: c.evaluate(3, 0))
+    result = with_share(1.0, lambda c, _: c.evaluate(3, 0))
+    assert result.accuracy == 0 and result.failure.startswith("2 of 2 samples failed; the first: grader picky")
 
 
 def graded_by(
@@ -363,7 +393,7 @@ def test_several_graders_give_a_weighted_sum_and_are_logged_by_themselves(tmp_pa
     assert rows["1/p1/0"]["parts"] == {"right": 1.0, "far": 0.4, "style": 0.5}
     assert rows["1/p1/0"]["reward"] == pytest.approx(right)
     assert rows["1/p2/0"]["parts"] == {"right": 0.0, "far": None, "style": 0.5}
-    assert (rows["1/p2/0"]["reward"], rows["1/p2/0"]["grade_failure"]) == (0.0, "far: not a number: None")
+    assert (rows["1/p2/0"]["reward"], rows["1/p2/0"]["grade_failure"]) == (None, "far: not a number: None")
     assert "style: no score: the judge replied 'Hm.'" in rows["1/p3/0"]["grade_failure"]
     assert graders_key not in text and set(remote.keys) == set(judge.keys) == {f"Bearer {graders_key}"}
 
@@ -371,7 +401,8 @@ def test_several_graders_give_a_weighted_sum_and_are_logged_by_themselves(tmp_pa
 def test_a_step_that_nobody_can_grade_stops_with_the_first_failure(tmp_path: Path, graders_key: str) -> None:
     judge = FakeJudge(reply=lambda _: "I would rather not.")
     with pytest.raises(
-        MegarlError, match=r"Step 1: no sample can be used\. 8 of 8 .* the first: grader style: no score: the judge"
+        MegarlError,
+        match=r"Step 1: 8 of 8 grades failed, and reward\.max_failed_share is 0\.5\. The first: style: no score",
     ):
         graded_by(lambda *urls: with_graders(tmp_path, *urls), FakeRemote(), judge, lambda c, _: c.generate(1, 0))
 

@@ -8,6 +8,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.run.evaluate import beside
 from megarl.run.preflight import (
     Preflight,
     check_devices,
@@ -17,7 +18,7 @@ from megarl.run.preflight import (
     preflight_supervised,
 )
 from megarl.training.run_checkpoints import Checkpoints
-from tests.support.bad_input import ALL, GOOD_PAIR, PAIRS, Bad, Place, good_place, pairs_place
+from tests.support.bad_input import ALL, GOOD_PAIR, ODD, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.fp8 import write_fp8
 from tests.support.tiny import write_tiny_qwen
 
@@ -49,7 +50,7 @@ def test_a_good_run_is_described(place: Place) -> None:
     assert not place.run.exists()
 
 
-@pytest.mark.parametrize("bad", [*ALL, *PAIRS], ids=lambda bad: bad.name)
+@pytest.mark.parametrize("bad", [*ALL, *ODD, *PAIRS], ids=lambda bad: bad.name)
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, model_folder: Path, bad: Bad) -> None:
     place = (pairs_place if bad in PAIRS else good_place)(tmp_path, model_folder)
     bad.spoil(place)
@@ -64,6 +65,45 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, model_folde
         assert part in str(caught.value)
     assert "\n\n" not in str(caught.value)
     assert sorted(place.root.rglob("*")) == before
+
+
+def test_rows_that_no_response_is_right_by_are_told_of(place: Place) -> None:
+    place.write_rows(*({"prompt": f"{n}", "answer": "" if n in (2, 4) else n} for n in range(6)))
+    [note] = run(place, f"data.eval={place.data}", "eval.max_prompts=1").notes[1:]
+    assert (
+        note == f"2 rows have an empty answer, by which math finds no response right; the first: {place.data}, line 3"
+    )
+    # Whoever does not compare with the answer needs none.
+    assert run(place, "reward.graders.far={kind: remote, url: 'http://host/grade'}").notes == ()
+
+
+def test_tokens_beyond_the_vocabulary_in_demonstrations(place: Place) -> None:
+    bad = next(bad for bad in ODD if bad.name == "token beyond the vocabulary")
+    bad.spoil(place)
+    place.recipe.write_text(SFT.format(root=place.root))
+    good = {"prompt": "1", "response": "1"}
+    place.write_rows(good, good, good, good, {"prompt": "1", "response": "1~"})
+    with pytest.raises(UserError, match=r"train\.jsonl, line 5: the tokenizer makes token 500 \('~'\)"):
+        preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe)
+
+
+def test_an_evaluation_needs_a_place_for_its_samples(place: Place) -> None:
+    with pytest.raises(UserError, match=r"/proc takes no new folder"):
+        preflight_eval(load_recipe(place.recipe, [f"data.eval={place.data}", "run.dir=/proc"]).recipe)
+
+
+def test_an_evaluation_writes_beside_whatever_is_there(place: Place) -> None:
+    recipe = load_recipe(place.recipe).recipe
+    kept = place.run / "samples" / "eval_000000.jsonl"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("kept")
+    names = []
+    for _ in range(3):
+        folder = beside(recipe).run.folder
+        assert list(folder.iterdir()) == []
+        (folder / "samples").mkdir()
+        names.append(folder.name)
+    assert names == ["r-eval", "r-eval-2", "r-eval-3"] and kept.read_text() == "kept"
 
 
 def test_chat_messages_need_a_chat_template(place: Place) -> None:

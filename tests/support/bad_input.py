@@ -158,7 +158,7 @@ DATA = (
     Bad("data file missing", ("{root}/train.jsonl", "no such data file"), spoil=lambda p: p.data.unlink()),
     Bad("data file empty", ("{root}/train.jsonl", "no rows"), spoil=lambda p: p.write_rows()),
     Bad("malformed row", ("train.jsonl, line 3", "malformed JSON"), spoil=lambda p: _row(p, '{"prompt": ')),
-    Bad("row is a list", ("train.jsonl, line 3", "an object is wanted"), spoil=lambda p: _row(p, [1])),
+    Bad("row is a list", ("train.jsonl, line 3", "a JSON object is wanted"), spoil=lambda p: _row(p, [1])),
     Bad(
         "prompt missing",
         ("train.jsonl, line 3", "no field 'prompt'", "Did you mean 'promt'?"),
@@ -335,6 +335,112 @@ FOLDER = (
         "run folder cannot be made",
         ("{root}/train.jsonl is not a folder", "run.dir"),
         ("run.dir={root}/train.jsonl/runs",),
+    ),
+)
+
+
+def _rows(spoiled: object) -> Break:
+    return lambda place: _row(place, spoiled)
+
+
+def _message(**message: object) -> dict[str, object]:
+    return {"prompt": [{"role": "user", "content": "1"} | message], "answer": "1"}
+
+
+def _swap(path: str, target: str) -> Break:
+    """A link in a file's place."""
+
+    def spoil(place: Place) -> None:
+        (place.root / path).unlink(missing_ok=True)
+        (place.root / path).symlink_to(place.root / target)
+
+    return spoil
+
+
+def _word_beyond(place: Place) -> None:
+    """The tokenizer learns a word that the model has no row for, and a prompt has it."""
+    path = place.model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"]["~"] = 500
+    path.write_text(json.dumps(tokenizer))
+    _row(place, {"prompt": "1~1", "answer": "1"})
+
+
+# Refused by the preflight alike; the command line is tried with those above.
+ODD = (
+    Bad("half a character", ("train.jsonl, line 3", "\\ud83d"), spoil=_rows('{"prompt": "\\ud83d", "answer": "1"}')),
+    Bad(
+        "answer null",
+        ("line 3: the field 'answer' (the answer) is null",),
+        spoil=_rows({"prompt": "1", "answer": None}),
+    ),
+    Bad(
+        "answer no number",
+        ("line 3, field 'answer': the answer is nan",),
+        spoil=_rows('{"prompt": "1", "answer": NaN}'),
+    ),
+    Bad("answer of a wrong type", ("the answer is an object; wanted",), spoil=_rows({"prompt": "1", "answer": {}})),
+    Bad(
+        "role that nobody knows",
+        ("line 3, message 1: there is no role 'usr'. Did you mean 'user'?",),
+        spoil=_rows(_message(role="usr")),
+    ),
+    Bad(
+        "message of null",
+        ("line 3, field 'prompt', message 1: 'content' is null",),
+        spoil=_rows(_message(content=None)),
+    ),
+    Bad(
+        "messages without words",
+        ("line 3, field 'prompt': all messages are empty",),
+        spoil=_rows(_message(content=" ")),
+    ),
+    Bad("token beyond the vocabulary", ("line 3: the tokenizer makes token 500 ('~')", "has 128"), spoil=_word_beyond),
+    Bad(
+        "folder in the data's place", ("{root} is a folder", "Did you mean {root}/train.jsonl?"), ("data.train={root}",)
+    ),
+    Bad("data that is a broken link", ("a link that leads nowhere",), spoil=_swap("train.jsonl", "nowhere")),
+    Bad("data with too long a name", ("cannot be used: File name too long",), ("data.train=/" + "a" * 300 + ".jsonl",)),
+    Bad("file in the model's place", ("train.jsonl is not a folder",), ("model.path={root}/train.jsonl",)),
+    Bad(
+        "model without a tokenizer", ("has no tokenizer (",), spoil=lambda p: [f.unlink() for f in p.model.glob("tok*")]
+    ),
+    Bad("run under /proc", ("/proc takes no new folder", "Set run.dir"), ("run.dir=/proc/runs",)),
+    Bad("run with too long a name", ("takes no names of more than 255 bytes",), ("run.name=" + "a" * 300,)),
+    Bad(
+        "run in a broken link",
+        ("{root}/link is a link that leads nowhere",),
+        ("run.dir={root}/link",),
+        _swap("link", "no"),
+    ),
+    Bad(
+        "run in a link to itself",
+        ("{root}/link takes no new", "symbolic"),
+        ("run.dir={root}/link",),
+        _swap("link", "link"),
+    ),
+    Bad("run with a NUL", ("`run.dir` (on the command line)", "has a NUL"), ('run.dir="a\\0b"',)),
+    Bad("true for a section", ("`report.wandb`", "Write {} for a section of defaults"), ("report.wandb=true",)),
+    Bad("number of too many digits", ("value of train.steps (on the command line)",), ("train.steps=" + "9" * 5000,)),
+    Bad(
+        "far too many samples",
+        ("actor.mini_batch_samples",),
+        ("rollout.samples_per_prompt=1000000000001", "actor.mini_batch_samples=7"),
+    ),
+    Bad(
+        "variable that is not set",
+        ("`run.name` (on the command line): the environment variable MEGARL_TEST_UNSET is not set",),
+        ("run.name=${MEGARL_TEST_UNSET}",),
+    ),
+    Bad(
+        "recipe is a folder",
+        ("{root}/recipe.yaml, the recipe, is a folder",),
+        spoil=lambda p: (p.recipe.unlink(), p.recipe.mkdir()),
+    ),
+    Bad(
+        "base that is not there",
+        ("no base of {root}/recipe.yaml (named at {root}/recipe.yaml:1) at {root}/none.yaml", "is relative to {root}."),
+        spoil=lambda p: p.recipe.write_text("base: none.yaml\n" + p.recipe.read_text()),
     ),
 )
 

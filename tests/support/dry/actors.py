@@ -18,7 +18,7 @@ from megarl.core.layout import is_lead
 from megarl.core.platform import get_platform
 from megarl.core.types import Column, Shard, VersionSpan
 from megarl.data.pack import merge_shards, split_column
-from megarl.rewards.grade import Grade
+from megarl.rewards.grade import Grade, failed
 from megarl.rollout.client import Generation, Sampling, ServerEndpoint
 from megarl.rollout.router import RouterProcess, RouterSpec
 from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
@@ -185,6 +185,10 @@ class Collector(CollectorActor):
         self._book = book
         super().__init__(*arguments)
 
+    async def notice(self) -> str:
+        """The next line for people would be waited for until the run ends: calls here are done when they are made."""
+        return ""
+
     async def verify(
         self, servers: list[ServerEndpoint], trainer: Column, tolerance: float, version: int, deadline_s: float
     ) -> ProbeResult:
@@ -247,11 +251,19 @@ class Pool:
     async def start(self) -> None:
         return None
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
-        """Two functions differ, and a response's score depends on it, but for prompts that all answer equally badly."""
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+        """Two functions differ, and a response's score depends on it, but for prompts that all answer equally badly.
+
+        Some responses to one prompt get no grade.
+        """
+        if answer in ("6", "1009") and int(response) == 1:
+            return failed("error: ValueError: no grade for this one")
         if sum(map(ord, answer)) % 3 == 0:
             return Grade(0.25)
         return Grade(((len(prompt) + len(answer) + int(response)) % 4 + len(self._fn) % 3) / 4)
+
+    def oldest(self) -> None:
+        return None
 
     async def close(self) -> None:
         return None

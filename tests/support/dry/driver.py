@@ -20,6 +20,7 @@ from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
 from megarl.cluster.slots import Slot
 from megarl.core import disk, platform
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.scratch import Scratch
 from megarl.data import pairs, sft
 from megarl.data.chat import load_tokenizer
@@ -67,10 +68,10 @@ class _Silent:
     def phase(self, name: str, seconds: float | None = None) -> None:
         return None
 
-    def progress(self, *_: Any, **__: Any) -> None:
+    def progress(self, done: Any) -> None:
         return None
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], failure: str = "") -> None:
         return None
 
     def finish(self, *_: Any, **__: Any) -> None:
@@ -116,6 +117,8 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
         for module in (preflight, collector, pairs, sft):
             patch.setattr(module, "load_tokenizer", TOKENIZERS)
+        # SGLang's parser is asked in a process of its own, for seconds.
+        patch.setattr(preflight, "check_server_args", lambda words, platform: None)
         patch.setattr(disk, "sync", lambda path: None)
         patch.setattr(run_checkpoints, "sync", lambda path: None)
         # What a run says of itself is no effect of its recipe.
@@ -166,10 +169,20 @@ def _scratch(folder: Path) -> Scratch:
     return Scratch("run", folder, nobody, None)
 
 
+@contextmanager
+def _noting_faults(book: Book) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except MegarlError as error:
+        book.note("stopped", str(error))
+
+
 def run(kind: type[AnyRecipe], recipe: Path, overrides: Sequence[str], temp: Path, *, resume: bool = False) -> Book:
-    """Run the recipe, and say what it did. Raises UserError where it is refused."""
+    """Run the recipe, and say what it did, also where it stops early. Raises UserError where it is refused."""
     book = Book()
-    with stage(book, temp):
+    with stage(book, temp), _noting_faults(book):
         if kind is Recipe:
             train.run_train(recipe, list(overrides), resume=resume, go_on=False)
         else:

@@ -1,0 +1,61 @@
+"""Asks SGLang's own parser about the recipe's flags of a server, in a process of its own: SGLang is never imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from megarl.core.errors import UserError
+from megarl.core.platform import Platform
+
+KEY = "rollout.server_args"
+DEADLINE_S = 300.0  # a few seconds of one core; many more where the disk is cold
+
+
+def check_server_args(words: Sequence[str], platform: Platform) -> None:
+    """Whether the SGLang that is installed takes these flags. Raises UserError with what its parser says.
+
+    Where no SGLang is installed, as on a machine that only submits, nothing can be said.
+    """
+    if not words or importlib.util.find_spec("sglang") is None:
+        return
+    command = [sys.executable, "-m", "megarl.rollout.sglang_flags", platform.server_module, json.dumps(list(words))]
+    try:
+        asked = subprocess.run(
+            command,
+            env={**os.environ, **platform.env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"SGLang did not load within {DEADLINE_S:g} s to look at `{KEY}`. See `megarl doctor`."
+        ) from None
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise UserError(f"SGLang does not load, to look at `{KEY}`: {last}. See `megarl doctor`.")
+    found = json.loads(asked.stdout.splitlines()[-1])  # after whatever SGLang says while it loads
+    if found["problem"] is None:
+        return
+    near = [match for word in words for match in _nearest(word, found["flags"])]
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise UserError(
+        f"`{KEY}`: the installed SGLang {found['version']} refuses these flags: {found['problem']}.{hint} Its flags: "
+        "`python -m sglang.launch_server --help`."
+    )
+
+
+def _nearest(word: str, flags: Sequence[str]) -> list[str]:
+    """The flag that a word that is none was probably meant to be."""
+    flag = word.partition("=")[0]
+    if not flag.startswith("-") or flag in flags:
+        return []
+    return get_close_matches(flag, flags, n=1)
