@@ -7,13 +7,10 @@ servers and where the shards go is megarl/cluster's.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +31,7 @@ from megarl.rollout import filters
 from megarl.rollout.advantages import Advantages, Columns, Learnable
 from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
 from megarl.rollout.notices import Notices
+from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
 from megarl.rollout.single_turn import generate_sample
 
@@ -363,31 +361,6 @@ class Collector:
         count = self._recipe.report.samples
         if count:
             write_samples(self._recipe.run.folder / "samples" / name, samples[:count])
-
-
-def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as JSONL for people; tokens are left out, text is kept. What has no grade has no reward: null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    graded = {id(sample) for sample in filters.usable(samples)}
-    rows = [
-        {
-            "id": sample.id,
-            "reward": sample.reward if id(sample) in graded else None,
-            "parts": sample.reward_parts,
-            "status": sample.status.value,
-            "response_tokens": len(sample.response_ids),
-            "prompt": sample.prompt.text,
-            "response": sample.response_text,
-            "answer": sample.prompt.answer,
-            **({"grade_failure": sample.grade_failure} if sample.grade_failure else {}),
-            **({"failure": sample.metadata["failure"]} if "failure" in sample.metadata else {}),
-        }
-        for sample in samples
-    ]
-    temporary = path.with_name(f".{path.name}.tmp")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    temporary.write_text(text, encoding="utf-8", errors="replace")  # half a character, where a response ends within one
-    os.replace(temporary, path)
 
 
 def _check_versions(samples: Sequence[Sample], weight_version: int) -> None:

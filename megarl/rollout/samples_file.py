@@ -1,0 +1,36 @@
+"""The first samples of a step, for people to read: `samples/step_000012.jsonl` in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.core.types import Sample
+from megarl.rollout import filters
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples as JSONL for people; tokens are left out, text is kept. What has no grade has no reward: null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    graded = {id(sample) for sample in filters.usable(samples)}
+    rows = [
+        {
+            "id": sample.id,
+            "reward": sample.reward if id(sample) in graded else None,
+            "parts": sample.reward_parts,
+            "status": sample.status.value,
+            "response_tokens": len(sample.response_ids),
+            "prompt": sample.prompt.text,
+            "response": sample.response_text,
+            "answer": sample.prompt.answer,
+            **({"grade_failure": sample.grade_failure} if sample.grade_failure else {}),
+            **({"failure": sample.metadata["failure"]} if "failure" in sample.metadata else {}),
+        }
+        for sample in samples
+    ]
+    temporary = path.with_name(f".{path.name}.tmp")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    temporary.write_text(text, encoding="utf-8", errors="replace")  # half a character, where a response ends within one
+    os.replace(temporary, path)
