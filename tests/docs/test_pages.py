@@ -1,0 +1,66 @@
+"""Each page for a newcomer is followed to the letter, with a tiny model in the place of a real one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from megarl.cli import app
+from tests.docs.pages import DOCS, ROOT, blocks, commands, follow
+from tests.support.dry.world import SIZES
+from tests.support.tiny import write_tiny_model
+
+FOLLOWED = ("data", "rewards", "models", "coming_from", "reading_a_run", "errors")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages call models/mine."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "mine", **SIZES)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_page_does_what_it_says(name: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine").symlink_to(model)
+    assert follow((DOCS / f"{name}.md").read_text(), tmp_path) > 0
+
+
+def given() -> list[tuple[str, str]]:
+    """Every call of megarl in a block of any page, and where."""
+    found = []
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        for block in blocks(path.read_text()):
+            if block.language == "console":
+                lines = [command.line for command in commands(block.text)]
+            elif block.language in ("", "bash", "sh"):
+                lines = block.text.replace("\\\n", " ").splitlines()
+            else:
+                continue
+            found += [(path.name, line) for line in lines if line.startswith("megarl ")]
+    return found
+
+
+def test_every_call_on_any_page_is_one_that_the_command_line_takes() -> None:
+    calls = given()
+    assert len({page for page, _ in calls}) > len(FOLLOWED)
+    for page, line in calls:
+        arguments = shlex.split(re.sub(r"\s#.*| \[[^]]*\]|\.\.\.", "", line))[1:]
+        group, context = typer.main.get_command(app), None
+        try:
+            while isinstance(group, click.Group):
+                context = click.Context(group, parent=context, info_name="megarl")
+                name, command, arguments = group.resolve_command(context, arguments)
+                assert command is not None
+                group = command
+            with group.make_context(name, arguments, parent=context):
+                pass
+        except click.exceptions.Exit:  # --help
+            pass
+        except click.ClickException as error:
+            pytest.fail(f"{page}: {line}: {error.format_message()}")
