@@ -21,7 +21,9 @@ FOLLOWED = ("data", "rewards", "models", "coming_from", "reading_a_run", "errors
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages call models/mine."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "mine", **SIZES)
+    return write_tiny_model(
+        tmp_path_factory.mktemp("models") / "mine", **SIZES | {"max_position_embeddings": 2048}
+    )
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
