@@ -32,9 +32,9 @@ def on_files(files: Files, *, config: Any) -> Files:
     for page in [file for file in files if file.is_documentation_page()]:
         for link in LINK.finditer(page.content_string):
             path = linked(page.src_uri, link["target"])
-            if path.suffix in PICTURES and not path.is_relative_to("docs") and (ROOT / path).is_file():
-                if files.get_file_from_path(str(path)) is None:
-                    files.append(File.generated(config, str(path), abs_src_path=str(ROOT / path)))
+            outside = path.suffix in PICTURES and not path.is_relative_to("docs") and (ROOT / path).is_file()
+            if outside and files.get_file_from_path(str(path)) is None:
+                files.append(File.generated(config, str(path), abs_src_path=str(ROOT / path)))
     return files
 
 

@@ -1,7 +1,7 @@
 """Preferences: a better and a worse answer to the same prompt, tokenised as demonstrations are (sft.py).
 
-Answers are texts or single messages beside a prompt, or whole chats that are alike but for the last message. Only that message is compared:
-its tokens are the trained ones. Not for packing (pack.py).
+Answers are texts or single messages beside a prompt, or whole chats that are alike but for the last message. Only that
+message is compared: its tokens are the trained ones. Not for packing (pack.py).
 """
 
 from __future__ import annotations

@@ -82,7 +82,12 @@ def test_the_answer_is_found_under_the_names_people_use(
 
 def test_a_parquet_row_as_verl_writes_it(tmp_path: Path, chat_tokenizer: Any) -> None:
     chat = [{"content": "1+1?", "role": "user"}]
-    rest = {"data_source": "sums", "ability": "math", "reward_model": VERL, "extra_info": {"index": 7, "split": "train"}}
+    rest = {
+        "data_source": "sums",
+        "ability": "math",
+        "reward_model": VERL,
+        "extra_info": {"index": 7, "split": "train"},
+    }
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": chat, **rest}]), path)
     (prompt,) = load_prompts(path, chat_tokenizer, data(path)).prompts

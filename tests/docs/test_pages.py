@@ -6,9 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from megarl.cli import app
 from tests.docs.pages import DOCS, ROOT, blocks, commands, follow
@@ -21,9 +21,7 @@ FOLLOWED = ("data", "rewards", "models", "coming_from", "reading_a_run", "errors
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages call models/mine."""
-    return write_tiny_model(
-        tmp_path_factory.mktemp("models") / "mine", **SIZES | {"max_position_embeddings": 2048}
-    )
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "mine", **SIZES | {"max_position_embeddings": 2048})
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -53,16 +51,13 @@ def test_every_call_on_any_page_is_one_that_the_command_line_takes() -> None:
     assert len({page for page, _ in calls}) > len(FOLLOWED)
     for page, line in calls:
         arguments = shlex.split(re.sub(r"\s#.*| \[[^]]*\]|\.\.\.", "", line))[1:]
-        group, context = typer.main.get_command(app), None
+        command, name, context = typer.main.get_command(app), "megarl", None
+        while isinstance(command, TyperGroup):
+            context = command.context_class(command, parent=context, info_name=name)
+            name, command, arguments = command.resolve_command(context, arguments)
         try:
-            while isinstance(group, click.Group):
-                context = click.Context(group, parent=context, info_name="megarl")
-                name, command, arguments = group.resolve_command(context, arguments)
-                assert command is not None
-                group = command
-            with group.make_context(name, arguments, parent=context):
+            assert command is not None and name is not None
+            with command.make_context(name, arguments, parent=context):
                 pass
-        except click.exceptions.Exit:  # --help
-            pass
-        except click.ClickException as error:
-            pytest.fail(f"{page}: {line}: {error.format_message()}")
+        except Exception as error:
+            raise AssertionError(f"{page}: {line}: {error}") from error
