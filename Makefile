@@ -71,17 +71,25 @@ else \
 fi
 endef
 
+# Each line that begins with blanks is a command that works as it is.
+NEXT := '' 'Where to go next:' \
+  '  $(BIN)/megarl eval recipes/quickstart.yaml model.path=$(RUN)/hf' '      grades what it learned on the held-out rows' \
+  '  $(BIN)/megarl plan recipes/quickstart.yaml --from-run $(RUN)' '      says where the seconds went, and what would be faster' \
+  '  $(BIN)/megarl recipe show recipes/quickstart.yaml --essential' '      shows the keys that a recipe of your own sets' \
+  'Your own data: docs/data.md. Your own reward: docs/rewards.md. Reading a run: docs/reading_a_run.md.'
+
 quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ## Train a tiny model: a warm start by SFT, then GRPO
 	@echo "== warm start"
 	@$(call run_once,sft,recipes/quickstart_sft.yaml,$(SFT_RUN))
 	@echo "== reinforcement learning"
 	@$(call run_once,train,recipes/quickstart.yaml,$(RUN))
+	@printf '%s\n' $(NEXT)
 
 slurm: ## Install SLURM's packages for the tests marked slurm (as root, on Debian and Ubuntu); instant where they are
 	@tests/support/install_slurm.sh
 
-test: slurm lint ## All checks and all tests; about half an hour on two cores
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not gpu"
+test: slurm lint ## All checks and all tests, in two halves side by side; about 20 minutes on two cores
+	$(ONE_THREAD) $(BIN)/python -m tests.suite
 
 test-fast: $(INSTALLED) ## The tests that start no servers; under 2 minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not slow and not gpu"

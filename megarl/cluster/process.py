@@ -32,6 +32,11 @@ class ProcessSpec:
         return self.logs / f"{self.name.replace(' ', '_')}.log"
 
     @property
+    def progress(self) -> Path:
+        """How far its operation is (core/progress.py)."""
+        return self.logs / f"{self.name.replace(' ', '_')}.progress"
+
+    @property
     def stack(self) -> Path:
         """Where the stacks go when they are asked for."""
         return self.logs / f"{self.name.replace(' ', '_')}.stack"

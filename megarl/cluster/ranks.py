@@ -15,6 +15,7 @@ from megarl.cluster.slots import Slot
 from megarl.cluster.waits import Call, Pending, Waiter, Worker
 from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.core.platform import PlatformName
+from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
 from megarl.data.pack import merge_columns, merge_shards, split_column
 from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
@@ -27,7 +28,7 @@ class RankActor:
 
     def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int) -> None:
         self._facts = configure_process(spec)
-        self._rank = Rank(rank, world_size, platform, seed)
+        self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None))
         self._sender: BroadcastSender | None = None
 
     def facts(self) -> ProcessFacts:

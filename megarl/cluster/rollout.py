@@ -16,6 +16,7 @@ from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import SyncError
+from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
@@ -49,7 +50,7 @@ class CollectorActor:
 
     def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_shards: int) -> None:
         self._facts = configure_process(spec)
-        self._collector = Collector.open(recipe, router, num_shards)
+        self._collector = Collector.open(recipe, router, num_shards, Progress(spec.progress))
         self._num_shards = num_shards
         self._probe: list[list[int]] = []
 

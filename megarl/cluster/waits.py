@@ -17,6 +17,7 @@ from megarl.cluster.checks import BrokenLinkError, check_links, describe_links, 
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec, tail
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
+from megarl.core.progress import read_progress
 from megarl.core.timing import PhaseTimer
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ U = TypeVar("U")
 
 STACK_WAIT_S = 2.0
 LINKS_EVERY_S = 10.0  # between two looks at the network while waiting
+PROGRESS_EVERY_S = 1.0  # between two looks at how far an operation is
 WATCH_WAIT_S = 2.0  # how much later than its callers a supervisor may notice that its process has ended
 
 
@@ -111,7 +113,8 @@ class Waiter:
         end, look = now + deadline_s, now + LINKS_EVERY_S
         while len(results) < len(by_ref):
             pending = [ref for ref in by_ref if ref not in results]
-            timeout_s = max(0.0, min(end, look) - time.monotonic())
+            pause_s = PROGRESS_EVERY_S if self.timer.on_progress else LINKS_EVERY_S
+            timeout_s = max(0.0, min(end, look, time.monotonic() + pause_s) - time.monotonic())
             ready, _ = ray.wait([*pending, *self.watches], num_returns=1, timeout=timeout_s)
             if time.monotonic() > end and not ready:
                 raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
@@ -119,12 +122,19 @@ class Waiter:
                 # Whoever waits for a peer that cannot be reached may do so for hours, and knows no reason.
                 check_links(self.nodes.broken_for_certain())
                 look = time.monotonic() + LINKS_EVERY_S
+            if not ready:
+                self._show_progress(by_ref[pending[0]].worker)
             for ref in ready:
                 if ref in by_ref:
                     results[ref] = self._fetched(by_ref[ref], phase, role)
                 else:
                     self._watched(ref)
         return [results[call.result] for call in calls]
+
+    def _show_progress(self, worker: Worker) -> None:
+        done = read_progress(worker.spec.progress) if self.timer.on_progress else None
+        if self.timer.on_progress and done is not None:
+            self.timer.on_progress(done)
 
     def _fetched(self, call: Call, phase: str, role: str) -> Any:
         try:
@@ -150,10 +160,12 @@ class Waiter:
 
     def _deadline(self, phase: str, role: str, deadline_s: float, workers: list[Worker]) -> DeadlineError:
         names = ", ".join(worker.name for worker in workers)
+        far = [(worker.name, read_progress(worker.spec.progress)) for worker in workers]
+        reached = "".join(f" {name} had done {done}." for name, done in far if done is not None)
         stacks = [f"--- {worker.name}, stacks:\n{stacks_of(worker, self.nodes)}" for worker in workers]
         logs = [f"--- {worker.name}, end of {worker.spec.log}:\n{tail(worker.spec.log)}" for worker in workers]
         return DeadlineError(
-            f"{phase} ({role}) did not finish within {deadline_s:g} s. Still waiting for: {names}. If this work is only "
+            f"{phase} ({role}) did not finish within {deadline_s:g} s. Still waiting for: {names}.{reached} If this work is only "
             "slow, raise its limit under `deadlines` in the recipe.\n" + "\n".join([*stacks, *logs])
         )
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megarl.core.metrics import PHASES
+from megarl.core.progress import Done
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,21 @@ class PhaseTimer:
 
     Phases do not nest: their seconds add up to at most the step's. A phase outside of a step counts in `totals` alone.
     on_phase: called with (step, phase) as a phase begins, with (step, None) as it ends; step is None outside of steps.
+    on_progress: called with how far the operation is that the driver waits for, as often as it looks.
     clock: seconds that only go up.
     """
 
     def __init__(
         self,
         on_phase: Callable[[int | None, str | None], None] | None = None,
+        on_progress: Callable[[Done], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.epoch = time.time()
         self.spans: list[Span] = []
         self.totals: dict[str, float] = {}  # seconds by phase since the start
         self._on_phase = on_phase
+        self.on_progress = on_progress
         self._clock = clock
         self._origin = clock()
         self._step: int | None = None

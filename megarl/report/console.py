@@ -5,6 +5,7 @@ Where the output is not a terminal (a file, a scheduler's log), the same lines c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from rich.progress import (
 from rich.text import Text
 
 from megarl.core.metrics import PHASES, format_value
+from megarl.core.progress import Done
 from megarl.core.timing import PhaseTimer
 from megarl.report.history import read_history
 from megarl.report.summary import duration, summary_table
@@ -42,6 +44,8 @@ HIGHLIGHTED = ("reward", "acc")
 SECONDS_A_LINE = 1.0
 # Speed is the mean over this long: single steps differ (evaluations, checkpoints).
 SPEED_WINDOW_S = 3600.0
+# Where there is no terminal, how far a long phase is stands in a line of its own that often.
+PROGRESS_LINE_S = 60.0
 
 
 class RunConsole:
@@ -54,6 +58,7 @@ class RunConsole:
         self._unseen_s = 0.0  # seconds of steps since the last line
         self._began = False
         self._shown: set[str] = set()  # labels that a line of this run has had
+        self._phase, self._step, self._phase_began, self._told = "", 0, 0.0, 0.0
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -86,8 +91,20 @@ class RunConsole:
             self._progress.reset(self._task, total=self._steps, completed=step - 1, phase="")
             self._began = True
         self._progress.update(self._task, phase=phase or "")
+        self._phase, self._step, self._phase_began = phase or "", step or 0, time.monotonic()
+        self._told = self._phase_began
         if not self._out.is_terminal and step is None and phase is not None:
             self._out.print(f"{phase}: {PHASES[phase]}", highlight=False)
+
+    def progress(self, done: Done) -> None:
+        """How far the phase's operation is, with the time left: in the bar; without a terminal, a line a minute."""
+        now = time.monotonic()
+        left = (now - self._phase_began) * (done.total - done.count) / done.count if done.count else None
+        words = f"{self._phase}: {done}" + (f", {duration(left)} left" if left is not None else "")
+        self._progress.update(self._task, phase=words)
+        if not self._out.is_terminal and now - self._told >= PROGRESS_LINE_S:
+            self._told = now
+            self._out.print(f"step {self._step}, {words}" if self._step else words, highlight=False)
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """A step is done, or, for step 0, what was measured before the first. A line a step, at most one a second."""

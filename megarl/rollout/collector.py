@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
+from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, EvalResult, FloatArray, Prompt, Sample, Shard, Status
 from megarl.data.chat import load_tokenizer
 from megarl.data.pack import pack
@@ -72,8 +73,10 @@ class Collector:
         client: ServerClient,
         graders: Graders,
         num_shards: int,
+        progress: Progress | None = None,
     ) -> None:
         self._recipe = recipe
+        self._progress = progress or Progress(None)
         self._model = model
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
@@ -85,7 +88,9 @@ class Collector:
         self._last: _Step | None = None
 
     @classmethod
-    def open(cls, recipe: Recipe, router: ServerEndpoint, num_shards: int) -> Collector:
+    def open(
+        cls, recipe: Recipe, router: ServerEndpoint, num_shards: int, progress: Progress | None = None
+    ) -> Collector:
         """Read the recipe's data and get ready to start its graders; `start` starts them.
 
         Raises UserError where the data cannot be used.
@@ -102,6 +107,7 @@ class Collector:
             client=ServerClient(router),
             graders=Graders.open(recipe.reward),
             num_shards=num_shards,
+            progress=progress,
         )
 
     async def start(self) -> None:
@@ -247,16 +253,18 @@ class Collector:
             if sample.status is not Status.FAILED:
                 grade = await self._graders.grade(prompt.text, sample.response_text, prompt.answer, prompt.metadata)
                 sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
+            self._progress.advance()
             return sample
 
         # A prompt that comes twice, where the data starts over, makes its group larger.
         asked: Counter[str] = Counter()
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for prompt in prompts:
-                first = asked[prompt.id]
-                asked[prompt.id] += samples_per_prompt
-                tasks += [group.create_task(one(prompt, first + index)) for index in range(samples_per_prompt)]
+        tasks = []
+        with self._progress.of(len(prompts) * samples_per_prompt, "samples"):
+            async with asyncio.TaskGroup() as group:
+                for prompt in prompts:
+                    first = asked[prompt.id]
+                    asked[prompt.id] += samples_per_prompt
+                    tasks += [group.create_task(one(prompt, first + index)) for index in range(samples_per_prompt)]
         samples = [task.result() for task in tasks]
         if any(sample.status is Status.FAILED for sample in samples):
             log.warning("step %d: %s", step, _first_failure(samples))

@@ -63,7 +63,15 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
-        yield Open(console, PhaseTimer(on_phase=console.phase), writers, checkpoints, committed, stop, stack)
+        yield Open(
+            console,
+            PhaseTimer(on_phase=console.phase, on_progress=console.progress),
+            writers,
+            checkpoints,
+            committed,
+            stop,
+            stack,
+        )
 
 
 def resumes(folder: Path, resume: bool, go_on: bool) -> bool:

@@ -7,7 +7,7 @@ Import only after `models.bootstrap.prepare_megatron`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
+from megarl.core.progress import Progress
 from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
 from megarl.models.hf_dtypes import tensor_dtypes
@@ -53,10 +54,19 @@ class Engine:
     Every rank of the pool builds the same engines in the same order and makes the same calls.
     """
 
-    def __init__(self, config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Platform, seed: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: RoleSpec,
+        groups: Groups,
+        platform: Platform,
+        seed: int,
+        progress: Progress | None = None,
+    ) -> None:
         """Build this rank's part of the model and load its weights from the HF folder. seed: of new weights (LoRA)."""
         self._config, self._spec, self._groups, self._device = config, spec, groups, platform.device
         self._chunk_elements = platform.chunk_elements
+        self._progress = progress or Progress(None)
         with groups.active():
             built = build_role(config, spec, groups, platform, seed)
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
@@ -131,7 +141,7 @@ class Engine:
         found: list[list[list[FloatArray]]] = []  # mini-batches, micro-batches, columns
         for chunk in self._wrapped:
             chunk.eval()
-        with self._awake("params"), torch.no_grad():
+        with self._awake("params"), torch.no_grad(), self._counted(shard):
             for mini in shard.mini_batches:
                 outputs = self._run(self._to_device(mini, {}), evaluate, forward_only=True)
                 pairs = zip(mini.micro_batches, outputs, strict=self._groups.is_last_stage)
@@ -171,7 +181,7 @@ class Engine:
         steps = []
         for chunk in self._wrapped:
             chunk.train()
-        with self._awake(*PARTS):
+        with self._awake(*PARTS), self._counted(shard):
             for index, mini in enumerate(shard.mini_batches):
                 batches = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
                 stepper.zero_grad()
@@ -193,7 +203,7 @@ class Engine:
         sums = MetricSums()
         for chunk in self._wrapped:
             chunk.eval()
-        with self._awake("params"), torch.no_grad():
+        with self._awake("params"), torch.no_grad(), self._counted(shard):
             for index, mini in enumerate(shard.mini_batches):
                 batches = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
                 self._run(batches, lambda batch, logits: self._apply(loss, batch, logits, sums), forward_only=True)
@@ -226,16 +236,21 @@ class Engine:
         return output
 
     def _run(self, batches: list[DeviceBatch], evaluate: Evaluate, *, forward_only: bool) -> list[Any]:
-        if self._replays is None:
-            return run_schedule(self._wrapped, batches, evaluate, self._groups, forward_only=forward_only)
-        with self._replays.pass_over():
+        with nullcontext() if self._replays is None else self._replays.pass_over():
             return run_schedule(
-                self._wrapped, batches, evaluate, self._groups, forward_only=forward_only, prepare=self._replay
+                self._wrapped, batches, evaluate, self._groups, forward_only=forward_only, prepare=self._prepare
             )
 
-    def _replay(self, model: Any, batch: DeviceBatch) -> None:
-        """Give the routers the rollout's choice for the part of the tokens that they will see."""
-        assert self._replays is not None
+    def _counted(self, shard: Shard) -> AbstractContextManager[None]:
+        """Around an operation that goes through the shard once: its forward passes are counted for who waits for it."""
+        passes = sum(len(mini.micro_batches) for mini in shard.mini_batches) * self._groups.layout.vpp
+        return self._progress.of(passes, "micro-batches")
+
+    def _prepare(self, model: Any, batch: DeviceBatch) -> None:
+        """Before a forward pass: give the routers the rollout's choice for the part of the tokens that they will see."""
+        self._progress.advance()
+        if self._replays is None:
+            return
         routing, layout = batch.routing, self._groups.layout
         if routing is not None:
             routing = routing.unflatten(1, (self._config.num_layers, -1))

@@ -17,6 +17,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout, is_lead
 from megarl.core.metrics import Operation
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes
+from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.roles import Part
@@ -40,11 +41,13 @@ PARTS: tuple[Part, ...] = ("grads", "params", "optimizer")
 class Rank:
     """Hosts roles by name. Every rank of a pool gets the same calls in the same order: most of them are collective."""
 
-    def __init__(self, rank: int, world_size: int, platform_name: PlatformName, seed: int) -> None:
-        """Prepare this process; the other ranks are met in `rendezvous`."""
+    def __init__(
+        self, rank: int, world_size: int, platform_name: PlatformName, seed: int, progress: Progress | None = None
+    ) -> None:
+        """Prepare this process; the other ranks are met in `rendezvous`. progress: where passes over a shard are counted."""
         from megarl.models.bootstrap import prepare_megatron
 
-        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.rank, self.world_size, self.seed, self._progress = rank, world_size, seed, progress
         self.platform = get_platform(platform_name)
         prepare_megatron(self.platform)
         _set_num_threads(self.platform)
@@ -103,7 +106,8 @@ class Rank:
         config = load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder)
         if spec.head == "score":
             config = config.with_score_head()
-        self._engines[role] = Engine(config, spec, self.groups_of(spec.layout), self.platform, self.seed)
+        groups = self.groups_of(spec.layout)
+        self._engines[role] = Engine(config, spec, groups, self.platform, self.seed, self._progress)
         if spec.objective is not None:
             self._losses[role] = build_loss(spec.objective, self.groups_of(spec.layout).sum_over_context)
 

@@ -18,6 +18,7 @@ from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
+from megarl.core.progress import Done, Progress
 from megarl.core.timing import PhaseTimer
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,7 @@ class Helper:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._facts = configure_process(spec)
+        self._progress = Progress(spec.progress)
 
     def facts(self) -> ProcessFacts:
         return self._facts
@@ -41,6 +43,13 @@ class Helper:
 
     def hang_in_this_function(self) -> None:
         time.sleep(600)
+
+    def count_to_three(self, seconds: float) -> str:
+        with self._progress.of(3, "samples"):
+            for _ in range(3):
+                time.sleep(seconds)
+                self._progress.advance()
+        return "done"
 
     def raise_user_error(self) -> None:
         raise UserError("the heads do not divide")
@@ -70,6 +79,17 @@ def test_results_come_in_the_order_of_the_calls(workers: list[Worker], waiter: W
     calls = [Call(workers[index % 2], workers[index % 2].handle.answer.remote(index)) for index in range(6)]
     assert waiter.wait(calls, phase="answer", role="helpers", deadline_s=30) == list(range(6))
     assert "answering 5" in workers[1].spec.log.read_text()
+
+
+def test_what_is_waited_for_says_how_far_it_is(workers: list[Worker], runtime: Runtime) -> None:
+    seen: list[Done] = []
+    waiter = Waiter(PhaseTimer(on_progress=seen.append), runtime.nodes)
+    calls = [Call(workers[0], workers[0].handle.count_to_three.remote(waits.PROGRESS_EVERY_S))]
+    assert waiter.wait(calls, phase="rollout", role="rollout", deadline_s=60) == ["done"]
+    assert seen and all(done.total == 3 for done in seen)
+    slow = [Call(workers[0], workers[0].handle.count_to_three.remote(30.0))]
+    with pytest.raises(DeadlineError, match="had done 0 of 3 samples"):
+        waiter.wait(slow, phase="rollout", role="rollout", deadline_s=2)
 
 
 def test_deadline_names_phase_role_and_rank_and_shows_the_stack(workers: list[Worker], waiter: Waiter) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megarl.cli import main
 from tests.support.bad_input import ALL, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.tiny import write_tiny_qwen
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +22,30 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def megarl(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from megarl.cli import main; main()", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    """The command as a shell starts it, in this process: imports are most of what a refusal takes."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
+            patch.setattr(sys, "argv", ["megarl", *words])
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def test_a_process_of_its_own_says_the_same(tmp_path: Path, model_folder: Path) -> None:
+    bad, place = ALL[0], good_place(tmp_path, model_folder)
+    bad.spoil(place)
+    words = ["train", str(place.recipe), *(text.replace("{root}", str(tmp_path)) for text in bad.overrides)]
+    command = [sys.executable, "-m", "megarl", *words]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert_one_paragraph(run)
+    assert run.stderr == megarl(*words, folder=tmp_path).stderr
 
 
 def assert_one_paragraph(run: subprocess.CompletedProcess[str]) -> None:

@@ -20,7 +20,7 @@ from megarl.core import janitor
 from megarl.launch.node import own_address
 from megarl.rollout.process import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waiting]
 
 ROOT = Path(__file__).parents[2]
 UP_S = 90.0

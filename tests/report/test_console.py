@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megarl.core.progress import Done
 from megarl.core.timing import PhaseTimer
+from megarl.report import console as console_module
 from megarl.report.console import RunConsole
 
 STEP = {
@@ -162,3 +164,24 @@ def test_final_table(tmp_path: Path) -> None:
     assert ["other", "10.0", "s", "10.0%"] in table
     assert ["all", "1:40"] in table
     assert "runs/demo/hf" in out.getvalue() and "runs/demo/curve.png" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_phase_shows_how_far_it_is(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    run, out = console(terminal)
+    with run:
+        run.phase(3, "rollout")
+        now[0] += 30
+        run.progress(Done(0, 400, "samples"))
+        now[0] += 60
+        run.progress(Done(100, 400, "samples"))
+        run.progress(Done(101, 400, "samples"))
+        if terminal:
+            run._progress.refresh()
+    text = " ".join(out.getvalue().split())
+    assert (
+        "rollout: 101 of 400 samples" in text if terminal else "step 3, rollout: 100 of 400 samples, 4:30 left" in text
+    )
+    assert terminal or text.count("samples") == 1  # a line a minute, not one a look
