@@ -17,6 +17,8 @@ from tests.support.tiny import write_tiny_model
 
 FOLLOWED = ("data", "rewards", "models", "coming_from", "reading_a_run", "errors")
 
+CONVERTS = ("models",)  # by processes of their own
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -24,7 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "mine", **SIZES | {"max_position_embeddings": 2048})
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in CONVERTS)) for name in FOLLOWED]
+)
 def test_a_page_does_what_it_says(name: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine").symlink_to(model)

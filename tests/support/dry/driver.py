@@ -66,6 +66,9 @@ class _Silent:
     def phase(self, name: str, seconds: float | None = None) -> None:
         return None
 
+    def progress(self, *_: Any, **__: Any) -> None:
+        return None
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         return None
 
