@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from megarl.cli import app
+from megarl.recipe.load import load_recipe
 from tests.docs.pages import DOCS, ROOT, blocks, commands, follow
 from tests.support.dry.world import SIZES
 from tests.support.tiny import write_tiny_model
@@ -33,6 +34,29 @@ def test_a_page_does_what_it_says(name: str, model: Path, tmp_path: Path) -> Non
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine").symlink_to(model)
     assert follow((DOCS / f"{name}.md").read_text(), tmp_path) > 0
+
+
+REST = """\
+model: {path: models/mine}
+data: {train: data/train.jsonl}
+rollout: {prompts_per_step: 8, samples_per_prompt: 4, max_response_tokens: 64}
+algorithm: {kl_coef: 0.1}
+train: {steps: 1}
+"""
+
+
+def test_an_excerpt_of_a_recipe_is_accepted_in_a_whole_one(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    excerpts = [
+        block.text
+        for name in FOLLOWED
+        for block in blocks((DOCS / f"{name}.md").read_text())
+        if block.language == "yaml" and block.name is None
+    ]
+    assert len(excerpts) >= 2
+    for text in excerpts:
+        recipe.write_text(REST + text)
+        load_recipe(recipe)
 
 
 def given() -> list[tuple[str, str]]:
