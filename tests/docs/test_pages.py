@@ -38,7 +38,7 @@ def test_a_page_does_what_it_says(name: str, model: Path, tmp_path: Path) -> Non
 
 REST = """\
 model: {path: models/mine}
-data: {train: data/train.jsonl}
+data: {train: data/train.jsonl, eval: data/eval.jsonl}
 rollout: {prompts_per_step: 8, samples_per_prompt: 4, max_response_tokens: 64}
 algorithm: {kl_coef: 0.1}
 train: {steps: 1}
