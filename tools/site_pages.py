@@ -24,6 +24,21 @@ PICTURES = (".png", ".svg")
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 
 
+def on_config(config: Any) -> Any:
+    """MkDocs: a page that mkdocs.yml gives no place stands under "More"."""
+    placed = {uri for section in config["nav"] for uri in _pages(section)}
+    rest = sorted(page.name for page in Path(config["docs_dir"]).glob("*.md") if page.name not in placed)
+    if rest:
+        config["nav"].append({"More": rest})
+    return config
+
+
+def _pages(item: Any) -> list[str]:
+    if isinstance(item, dict):
+        return [uri for value in item.values() for uri in _pages(value)]
+    return [uri for each in item for uri in _pages(each)] if isinstance(item, list) else [item]
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """MkDocs: add the pages from outside of docs/, and the pictures that pages show from there."""
     for path, uri in PAGES.items():
@@ -39,8 +54,22 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """MkDocs: links as the repository has them become those of the site."""
-    return LINK.sub(lambda link: _on_site(link, page.file.src_uri, files), markdown)
+    """MkDocs: links as the repository has them become those of the site, and lists are told from the text above them."""
+    return LINK.sub(lambda link: _on_site(link, page.file.src_uri, files), apart(markdown))
+
+
+def apart(markdown: str) -> str:
+    """A blank line between a paragraph and the list below it: GitHub needs none, and Python's Markdown does."""
+    lines: list[str] = []
+    fenced = listed = False
+    for line in markdown.splitlines():
+        fenced ^= line.startswith("```")
+        item = re.match(r"(- |\d+\. )", line) is not None
+        if item and not fenced and not listed and lines and lines[-1].strip():
+            lines.append("")
+        listed = item or (listed and bool(line.strip()) and not fenced)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def linked(uri: str, target: str) -> Path:

@@ -15,7 +15,7 @@ from bench.support.measure import RESULTS, write
 from megarl.core.metrics import METRICS
 from megarl.recipe.load import load_recipe
 from tests.docs.pages import DOCS, ROOT, blocks
-from tools.site_pages import LINK, PAGES, linked
+from tools.site_pages import LINK, PAGES, apart, linked
 
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "requirements/README.md")
 LONGEST_README = 90
@@ -34,6 +34,7 @@ def test_the_site_is_built_with_every_link_checked(tmp_path: Path) -> None:
     assert pages <= {str(page.relative_to(tmp_path)) for page in tmp_path.rglob("*.html")}
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert any("samples_per_prompt" in each["text"] and each["location"].startswith("recipe.html") for each in found)
+    assert "<li><code>truncate</code>: w =" in (tmp_path / "algorithms.html").read_text()  # a list right under its text
     start = (tmp_path / "index.html").read_text()
     assert 'href="data.html"' in start and 'src="quickstart.png"' in start
 
@@ -45,12 +46,14 @@ def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
         (docs / page.name).symlink_to(page)
     (docs / "data.md").unlink()
     (docs / "data.md").write_text("# Data\n[gone](nowhere.md) [lost](recipe.md#no-such-key)\n")
+    (docs / "new.md").write_text("# A page without a place\n")
     config = (ROOT / "mkdocs.yml").read_text().replace("tools/site_pages.py", str(ROOT / "tools/site_pages.py"))
     (tmp_path / "mkdocs.yml").write_text(config)
     done = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
     assert done.returncode != 0
     assert "'nowhere.md'" in done.stderr and "'recipe.md#no-such-key'" in done.stderr
     assert done.stderr.count("WARNING") == 2
+    assert "A page without a place" in (tmp_path / "site" / "data.html").read_text()  # in the navigation, under More
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, *sorted(f"docs/{page.name}" for page in DOCS.glob("*.md"))])
@@ -62,6 +65,11 @@ def test_links_lead_to_files_of_the_repository(name: str) -> None:
         assert target.exists(), link[0]
         if link["anchor"] and target.suffix == ".md":
             assert link["anchor"][1:] in _anchors(target.read_text()), link[0]
+
+
+def test_a_list_is_told_from_the_text_above_it() -> None:
+    page = "Text:\n- one\n  goes on\n- two\n\n```\na\n- b\n```\n"
+    assert apart(page) == "Text:\n\n- one\n  goes on\n- two\n\n```\na\n- b\n```\n"
 
 
 def _anchors(page: str) -> set[str]:
