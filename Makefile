@@ -22,7 +22,7 @@ RUN := runs/quickstart
 # Two OpenMP threads beside other busy processes run many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help setup quickstart slurm test test-fast lint format lock bench gpu-check clean
+.PHONY: help setup quickstart slurm test test-fast lint format lock docs bench gpu-check clean
 
 help: ## This list
 	@printf 'megarl: make <target>\n\n'
@@ -110,6 +110,10 @@ lock: ## Compile requirements/cpu.lock anew; needs uv (requirements/README.md)
 	  cat requirements/cpu.lock.new; } > $(LOCK)
 	rm requirements/cpu.lock.new
 
+docs: $(INSTALLED) ## The pages as one searchable site, in site/; every link is checked
+	$(BIN)/mkdocs build --strict
+	@echo "open site/index.html"
+
 bench: $(INSTALLED) ## All benchmarks, one after the other; results in bench/results/
 	for script in bench/*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python -m bench.$$(basename "$$script" .py); done
 
@@ -117,5 +121,5 @@ gpu-check: ## What works on this machine's GPUs, with the python3 that has CUDA'
 	@$(GPU_PYTHON) -m tools.gpu_check
 
 clean: ## Remove caches and the quickstart's inputs; runs/ and .venv stay
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info $(INPUTS)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info $(INPUTS)
 	find megarl tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +

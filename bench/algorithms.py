@@ -10,23 +10,21 @@ beside it. Results of both sides are checked to agree. Exit code 0 only where bo
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.measure import write
 from megarl.algorithms.advantage import group_advantages
 from megarl.algorithms.correction import importance_ratios, truncate
 from megarl.algorithms.returns import gae, whiten
 
-RESULT = Path(__file__).parent / "results" / "algorithms.json"
 NUM_TOKENS = 1_000_000
 NUM_GROUPS, GROUP_SIZE = 512, 16
 TARGETS_MS = {"GAE": 10.0, "GAE, prompts masked": 10.0, "group advantages": 1.0}
@@ -136,11 +134,8 @@ def show(costs: dict[str, Cost]) -> bool:
 
 def main() -> None:
     costs = measure()
-    RESULT.parent.mkdir(exist_ok=True)
     what = {"num_tokens": NUM_TOKENS, "num_samples": NUM_GROUPS * GROUP_SIZE}
-    RESULT.write_text(
-        json.dumps({**what, "costs": {name: asdict(cost) for name, cost in costs.items()}}, indent=1) + "\n"
-    )
+    write("algorithms", {**what, "costs": {name: asdict(cost) for name, cost in costs.items()}}, None)
     sys.exit(0 if show(costs) else 1)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.measure import write
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Batch, ColumnRefs, Role
@@ -41,7 +42,6 @@ from megarl.train import Handles, State, train
 
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
 
-RESULT = Path(__file__).parent / "results" / "driver_overhead.json"
 # Realistic, and enough for every column to travel through the object store: Ray sends smaller ones inside of its messages.
 TOKENS_PER_SAMPLE = 512
 MICRO_BATCH_TOKENS = 16384
@@ -241,8 +241,7 @@ def main() -> None:
         f"x{growth['outside_waits_s']:.2f} outside waits, x{growth['cpu_s']:.2f} CPU",
         highlight=False,
     )
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"results": results, "growth": growth, "real_step_s": step_s}, indent=1) + "\n")
+    write("driver_overhead", {"results": results, "growth": growth, "real_step_s": step_s}, None)
 
 
 if __name__ == "__main__":

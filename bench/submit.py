@@ -26,12 +26,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.support.measure import write
 from tests.end_to_end.harness import RECIPE
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 
-RESULT = Path(__file__).parent / "results" / "submit.json"
 LIMIT_S = 90.0
 JOB_S = 240.0
 OVERRIDES = (
@@ -118,9 +118,7 @@ def main(repeats: int = 3) -> None:
         "all", f"{statistics.median(totals):.1f}", f"from {min(totals):.1f} to {max(totals):.1f}; limit {LIMIT_S:g}"
     )
     Console().print(table)
-    RESULT.write_text(
-        json.dumps({"limit_s": LIMIT_S, "totals_s": totals, "runs": runs, "parts": PARTS}, indent=1) + "\n"
-    )
+    write("submit", {"limit_s": LIMIT_S, "totals_s": totals, "runs": runs, "parts": PARTS}, None)
     sys.exit(int(statistics.median(totals) > LIMIT_S))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform as host
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -83,12 +85,20 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
+def _cpu() -> str | None:
+    """What the processor calls itself; None where the system does not say."""
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    return found[1] if found else None
+
+
 def write(name: str, result: dict[str, Any], folder: Path | None) -> None:
     """Write the result beside facts of the machine. folder: bench/results where not given."""
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     machine = {
+        "date": date.today().isoformat(),
         "machine": host.machine(),
+        "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "packages": {package: installed(package) for package in PACKAGES},

@@ -1,7 +1,7 @@
 """Preferences: a better and a worse answer to the same prompt, tokenised as demonstrations are (sft.py).
 
-Answers are texts beside a prompt, or whole chats that are alike but for the last message. Only that message is compared:
-its tokens are the trained ones. Not for packing (pack.py).
+Answers are texts or single messages beside a prompt, or whole chats that are alike but for the last message. Only that
+message is compared: its tokens are the trained ones. Not for packing (pack.py).
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def parse_preference(row: Row, data: PairData) -> Preference:
 
 
 def _answer(row: Row, key: str, data: PairData) -> Exchange:
-    """One side of a pair as prompt and response."""
-    if isinstance(row.get(key, "one of the two answers of a pair"), list):
+    """One side of a pair as prompt and response: a whole chat, or what follows on the row's prompt."""
+    value = row.get(key, "one of the two answers of a pair")
+    if isinstance(value, list) and not (len(value) == 1 and row.has(data.prompt_key)):
         *prompt, last = parse_chat(row, key)
         return Exchange(row, prompt, last["content"])
     return Exchange(row, parse_prompt(row, data.prompt_key), parse_text(row, key, "one of the two answers of a pair"))

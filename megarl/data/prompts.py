@@ -22,6 +22,10 @@ from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.schema import Data
 
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
+# A row may hold its further fields in one object (slime's rows do): graders get them as if they stood in the row.
+METADATA_KEY = "metadata"
+# Graders get the prompt as text that the template rendered; this field of their metadata has the messages behind it.
+MESSAGES_KEY = "prompt_messages"
 
 # Enough rows at once to keep the tokenizer's threads busy.
 ROWS_PER_BATCH = 1024
@@ -53,6 +57,11 @@ class PromptRow:
     answer: str
     metadata: dict[str, Any]
 
+    @property
+    def messages(self) -> list[Message]:
+        """The prompt as chat messages: a string is one message of the user."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+
 
 def parse_row(row: Row, data: Data) -> PromptRow:
     """Prompt, answer and metadata of a row. Raises UserError naming file, line and field."""
@@ -83,10 +92,9 @@ def parse_row(row: Row, data: Data) -> PromptRow:
         raise UserError(
             f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
         )
-    used = (data.prompt_key, answer_key)
-    metadata = {key: value for key, value in row.fields.items() if key not in used}
     if data.final_answer:
         answer = _final_answer(str(answer), row, answer_key)
+    metadata = _metadata(row, (data.prompt_key, answer_key))
     return PromptRow(row, _with_suffix(prompt, data.prompt_suffix), str(answer), metadata)
 
 
@@ -114,7 +122,8 @@ def load_prompts(path: Path, tokenizer: Tokenizer, data: Data) -> PromptSet:
         if len(ids) == 0:
             raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")
         if len(ids) <= data.max_prompt_tokens:
-            prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, parsed.metadata))
+            metadata = {**parsed.metadata, MESSAGES_KEY: parsed.messages}
+            prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, metadata))
         elif data.over_length == "drop":
             num_dropped += 1
         else:
@@ -198,6 +207,24 @@ def _answer_key(row: Row, data: Data) -> str:
     )
 
 
+def _metadata(row: Row, used: tuple[str, ...]) -> dict[str, Any]:
+    """What graders get beside prompt and answer: the row's other fields, and those of its object `metadata`."""
+    outer = {key: value for key, value in row.fields.items() if key not in used}
+    inner = outer.pop(METADATA_KEY) if isinstance(outer.get(METADATA_KEY), dict) else {}
+    for key in inner:
+        if key in outer:
+            raise UserError(
+                f"{row.where}: the field {key!r} stands in the row and in its {METADATA_KEY!r} as well, and a reward gets "
+                "both under one name. Rename or leave out one of them."
+            )
+    found = {**outer, **inner}
+    if MESSAGES_KEY in found:
+        raise UserError(
+            f"{row.where}: the field {MESSAGES_KEY!r} is what a reward gets the prompt's messages under. Rename the row's."
+        )
+    return found
+
+
 def _tokenised(path: Path, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[PromptRow, IntArray, str]]:
     """Each row with its ids and the text that they stand for."""
     templated = has_chat_template(tokenizer)
@@ -208,8 +235,6 @@ def _tokenised(path: Path, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[P
 
 
 def _text(parsed: PromptRow, tokenizer: Tokenizer, templated: bool) -> str:
-    if isinstance(parsed.prompt, str):
-        if not templated:
-            return parsed.prompt
-        return render(tokenizer, [{"role": "user", "content": parsed.prompt}], parsed.row, generation_prompt=True)
-    return render(tokenizer, parsed.prompt, parsed.row, generation_prompt=True)
+    if isinstance(parsed.prompt, str) and not templated:
+        return parsed.prompt
+    return render(tokenizer, parsed.messages, parsed.row, generation_prompt=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,12 +90,28 @@ def parse_prompt(row: Row, key: str) -> str | list[Message]:
 
 
 def parse_text(row: Row, key: str, purpose: str) -> str:
-    """A field with the assistant's text. purpose: which recipe key asks. Raises UserError naming the place."""
+    """A field with the assistant's text, or with one message of the assistant's (as TRL's conversational rows have it).
+
+    purpose: which recipe key asks. Raises UserError naming the place.
+    """
     text = row.get(key, purpose)
+    if isinstance(text, list):
+        text = _only_answer(text, row, key)
     if not isinstance(text, str) or not text.strip():
         found = "empty" if isinstance(text, str) else f"{json_type(text)}"
         raise UserError(f"{row.where}, field {key!r}: the response is {found}; wanted is some text.")
     return text
+
+
+def _only_answer(value: list[Any], row: Row, key: str) -> str:
+    messages = check_messages(value, row, key)
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(
+            f"{row.where}, field {key!r}: messages of {roles}; wanted is some text, or one message of the assistant's. A "
+            "longer chat stands whole in one field: name it in data.messages_key."
+        )
+    return str(messages[0]["content"])
 
 
 def check_demonstrations(path: Path, data: SftData) -> int:

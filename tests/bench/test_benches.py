@@ -18,7 +18,7 @@ def test_the_benchmark_runs_and_its_sides_agree(bench, tmp_path):
     [path] = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
     assert path.stem == bench.__name__.removeprefix("bench.")
-    assert set(result["host"]) == {"machine", "cores", "load_average", "packages"}
+    assert set(result["host"]) == {"date", "machine", "cpu", "cores", "load_average", "packages"}
 
 
 @pytest.mark.slow

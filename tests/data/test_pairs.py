@@ -11,6 +11,7 @@ from megarl.data.sft import parse_demonstration, tokenise
 from megarl.recipe.supervised import PairData, SftData
 
 ASKED = {"role": "user", "content": "1+1?"}
+ANSWERED = {"role": "assistant", "content": "two"}
 GOOD = {"prompt": "1+1?", "chosen": "two", "rejected": "three"}
 
 
@@ -44,6 +45,7 @@ def test_both_sides_are_the_demonstrations_of_sft(file: Path, model_folder: Path
     "row",
     [
         {"prompt": [ASKED], "chosen": "two", "rejected": "three"},
+        {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [{"role": "assistant", "content": "three"}]},
         {"chosen": chat("1+1?", "two"), "rejected": chat("1+1?", "three")},
         {"prompt": "not read", "chosen": chat("1+1?", "two"), "rejected": chat("1+1?", "three")},
     ],
@@ -94,6 +96,8 @@ def test_a_pair_with_a_long_side_is_dropped_and_counted(file: Path, model_folder
         ({"chosen": chat("a", "b"), "rejected": chat("a")}, "field 'rejected': the last message is the user's"),
         ({"chosen": chat("a", "b"), "rejected": chat("c", "d")}, "differ before their last message"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}', "field 'margin': the margin is nan"),
+        (GOOD | {"chosen": [ASKED]}, "field 'chosen': messages of user; wanted is some text"),
+        ({"chosen": [ANSWERED], "rejected": "c"}, "field 'chosen': the assistant's message stands alone"),
         (GOOD | {"margin": "big"}, "field 'margin': the margin is a string"),
         (GOOD | {"margin": True}, "field 'margin': the margin is true or false"),
     ],

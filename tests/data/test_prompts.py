@@ -31,7 +31,8 @@ def test_a_string_becomes_a_user_message_under_a_chat_template(tmp_path: Path, c
     assert chat_tokenizer.decode(prompt.token_ids) == prompt.text
     assert prompt.token_ids.dtype == np.int64
     assert prompt.answer == "2"
-    assert prompt.metadata == {"level": 3, "tags": ["sum"]}
+    asked = [{"role": "user", "content": "1+1?"}]
+    assert prompt.metadata == {"level": 3, "tags": ["sum"], "prompt_messages": asked}
     assert (len(loaded), loaded.num_dropped, loaded.longest_tokens) == (1, 0, len(prompt.token_ids))
 
 
@@ -47,6 +48,7 @@ def test_messages_and_strings_give_the_same_prompt(tmp_path: Path, chat_tokenize
     path = write(tmp_path, {"prompt": "1+1?", "answer": "2"}, {"prompt": chat, "answer": "2"})
     first, second = load_prompts(path, chat_tokenizer, data(path)).prompts
     assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert first.metadata["prompt_messages"] == second.metadata["prompt_messages"] == chat
 
 
 VERL = {"ground_truth": "c", "style": "rule"}
@@ -61,6 +63,9 @@ VERL = {"ground_truth": "c", "style": "rule"}
         ({"reward_model": VERL}, {}, ("c", {"reward_model": VERL})),
         ({"answer": "a", "gold": "d"}, {"answer_key": "gold"}, ("d", {"answer": "a"})),
         ({"extra": {"gold": "e"}}, {"answer_key": "extra.gold"}, ("e", {"extra": {"gold": "e"}})),
+        # slime's rows: what is in their `metadata` reaches a reward as if it stood in the row.
+        ({"label": "f", "metadata": {"level": 3}, "id": 9}, {}, ("f", {"level": 3, "id": 9})),
+        ({"label": "f", "metadata": "as text"}, {}, ("f", {"metadata": "as text"})),
     ],
 )
 def test_the_answer_is_found_under_the_names_people_use(
@@ -68,7 +73,39 @@ def test_the_answer_is_found_under_the_names_people_use(
 ) -> None:
     path = write(tmp_path, {"prompt": "q", **row})
     (prompt,) = load_prompts(path, plain_tokenizer, data(path, **keys)).prompts
-    assert (prompt.answer, prompt.metadata) == wanted
+    answer, metadata = wanted
+    assert (prompt.answer, prompt.metadata) == (
+        answer,
+        {**metadata, "prompt_messages": [{"role": "user", "content": "q"}]},
+    )
+
+
+def test_a_parquet_row_as_verl_writes_it(tmp_path: Path, chat_tokenizer: Any) -> None:
+    chat = [{"content": "1+1?", "role": "user"}]
+    rest = {
+        "data_source": "sums",
+        "ability": "math",
+        "reward_model": VERL,
+        "extra_info": {"index": 7, "split": "train"},
+    }
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": chat, **rest}]), path)
+    (prompt,) = load_prompts(path, chat_tokenizer, data(path)).prompts
+    assert (prompt.answer, prompt.metadata) == ("c", {**rest, "prompt_messages": chat})
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"level": 1, "metadata": {"level": 2}}, "the field 'level' stands in the row and in its 'metadata' as well"),
+        ({"prompt_messages": []}, "the field 'prompt_messages' is what a reward gets the prompt's messages under"),
+        ({"metadata": {"prompt_messages": []}}, "the field 'prompt_messages' is what a reward gets"),
+    ],
+)
+def test_two_fields_of_one_name_are_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    path = write(tmp_path, {"prompt": "q", "answer": "a"}, {"prompt": "q", "answer": "a", **row})
+    with pytest.raises(UserError, match=f"line 2: {says}"):
+        check_rows(path, data(path))
 
 
 def test_parquet_gives_the_same_prompts(tmp_path: Path, chat_tokenizer: Any) -> None:

@@ -47,6 +47,7 @@ def test_the_prompts_tokens_are_those_that_generation_begins_with(tmp_path: Path
     "fields",
     [
         {"prompt": [USER], "response": "two"},
+        {"prompt": [USER], "response": [ASSISTANT]},
         {"messages": [USER, ASSISTANT]},
         {"messages": [USER, ASSISTANT], "prompt": "not read"},
     ],
@@ -109,6 +110,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chat_tokenizer: Any) 
         ({"prompt": 3, "response": "b"}, "field 'prompt': the prompt is a number"),
         ({"prompt": "a", "response": " "}, "field 'response': the response is empty"),
         ({"prompt": "a", "response": 4}, "field 'response': the response is a number"),
+        ({"prompt": "a", "response": [USER]}, "field 'response': messages of user; wanted is some text"),
+        ({"prompt": "a", "response": [ASSISTANT, USER]}, "messages of assistant, user; wanted is some text"),
     ],
 )
 def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, Any], says: str) -> None:

@@ -32,7 +32,14 @@ from megarl.recipe.presets import PRESETS
 DOCS = Path(megarl.__file__).parent.parent / "docs"
 ALGORITHMS, SUPERVISED = ((DOCS / name).read_text() for name in ("algorithms.md", "supervised.md"))
 # A file, and a field of rows, whose names begin as sections do.
-OTHERS = {"train.py", "reward_model.ground_truth", "model.safetensors.index.json"}
+OTHERS = {
+    "train.py",
+    "train.jsonl:3",
+    "reward_model.ground_truth",
+    "reward_model.ground_truth.target",
+    "reward_model.style",
+    "model.safetensors.index.json",
+}
 SMALL = {"⁻": "-", **{each: str(digit) for digit, each in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}}
 
 

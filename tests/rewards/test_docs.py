@@ -18,13 +18,14 @@ from megarl.rewards.http import LONGEST_PAUSE_S, JsonClient
 from megarl.rewards.question import TEMPLATE
 from megarl.rewards.remote import GATHER_S, RemoteGrader
 from megarl.rewards.resolve import PARAMETERS
+from tests.docs.pages import blocks
 
 PAGE = (Path(megarl.__file__).parent.parent / "docs" / "rewards.md").read_text()
 
 
-def block(language: str) -> str:
-    [found] = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
-    return str(found)
+def block(name: str) -> str:
+    """The file of that name; or the recipe that the page begins with, which has none."""
+    return next(each.text for each in blocks(PAGE) if (each.name or each.language) == name)
 
 
 def test_the_recipe_loads() -> None:
@@ -33,7 +34,7 @@ def test_the_recipe_loads() -> None:
 
 
 def test_the_server_grades() -> None:
-    code = block("python")
+    code = block("grader.py")
     assert code.count("web.run_app(app, port=8000)") == 1
     names: dict[str, Any] = {}
     exec(code.replace("web.run_app(app, port=8000)", ""), names)
@@ -57,7 +58,8 @@ def names(text: str) -> list[str]:
 
 
 def test_each_kind_has_the_keys_of_its_row() -> None:
-    rows = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+    table = PAGE.partition("| kind |")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
     kinds = {"rule": Rule, "remote": Remote, "judge": Judge}
     common = {*HttpGrader.model_fields, "kind"}
     assert {names(kind)[0]: set(names(own)) for kind, _, own in rows} == {

@@ -1,0 +1,258 @@
+"""What was measured, as a page: made of bench/results/*.json, nothing typed in. One command:
+
+    python -m bench.measured > docs/measured.md
+
+A figure that a result does not have is on no page. What each benchmark does stands in its own file.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.support.measure import RESULTS
+
+Result = Any  # what a benchmark wrote
+HEAD = """# Measured
+
+Every figure here comes from a file in `bench/results/`, and this page is made of them:
+`python -m bench.measured > docs/measured.md`. A row's command measures it again. All was measured on CPUs; nothing of megarl was
+ever run on CUDA. Where a result has no machine and no date, it was written before results had them.
+
+| command | measured against | seen | machine | date |
+|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result. against: what the figures are beside. seen: the figures, made of what the benchmark wrote."""
+
+    name: str
+    against: str
+    seen: Callable[[Result], str]
+
+
+def _range(values: Iterable[float], form: str = ".2f") -> str:
+    found = sorted(values)
+    low, high = format(found[0], form), format(found[-1], form)
+    return low if low == high else f"{low} to {high}"
+
+
+def _quickstart_seeds(result: Result) -> str:
+    runs = "; ".join(
+        f"seed {run['seed']}: {run['before']:.3f} before GRPO, {run['after']:.3f} after, SFT {run['sft_s']:.0f} s, "
+        f"GRPO {run['grpo_s']:.0f} s"
+        for run in result
+    )
+    return f"{runs}. Rollout and trainer at most {max(run['logprob_diff_max'] for run in result):.1g} nats apart"
+
+
+def _learning_curves(result: Result) -> str:
+    runs = "; ".join(
+        f"{run['algorithm']} (seed {run['seed']}) {run['before']:.2f} to {run['after']:.3f} in {run['seconds']:.0f} s"
+        for run in result
+    )
+    return f"held-out accuracy: {runs}"
+
+
+def _rollout_overhead(result: Result) -> str:
+    low, high = result["ratio_interval"]
+    return (
+        f"{result['ratio']:.2f} of its tokens/s (95% interval {low:.2f} to {high:.2f}); greedy answers equal, "
+        f"{result['greedy_equal']} of {result['greedy_prompts']}"
+    )
+
+
+def _driver_overhead(result: Result) -> str:
+    outside = {name: each["outside_waits_s"] for name, each in result["results"].items()}
+    shares = [each["cpu_s"] / result["real_step_s"] for each in result["results"].values()]
+    each = ", ".join(f"{seconds * 1e3:.1f} ms ({name})" for name, seconds in outside.items())
+    growth = result["growth"]["outside_waits_s"]
+    return (
+        f"{_range(shares, '.1%')} of a step as CPU time; outside of waits, by samples: {each}; x{growth:.2f} from few to many "
+        "samples in steps of the same length"
+    )
+
+
+def _parallel_invariance(result: Result) -> str:
+    kept = [each for each in result["differences"] if each["kind"] != "control"]
+    measures = ("logprobs", "losses", "gradients", "weights")
+    largest = max(each[name] for each in kept for name in measures if each[name] is not None)
+    alone = [each for each in kept if each["kind"] == "alone"]
+    cases = len({each["case"] for each in alone})
+    layouts = len({each["layout"].partition(",")[0] for each in alone})
+    return f"{cases} cases over {layouts} layouts: at most {largest:.1e} apart (bound {result['bound']:g})"
+
+
+def _packing(result: Result) -> str:
+    return (
+        f"{result['speed_up']['median']:.2f} times the speed, with {result['padding_removed']:.2f} times fewer tokens; "
+        f"log-probs at most {result['largest_difference']:.1e} apart"
+    )
+
+
+def _bare_speed(result: Result) -> str:
+    return "; ".join(
+        f"{row['loss']}, {row['threads']} thread{'s' * (row['threads'] > 1)}: {row['ratio']['median']:.2f} "
+        f"({row['ratio']['lowest']:.2f} to {row['ratio']['highest']:.2f})"
+        for row in result["rows"]
+    )
+
+
+def _load(result: Result) -> str:
+    extra = _range((row["peak_over_share"] - 1 for row in result["rows"]), ".1%")
+    rows = "; ".join(
+        f"{row['layout']}, {row['state']} files: a load takes {row['load_over_cat']['median']:.2f} of `cat` into memory, "
+        f"reading {row['read_over_cat']['median']:.2f}"
+        for row in result["rows"]
+    )
+    return f"peak memory {extra} beyond a rank's share; {rows}"
+
+
+def _logprob_memory(result: Result) -> str:
+    speed = [row["naive"]["seconds"] / row["megarl"]["seconds"] for row in result["rows"]]
+    shares = _range((row["peak_ratio"] for row in result["rows"]), ".3f")
+    return f"{shares} of its peak beyond the logits; {_range(speed, '.0f')} times faster"
+
+
+def _reward_model(result: Result) -> str:
+    styles = ", ".join(f"{each['accuracy']:.2f} ({name})" for name, each in result["by_style"].items())
+    return (
+        f"held-out pairs the right way round: {result['before']:.2f} before, {result['after']:.2f} after, in "
+        f"{result['seconds']:.0f} s. In transformers: {styles}"
+    )
+
+
+def _ppo_reward_model(result: Result) -> str:
+    score, held_out = result["score"], list(result["held_out_accuracy"].values())
+    return (
+        f"score {score['before']:.2f} to {score['after']:.2f}; right answers, which nothing rewards, {held_out[0]:.2f} to "
+        f"{held_out[-1]:.2f}"
+    )
+
+
+def _plan_vs_measured(result: Result) -> str:
+    summary = result["summary"]
+    return (
+        f"{summary['placements']} placements: median error of a step {summary['median_error']:.1%}; the pick took "
+        f"{summary['pick_over_fastest']:.2f} of the fastest"
+    )
+
+
+def _plan_published(result: Result) -> str:
+    return "; ".join(
+        f"{name}: median error over all phases {each['all phases']['median_error']:.1%}"
+        for name, each in result.items()
+        if isinstance(each, dict) and "all phases" in each
+    )
+
+
+def _hybridflow(result: Result) -> str:
+    variants = "; ".join(f"{name}: at most {each['most']}" for name, each in result["variants"].items())
+    return (
+        f"{result['agree']} of {result['of']} by rates close to our table's, {result['at_our_rates']} at exactly ours. In "
+        f"{result['draws']} draws of the rates, {variants}"
+    )
+
+
+def _plan(result: Result) -> str:
+    return "; ".join(
+        f"{line['devices']:,} devices: {line['seconds']:.2f} s (limit {line['limit_s']:g} s), {line['peak_mib']:.0f} MiB"
+        for line in result["speed"]
+    )
+
+
+def _placements(result: Result) -> str:
+    largest = max(value for run in result["runs"].values() for value in run["losses"].values())
+    rested = "equal to the bit" if result["bit_equal_at_rest"] else "not equal to the bit"
+    return f"losses over {result['steps']} steps of PPO at most {largest:.0e} apart; offloaded between turns: {rested}"
+
+
+def _submit(result: Result) -> str:
+    total = result["totals_s"]
+    start = statistics.median(run["start"] for run in result["runs"])
+    return (
+        f"{statistics.median(total):.1f} s ({_range(total, '.1f')}; limit {result['limit_s']:g} s), {start:.1f} of them "
+        "servers, ranks and the first sync"
+    )
+
+
+def _balance(result: Result) -> str:
+    rows = result["rows"]
+    return (
+        f"heaviest rank {_range((row['heaviest'] for row in rows), '.4f')} of the mean, micro-batches "
+        f"{_range(row['micro_batches'] for row in rows)} of the bound; {_range((row['seconds'] * 1e3 for row in rows), '.0f')} ms"
+    )
+
+
+def _header_fuzz(result: Result) -> str:
+    kinds = ("read alike", "refused by both", "refused by megarl alone", "read otherwise", "traceback")
+    return f"{result['files']:,} files: " + ", ".join(f"{kind}: {result[kind]:,}" for kind in kinds)
+
+
+def _server_sleep(result: Result) -> str:
+    mib = ", ".join(f"{value:,.0f} MiB {name}" for name, value in result["mib"].items())
+    answers = "the same answers after" if result["same_answers"] else "other answers after"
+    return f"on {result['platform']}: {mib}; {answers}"
+
+
+def _algorithms(result: Result) -> str:
+    costs = "; ".join(
+        f"{name} {cost['cpu_ms']:.1f} ms" + (f" (loop {cost['loop_ms']:,.0f} ms)" if cost["loop_ms"] else "")
+        for name, cost in result["costs"].items()
+    )
+    return f"of {result['num_tokens']:,} tokens in {result['num_samples']:,} samples: {costs}"
+
+
+ROWS = (
+    Row("quickstart_seeds", "three seeds from nothing; 200 held-out prompts, greedy", _quickstart_seeds),
+    Row("learning_curves", "the same task before training", _learning_curves),
+    Row("rollout_overhead", "a bare asyncio client on the same server, same prompts", _rollout_overhead),
+    Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
+    Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
+    Row("packing", "the same sequences padded, log-normal lengths", _packing),
+    Row("bare_speed", "a hand-written loop over transformers, the fastest of three forms: its seconds over ours", _bare_speed),
+    Row("load", "`cat` of the same checkpoint in the same turn", _load),
+    Row("logprob_memory", "the whole matrix of log-probs, 4,096 tokens at a vocabulary of 151,936", _logprob_memory),
+    Row("reward_model", "chance, 0.5", _reward_model),
+    Row("ppo_reward_model", "the same before PPO", _ppo_reward_model),
+    Row("plan_vs_measured", "real runs of 2 to 4 ranks, beside predictions from `megarl profile`", _plan_vs_measured),
+    Row("plan_published", "measurements that others published ([placement](placement.md))", _plan_published),
+    Row("hybridflow", "HybridFlow's 16 published winners ([placement](placement.md))", _hybridflow),
+    Row("plan", "limits of the search for PPO's five roles", _plan),
+    Row("placements", "the first of four named placements, same rollouts", _placements),
+    Row("submit", "90 s from `megarl submit` to the first token, SLURM over three nodes (namespaces)", _submit),
+    Row("balance", "lower bounds, 16,384 samples over 128 ranks", _balance),
+    Row("header_fuzz", "the safetensors library, on files with broken headers", _header_fuzz),
+    Row("server_sleep", "the server awake", _server_sleep),
+    Row("algorithms", "plain loops", _algorithms),
+)  # fmt: skip
+
+
+def render(folder: Path = RESULTS) -> str:
+    """The page."""
+    lines = []
+    for row in ROWS:
+        result = json.loads((folder / f"{row.name}.json").read_text())
+        host = result.get("host") if isinstance(result, dict) else None
+        machine, date = _machine(host if isinstance(host, dict) else {})
+        command = "python bench/submit.py" if row.name == "submit" else f"python -m bench.{row.name}"
+        lines.append(f"| `{command}` | {row.against} | {row.seen(result)} | {machine} | {date} |\n")
+    return HEAD + "".join(lines)
+
+
+def _machine(host: dict[str, Any]) -> tuple[str, str]:
+    """What a result says of its machine, and when it was."""
+    if not host:
+        return "", ""
+    name = host.get("cpu") or host["machine"]
+    return f"{name}, {host['cores']} cores, load {host['load_average']:.1f}", host.get("date", "")
+
+
+if __name__ == "__main__":
+    print(render(), end="")

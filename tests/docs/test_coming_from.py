@@ -1,0 +1,48 @@
+"""docs/coming_from.md: each key of another system's run stands in our recipe beside it, under the name of the glossary."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.recipe.glossary import ENTRIES
+from megarl.recipe.load import load_recipe
+from tests.docs.pages import DOCS, blocks
+
+PAGE = (DOCS / "coming_from.md").read_text()
+# Keys that have no other side: what the page's text, the model's config.json or the layout answer for.
+WITHOUT = {"apply_chat_template", "args", "bf16", "model", "split", "use_vllm", "zero_stage"}
+
+
+def theirs(system: str) -> list[str]:
+    """The names of the keys of their run, without sections and dashes."""
+    section = PAGE.split(f"\n## {system}\n")[1].split("\n## ")[0]
+    block = next(each for each in blocks(section) if each.language in ("bash", "py"))
+    if block.language == "py":
+        return re.findall(r"^\s+(\w+)=", block.text, flags=re.MULTILINE)
+    flags = re.findall(r"\s--([\w-]+)", block.text) or re.findall(r"([\w.]+)=", block.text)
+    return [flag.rpartition(".")[2].replace("-", "_") for flag in flags]
+
+
+@pytest.mark.parametrize("system", ["verl", "slime", "TRL", "OpenRLHF"])
+def test_each_key_of_theirs_is_in_the_recipe_beside_it(system: str, tmp_path: Path) -> None:
+    name = f"from_{system.lower()}.yaml"
+    (tmp_path / name).write_text(next(each.text for each in blocks(PAGE) if each.name == name))
+    resolved = load_recipe(tmp_path / name).resolved
+    keys = theirs(system)
+    assert len(keys) > 12
+    for key in keys:
+        ours = [each.key for each in ENTRIES if key in getattr(each, system.lower()).split()]
+        assert ours or key in WITHOUT, f"{key} is in no row of the glossary"
+        assert key in WITHOUT or any(_has(resolved, each) for each in ours), f"{key}: none of {ours} is in {name}"
+
+
+def _has(values: dict[str, Any], key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
