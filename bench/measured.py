@@ -195,6 +195,23 @@ def _header_fuzz(result: Result) -> str:
     return f"{result['files']:,} files: " + ", ".join(f"{kind}: {result[kind]:,}" for kind in kinds)
 
 
+def _memory_predicted(result: Result) -> str:
+    found = result["summary"]
+    return (
+        f"{found['layouts']} layouts of 1 to 4 ranks: the peak is predicted within {found['median']:.1%} (median) and "
+        f"{found['worst']:.1%} (worst), what comes on top of weights and optimizer within {found['working_median']:.1%} and "
+        f"{found['working_worst']:.1%}"
+    )
+
+
+def _deterministic(result: Result) -> str:
+    slower, equal = result["slower"], result["equal_samples"]
+    return (
+        f"{equal['deterministic']} of {result['samples']} samples equal in every turn ({equal['default']} by default), at "
+        f"{slower['median']:.2f} of the seconds ({slower['lowest']:.2f} to {slower['highest']:.2f})"
+    )
+
+
 def _server_sleep(result: Result) -> str:
     mib = ", ".join(f"{value:,.0f} MiB {name}" for name, value in result["mib"].items())
     answers = "the same answers after" if result["same_answers"] else "other answers after"
@@ -229,6 +246,8 @@ ROWS = (
     Row("submit", "90 s from `megarl submit` to the first token, SLURM over three nodes (namespaces)", _submit),
     Row("balance", "lower bounds, 16,384 samples over 128 ranks", _balance),
     Row("header_fuzz", "the safetensors library, on files with broken headers", _header_fuzz),
+    Row("memory_predicted", "the engine's own live bytes ([placement](placement.md))", _memory_predicted),
+    Row("deterministic", "the same server by default ([the same run twice](determinism.md))", _deterministic),
     Row("server_sleep", "the server awake", _server_sleep),
     Row("algorithms", "plain loops", _algorithms),
 )  # fmt: skip
