@@ -8,13 +8,23 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.placement.cluster import Cluster
-from megarl.placement.devices import DEVICES
+from megarl.placement.devices import DEVICES, Device
 from megarl.placement.local import run_cluster
 from megarl.placement.partitions import Partition
 from megarl.placement.placed import UNEVEN, PlacementPlan, RolePlan
 from megarl.placement.plan import Plan, make_plan
-from megarl.placement.recipe_plan import FRACTION_FLAG, check_fits
-from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Workload, read_model, recipe_workload
+from megarl.placement.recipe_plan import check_fits
+from megarl.placement.workload import (
+    ACTOR,
+    FRACTION_FLAG,
+    REFERENCE,
+    ROLLOUT,
+    TRAINED,
+    Workload,
+    read_model,
+    recipe_workload,
+    server_share,
+)
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.placement import Pool
 from megarl.recipe.roles import Parallel
@@ -85,7 +95,9 @@ def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:
             names = tuple(role.role for role in roles)
             pools["_".join(names)] = Pool(devices=pool.devices, roles=names)
         for role in pool.roles:
-            values[role.role] = _rollout(recipe, role) if role.role == ROLLOUT else _section(recipe, role)
+            values[role.role] = (
+                _rollout(recipe, role, pool.kind.device) if role.role == ROLLOUT else _section(recipe, role)
+            )
     devices = sum(pool.devices for pool in pools.values())
     placed = recipe.model_copy(
         update={
@@ -117,12 +129,12 @@ def _section(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
     return update
 
 
-def _rollout(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
+def _rollout(recipe: Recipe, role: RolePlan, device: Device) -> Mapping[str, Any]:
     update: dict[str, Any] = {
         "servers": int(role.choice["servers"]),
         "tp": int(role.choice["tp"]),
         "offload": _SERVER_PARTS if role.choice["offloaded"] else (),
     }
-    if recipe.rollout.kv_tokens is None and FRACTION_FLAG not in recipe.rollout.server_args:
+    if device.offloads_to_host and server_share(recipe.rollout.server_args) is None:
         update["server_args"] = (*recipe.rollout.server_args, FRACTION_FLAG, f"{role.choice['memory_share']:g}")
     return update

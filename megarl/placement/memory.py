@@ -208,15 +208,24 @@ class ServerBytes:
 
 
 def server_bytes(
-    config: ModelConfig, choice: Servers, cluster: Cluster, bytes_each: int, whole: float | None = None
+    config: ModelConfig,
+    choice: Servers,
+    cluster: Cluster,
+    bytes_each: int,
+    whole: float | None = None,
+    most_tokens: int | None = None,
 ) -> ServerBytes:
     """Bytes of a server under every choice: what its share of the device leaves beside the weights is KV cache.
 
-    bytes_each: of one element of the cache. whole: of all weights; default: as many bytes for each of them.
+    bytes_each: of one element of the cache. whole: of all weights; default: as many bytes for each of them. most_tokens: that
+    the cache is told to hold: SGLang takes the less of them and its share; where processes stand for devices, just them.
     """
     weights = (model_sizes(config).total * bytes_each if whole is None else whole) / choice.tp
     share = choice.share * cluster.device.memory_bytes
     cache = np.maximum(share - weights - cluster.rates.server_bytes, 0.0)
-    return ServerBytes(
-        weights, cache, cluster.rates.server_bytes, np.floor(cache / kv_bytes(config, choice.tp, bytes_each))
-    )
+    each = kv_bytes(config, choice.tp, bytes_each)
+    if most_tokens is not None:
+        # A little more, so that rounding takes no token away.
+        told = most_tokens * each * (1 + 1e-9)
+        cache = np.minimum(cache, told) if cluster.device.offloads_to_host else told
+    return ServerBytes(weights, cache, cluster.rates.server_bytes, np.floor(cache / each))

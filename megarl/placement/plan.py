@@ -13,12 +13,20 @@ from megarl.placement.cluster import Cluster
 from megarl.placement.compute import core_share
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
-from megarl.placement.memory import server_bytes
 from megarl.placement.partitions import NAMES, Partition, Pool, learns_late, names_of
 from megarl.placement.placed import PHASES, UNEVEN, PlacementPlan, PoolPlan, RolePlan, why_lost
 from megarl.placement.search import Allowed, Bound, Found, Result, search
+from megarl.placement.shares import that_share_out
 from megarl.placement.space import RECOMPUTE, Space
-from megarl.placement.tables import AllTables, build_tables, gather_seconds, held_bytes, stage_seconds, sync_seconds
+from megarl.placement.tables import (
+    AllTables,
+    build_tables,
+    gather_seconds,
+    held_bytes,
+    served_bytes,
+    stage_seconds,
+    sync_seconds,
+)
 from megarl.placement.workload import ACTOR, ROLLOUT, Workload
 
 # Stages of a step: generation, preparation, training; each is waited for.
@@ -143,14 +151,17 @@ class _Look:
 
 def _look(workload: Workload, cluster: Cluster, asked: _Asked, serving: Cluster | None = None) -> _Look:
     tables = build_tables(workload, cluster, asked.space, serving=serving)
-    result = search(
-        tables.searched(asynchronous=workload.staleness > 0),
-        devices=cluster.num_devices,
-        usable=cluster.usable_bytes,
-        top=asked.top,
-        allowed=lambda partition: asked.wants(partition) and (serving is None or (ROLLOUT,) in partition),
-    )
-    return _Look(workload, cluster, tables, result)
+
+    def searched(among: AllTables) -> Result:
+        return search(
+            among.searched(asynchronous=workload.staleness > 0),
+            devices=cluster.num_devices,
+            usable=cluster.usable_bytes,
+            top=asked.top,
+            allowed=lambda partition: asked.wants(partition) and (serving is None or (ROLLOUT,) in partition),
+        )
+
+    return _Look(workload, cluster, tables, that_share_out(searched, tables, workload.most_dp))
 
 
 def _bounds(looks: list[_Look], best: Mapping[_Key, tuple[Found, _Look]], shown: set[_Key]) -> tuple[Bound, ...]:
@@ -265,7 +276,7 @@ def _rollout_plan(
     table = tables.rollout
     choice = table.servers.take(np.array([row]))
     config = workload.models[ROLLOUT]
-    held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
+    held = served_bytes(choice, workload, cluster)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     offloaded = bool(table.offloaded[row])
     separate, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)

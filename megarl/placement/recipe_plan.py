@@ -15,14 +15,12 @@ from megarl.placement.devices import GIB
 from megarl.placement.placed import PlacementPlan
 from megarl.placement.plan import placement_plan, smallest_cluster
 from megarl.placement.search import Found
-from megarl.placement.sizes import kv_bytes
 from megarl.placement.space import Servers, one_layout
 from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout
 from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT, Workload
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
 
-FRACTION_FLAG = "--mem-fraction-static"
 # SGLang's own share of a device, and that of a server which shares it with ranks (core/platform.py).
 OWN_FRACTION, SHARED_FRACTION = 0.85, 0.3
 
@@ -130,22 +128,10 @@ def _role_table(role: str, layout: Layout, recipe: Recipe, workload: Workload, c
 def _rollout_table(
     recipe: Recipe, workload: Workload, cluster: Cluster, devices: int, *, shared: bool, across: bool
 ) -> RolloutTable:
-    settings, config = recipe.rollout, workload.models[ROLLOUT]
-    tp, each = np.array([settings.tp], np.int64), workload.bytes_each
+    settings = recipe.rollout
+    tp = np.array([settings.tp], np.int64)
     used = np.array([settings.servers * settings.tp], np.int64)
-    fraction = _fraction(settings.server_args) or (SHARED_FRACTION if shared else OWN_FRACTION)
-    if settings.kv_tokens is not None:
-        held = settings.kv_tokens * kv_bytes(config, tp, each) + workload.served_weights / tp
-        # A little more, so that rounding takes no token away.
-        fraction = float(held[0] * (1 + 1e-9) + cluster.rates.server_bytes) / cluster.device.memory_bytes
+    fraction = workload.server_share or (SHARED_FRACTION if shared else OWN_FRACTION)
     choice = Servers(np.array([devices], np.int64), tp, np.array([fraction]), used)
     offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
     return price_rollout(choice, np.array([offloaded]), workload, cluster, across=across)
-
-
-def _fraction(args: tuple[str, ...]) -> float | None:
-    """What a recipe's own flags say of a server's share of the memory."""
-    for index, word in enumerate(args[:-1]):
-        if word == FRACTION_FLAG:
-            return float(args[index + 1])
-    return None

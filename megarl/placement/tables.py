@@ -19,7 +19,7 @@ from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
 from megarl.placement.links import group_bytes_s
-from megarl.placement.memory import OFFLOADED_SHARE, Role, RoleBytes, role_bytes, server_bytes
+from megarl.placement.memory import OFFLOADED_SHARE, Role, RoleBytes, ServerBytes, role_bytes, server_bytes
 from megarl.placement.search import Tables
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
@@ -101,15 +101,13 @@ def build_tables(
 def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RoleTable:
     """The choices of one Megatron role that a device holds; within each budget of memory the fastest."""
     config, trained = workload.models[role], role in TRAINED
-    # All roles share a step's micro-batches: none has more ranks to deal a mini-batch to than it has samples.
-    most_dp = workload.samples // workload.mini_batches
     choice = layouts(
         space,
         config,
         pool_sizes,
         cluster.devices_per_node,
         workload.micro_tokens,
-        most_dp=most_dp,
+        most_dp=workload.most_dp,
         trained=trained,
         head=has_head(role),
     )
@@ -178,15 +176,19 @@ def rollout_table(
 ) -> RolloutTable:
     """The choices of the rollout. across: whether the actor is on nodes of another kind."""
     config, rates = workload.models[ROLLOUT], cluster.rates
+    if workload.server_share is not None:
+        space = replace(space, memory_shares=(workload.server_share,))
     fewer = bool(np.isfinite(rates.servers_at_once))
     for spanning in (False, True):
         choice = servers(space, config, pool_sizes, cluster.devices_per_node, spanning=spanning, fewer=fewer)
-        held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
+        held = served_bytes(choice, workload, cluster)
         seconds = rollout_seconds(config, choice, held, workload, cluster)
         works = np.flatnonzero(np.isfinite(seconds.total))
         if len(works):
             break
-    rows = works[within(held.total[works], seconds.total[works], choice.devices[works], cluster, space.memory_shares)]
+    rows = works[
+        within(held.total[works], seconds.total[works], choice.devices[works], cluster, (*space.memory_shares, 1.0))
+    ]
     offloaded = np.repeat([rest for rest in (False, True) if cluster.device.offloads_to_host or not rest], len(rows))
     rows = np.tile(rows, len(offloaded) // max(len(rows), 1))
     return price_rollout(choice.take(rows), offloaded, workload, cluster, across=across)
@@ -197,7 +199,7 @@ def price_rollout(
 ) -> RolloutTable:
     """Bytes and seconds of these choices, whether a device holds them or not."""
     config, rates = workload.models[ROLLOUT], cluster.rates
-    held = server_bytes(config, choice, cluster, workload.bytes_each, workload.served_weights)
+    held = served_bytes(choice, workload, cluster)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     whole, total, flow = held.total, seconds.total, seconds.flow
     separate, shared = sync_seconds(config, workload, cluster, across=across)
@@ -244,6 +246,13 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
         sequence=workload.longest_sample,
     )
     return role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
+
+
+def served_bytes(choice: Servers, workload: Workload, cluster: Cluster) -> ServerBytes:
+    """Bytes of the workload's servers under every choice."""
+    return server_bytes(
+        workload.models[ROLLOUT], choice, cluster, workload.bytes_each, workload.served_weights, workload.kv_tokens
+    )
 
 
 def has_head(role: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ TEACHER = "teacher"
 ROLES = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD, TEACHER)
 TRAINED = (ACTOR, CRITIC)
 Quantization = Literal["fp8"]
+FRACTION_FLAG = "--mem-fraction-static"
 # Mean prompt, tokens, where nothing is known: of published runs on mathematics 103 (verl, issue 1208) and 159 (DAPO, 14B).
 ASSUMED_PROMPT = 150.0
 
@@ -39,6 +41,7 @@ class Workload:
     once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
     log-probs are computed again before the update. shards_optimizer: whether data-parallel ranks share out its state.
     quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
+    kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory.
     """
 
     models: Mapping[str, ModelConfig]
@@ -58,6 +61,8 @@ class Workload:
     shards_optimizer: bool = True
     quantization: Quantization | None = None
     lora: Lora | None = None
+    kv_tokens: int | None = None
+    server_share: float | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -68,6 +73,11 @@ class Workload:
     def samples(self) -> int:
         """Samples of one step."""
         return self.prompts * self.samples_per_prompt
+
+    @property
+    def most_dp(self) -> int:
+        """Data-parallel ranks that a mini-batch can be shared out to: every one gets a sample."""
+        return self.samples // self.mini_batches
 
     @property
     def tokens(self) -> float:
@@ -143,7 +153,29 @@ def recipe_workload(
         scores=recipe.algorithm.old_logprobs == "trainer",
         shards_optimizer=actor.optimizer.name == "adam",
         lora=actor.lora,
+        kv_tokens=rollout.kv_tokens,
+        server_share=server_share(rollout.server_args),
     )
+
+
+def server_share(args: Sequence[str]) -> float | None:
+    """What a recipe's own flags say of a server's share of the memory, the last word counts. Raises UserError: no share."""
+    found = None
+    for index, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name != FRACTION_FLAG:
+            continue
+        value = value if equals else "".join(args[index + 1 : index + 2])
+        try:
+            found = float(value)
+        except ValueError:
+            found = math.nan
+        if not 0 < found < 1:
+            raise UserError(
+                f"rollout.server_args says {FRACTION_FLAG} {value or 'and nothing behind it'}: it is the share of a device's "
+                "memory that a server may take, a number above 0 and below 1, such as 0.85."
+            )
+    return found
 
 
 def read_model(folder: Path) -> ModelConfig:

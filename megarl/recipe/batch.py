@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.core.errors import UserError
-from megarl.recipe.layouts import num_shards
+from megarl.recipe.layouts import SHARED, num_shards, pools_of
 from megarl.recipe.roles import Parallel
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
@@ -22,7 +22,8 @@ class BatchPlan:
     """What one step is made of. Counts are of the whole run's pool; dropped zero-variance groups make a step smaller.
 
     prompts: groups in one step (supervised: rows). mini_batch_samples: samples of one optimizer step.
-    longest: most tokens of what a micro-batch has to hold whole. parallel: the actor's. shards: that a step is assigned in.
+    longest: most tokens of what a micro-batch has to hold whole. devices: of the actor's pool, given by the key `given_by`.
+    parallel: the actor's. shards: that a step is assigned in.
     epochs: times that a step's samples are gone through. still: first steps in which the actor stands still.
     critic_epochs: times that a critic goes through them. rows: what a supervised run's rows are, in the singular.
     """
@@ -40,6 +41,7 @@ class BatchPlan:
     still: int = 0
     critic_epochs: int = 1
     rows: Literal["demonstration", "pair"] | None = None
+    given_by: str = "cluster.devices"
 
     @property
     def samples(self) -> int:
@@ -93,7 +95,8 @@ class BatchPlan:
 
 def plan_batches(recipe: AnyRecipe) -> BatchPlan:
     """The batch arithmetic of a recipe. Raises UserError: what does not add up, with the nearest values that do."""
-    parallel, devices = recipe.actor.parallel, recipe.cluster.devices
+    parallel = recipe.actor.parallel
+    devices, given_by = _actors_devices(recipe)
     fits = devices % (parallel.tp * parallel.pp * parallel.cp) == 0
     layout = (devices, parallel, num_shards(recipe) if fits else 1, recipe.train.steps)
     if isinstance(recipe, Recipe):
@@ -108,6 +111,7 @@ def plan_batches(recipe: AnyRecipe) -> BatchPlan:
             epochs=recipe.actor.epochs,
             still=recipe.critic.warmup_steps if recipe.critic is not None else 0,
             critic_epochs=recipe.critic.epochs if recipe.critic is not None else 1,
+            given_by=given_by,
         )
     else:
         count, pairs = recipe.train.batch_samples, isinstance(recipe.data, PairData)
@@ -128,6 +132,12 @@ def plan_batches(recipe: AnyRecipe) -> BatchPlan:
     if problems:
         raise UserError("The batch sizes do not add up." + "".join(f"\n  - {problem}" for problem in problems))
     return plan
+
+
+def _actors_devices(recipe: AnyRecipe) -> tuple[int, str]:
+    """Devices of the actor's pool, and the key that says how many. Raises UserError for pools that do not fit the run."""
+    [(name, pool)] = [(name, pool) for name, pool in pools_of(recipe).items() if "actor" in pool.roles]
+    return pool.devices, "cluster.devices" if name == SHARED else f"placement.pools.{name}.devices"
 
 
 def _warmup_problems(recipe: AnyRecipe, plan: BatchPlan) -> list[str]:
@@ -157,7 +167,7 @@ def _problems(plan: BatchPlan) -> list[str]:
     if plan.devices % size:
         problems.append(
             f"A copy of the actor takes {size} devices (actor.parallel {_axes(plan.parallel)}), which do not divide "
-            f"cluster.devices {plan.devices}. Nearest valid size of a copy: "
+            f"{plan.given_by} {plan.devices}. Nearest valid size of a copy: "
             f"{_either(nearest_divisors(plan.devices, size))}; "
             f"nearest valid number of devices: {_either(_multiples(size, plan.devices))}."
         )
@@ -198,9 +208,14 @@ def _mini_batch_problems(plan: BatchPlan, dp: int) -> list[str]:
     if samples % size:
         return [f"actor.mini_batch_samples {size} does not divide {product}. Nearest valid value: {valid}."]
     if size < dp:
+        whose = (
+            f"{plan.given_by} {plan.devices} / actor.parallel {_axes(plan.parallel)}"
+            if dp == plan.dp
+            else "the least common multiple of all roles'"
+        )
         return [
-            f"actor.mini_batch_samples {size} is less than one sample for each of {dp} data-parallel ranks "
-            f"(cluster.devices {plan.devices} / actor.parallel {_axes(plan.parallel)}). Nearest valid value: {valid}."
+            f"actor.mini_batch_samples {size} is less than one sample for each of {dp} data-parallel ranks ({whose}). "
+            f"Nearest valid value: {valid}."
         ]
     return []
 

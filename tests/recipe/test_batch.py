@@ -104,6 +104,30 @@ def test_impossible_sizes_give_the_nearest_valid_value(changes: dict[str, int], 
         plan_batches(make(**changes))
 
 
+def with_pools(actor: int, reference: int, **changes: int | None) -> Recipe:
+    pools = {
+        "a": {"devices": actor, "roles": ["actor"]},
+        "r": {"devices": reference, "roles": ["reference"]},
+    }
+    values = make(devices=actor + reference, **changes).model_dump(exclude_unset=True)
+    values |= {"placement": {"pools": pools}, "reference": {"parallel": {}}}
+    values["algorithm"] = {"kl_coef": 0.1}
+    return Recipe.model_validate(values)
+
+
+def test_the_actor_has_the_devices_of_its_pool_and_not_those_of_all() -> None:
+    plan = plan_batches(with_pools(8, 1, tp=4))
+    assert (plan.devices, plan.dp, plan.copy_size) == (8, 2, 4)
+    assert "on 8 devices (dp 2 x tp 4)" in plan.describe()
+    with pytest.raises(UserError, match=r"takes 4 devices.*do not divide placement.pools.a.devices 6"):
+        plan_batches(with_pools(6, 2, tp=4))
+
+
+def test_ranks_of_several_pools_have_to_share_out_a_mini_batch() -> None:
+    with pytest.raises(UserError, match=r"each of 12 data-parallel ranks \(the least common multiple of all roles'\)"):
+        plan_batches(with_pools(4, 3, mini=8))
+
+
 def test_several_problems_are_told_together() -> None:
     with pytest.raises(UserError) as caught:
         plan_batches(make(mini=10, micro=1, devices=3, tp=2))
