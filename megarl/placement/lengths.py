@@ -89,7 +89,13 @@ def lognormal(mean: float, spread: float, longest: float) -> Lengths:
 
 def cut_lognormal(mean: float, spread: float, longest: float) -> Lengths:
     """Log-normal lengths of that mean and spread (standard deviation over mean) before being cut at `longest`."""
-    return Lengths(tuple(_LEVELS), tuple(np.minimum(_shape(spread) * mean, longest)), longest)
+    values = _shape(spread) * mean
+    levels, cut = _LEVELS, int(np.searchsorted(values, longest))
+    if 0 < cut < len(values):
+        # A quantile where the cut begins: between two that are far apart, a line to the cut one says too little.
+        at = float(np.interp(longest, values, levels))
+        levels, values = np.insert(levels, cut, at), np.insert(values, cut, longest)
+    return Lengths(tuple(levels), tuple(np.minimum(values, longest)), longest)
 
 
 def _mean_before(mean: float, spread: float, longest: float) -> float:

@@ -1,7 +1,8 @@
 """Which of the placements that a search finds can share out a mini-batch: all roles are given the same shards of it.
 
 A step is cut into as many shards as the least common multiple of all roles' data-parallel ranks, and each has a sample
-at least (recipe/batch.py). Roles of one pool, and pools of sizes that are powers of two, divide one another; sizes such as 3 and 16 do not.
+at least (recipe/batch.py). Ranks of one pool divide one another, as do those of pools whose sizes are powers of two; 3 and 16
+do not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megarl.placement.local import host_cluster
 from megarl.placement.placed import PlacementPlan
 from megarl.placement.recipe_plan import check_fits, predict_recipe
 from megarl.placement.workload import ROLLOUT, read_model, recipe_workload
+from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.load import load_recipe, resolve
 from megarl.recipe.schema import Recipe
@@ -114,3 +116,36 @@ def test_a_cluster_file_says_what_processes_reach(tmp_path: Path) -> None:
     cluster = host_cluster(4, file)
     assert (cluster.nodes, cluster.devices_per_node) == (1, 4)
     assert (cluster.rates.at_once, cluster.rates.layer_s) == (1.5, 0.25)
+
+
+@pytest.mark.parametrize("tokens", [8192, 2_000_000])
+def test_a_plan_keeps_to_the_cache_that_the_recipe_gives_its_servers(tmp_path: Path, tokens: int) -> None:
+    """A small cache is as slow in the plan as in the run; a huge one takes no more than the servers' share."""
+    before = recipe(tmp_path, *LARGE, f"rollout.kv_tokens={tokens}")
+    work, cluster = recipe_workload(before, read_model(tmp_path)), make_cluster("H100", 1)
+    plan = plan_recipe(before, work, cluster)
+    [servers] = [role for pool in plan.best.pools for role in pool.roles if role.role == ROLLOUT]
+    assert 4096 < servers.choice["kv_tokens"] <= tokens
+    after = apply_plan(before, plan)
+    again = check_fits(after, recipe_workload(after, read_model(tmp_path)), cluster)
+    assert again.step_s == pytest.approx(plan.best.step_s, rel=1e-3)
+
+
+def test_the_servers_share_that_the_recipe_gives_is_the_plans(tmp_path: Path) -> None:
+    before = recipe(tmp_path, *LARGE, "rollout.server_args=[--mem-fraction-static=0.35]")
+    plan = plan_recipe(before, recipe_workload(before, read_model(tmp_path)), make_cluster("H100", 1))
+    [servers] = [role for pool in plan.best.pools for role in pool.roles if role.role == ROLLOUT]
+    assert servers.choice["memory_share"] == 0.35
+    assert apply_plan(before, plan).rollout.server_args == ("--mem-fraction-static=0.35",)
+    wrong = recipe(tmp_path, *LARGE, "rollout.server_args=[--mem-fraction-static, much]")
+    with pytest.raises(UserError, match="--mem-fraction-static much: it is the share of a device's"):
+        recipe_workload(wrong, read_model(tmp_path))
+
+
+def test_the_pools_of_a_plan_share_out_a_mini_batch(tmp_path: Path) -> None:
+    few = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "actor.mini_batch_samples=16")
+    before = recipe(tmp_path, *LARGE, *few, "algorithm.advantage=gae")
+    plan = plan_recipe(before, recipe_workload(before, read_model(tmp_path)), make_cluster("H100", 7), top=4)
+    for pick in (plan.best, *(other for other, _ in plan.others)):
+        after = apply_plan(before, replace(plan, best=pick))
+        assert plan_batches(after).shards <= 16
