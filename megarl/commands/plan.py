@@ -29,7 +29,7 @@ def plan(
     ] = None,
     from_run: Annotated[Path | None, typer.Option(help="Run whose measurements calibrate the rates.")] = None,
     simulate: Annotated[int, typer.Option(min=0, help="Also play so many steps: lengths drawn, devices failing.")] = 0,
-    seed: Annotated[int, typer.Option(help="With --simulate: of what is drawn.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="With --simulate: of what is drawn.")] = 1,
     explain: Annotated[bool, typer.Option("--explain", help="Show where seconds and bytes go, and what lost.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page there.")] = None,

@@ -34,6 +34,8 @@ from megarl.recipe.source import Keys, Tree, read_tree
 # Up to this many nodes every number of them may become a pool; above it, those that many layouts divide.
 EVERY_NODE_COUNT = 16
 _SMOOTH = (2, 3, 5)
+# More than any cluster has: what is searched through grows with the nodes.
+MOST_DEVICES = 2**20
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Cluster:
     device: Device
     rates: Rates
     others: tuple[Cluster, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_devices > MOST_DEVICES:
+            raise UserError(
+                f"{self.nodes} nodes of {self.devices_per_node} are {self.num_devices} devices, and a plan is made for at most "
+                f"{MOST_DEVICES}. Name fewer nodes, or fewer devices of each."
+            )
 
     @property
     def kinds(self) -> tuple[Cluster, ...]:

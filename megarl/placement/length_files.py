@@ -8,6 +8,7 @@ else is refused, with what is accepted. Not for prompts.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -90,7 +91,7 @@ def read_lengths(path: Path, limit: float, count_tokens: CountTokens) -> Read:
     steps = None if path.suffix in PARQUET_SUFFIXES else _metrics(_text(path))
     if not steps:
         raise _refused(path, "it has none of these")
-    prompts = [step.prompt for step in steps if step.prompt is not None]
+    prompts = [step.prompt for step in steps if step.prompt is not None and 0 < step.prompt < math.inf]
     prompt = sum(prompts) / len(prompts) if prompts else None
     return Read(_of_steps(steps, path, limit), f"{len(steps)} steps of metrics", prompt)
 
@@ -100,41 +101,39 @@ def _refused(path: Path, why: str) -> UserError:
 
 
 def _checked(found: Sequence[float], path: Path) -> Sequence[float]:
-    worst = min(found)
-    if worst < 0 or max(found) == 0:
-        what = f"a length of {worst:g} tokens" if worst < 0 else "no length above 0"
+    wrong = next((length for length in found if not 0 <= length < math.inf), None)
+    if wrong is not None or max(found) == 0:
+        what = "no length above 0" if wrong is None else f"a length of {wrong:g} tokens"
         raise UserError(f"{path}: there is {what}. Lengths are numbers of tokens; correct the file.")
     return found
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise _refused(path, "it is not text") from None
 
 
 def _samples(path: Path, count_tokens: CountTokens) -> list[float] | None:
-    """Length of every row that has one; None where the first row has none, or a row is no object."""
+    """Length of every row that has one; None where none has, or a row is no object."""
     found: list[float] = []
     try:
         for row in read_rows(path):
             length = _sample_length(row.fields, count_tokens)
             if length is not None:
                 found.append(length)
-            elif row.number == 1:
-                return None
     except UserError:
         if not found:
             return None
         raise
-    return found
+    return found or None
 
 
 def _sample_length(fields: dict[str, Any], count_tokens: CountTokens) -> float | None:
     for name in COUNTS:
         if isinstance(value := fields.get(name), int | float) and not isinstance(value, bool):
-            return float(value)
+            return _as_float(value)
     for name in IDS:
         if isinstance(value := fields.get(name), list):
             return float(len(value))
@@ -142,6 +141,14 @@ def _sample_length(fields: dict[str, Any], count_tokens: CountTokens) -> float |
         if isinstance(value := fields.get(name), str):
             return float(count_tokens(value))
     return None
+
+
+def _as_float(value: float) -> float:
+    """A number of JSON, whose whole ones have no end."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _numbers(path: Path) -> list[float] | None:
@@ -193,7 +200,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 def _step_of(metrics: dict[str, Any], names: Names) -> _Step | None:
     def value(name: str | None) -> float | None:
         found = metrics.get(name) if name else None
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+        return _as_float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
     mean = value(names.mean)
     return None if mean is None else _Step(mean, value(names.cut), value(names.longest), value(names.prompt))
@@ -224,6 +231,11 @@ def _of_steps(steps: Sequence[_Step], path: Path, limit: float) -> Lengths:
     mean = sum(step.mean for step in steps) / len(steps)
     _checked([step.mean for step in steps], path)
     cuts = [step.cut for step in steps if step.cut is not None]
+    wrong = next((cut for cut in cuts if not 0 <= cut <= 1), None)
+    if wrong is not None:
+        raise UserError(
+            f"{path}: the limit is said to cut a share of {wrong:g}. A share is from 0 to 1; correct the file."
+        )
     cut, longest = sum(cuts) / max(len(cuts), 1), max((step.longest or 0.0 for step in steps), default=0.0)
     if 0 < cut < 1 and mean < longest:
         return with_cut_share(mean, cut, longest, limit)

@@ -75,6 +75,8 @@ def choose_cluster(
 def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOptions) -> None:
     """Plan and print: first how sure the lengths are, and what that means for the seconds."""
     recipe = load_recipe(path, overrides, Recipe, planned=True).recipe
+    if options.html is not None and not (options.html.parent.is_dir() and not options.html.is_dir()):
+        raise UserError(f"--html {options.html} is no place for a page: name a file in a folder that is there.")
     console = Console(stderr=options.as_text)
     models = PlannedModels(recipe)
     workload = recipe_workload(recipe, models.policy, read=models)
@@ -124,7 +126,13 @@ class Known:
 
 def _lengths(recipe: Recipe, workload: Workload, options: PlanOptions) -> Known:
     """What is known of the lengths. Raises UserError where two options say it."""
-    limit, prompt = recipe.rollout.max_response_tokens, options.prompt_mean or workload.prompt_tokens
+    limit, given = recipe.rollout.max_response_tokens, options.prompt_mean
+    if given is not None and not 0 < given <= recipe.data.max_prompt_tokens:
+        raise UserError(
+            f"--prompt-mean {given:g} cannot be: it is the tokens of a prompt on average, above 0 and at most "
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens}."
+        )
+    prompt = given or workload.prompt_tokens
     if options.lengths is not None and options.response_mean is not None:
         raise UserError("--lengths and --response-mean both say how long responses are. Give one of them.")
     if options.lengths is not None:
@@ -136,7 +144,7 @@ def _lengths(recipe: Recipe, workload: Workload, options: PlanOptions) -> Known:
         read = read_lengths(
             options.lengths, limit, lambda text: len(tokenizer().encode(text, add_special_tokens=False))
         )
-        prompt = options.prompt_mean or read.prompt_tokens or prompt
+        prompt = given or read.prompt_tokens or prompt
         return Known(read.responses, prompt, f"{read.words} in {options.lengths}", given=True)
     if options.response_mean is not None:
         lengths = lognormal(options.response_mean, options.response_spread, limit)

@@ -182,6 +182,10 @@ def test_lengths_beyond_the_recipes_limit_are_cut(tmp_path: Path) -> None:
         ("a.csv", "tokens,reward\n10,1\n", "none of these"),
         ("a.jsonl", '{"response_tokens": -3}\n', "-3 tokens"),
         ("a.txt", "0\n0\n", "no length above 0"),
+        ("a.jsonl", '{"response_tokens": NaN}\n', "nan tokens"),
+        ("a.jsonl", f'{{"response_tokens": 1{"0" * 400}}}\n', "inf tokens"),
+        ("a.txt", f"1{'0' * 400}\n", "inf tokens"),
+        ("a.log", "response_length/mean:500.0 - response_length/clip_ratio:7.0\n", "share of 7"),
         ("none.txt", None, "no file or folder"),
     ],
 )
@@ -205,8 +209,14 @@ def test_a_folder_without_samples_and_a_binary_file_are_refused(tmp_path: Path) 
 
 
 def test_a_row_without_a_length_among_others_is_passed_over(tmp_path: Path) -> None:
-    found = read(rows(tmp_path / "a.jsonl", {"response_tokens": 10}, {"failure": "x"}, {"response_tokens": 30}))
-    assert found.words == "2 samples"
+    some = [{"failure": "x"}, {"response_tokens": 10}, {"failure": "x"}, {"response_tokens": 30}]
+    for values in (some, some[1:]):
+        assert read(rows(tmp_path / "a.jsonl", *values)).words == "2 samples"
+
+
+def test_a_byte_order_mark_is_no_header(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("10\n30\n", encoding="utf-8-sig")
+    assert read(tmp_path / "a.csv").words == "2 samples"
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40))

@@ -212,6 +212,9 @@ def test_lengths_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--device", "H100", "--placement", "colo"], "There is no placement named"),
         (["--device", "H100", "--response-mean", "99999"], "mean response"),
         (["--cluster", "nowhere.yaml"], "no cluster file"),
+        (["--device", "H100", "--prompt-mean", "nan"], "--prompt-mean nan cannot be"),
+        (["--device", "H100", "--html", "nowhere/x.html"], "--html nowhere/x.html is no place"),
+        (["--device", "H100", "--nodes", "1000000000"], "at most 1048576"),
     ],
 )
 def test_the_command_refuses_with_one_paragraph(tmp_path: Path, words: list[str], part: str) -> None:
