@@ -16,7 +16,7 @@ from megarl.placement.tables import AllTables
 from megarl.placement.workload import ROLLOUT
 
 # Numbers of shards that are tried, most first, where what was found cannot share out its samples.
-TRIED = 8
+TRIED = 4
 
 
 def that_share_out(search: Callable[[AllTables], Result], tables: AllTables, most: int) -> Result:
