@@ -205,10 +205,11 @@ def _memory_predicted(result: Result) -> str:
 
 
 def _deterministic(result: Result) -> str:
-    slower, equal = result["slower"], result["equal_samples"]
+    slower, cpu, equal = result["slower"], result["more_cpu"], result["equal_samples"]
     return (
         f"{equal['deterministic']} of {result['samples']} samples equal in every turn ({equal['default']} by default), at "
-        f"{slower['median']:.2f} of the seconds ({slower['lowest']:.2f} to {slower['highest']:.2f})"
+        f"{slower['median']:.2f} of the seconds ({slower['lowest']:.2f} to {slower['highest']:.2f}) and "
+        f"{cpu['median']:.2f} of the CPU seconds ({cpu['lowest']:.2f} to {cpu['highest']:.2f})"
     )
 
 

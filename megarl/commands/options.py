@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-RecipePath = Annotated[Path, typer.Argument(help="YAML recipe; recipes/ holds examples.", show_default=False)]
+RecipePath = Annotated[
+    Path, typer.Argument(help="YAML recipe; `megarl recipe list` names examples.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

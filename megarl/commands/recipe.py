@@ -60,7 +60,7 @@ def show(
     """
     from rich.console import Console
     from rich.syntax import Syntax
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from megarl.recipe import reference
     from megarl.recipe.batch import plan_batches
@@ -73,7 +73,8 @@ def show(
     loaded: Loaded[Any] = load_recipe(recipe, overrides or [], chosen)
     console = Console()
     if essential:
-        table = Table("key", "value", "is")
+        # Keys are whole: they are there to be copied. Long values go on in the next line.
+        table = Table(Column("key", no_wrap=True), Column("value", overflow="fold"), Column("is", overflow="fold"))
         for row in reference.essential(command_of(chosen), loaded.resolved):
             table.add_row(*row)
         console.print(table)

@@ -1,9 +1,11 @@
-"""Getting files onto the disk for good, before a rename says that they are whole."""
+"""Getting files onto the disk for good, before a rename says that they are whole; and whether one can be written at all."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from megarl.core.errors import UserError
 
 
 def sync(path: Path) -> None:
@@ -20,3 +22,16 @@ def sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises UserError, before any work is done, where a command's result cannot be written. option: that names the file."""
+    there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(
+            f"{option} {path} cannot be written ({error.strerror}). Name a file in a folder that is there."
+        ) from None
+    if not there:
+        path.unlink()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.hub.names import address
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -109,6 +110,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: no file matches this pattern. Correct the path in the recipe.")
     if files == [path] and not path.is_file():
         there = f"the folder {path.parent} {_is_there(path.parent)}"
+        if url := address(path):
+            raise UserError(f"{url} is an address. Download the file and give its path, or name a data set on the hub.")
         if os.path.lexists(path):
             there = "it is a link that leads nowhere" if path.is_symlink() else "it is no regular file"
         near = get_close_matches(path.name, set(_names(path.parent)) - {path.name}, n=1)

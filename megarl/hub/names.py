@@ -9,6 +9,7 @@ from typing import Literal
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\w[\w./-]*))?")
+_ADDRESS = re.compile(r"([a-z][a-z0-9]+):/+")
 _FOLDER = re.compile(r"(model|dataset)s--(.+)")
 
 
@@ -61,3 +62,9 @@ def in_cache(path: Path) -> Cached | None:
             repo = Repo(kind, found[2].replace("--", "/"), commit)
             return Cached(repo, folder.parent.parent, str(path.relative_to(folder / commit)))
     return None
+
+
+def address(path: Path) -> str | None:
+    """What was written, where it is an address such as https://...; None where it is a path. A Path keeps one slash of two."""
+    found = _ADDRESS.match(str(path))
+    return None if found is None or path.exists() else f"{found[1]}://{str(path)[found.end() :]}"

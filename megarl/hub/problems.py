@@ -72,10 +72,12 @@ def _unreachable(repo: Repo, error: Exception) -> str:
         if offline
         else f"{constants.ENDPOINT} does not answer: {_reason(error.__cause__ or error)}"
     )
+    kind = " --repo-type dataset" if repo.kind == "dataset" else ""
+    revision = f" --revision {repo.revision}" if repo.revision else ""
     return (
         f"{here(Path(repo.name))}; the cache {constants.HF_HUB_CACHE} does not hold all of it; and nothing can be "
         f"downloaded ({why}). If a path is meant, correct it. If a name, fetch it where there is a network, by `hf download "
-        f"{repo.name}{' --repo-type dataset' if repo.kind == 'dataset' else ''}`, into a cache that this machine sees (HF_HOME)."
+        f"{repo.name}{kind}{revision}`, into a cache that this machine sees (HF_HOME)."
     )
 
 

@@ -52,6 +52,8 @@ class SlurmJob:
 
 def render(job: SlurmJob, template: Path = TEMPLATE) -> str:
     """The script. Raises UserError for a template that is missing or that asks for what is not there."""
+    if odd := [each for each in job.extra if not each.startswith("-")]:
+        raise UserError(f"--sbatch {odd[0]} is no option of sbatch. Write it as it is, with `=`: --sbatch=--qos=high.")
     if not template.is_file():
         raise UserError(
             f"There is no job script at {template}. megarl brings one as launch/slurm.sbatch; see --template."

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
+from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
 from megarl.models.families import FAMILIES, Family, MoeKeys
 from megarl.models.hf_fields import Fields, shown
@@ -300,6 +301,10 @@ def _checked_routing(fields: Fields, moe: Moe) -> Moe:
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
+        if url := address(folder):
+            raise UserError(
+                f"model.path is the address {url}. Give a folder in HF format, or a name on the hub, OWNER/NAME."
+            )
         raise UserError(
             f"The model folder {folder} {what}. Set model.path to a folder in HF format, or to a name on the hub, "
             "OWNER/NAME."

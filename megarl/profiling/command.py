@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from megarl.core.disk import check_writable
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.core.platform import Platform, get_platform, num_local_devices
@@ -47,6 +48,7 @@ def run_profile(out: Path, servers: int, deadline_s: float) -> None:
     """Measure and write. servers: how many are started; 0 leaves generation to the table's figures. Raises UserError."""
     if out.exists():
         raise UserError(f"{out} is there already. Choose another file by --out, or delete it.")
+    check_writable(out, "--out")
     platform = get_platform()
     name = device_name() if platform.has_device_memory else HOST
     if name is None:

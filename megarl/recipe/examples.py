@@ -55,7 +55,11 @@ def copy_example(name: str, target: Path) -> list[Path]:
     copies = {each: target / each.name for each in (source, base) if each is not None}
     there = [str(copy) for copy in copies.values() if copy.exists()]
     if there or (target.exists() and not target.is_dir()):
-        what = f"{', '.join(there)} is there already" if there else f"{target} is a file, and a folder is wanted"
+        what = (
+            f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} there already"
+            if there
+            else f"{target} is a file, and a folder is wanted"
+        )
         raise UserError(f"{what}; nothing was copied. Name another folder: megarl recipe copy {name} FOLDER.")
     target.mkdir(parents=True, exist_ok=True)
     for each, copy in copies.items():

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from megarl.recipe.glossary import RENAMED, meant_by
 from megarl.recipe.source import Keys, Tree
 
+MOST_NAMED = 6  # keys of another system's section that a message translates
 ANY_NAME = "NAME"  # stands for a key that users choose
 _TYPES = {
     "integer": "a whole number",
@@ -154,7 +155,7 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
         section = ".".join(written[:-1])
         known = schema.children(keys[:-1])
         return (
-            f"Unknown key `{dotted}` ({where}).{_guess(keys, schema)}"
+            f"Unknown key `{dotted}` ({where}).{_guess(keys, schema, error['input'])}"
             f" {f'`{section}`' if section else 'A recipe'} has: {', '.join(known)}."
         )
     if error["type"] == "value_error":
@@ -168,17 +169,43 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{quote}{section}"
 
 
-def _guess(keys: Keys, schema: Schema) -> str:
+def _guess(keys: Keys, schema: Schema, given: Any) -> str:
     """What was probably meant by a key that does not exist, in a sentence: an earlier name, another system's, a slip."""
     *section, name = keys
     now = RENAMED.get(name)
     if now in schema.children(tuple(section)):
         return f" It is called `{'.'.join((*section, now))}` now."
-    theirs = None if any(leaf[-1] == name for leaf in schema.leaves()) else meant_by(name)
-    if theirs is not None and schema.node(tuple(theirs[0].split("."))) is not None:
-        return f" It is what {theirs[1]} calls `{theirs[0]}`."
+    theirs = None if any(leaf[-1] == name for leaf in schema.leaves()) else _ours(keys, schema)
+    if theirs is not None:
+        return f" What {theirs[1]} has by that name is `{theirs[0]}` here."
+    inside = [(below, _ours(below, schema)) for below in _leaves(given, keys)] if not section else []
+    named = [f"`{'.'.join(below)}` is `{ours[0]}`" for below, ours in inside if ours is not None]
+    if named:
+        return f" It is another system's section. Here {', '.join(named[:MOST_NAMED])}; for more see docs/glossary.md."
     guess = nearest(keys, schema)
     return f" Did you mean `{guess}`?" if guess else ""
+
+
+def _ours(keys: Keys, schema: Schema) -> tuple[str, str] | None:
+    """The key of this recipe that a peer's stands for, and whose name it is; of the role that it was written under."""
+    # What the table says of the actor holds for every role that has the same keys.
+    theirs = meant_by(keys[-1], (*keys[:-1], *(["actor"] if schema.node((keys[0], "parallel")) else [])))
+    if theirs is None:
+        return None
+    key, peers = theirs
+    role = (keys[0], *key.split(".")[1:])
+    if key.startswith("actor.") and schema.node(role) is not None:
+        key = ".".join(role)
+    return (key, peers) if schema.node(tuple(key.split("."))) is not None else None
+
+
+def _leaves(value: Any, keys: Keys) -> Iterator[Keys]:
+    """The paths of all values of a section that was given."""
+    if not isinstance(value, dict):
+        yield keys
+        return
+    for key, below in value.items():
+        yield from _leaves(below, (*keys, str(key)))
 
 
 def _show(value: Any) -> str:

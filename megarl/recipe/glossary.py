@@ -8,7 +8,7 @@ defaults and units differ, and the page says where.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -46,7 +46,7 @@ ENTRIES = (
     Entry("data.train_split", "", "", "dataset_train_split", "prompt_split"),
     Entry("data.eval_split", "", "", "dataset_test_split", "eval_split"),
     Entry("data.prompt_key", "prompt_key", "input_key", "", "input_key"),
-    Entry("data.answer_key", "reward_fn_key", "label_key", "", "label_key"),
+    Entry("data.answer_key", "", "label_key", "", "label_key", "verl reads a row's reward_model.ground_truth, and so does megarl"),
     Entry("data.max_prompt_tokens", "max_prompt_length", "rollout_max_prompt_len", "max_prompt_length", "prompt_max_len"),
     Entry("data.over_length", "filter_overlong_prompts truncation", "", "", "", "drop or error; a prompt is never cut"),
     Entry("data.shuffle", "shuffle", "rollout_shuffle", "shuffle_dataset", ""),
@@ -88,7 +88,7 @@ ENTRIES = (
     Entry("algorithm.old_logprobs", "bypass_mode", "use_rollout_logprobs", "", ""),
     Entry("algorithm.correction", "rollout_is tis_imp_ratio_cap", "use_tis tis_clip", "vllm_importance_sampling_correction vllm_importance_sampling_cap", "enable_vllm_is_correction"),
     Entry("actor.mini_batch_samples", "ppo_mini_batch_size", "global_batch_size", "gradient_accumulation_steps", "train_batch_size", "samples; verl counts prompts"),
-    Entry("actor.micro_batch_tokens", "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size max_tokens_per_gpu", "packed tokens, always"),
+    Entry("actor.micro_batch_tokens", "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size train_max_tokens_per_gpu", "packed tokens, always"),
     Entry("actor.epochs", "ppo_epochs", "", "num_iterations", "max_epochs"),
     Entry("actor.recompute", "enable_gradient_checkpointing recompute_granularity", "recompute_granularity", "gradient_checkpointing", "gradient_checkpointing"),
     Entry("actor.offload", "param_offload grad_offload optimizer_offload", "offload_train", "", "adam_offload deepspeed_enable_sleep"),
@@ -180,17 +180,19 @@ def page() -> str:
     return "\n".join([HEAD, *rows])
 
 
-def meant_by(name: str) -> tuple[str, str] | None:
+def meant_by(name: str, section: Sequence[str] = ()) -> tuple[str, str] | None:
     """The key that a peer's name stands for, and the peers that have it; None where nobody does.
 
-    name: with or without leading dashes, words joined by dashes or underscores.
+    name: with or without leading dashes, words joined by dashes or underscores. section: the words that it stands under;
+    they choose where one name is that of several keys, as `tensor_model_parallel_size` is of servers and actor.
     """
     plain = name.lstrip("-").replace("-", "_")
-    for entry in ENTRIES:
-        peers = [peer for peer, theirs in entry.names() if theirs == plain]
-        if peers:
-            return entry.key, " and ".join(dict.fromkeys(peers))
-    return None
+    found = [
+        (entry.key, " and ".join(dict.fromkeys(peers)))
+        for entry in ENTRIES
+        if (peers := [peer for peer, theirs in entry.names() if theirs == plain])
+    ]
+    return max(found, key=lambda each: len(set(section).intersection(each[0].split("."))), default=None)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def _expand_preset(tree: Tree) -> None:
     if section is None or not isinstance(name, str):
         return
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), PRESETS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         where = tree.origin(("algorithm", "preset"))
         raise UserError(f"`algorithm.preset` ({where}): there is no {name!r}.{hint} Presets: {', '.join(PRESETS)}.")

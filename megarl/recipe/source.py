@@ -30,8 +30,8 @@ _FLOAT = re.compile(
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$")
 _BOOL = re.compile(r"true$|false$", re.IGNORECASE)
 # While YAML is read, characters that nobody uses stand for those of `$${` and of `${NAME}`: within { } a brace would end a value.
-_WRITTEN = re.compile(r"(\$\$\{)([^{}\n]*\})?|\$\{([^{}\s\"',\]]*)\}?")
-_ESCAPED, _OPEN, _CLOSE = "\U0010fff0", "\U0010fff1", "\U0010fff2"
+_WRITTEN = re.compile(r"(\$\$\{)([^{}\n]*\})?|\$\{([^{}\s\"',\]]*)(\})?")
+_ESCAPED, _OPEN, _CLOSE, _UNCLOSED = "\U0010fff0", "\U0010fff1", "\U0010fff2", "\U0010fff3"
 _VARIABLE = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 
 
@@ -258,6 +258,9 @@ def _expand_text(loader: _Loader, node: yaml.ScalarNode, origin: Origin, keys: K
 
 def _variable(name: str, where: str) -> str:
     """The environment's variable. Raises UserError where there is none of that name."""
+    if name.endswith(_UNCLOSED):
+        plain = name.removesuffix(_UNCLOSED)
+        raise UserError(f"{where}: '${{{plain}' has no closing brace. Write ${{NAME}}, or $${{ for a plain ${{.")
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise UserError(
             f"{where}: '${{{name}}}' names no environment variable. Write ${{NAME}}, or $${{ for a plain ${{."
@@ -275,7 +278,7 @@ def _marked(text: str) -> str:
 
     def mark(found: re.Match[str]) -> str:
         if not found[1]:
-            return f"{_OPEN}{found[3]}{_CLOSE}"
+            return f"{_OPEN}{found[3]}{'' if found[4] else _UNCLOSED}{_CLOSE}"
         return _ESCAPED + (found[2] or "").replace("}", _CLOSE)
 
     return _WRITTEN.sub(mark, text)

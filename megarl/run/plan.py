@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megarl.core.disk import check_writable
 from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
 from megarl.hub.fetch import find_tokenizer
@@ -74,6 +75,8 @@ def choose_cluster(
 
 def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOptions) -> None:
     """Plan and print: first how sure the lengths are, and what that means for the seconds."""
+    if options.html is not None:
+        check_writable(options.html, "--html")
     recipe = load_recipe(path, overrides, Recipe, planned=True).recipe
     if options.html is not None and not (options.html.parent.is_dir() and not options.html.is_dir()):
         raise UserError(f"--html {options.html} is no place for a page: name a file in a folder that is there.")

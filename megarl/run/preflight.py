@@ -233,9 +233,10 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
     there = num_local_devices(platform) if here and RAY_ADDRESS_VARIABLE not in os.environ else None
     wanted = recipe.cluster.devices
     if there is not None and there < wanted:
+        fewer = f"Set it to at most {there}, make more visible," if there else "Make some visible,"
         raise UserError(
-            f"cluster.devices is {wanted}, and this machine shows {there} {platform.name} devices. "
-            f"Set it to at most {there}, make more visible, or set cluster.platform to cpu."
+            f"cluster.devices is {wanted}, and this machine shows {there or 'no'} {platform.name} devices. "
+            f"{fewer} or set cluster.platform to cpu."
         )
     return platform
 

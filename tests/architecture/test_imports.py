@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,16 @@ def test_no_error_is_swallowed() -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     assert [name for name, tree in modules().items() if not ast.get_docstring(tree)] == []
+
+
+def test_the_page_names_every_module_and_no_other() -> None:
+    page = (Path(PACKAGE).parent / "docs" / "architecture.md").read_text()
+    rooms = re.findall(r"^megarl/(\w+)/ (.*?)(?=^megarl/|^```)", page, flags=re.MULTILINE | re.DOTALL)
+    here = {name.split(".", 1)[1] for name in modules() if name.count(".") == 2}
+    named = {f"{room}.{word}" for room, text in rooms for word in re.findall(r"\w+", text)}
+    assert sorted(name for name in here - named if "__" not in name) == []
+    lists = {f"{room}.{word}" for room, text in rooms for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", text)}
+    assert sorted(lists - here) in ([], ["models.model_configs"])
 
 
 def test_the_order_of_the_rooms_is_the_one_in_the_docs() -> None:

@@ -95,3 +95,42 @@ def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> N
     run = megarl("sft", str(place.recipe), folder=tmp_path)
     assert_one_paragraph(run)
     assert "is a recipe for `megarl train`" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("train", "{r}", "model.path=https://huggingface.co/Qwen/Qwen3-4B"),
+            "the address https://huggingface.co/Qwen/Qwen3-4B.",
+        ),
+        (
+            ("train", "{r}", "data.train=https://x.org/a.jsonl"),
+            "https://x.org/a.jsonl is an address. Download the file",
+        ),
+        (("plan", "{r}", "--device", "H100", "--html", "none/x.html"), "--html none/x.html cannot be written"),
+        (("profile", "--out", "none/x.yaml"), "--out none/x.yaml cannot be written"),
+        (("submit", "{r}", "--slurm", "--dry-run", "--sbatch", "qos"), "--sbatch qos is no option of sbatch"),
+        (("train", "{r}", "model.path=OWNER/NAME@v2"), "`hf download OWNER/NAME --revision v2`"),
+        (("recipe", "copy", "quickstart", "."), "quickstart.yaml and quickstart_base.yaml are there already"),
+    ],
+)
+def test_slips_of_the_first_hour(
+    tmp_path: Path, model_folder: Path, words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    place = good_place(tmp_path, model_folder)
+    for name in ("quickstart.yaml", "quickstart_base.yaml"):
+        (tmp_path / name).touch()
+    run = megarl(*(word.replace("{r}", str(place.recipe)) for word in words), folder=tmp_path)
+    assert_one_paragraph(run)
+    assert says in run.stderr
+
+
+def test_the_essential_keys_are_shown_whole(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    place = good_place(tmp_path, model_folder)
+    shown = megarl("recipe", "show", str(place.recipe), "--essential", folder=tmp_path).stdout
+    assert "rollout.max_response_tokens" in shown and "\u2026" not in shown

@@ -219,7 +219,7 @@ def test_what_else_is_clamped() -> None:
 
 def test_constant_counts_all_samples_and_the_limit() -> None:
     assert sample_weights([4, 0, 2], "constant", max_tokens=10).tolist() == pytest.approx([1 / 30, 0, 1 / 30])
-    assert cell("Denominators", "constant") == "1 / (N × longest response)"
+    assert cell("Denominators", "constant") == "1 / (N × `rollout.max_response_tokens`)"
 
 
 def formula(page: str, name: str) -> Callable[..., Any]:

@@ -160,6 +160,8 @@ g: costs $5, $$ and $${ ${DATA}${STEPS}
             "a: ${NOT-A-NAME}",
             r"`a` \(.*a\.yaml:1\): '\$\{NOT-A-NAME\}' names no environment variable\. Write \$\{NAME\}",
         ),
+        ("a: ${HOME", r"`a` \(.*a\.yaml:1\): '\$\{HOME' has no closing brace\. Write \$\{NAME\}"),
+        ("a: {b: '${HOME', c: 1}", r"'\$\{HOME' has no closing brace"),
         ("a: '${'", r"a\.yaml:1.*or \$\$\{ for a plain"),
     ],
 )

@@ -213,3 +213,6 @@ def test_more_devices_than_the_machine_shows(place: Place, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"cluster\.devices is 4, and this machine shows 2 cuda devices"):
         check_devices(recipe)
     assert check_devices(load_recipe(place.recipe, ["cluster.devices=4"]).recipe).name == "cpu"
+    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"shows no cuda devices\. Make some visible, or set cluster\.platform to cpu"):
+        check_devices(recipe)
