@@ -6,11 +6,13 @@ The first is shown as it goes, the second when it is done. Exits with 1 where a 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a killed run has printed is there
 HALVES = ("slow and not waiting and not gpu", "(not slow or waiting) and not gpu")
 # A half that ends in time for neither: the other's tests have deadlines of their own (pyproject.toml).
 DEADLINE_S = 80 * 60.0
@@ -26,7 +28,9 @@ def main(words: list[str]) -> int:
     """Run both; the exit code."""
     shown, kept = HALVES
     with tempfile.TemporaryFile("w+") as output:
-        other = subprocess.Popen(command(kept, words), stdout=output, stderr=subprocess.STDOUT)
+        other = subprocess.Popen(
+            command(kept, words), stdout=output, stderr=subprocess.STDOUT, env=os.environ | UNBUFFERED
+        )
         try:
             first = subprocess.run(command(shown, words), check=False).returncode
             second = other.wait(DEADLINE_S)

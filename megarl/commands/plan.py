@@ -38,7 +38,7 @@ def plan(
 
     Predicts seconds and bytes of a step; needs of the model only its config.json.
 
-    Example: megarl plan recipes/quickstart.yaml --device H100 --nodes 2 --explain
+    Example: megarl plan recipes/qwen3_4b_grpo_8.yaml --device H100 --nodes 2 --explain
     """
     from megarl.placement.simulate import Conditions
     from megarl.run.plan import PlanOptions, choose_cluster, run_plan
