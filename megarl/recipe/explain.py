@@ -178,7 +178,11 @@ def _guess(keys: Keys, schema: Schema, given: Any) -> str:
     theirs = None if any(leaf[-1] == name for leaf in schema.leaves()) else _ours(keys, schema)
     if theirs is not None:
         return f" What {theirs[1]} has by that name is `{theirs[0]}` here."
-    inside = [(below, _ours(below, schema)) for below in _leaves(given, keys)] if not section else []
+    inside = (
+        [(below, _ours(below, schema)) for below in _leaves(given, keys)]
+        if isinstance(given, dict) and not section
+        else []
+    )
     named = [f"`{'.'.join(below)}` is `{ours[0]}`" for below, ours in inside if ours is not None]
     if named:
         return f" It is another system's section. Here {', '.join(named[:MOST_NAMED])}; for more see docs/glossary.md."

@@ -78,8 +78,6 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     if options.html is not None:
         check_writable(options.html, "--html")
     recipe = load_recipe(path, overrides, Recipe, planned=True).recipe
-    if options.html is not None and not (options.html.parent.is_dir() and not options.html.is_dir()):
-        raise UserError(f"--html {options.html} is no place for a page: name a file in a folder that is there.")
     console = Console(stderr=options.as_text)
     models = PlannedModels(recipe)
     workload = recipe_workload(recipe, models.policy, read=models)

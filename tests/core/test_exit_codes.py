@@ -53,13 +53,18 @@ def test_a_command_ends_with_its_code(
 
     monkeypatch.setattr("megarl.run.train.run_train", run)
     monkeypatch.setattr(sys, "argv", ["megarl", "train", "recipe.yaml"])
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
+    # Shells start what they put into the background with SIGINT ignored, and that is inherited.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert (ended.value.code or 0) == wanted and wanted in CODES
     error = capfd.readouterr().err
     assert error == "" if wanted == 0 else "megarl: " in error and "Traceback" not in error
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_wrong_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

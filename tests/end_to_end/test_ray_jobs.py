@@ -23,7 +23,7 @@ from megarl.rollout.process import free_port
 pytestmark = [pytest.mark.slow, pytest.mark.waiting]
 
 ROOT = Path(__file__).parents[2]
-UP_S = 90.0
+UP_S = 240.0
 RECIPE = """
 run: {{name: job, dir: {folder}/runs}}
 cluster: {{platform: cpu}}

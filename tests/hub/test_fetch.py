@@ -78,7 +78,7 @@ def test_without_a_network_the_cache_counts_as_far_as_it_goes(
         with pytest.raises(UserError) as caught:
             get(MODEL)
         said = str(caught.value)
-        assert f"there is no {MODEL} here" in said and why in said and f"`hf download {MODEL}`" in said
+        assert f"there is no {MODEL} here" in said and why in said and f"`hf download {MODEL}" in said
         assert str(tmp_path / home / "hub") in said
     ask_stand_in(monkeypatch, hub.url, tmp_path / "home", offline=True)
     assert config_here(Path(MODEL)) == fetch_config(Path(MODEL)) == config
