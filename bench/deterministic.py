@@ -29,10 +29,11 @@ from megarl.core.types import IntArray
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import load_prompts
 from megarl.recipe.schema import Data
-from megarl.rollout.client import Generation, Sampling, ServerClient
-from megarl.rollout.process import process_tree, start_all
 from megarl.rollout.seeds import request_seed
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.client import Generation, ServerClient
+from megarl.serving.process import process_tree, start_all
+from megarl.serving.sampling import Sampling
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 

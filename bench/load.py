@@ -38,7 +38,7 @@ from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
 from megarl.models.rules import expected_tensors
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 from tests.support.tiny import write_tokenizer
 
 SHARE_BOUND, SPEED_BOUND = 1.1, 0.5

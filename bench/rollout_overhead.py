@@ -37,11 +37,12 @@ from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
-from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
 from megarl.rollout.collector import Collector
-from megarl.rollout.process import start_all
-from megarl.rollout.router import RouterProcess, RouterSpec
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.process import start_all
+from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.sampling import Sampling
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 

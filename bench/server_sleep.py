@@ -21,8 +21,9 @@ from rich.table import Table
 from bench.support.measure import write
 from megarl.core.platform import get_platform
 from megarl.recipe.roles import ServerPart
-from megarl.rollout.client import Sampling, ServerClient
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.client import ServerClient
+from megarl.serving.sampling import Sampling
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tests.support.tiny import write_tiny_model
 
 MIB = 2**20

@@ -42,7 +42,7 @@ from megarl.core.scratch import REGISTRY, temporary
 from megarl.core.versions import code_digest, installed
 from megarl.hub.fetch import fetch_again
 from megarl.hub.names import in_cache
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 
 log = get_logger(__name__)
 

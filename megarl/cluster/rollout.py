@@ -22,8 +22,8 @@ from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.rollout.advantages import column_names
-from megarl.rollout.client import ServerEndpoint
 from megarl.rollout.collector import Collector
+from megarl.serving.client import ServerEndpoint
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
 
 log = get_logger(__name__)

@@ -21,10 +21,10 @@ from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
 from megarl.core.log import get_logger
 from megarl.core.platform import PlatformName, get_platform
 from megarl.recipe.roles import ServerPart
-from megarl.rollout.client import ServerClient, ServerEndpoint
-from megarl.rollout.process import ManagedProcess
-from megarl.rollout.router import RouterProcess, RouterSpec
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec, Span
+from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.process import ManagedProcess
+from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec, Span
 
 log = get_logger(__name__)
 

@@ -23,7 +23,7 @@ from megarl.models.hf_dtypes import Dtypes, ModelDtype, stored_dtypes
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
 from megarl.models.rules import expected_tensors
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 from megarl.training.manifest import Manifest, read_manifest, read_model_config
 
 

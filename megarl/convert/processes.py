@@ -17,7 +17,7 @@ from typing import IO
 from megarl.convert.job import Job, Message, parse_message
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.platform import get_platform
-from megarl.rollout.process import GUARD
+from megarl.serving.process import GUARD
 
 POLL_S = 0.2
 TAIL_BYTES = 3000

@@ -111,7 +111,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             device="cpu",
             backend="gloo",
             ray_resource="megarl_cpu_device",
-            server_module="megarl.rollout.sglang_cpu",
+            server_module="megarl.serving.sglang_cpu",
             server_args=CPU_SERVER_ARGS,
             # A prompt that is cut into chunks is computed in other shapes, and where it is cut depends on its neighbours.
             # SGLang would then keep memory for whole batches of prompts, more than there is; the cache's size is the recipe's.
@@ -138,7 +138,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         device="cuda",
         backend="nccl",
         ray_resource="GPU",
-        server_module="megarl.rollout.sglang_server",
+        server_module="megarl.serving.sglang_server",
         server_args=("--skip-server-warmup",),
         # By default it would take nearly all of the memory, and the ranks find none.
         shared_server_args=("--mem-fraction-static", "0.3"),

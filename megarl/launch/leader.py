@@ -29,7 +29,7 @@ from megarl.core.ray_env import HEALTH_CHECKS, RAY_ADDRESS_VARIABLE
 from megarl.core.stop import STOP_SIGNAL
 from megarl.launch.node import own_address
 from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
-from megarl.rollout.process import GUARD, free_port
+from megarl.serving.process import GUARD, free_port
 
 SILENT_S = 5 * ALIVE_EVERY_S  # a node that says nothing for so long is lost
 SRUN = ("srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none")

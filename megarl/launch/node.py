@@ -26,7 +26,7 @@ from types import FrameType
 
 from megarl.core import janitor
 from megarl.launch.words import ALIVE_EVERY_S, Message, Word
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 
 RAY_STARTED = "Ray runtime started."
 POLL_S = 0.2

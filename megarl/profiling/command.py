@@ -26,7 +26,7 @@ from megarl.profiling.ranks import measure_ranks
 from megarl.profiling.reference_model import Size, write_reference_model
 from megarl.profiling.servers import Generated, serving
 from megarl.recipe.source import dump_yaml
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 
 # The reference models, a narrow and a wide one, and the tokens of a sequence: devices of their own are faster.
 HOST_MODELS, HOST_TOKENS = (Size(4, 128, 512), Size(4, 256, 1024)), 32

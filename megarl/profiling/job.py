@@ -9,7 +9,7 @@ from typing import Literal
 
 from megarl.core.layout import Layout
 from megarl.core.platform import PlatformName
-from megarl.rollout.client import ServerEndpoint
+from megarl.serving.client import ServerEndpoint
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from megarl.core.platform import Platform
 from megarl.profiling.job import Dtype
-from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
-from megarl.rollout.process import start_all
-from megarl.rollout.router import RouterProcess, RouterSpec
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.process import start_all
+from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.sampling import Sampling
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 
 PROMPT_TOKENS = 16
 # Requests and tokens of an answer.

@@ -29,11 +29,12 @@ from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders, part_metrics
 from megarl.rollout import filters
 from megarl.rollout.advantages import Advantages, Columns, Learnable
-from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
 from megarl.rollout.notices import Notices
 from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
 from megarl.rollout.single_turn import generate_sample
+from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.sampling import Sampling
 
 log = get_logger(__name__)
 

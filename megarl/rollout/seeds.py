@@ -6,12 +6,7 @@ A server honours it in its deterministic mode (`rollout.deterministic`) and igno
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Literal
-
-import numpy as np
-
-from megarl.core.types import IntArray
 
 # What a sample is for: an evaluation after step 5 is not to draw the numbers of step 5's own samples.
 Purpose = Literal["train", "greedy", "eval"]
@@ -25,8 +20,3 @@ def request_seed(run_seed: int, purpose: Purpose, step: int, prompt_id: str, ind
     """
     text = f"{run_seed}/{purpose}/{step}/{index}/{prompt_id}"  # the id last: it may hold a slash itself
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:8], "big") >> 1
-
-
-def prompt_key(token_ids: Sequence[int] | IntArray) -> str:
-    """What requests of one prompt have in common, and no others: a digest of its tokens."""
-    return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()

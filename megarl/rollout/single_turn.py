@@ -6,7 +6,8 @@ import numpy as np
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Sample, Status
-from megarl.rollout.client import Generation, Sampling, ServerClient, ServerError, ServerUnreachableError
+from megarl.serving.client import Generation, ServerClient, ServerError, ServerUnreachableError
+from megarl.serving.sampling import Sampling
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 

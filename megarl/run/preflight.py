@@ -36,7 +36,7 @@ from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
-from megarl.rollout.server_flags import check_server_args
+from megarl.serving.server_flags import check_server_args
 from megarl.training.run_checkpoints import Checkpoints
 
 CHECKPOINTS = "checkpoints"

@@ -24,9 +24,9 @@ from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
-from megarl.rollout.server import ServerSpec
 from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
+from megarl.serving.server import ServerSpec
 from megarl.training.spec import RoleSpec
 
 # What a role's update may read; its loss takes what it needs of these.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.core.errors import DeadlineError, MegarlError, SyncError
-from megarl.rollout.client import ServerClient, ServerEndpoint, ServerError
+from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
 from megarl.sync.group import BackendName, MeetingPlace, SendGroup, Slot, connect, flatten, slots
 
 __all__ = ["BroadcastSender", "Bucket", "Buckets", "ServerEndpoint", "SyncReport"]

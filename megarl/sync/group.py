@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from megarl.core.errors import DeadlineError
-from megarl.rollout.client import ServerEndpoint
+from megarl.serving.client import ServerEndpoint
 
 BackendName = Literal["gloo", "nccl"]
 

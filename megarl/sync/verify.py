@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError, SyncError
 from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
-from megarl.rollout.client import ServerClient, ServerEndpoint
+from megarl.serving.client import ServerClient, ServerEndpoint
 
 Probe = Sequence[Sequence[int]]
 

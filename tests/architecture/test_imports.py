@@ -23,6 +23,7 @@ ROOMS = (
     "models",
     "placement",
     "training",
+    "serving",
     "rollout",
     "sync",
     "profiling",
@@ -41,12 +42,12 @@ ROOMS = (
 LOOPS = {"train": {"core", "recipe"}, "sft": {"core", "recipe", "train"}}
 OWNERS = {"ray": {"cluster", "launch"}, "megatron": {"models", "training"}}
 SGLANG_MODULES = {
-    "megarl.rollout.launcher",
-    "megarl.rollout.sglang_cpu",
-    "megarl.rollout.sglang_cpu_kernels",
-    "megarl.rollout.sglang_flags",
-    "megarl.rollout.sglang_router",
-    "megarl.rollout.sglang_server",
+    "megarl.serving.launcher",
+    "megarl.serving.sglang_cpu",
+    "megarl.serving.sglang_cpu_kernels",
+    "megarl.serving.sglang_flags",
+    "megarl.serving.sglang_router",
+    "megarl.serving.sglang_server",
 }
 # The platform itself, and the adapter that answers Megatron's own questions about CUDA.
 PLATFORM_MODULES = {"megarl.core.platform", "megarl.models.megatron_cpu"}
@@ -88,7 +89,7 @@ def test_rooms_import_only_rooms_above_them() -> None:
 
 def test_preflight_starts_nothing_and_so_knows_no_cluster() -> None:
     found = {each.module for each in imports(modules()["megarl.run.preflight"])}
-    asked = ("megarl.training.run_checkpoints.", "megarl.rollout.server_flags.")  # files on disk, and a parser
+    asked = ("megarl.training.run_checkpoints.", "megarl.serving.server_flags.")  # files on disk, and a parser
     targets = {room_of(name) for name in found if not name.startswith(asked)}
     assert not targets & {"cluster", "training", "rollout", "sync", "report"}
 

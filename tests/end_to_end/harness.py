@@ -134,7 +134,7 @@ def is_rank(command: str) -> bool:
 
 
 def is_server(command: str) -> bool:
-    return "megarl.rollout.sglang_cpu" in command
+    return "megarl.serving.sglang_cpu" in command
 
 
 def kill(pids: list[int]) -> None:

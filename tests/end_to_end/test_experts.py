@@ -15,9 +15,10 @@ from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import load_recipe
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
-from megarl.rollout.client import Sampling, ServerClient
 from megarl.run.preflight import preflight
 from megarl.run.session import TrainSession, train_session
+from megarl.serving.client import ServerClient
+from megarl.serving.sampling import Sampling
 from tests.end_to_end.harness import RECIPE
 from tests.end_to_end.test_engines import one_step
 from tests.support.tiny import write_tiny_model

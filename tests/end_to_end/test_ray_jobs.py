@@ -18,7 +18,7 @@ import pytest
 
 from megarl.core import janitor
 from megarl.launch.node import own_address
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.waiting]
 

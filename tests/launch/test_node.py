@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.core import janitor
 from megarl.launch.node import NodeSpec, own_address, ray_command
 from megarl.launch.words import parse_line
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 
 FAR = "192.0.2.1"  # no machine has this address (RFC 5737)
 

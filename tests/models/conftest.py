@@ -20,7 +20,7 @@ prepare_megatron(get_platform("cpu"))
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Groups]:
     """The groups of one rank, active while the module's tests run."""
-    from megarl.rollout.process import free_port
+    from megarl.serving.process import free_port
     from megarl.training.parallel import close_ranks, join_ranks, make_groups
 
     join_ranks(0, 1, get_platform("cpu"), "127.0.0.1", free_port(), timeout_s=60)

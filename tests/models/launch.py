@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 
 
 def run_ranks(module: str, world_size: int, root: Path, deadline_s: float = 180) -> None:

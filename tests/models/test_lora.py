@@ -24,7 +24,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.lora import adapters_off, add_adapters, initial_a, is_adapter, merged
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.peft import peft_config, peft_tensors
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 from megarl.training.parallel import Groups, close_ranks, join_ranks, make_groups
 from tests.models.lora_ranks import (
     CASES,

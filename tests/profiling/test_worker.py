@@ -13,7 +13,7 @@ from megarl.models.rules import expected_tensors
 from megarl.profiling.job import Case, Job
 from megarl.profiling.ranks import measure_ranks
 from megarl.profiling.reference_model import Size, write_reference_model
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 
 
 def test_a_reference_model_is_whole_and_has_a_tokenizer(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
-from megarl.rollout.client import ServerClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.seeds import request_seed
+from megarl.serving.client import ServerClient
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread

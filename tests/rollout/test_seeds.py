@@ -7,7 +7,8 @@ from itertools import product
 
 import numpy as np
 
-from megarl.rollout.seeds import prompt_key, request_seed
+from megarl.rollout.seeds import request_seed
+from megarl.serving.sampling import prompt_key
 
 
 def test_a_seed_is_the_documented_hash() -> None:

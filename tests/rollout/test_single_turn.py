@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
-from megarl.rollout.client import Sampling, ServerClient
 from megarl.rollout.single_turn import generate_sample
+from megarl.serving.client import ServerClient
+from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import FakeSglang, generation
 
 PROMPT = Prompt("train.jsonl:7", np.array([7, 8, 9]), "seven", "42")

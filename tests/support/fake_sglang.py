@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megarl.rollout.client import ServerEndpoint
+from megarl.serving.client import ServerEndpoint
 
 END = 2  # the end token: every completed response ends with it
 KEY = "secret-of-the-test"

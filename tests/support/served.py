@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core.platform import get_platform
 from megarl.core.types import FloatArray
-from megarl.rollout.process import start_all
-from megarl.rollout.router import RouterProcess, RouterSpec
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.process import start_all
+from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tests.support.tiny import write_tiny_qwen
 
 KEY = "key-of-the-tests-servers"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from megarl.core import janitor
-from megarl.rollout.process import process_tree
+from megarl.serving.process import process_tree
 from tests.support.served import serving
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.rollout.client import ServerEndpoint
-from megarl.rollout.process import free_port
+from megarl.serving.client import ServerEndpoint
+from megarl.serving.process import free_port
 from megarl.sync.broadcast import BroadcastSender, Bucket, SyncReport
 from megarl.sync.group import BackendName
 from tests.sync.receiver import Receiver

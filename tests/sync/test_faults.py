@@ -20,7 +20,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from megarl.core import janitor
-from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint
+from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.sampling import Sampling
 from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.verify import probe_servers, verify
 from tests.support.processes import ended

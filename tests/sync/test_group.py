@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.rollout.client import ServerEndpoint
+from megarl.serving.client import ServerEndpoint
 from megarl.sync.group import MeetingPlace, flatten, slots
 
 

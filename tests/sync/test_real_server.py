@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megarl.core.errors import SyncError
-from megarl.rollout.client import Sampling, ServerClient
+from megarl.serving.client import ServerClient
+from megarl.serving.sampling import Sampling
 from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.verify import probe_servers, verify
 from tests.support.served import HfModel, Pool

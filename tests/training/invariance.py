@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.layout import Layout
-from megarl.rollout.process import free_port
+from megarl.serving.process import free_port
 from tests.support.tiny import write_tiny_model
 from tests.training.harness import VOCAB
 

@@ -19,9 +19,10 @@ from megarl.core.platform import get_platform
 from megarl.core.types import Column, Shard, VersionSpan
 from megarl.data.pack import merge_shards, split_column
 from megarl.rewards.grade import Grade, failed
-from megarl.rollout.client import Generation, Sampling, ServerEndpoint
-from megarl.rollout.router import RouterProcess, RouterSpec
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.client import Generation, ServerEndpoint
+from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.sampling import Sampling
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.sync.broadcast import SyncReport
 from megarl.training.spec import RoleSpec
 from tests.support.dry.learning import column_of, learn

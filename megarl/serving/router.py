@@ -14,9 +14,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from megarl.core.errors import DeadlineError, MegarlError
-from megarl.rollout.client import ServerEndpoint
-from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port
-from megarl.rollout.server import ProcessPlace
+from megarl.serving.client import ServerEndpoint
+from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.serving.server import ProcessPlace
 
 CALL_S = 10.0
 REGISTER_POLL_S = 0.05
@@ -63,7 +63,7 @@ class RouterProcess(ManagedProcess):
                 name=name,
                 argv=(
                     sys.executable,
-                    *("-m", "megarl.rollout.sglang_router"),
+                    *("-m", "megarl.serving.sglang_router"),
                     *spec.flags(place.host, port, metrics_port),
                 ),
                 log=place.logs / f"{name}.log",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import DeadlineError, WorkerDiedError
-from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port, process_tree, start_all
+from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port, process_tree, start_all
 from tests.support.processes import ended
 
 CHILD = Path(__file__).with_name("http_child.py")
@@ -139,7 +139,7 @@ def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
-from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
 port = free_port()
 argv = (sys.executable, {str(CHILD)!r}, str(port))
 process = ManagedProcess(Command("s", argv, Path({str(tmp_path / "log")!r}), Endpoint("127.0.0.1", port, "/")))

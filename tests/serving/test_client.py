@@ -13,8 +13,9 @@ import pytest
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import VersionSpan
-from megarl.rollout.client import Sampling, ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
-from megarl.rollout.process import free_port
+from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
+from megarl.serving.process import free_port
+from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import KEY, FakeSglang, generation
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""`python -m megarl.rollout.sglang_flags LAUNCHER WORDS`: what SGLang's parser says of a server's flags, as one JSON line.
+"""`python -m megarl.serving.sglang_flags LAUNCHER WORDS`: what SGLang's parser says of a server's flags, as one JSON line.
 
 It starts nothing. LAUNCHER: the module that starts servers on this platform. WORDS: a JSON list.
 """

@@ -12,9 +12,10 @@ import pytest
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Status
-from megarl.rollout.client import Generation, Sampling, ServerClient
-from megarl.rollout.process import process_tree
 from megarl.rollout.single_turn import generate_sample
+from megarl.serving.client import Generation, ServerClient
+from megarl.serving.process import process_tree
+from megarl.serving.sampling import Sampling
 from tests.support.served import KEY, HfModel, Pool
 from tests.support.tiny import SPECIAL
 

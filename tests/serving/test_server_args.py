@@ -6,7 +6,7 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.core.platform import get_platform
-from megarl.rollout.server_flags import check_server_args
+from megarl.serving.server_flags import check_server_args
 
 
 @pytest.mark.slow
@@ -20,5 +20,5 @@ def test_a_flag_that_sglang_does_not_know_is_refused_with_the_nearest() -> None:
 
 
 def test_without_flags_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.server_flags.subprocess.run", None)
+    monkeypatch.setattr("megarl.serving.server_flags.subprocess.run", None)
     check_server_args((), get_platform("cpu"))

@@ -18,7 +18,7 @@ import numpy as np
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
 from megarl.recipe.roles import ServerPart
-from megarl.rollout.seeds import prompt_key
+from megarl.serving.sampling import Sampling, prompt_key
 
 CONNECT_S = 10.0
 CALL_S = 60.0
@@ -41,39 +41,6 @@ class ServerEndpoint:
     api_key: str = field(repr=False)
     tp: int = 1
     shares_devices: bool = False
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a response is sampled. temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens bounds it.
-
-    seed: of its random numbers, of 63 bits; a server outside of its deterministic mode has its own. alone: share cached
-    prefixes with requests of the same prompt only, because others' were computed in other shapes. routing: also ask which
-    experts were chosen.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: tuple[str, ...] = ()
-    routing: bool = False
-    seed: int | None = None
-    alone: bool = False
-
-    def body(self) -> dict[str, Any]:
-        """SGLang's sampling_params."""
-        body: dict[str, Any] = {
-            "max_new_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
-        if self.stop:
-            body["stop"] = list(self.stop)
-        if self.seed is not None:
-            body["sampling_seed"] = self.seed
-        return body
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from megarl.rollout.launcher import Secret, read_api_key
+from megarl.serving.launcher import Secret, read_api_key
 
 
 def test_a_secret_does_not_show_itself_but_is_a_string() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.platform import Platform
-from megarl.rollout.client import ServerEndpoint
-from megarl.rollout.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.serving.client import ServerEndpoint
+from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
 
 # SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
 # that, and a training step lasts longer: the first requests of the next step would be sent into closed connections.

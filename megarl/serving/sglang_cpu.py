@@ -1,4 +1,4 @@
-"""`python -m megarl.rollout.sglang_cpu <flags of sglang.launch_server>`: SGLang's real server without a GPU.
+"""`python -m megarl.serving.sglang_cpu <flags of sglang.launch_server>`: SGLang's real server without a GPU.
 
 SGLang imports packages that exist only with CUDA, though its torch-native CPU path calls next to nothing of them.
 Before SGLang loads, this adapter answers those imports: `sgl_kernel` with a small module, `triton` and `torchvision`
@@ -6,7 +6,7 @@ with packages whose names resolve and do nothing. Nothing of SGLang is changed. 
 any other. In deterministic mode SGLang's batch-invariant kernels have a stand-in, too (sglang_cpu_invariant.py).
 
 SGLang's scheduler and detokenizer start as copies of the process that has loaded it. Never used where CUDA is available:
-the launcher there is megarl/rollout/sglang_server.py.
+the launcher there is megarl/serving/sglang_server.py.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def check_version() -> None:
     if found != WRITTEN_FOR:
         sys.exit(
             f"megarl's CPU adapter was written for sglang {WRITTEN_FOR} and found {found}. Install the pinned version "
-            "(requirements/), or check megarl/rollout/sglang_cpu.py against the new one and change WRITTEN_FOR."
+            "(requirements/), or check megarl/serving/sglang_cpu.py against the new one and change WRITTEN_FOR."
         )
 
 
@@ -121,7 +121,7 @@ def install(*, deterministic: bool = False) -> None:
     if deterministic:
         _install_invariant()
     if _missing("sgl_kernel"):
-        kernels = importlib.import_module("megarl.rollout.sglang_cpu_kernels")
+        kernels = importlib.import_module("megarl.serving.sglang_cpu_kernels")
         kernels.register_operators()
         kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None, is_package=True)
         sys.modules["sgl_kernel"] = kernels
@@ -140,7 +140,7 @@ def _install_invariant() -> None:
         )
     # The seeded sampler is compiled otherwise, anew for each size of a batch, and not to the same bits.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    sys.modules["sglang.srt.batch_invariant_ops"] = importlib.import_module("megarl.rollout.sglang_cpu_invariant")
+    sys.modules["sglang.srt.batch_invariant_ops"] = importlib.import_module("megarl.serving.sglang_cpu_invariant")
 
 
 def _install_torchvision() -> None:
@@ -192,7 +192,7 @@ def fork_children() -> None:
 
 
 if __name__ == "__main__":
-    from megarl.rollout.launcher import read_api_key, run_sglang_server
+    from megarl.serving.launcher import read_api_key, run_sglang_server
 
     api_key = read_api_key()
     load(deterministic=DETERMINISTIC in sys.argv)

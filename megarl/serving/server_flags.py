@@ -24,7 +24,7 @@ def check_server_args(words: Sequence[str], platform: Platform) -> None:
     """
     if not words or importlib.util.find_spec("sglang") is None:
         return
-    command = [sys.executable, "-m", "megarl.rollout.sglang_flags", platform.server_module, json.dumps(list(words))]
+    command = [sys.executable, "-m", "megarl.serving.sglang_flags", platform.server_module, json.dumps(list(words))]
     try:
         asked = subprocess.run(
             command,

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from megarl.rollout import sglang_cpu, sglang_cpu_kernels
-from megarl.rollout.sglang_cpu import StandInFinder, StandInModule
+from megarl.serving import sglang_cpu, sglang_cpu_kernels
+from megarl.serving.sglang_cpu import StandInFinder, StandInModule
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_kernel_without_a_stand_in_says_its_name_when_called() -> None:
 @pytest.mark.slow
 def test_the_loaded_server_has_one_thread_and_its_children_are_copies() -> None:
     code = (
-        "import multiprocessing, os; from megarl.rollout import sglang_cpu; "
+        "import multiprocessing, os; from megarl.serving import sglang_cpu; "
         "sglang_cpu.load(); sglang_cpu.fork_children(); multiprocessing.set_start_method('spawn', force=True); "
         "print(multiprocessing.get_start_method(), len(os.listdir('/proc/self/task')))"
     )

@@ -1,4 +1,4 @@
-"""`python -m megarl.rollout.sglang_router <flags of sglang_router.launch_router>`: the router.
+"""`python -m megarl.serving.sglang_router <flags of sglang_router.launch_router>`: the router.
 
 The API key comes on standard input. It is asked of every request, and sent to servers that are named at start. Servers
 added later bring their own.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from megarl.rollout.launcher import read_api_key
+from megarl.serving.launcher import read_api_key
 
 
 def main() -> None:

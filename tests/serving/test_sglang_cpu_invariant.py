@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.rollout import sglang_cpu_invariant
-from megarl.rollout.sglang_cpu_invariant import (
+from megarl.serving import sglang_cpu_invariant
+from megarl.serving.sglang_cpu_invariant import (
     BLOCKS,
     VECTOR,
     Products,

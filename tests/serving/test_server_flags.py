@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.core.platform import get_platform
-from megarl.rollout.server import ProcessPlace, ServerProcess, ServerSpec, Span
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec, Span
 
 KEY = "secret"
 SPEC = ServerSpec(Path("/models/m"), "bfloat16", tp=16, extra=("--x", "1"))

@@ -1,0 +1,50 @@
+"""How a response is asked for. Not for what comes back (client.py)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.core.types import IntArray
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is sampled. temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens bounds it.
+
+    seed: of its random numbers, of 63 bits; a server outside of its deterministic mode has its own. alone: share cached
+    prefixes with requests of the same prompt only, because others' were computed in other shapes. routing: also ask which
+    experts were chosen.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    routing: bool = False
+    seed: int | None = None
+    alone: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """SGLang's sampling_params."""
+        body: dict[str, Any] = {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.stop:
+            body["stop"] = list(self.stop)
+        if self.seed is not None:
+            body["sampling_seed"] = self.seed
+        return body
+
+
+def prompt_key(token_ids: Sequence[int] | IntArray) -> str:
+    """What requests of one prompt have in common, and no others: a digest of its tokens."""
+    return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()
