@@ -119,6 +119,39 @@ class Shard:
         return sum(micro.num_tokens for mini in self.mini_batches for micro in mini.micro_batches)
 
 
+@dataclass(frozen=True)
+class Block:
+    """The sequences of one shard that lie in one process: what ranks fetch, and put together to a Shard by its ShardPlan.
+
+    n sequences end to end, T tokens; columns are label-aligned and mean what they mean in a MicroBatch.
+    """
+
+    lengths: IntArray  # [n], tokens of each sequence
+    tokens: IntArray  # [T]
+    labels: IntArray  # [T]
+    loss_mask: FloatArray  # [T]
+    weights: FloatArray  # [T]
+    rollout_logprobs: FloatArray  # [T]
+    sample_index: IntArray  # [n], index of the sample in the step
+    routing: RoutingArray | None = None  # [T, layers x k]
+    margins: FloatArray | None = (
+        None  # [n]: at the first sequence of a pair, how far it shall be ahead; 0 at the second
+    )
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the blocks of one shard make its micro-batches: decided from lengths alone.
+
+    counts: for each mini-batch and each of its micro-batches, how many sequences it has; 0 is a filler. owners, positions:
+    [S], of all these sequences in their order: whose block, and which sequence of it.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    owners: IntArray
+    positions: IntArray
+
+
 # One float32 array [T] for each micro-batch of each mini-batch of a shard: log-probs, advantages, values.
 Column = list[list[FloatArray]]
 

@@ -1,0 +1,52 @@
+"""What is told of a group once its samples are generated and graded: numbers, never tokens.
+
+Collectors keep the tokens; the coordinator decides by these what a step is made of, who gets what, and what it was like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.core.types import FloatArray, IntArray, Sample, Status, VersionSpan
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """A finished group of n samples. Arrays are [n], in the order in which the samples were asked for.
+
+    group: its id. usable: has a response and a grade. mean_nll: minus the mean log-prob, at rollout, of the trained
+    tokens. spans: which weight versions wrote which response tokens. greedy_reward: of the greedy answer to the prompt;
+    nan where nobody asked for one or it has no grade. parts: each grader's score by its name, nan where it gave none. failure: why the first failed sample
+    has no response or no grade; empty where all have.
+    """
+
+    group: str
+    prompt_tokens: int
+    response_tokens: IntArray
+    trained_tokens: IntArray
+    rewards: FloatArray
+    mean_nll: FloatArray
+    usable: Flags
+    truncated: Flags
+    failed: Flags
+    spans: tuple[tuple[VersionSpan, ...], ...]
+    greedy_reward: float = float("nan")
+    parts: Mapping[str, FloatArray] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest weight version that wrote a token of a usable sample; None where there is none."""
+        versions = [span.version for spans, ok in zip(self.spans, self.usable, strict=True) if ok for span in spans]
+        return min(versions, default=None)
+
+    @property
+    def num_tokens(self) -> IntArray:
+        """Prompt and response tokens together: [n]."""
+        return self.prompt_tokens + self.response_tokens
