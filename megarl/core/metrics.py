@@ -74,6 +74,23 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/response_len_max": MetricSpec("tokens", "longest response", ".0f"),
     "rollout/truncated": MetricSpec("fraction", "samples that ended at the length limit / samples", ".3f"),
     "rollout/failed": MetricSpec("samples", "samples that no server could answer", ".0f"),
+    "rollout/staleness_mean": MetricSpec(
+        "versions", "how far a sample's oldest trained token is behind the weights that it is trained on, mean", ".2f"
+    ),
+    "rollout/staleness_max": MetricSpec("versions", "the most that one is behind", ".0f"),
+    "rollout/staleness/NUMBER": MetricSpec("fraction", "samples that are NUMBER versions behind / samples", ".3f"),
+    "rollout/versions_per_sample": MetricSpec("versions", "weight versions that wrote a sample, mean", ".2f"),
+    "rollout/carried_tokens": MetricSpec("fraction", "trained tokens of older versions than the newest / trained tokens", ".3f"),
+    "rollout/groups_running": MetricSpec("groups", "under way once the step had its own", ".0f"),
+    "rollout/groups_finished": MetricSpec("groups", "finished and left over once the step had its own", ".0f"),
+    "rollout/requests_queued": MetricSpec("requests", "that waited for their turn at the collectors", ".0f"),
+    "rollout/dropped/REASON": MetricSpec(
+        "groups", "not trained on, because of REASON, since the run or its resume began: zero_variance, late, stale", ".0f"
+    ),
+    "rollout/groups_lost": MetricSpec("groups", "asked for anew because the collector that held them died, so far", ".0f"),
+    "perf/servers_idle": MetricSpec(
+        "fraction", "of the time since the step before, the mean over servers without a request", ".3f"
+    ),
     "rollout/zero_variance_groups": MetricSpec(
         "fraction", "groups whose rewards are all equal / groups: they teach nothing", ".3f"
     ),
@@ -243,6 +260,10 @@ def row_of(name: str) -> str:
     """The name that a metric has in the table: NAME stands for a grader's, ROLE and OPERATION for a role's doings."""
     if _OF_ROLE.fullmatch(name):
         return "memory/ROLE/OPERATION"
+    if name.startswith("rollout/staleness/"):
+        return "rollout/staleness/NUMBER"
+    if name.startswith("rollout/dropped/"):
+        return "rollout/dropped/REASON"
     return _OF_GRADER.sub(r"\1NAME\2", name)
 
 

@@ -40,6 +40,10 @@ class Data(DataSet):
     shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
 
 
+InFlight = Literal["finish", "in_place", "abort"]
+Late = Literal["wait", "drop", "resume"]
+
+
 class Rollout(Section):
     """Generation with a pool of SGLang servers."""
 
@@ -70,7 +74,35 @@ class Rollout(Section):
     )
     max_staleness: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="weight versions that a sample may be behind; above 0 for `megarl plan` alone: runs are synchronous",
+        description="weight versions that a sample may be behind when it is trained on; 0: synchronous; above: servers with "
+        "devices of their own generate while the ranks train",
+    )
+    in_flight: InFlight = Field(
+        "abort",
+        description="what a weight sync does to running requests: finish: waits for them; in_place: pauses them, and they go "
+        "on with the new weights; abort: ends them, and what they have is continued afterwards, token for token",
+    )
+    keep_kv: bool = Field(
+        False, description="with in_flight: in_place, the KV cache of the old weights is kept; off: computed anew"
+    )
+    oversample: Annotated[float, Field(ge=1)] = Field(
+        1.0,
+        description="groups asked for over groups that a step takes, for servers on ranks' devices; the rest is carried over",
+    )
+    late: Late = Field(
+        "wait",
+        description="a group that runs although it could be trained on in this step at the latest: wait for it, drop it, or "
+        "resume: it goes on, and tokens that are too old by then are not trained on",
+    )
+    longest_first: bool = Field(
+        True, description="requests start with the prompts whose earlier groups took the most tokens"
+    )
+    collectors: PositiveInt | None = Field(
+        None, description="processes that ask, grade and keep the samples; default: one for every 32 servers"
+    )
+    piece_tokens: PositiveInt | None = Field(
+        None,
+        description="ask for a response in pieces of so many tokens: a server that dies loses one piece; default: whole",
     )
     server_args: tuple[str, ...] = Field(
         (), strict=False, description="extra flags of sglang.launch_server, word by word"
@@ -94,6 +126,9 @@ class Eval(Section):
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
     samples_per_prompt: PositiveInt = Field(1, description="answers to each prompt")
     max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
+    overlap: bool = Field(
+        False, description="training goes on meanwhile, up to the next weight sync; the figures are written one step later"
+    )
     grader: str | None = Field(
         None, description="grader whose score says what is right (at least 0.5); default: the whole reward does"
     )

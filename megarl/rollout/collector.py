@@ -1,38 +1,33 @@
-"""Turns prompts into shards of graded samples, in a process of its own: the driver never sees a token.
+"""Makes samples, in a process of its own: asks the servers, grades as samples finish, keeps them until they are trained on.
 
-prompts -> requests to the router -> Sample -> grade, as each sample finishes -> filters -> shards. Who starts the
-servers and where the shards go is megarl/cluster's.
+There may be several of these. Each is told which groups to make, tells numbers of those that are finished, and hands the
+tokens of a step to the ranks as blocks. Who decides what is asked for and trained on is the coordinator.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.progress import Progress
-from megarl.core.types import BatchInfo, EvalResult, FloatArray, Prompt, Sample, Shard, Status
+from megarl.core.types import Block, Prompt, Sample, Status, VersionSpan
 from megarl.data.chat import load_tokenizer
-from megarl.data.pack import pack
-from megarl.data.prompts import PromptSet, PromptSource, load_prompts
-from megarl.models.config import ModelConfig
-from megarl.models.flops import train_flops
-from megarl.models.hf_config import load_model_config
+from megarl.data.pack import sample_block
+from megarl.data.prompts import PromptSet, load_prompts
 from megarl.recipe.schema import Recipe
-from megarl.rewards.combine import Graders, part_metrics
+from megarl.rewards.combine import Graders
 from megarl.rollout import filters
-from megarl.rollout.advantages import Advantages, Columns, Learnable
+from megarl.rollout.batcher import Part
+from megarl.rollout.episode import Decode, Episode
+from megarl.rollout.facts import Flags, GroupFacts
+from megarl.rollout.gate import Gate
 from megarl.rollout.notices import Notices
 from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
-from megarl.rollout.single_turn import generate_sample
+from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, News
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
@@ -40,60 +35,48 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
-CORRECT = 0.5  # a reward, or the score of eval.grader's grader, of at least this counts as a right answer
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The samples that a step trains on, kept until the next."""
+@dataclass
+class _Group:
+    """A group that is here: its samples once they are finished, and what makes them until then."""
 
-    step: int
+    task: GroupTask
+    making: asyncio.Task[None]
     samples: list[Sample]
-    shards: list[Shard]
-    greedy_rewards: FloatArray  # [G], of the greedy answer to each group's prompt; empty where nothing asks for them
-
-
-@dataclass(frozen=True)
-class _Generated:
-    """Graded samples in the order they were asked for, and how long the servers took."""
-
-    samples: list[Sample]
-    generation_s: float
+    greedy: list[Sample]
 
 
 class Collector:
-    """Generates, grades, filters and packs; evaluates. One step at a time."""
+    """Generates and grades groups; hands over what a step takes of them; answers held-out prompts."""
 
     def __init__(
         self,
         recipe: Recipe,
         *,
-        model: ModelConfig,
         prompts: PromptSet,
         eval_prompts: Sequence[Prompt],
         client: ServerClient,
         graders: Graders,
-        num_shards: int,
+        decode: Decode,
+        num_collectors: int = 1,
         notices: Notices | None = None,
-        progress: Progress | None = None,
     ) -> None:
         self._recipe = recipe
-        self._progress = progress or Progress(None)
-        self._model = model
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
-        self._source = PromptSource(prompts, recipe.run.seed, shuffle=recipe.data.shuffle)
         self._client = client
         self._graders = graders
-        self._num_shards = num_shards
-        self._advantages = Advantages(recipe)
-        self._last: _Step | None = None
+        self._decode = decode
+        concurrency = max(1, recipe.rollout.concurrency // num_collectors)
+        self._gate = Gate(concurrency, max(1, recipe.rollout.servers) / num_collectors)
+        self._groups: dict[int, _Group] = {}
+        self._finished: asyncio.Queue[GroupFacts] = asyncio.Queue()
+        self._probe: list[Sample] = []
         self.notices = notices or Notices()
 
     @classmethod
-    def open(
-        cls, recipe: Recipe, router: ServerEndpoint, num_shards: int, progress: Progress | None = None
-    ) -> Collector:
+    def open(cls, recipe: Recipe, router: ServerEndpoint, num_collectors: int = 1) -> Collector:
         """Read the recipe's data and get ready to start its graders; `start` starts them.
 
         Raises UserError where the data cannot be used.
@@ -105,41 +88,115 @@ class Collector:
         notices = Notices()
         return cls(
             recipe,
-            model=load_model_config(recipe.model.path),
             prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
             eval_prompts=held_out,
             client=ServerClient(router),
             graders=Graders.open(recipe.reward, notices.tell),
-            num_shards=num_shards,
+            decode=lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
+            num_collectors=num_collectors,
             notices=notices,
-            progress=progress,
         )
 
-    async def start(self) -> None:
+    async def start(self) -> DataFacts:
         """Start the graders; those behind an address have to answer."""
         await self._graders.start()
+        return DataFacts(len(self._prompts), self._prompts.num_dropped, len(self._eval_prompts))
 
     async def close(self) -> None:
-        """End the graders and the connections."""
+        """End what is being made, the graders and the connections."""
+        await self.cancel(list(self._groups))
         await self._graders.close()
         await self._client.close()
 
-    def state(self) -> dict[str, Any]:
-        """The place in the data and the weight of the KL, for a checkpoint."""
-        return {**self._source.state(), **self._advantages.state()}
+    async def begin(self, tasks: Sequence[GroupTask]) -> None:
+        """Begin to make these groups."""
+        for task in tasks:
+            making = asyncio.create_task(self._make(task))
+            self._groups[task.group] = _Group(task, making, [], [])
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place."""
-        self._source.load_state(state)
-        self._advantages.load_state(state)
+    async def news(self) -> News:
+        """Groups that have finished since, once there is one."""
+        finished = [await self._finished.get()]
+        while not self._finished.empty():
+            finished.append(self._finished.get_nowait())
+        return News(finished, self._gate.busy_s(), self._gate.queued)
 
-    async def generate(self, step: int, weight_version: int) -> tuple[list[Shard], BatchInfo]:
-        """The samples of one step, one shard for each data-parallel rank.
+    async def cancel(self, groups: Collection[int]) -> None:
+        """Stop making these groups and forget what there is of them."""
+        gone = [self._groups.pop(group) for group in groups if group in self._groups]
+        for group in gone:
+            group.making.cancel()
+        await asyncio.gather(*(group.making for group in gone), return_exceptions=True)
 
-        Raises MegarlError where no sample can be trained on, or where a sample came from other weights.
-        """
-        settings, algorithm = self._recipe.rollout, self._recipe.algorithm
-        prompts = self._source.take(settings.prompts_per_step)
+    async def forget(self, groups: Collection[int]) -> None:
+        """Groups that have been trained on."""
+        for group in groups:
+            self._groups.pop(group, None)
+
+    async def hold(self) -> None:
+        """Begin no further request; those that run go on. What ends them meanwhile cuts them off, and they go on later."""
+        self._gate.close()
+
+    async def idle(self) -> None:
+        """Returns once no request runs."""
+        await self._gate.idle()
+
+    async def release(self) -> None:
+        """Begin requests again."""
+        self._gate.open()
+
+    async def write(self, step: int, groups: Collection[int]) -> None:
+        """The first samples of these groups, for reading."""
+        self._write(f"step_{step:06d}.jsonl", [sample for group in groups for sample in self._groups[group].samples])
+
+    async def part(self, part: Part) -> tuple[Block, ...]:
+        """This collector's block of each shard of a step."""
+        samples = [_masked(self._groups[group].samples[at], part.oldest) for group, at in part.samples]
+        if samples:
+            self._probe = samples
+        number = {int(index): at for at, index in enumerate(part.indices)}
+        blocks = []
+        for indices in part.blocks:
+            at = [number[int(index)] for index in indices]
+            blocks.append(sample_block([samples[each] for each in at], indices, part.weights[at]))
+        return tuple(blocks)
+
+    async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts:
+        """Answer and grade these held-out prompts."""
+        recipe, settings = self._recipe, self._recipe.eval
+        sampling = Sampling(
+            recipe.rollout.max_response_tokens,
+            settings.temperature,
+            stop=recipe.rollout.stop,
+            alone=recipe.rollout.deterministic,
+        )
+        making = []
+        async with asyncio.TaskGroup() as tasks:
+            for row in rows:
+                prompt = self._eval_prompts[row]
+                making += [
+                    tasks.create_task(self._sample(prompt, sampling, step, index, "eval"))
+                    for index in range(settings.samples_per_prompt)
+                ]
+        samples = [task.result() for task in making]
+        if 0 in rows:
+            self._write(f"eval_{step:06d}.jsonl", samples)
+        return self._eval_facts(rows, samples)
+
+    def probe(self) -> list[list[int]]:
+        """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
+        if self._probe:
+            sequences = [[*sample.prompt.token_ids, *sample.response_ids] for sample in self._probe]
+        else:
+            sequences = [list(prompt.token_ids) for prompt in self._prompts.prompts]
+        usable = [sequence[-PROBE_TOKENS:] for sequence in sequences if len(sequence) > 1]
+        # Neighbours are of the same group and say much the same: spread over the step.
+        chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
+        return [[int(token) for token in sequence] for sequence in chosen]
+
+    async def _make(self, task: GroupTask) -> None:
+        """A group's samples; grading one overlaps with generating others."""
+        settings = self._recipe.rollout
         sampling = Sampling(
             settings.max_response_tokens,
             settings.temperature,
@@ -149,213 +206,64 @@ class Collector:
             self._recipe.actor.routing_replay,
             alone=settings.deterministic,
         )
-        generated = await self._collect(step, prompts, settings.samples_per_prompt, sampling)
-        if algorithm.refill_rounds:
-            generated = await self._refill(step, generated, sampling)
-        greedy: list[Sample] = []
-        if self._advantages.needs_greedy:
-            asked = {sample.group_id: sample.prompt for sample in generated.samples}
-            plain = replace(sampling, temperature=0.0)
-            greedy = (await self._collect(step, [*asked.values()], 1, plain, "greedy")).samples
-        self._write(f"step_{step:06d}.jsonl", generated.samples)
-        _check_versions([*generated.samples, *greedy], weight_version)
-        self._check_grades(f"Step {step}", [*generated.samples, *greedy])
-        kept = filters.usable(generated.samples)
-        if self._advantages.needs_greedy:
-            kept = filters.with_greedy(kept, greedy)
-        if not kept:
-            raise MegarlError(f"Step {step}: no sample can be used. {_first_failure(generated.samples)}")
-        metrics = self._metrics(generated, kept)
-        if algorithm.drop_zero_variance_groups:
-            kept = filters.drop_zero_variance(kept)
-        shards = self._pack(kept)
-        self._last = _Step(step, kept, shards, filters.greedy_rewards(kept, greedy))
-        info = self._info(step, weight_version, kept, shards, metrics)
-        return shards, replace(info, failure=_first_failure([*generated.samples, *greedy]))
+        prompt = self._prompts.prompts[task.row]
+        async with asyncio.TaskGroup() as tasks:
+            making = [
+                tasks.create_task(
+                    self._sample(prompt, sampling, task.step, task.first + index, "train", task.expected_tokens)
+                )
+                for index in range(task.count)
+            ]
+            if task.greedy:
+                plain = replace(sampling, temperature=0.0)
+                making.append(tasks.create_task(self._sample(prompt, plain, task.step, task.first, "greedy")))
+        samples = [each.result() for each in making]
+        group = self._groups[task.group]
+        group.samples, group.greedy = samples[: task.count], samples[task.count :]
+        self._finished.put_nowait(group_facts(task.group, group.samples, group.greedy))
 
-    async def _refill(self, step: int, generated: _Generated, sampling: Sampling) -> _Generated:
-        """Ask further prompts in the place of groups that teach nothing, up to algorithm.refill_rounds times (DAPO)."""
-        settings = self._recipe.rollout
-        for _ in range(self._recipe.algorithm.refill_rounds):
-            teaching = filters.num_teaching_groups(filters.usable(generated.samples))
-            if teaching >= settings.prompts_per_step:
-                break
-            prompts = self._source.take(settings.prompts_per_step - teaching)
-            asked = {sample.group_id for sample in generated.samples}
-            fresh = [prompt for prompt in prompts if f"{step}/{prompt.id}" not in asked]
-            more = await self._collect(step, fresh, settings.samples_per_prompt, sampling)
-            seconds = generated.generation_s + more.generation_s
-            generated = _Generated([*generated.samples, *more.samples], seconds)
-        return generated
-
-    def advantages(self, step: int, columns: Columns) -> Learnable:
-        """What the update learns from, of a step's samples and the roles' columns, one column for each shard."""
-        if self._last is None or self._last.step != step:
-            have = "none" if self._last is None else str(self._last.step)
-            raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {have}.")
-        last = self._last
-        return self._advantages.of_step(last.samples, last.shards, columns, last.greedy_rewards)
-
-    async def evaluate(self, step: int, weight_version: int) -> EvalResult:
-        """Answer and grade the held-out prompts. Raises MegarlError where the recipe names none."""
-        if not self._eval_prompts:
-            raise MegarlError("There is nothing to evaluate on: the recipe has no data.eval.")
-        settings = self._recipe.eval
-        sampling = Sampling(
-            self._recipe.rollout.max_response_tokens,
-            settings.temperature,
-            stop=self._recipe.rollout.stop,
-            alone=self._recipe.rollout.deterministic,
-        )
-        generated = await self._collect(step, self._eval_prompts, settings.samples_per_prompt, sampling, "eval")
-        samples = generated.samples
-        self._write(f"eval_{step:06d}.jsonl", samples)
-        _check_versions(samples, weight_version)
-        self._check_grades(f"Evaluation at step {step}", samples)
-        if all(sample.status is Status.FAILED for sample in samples):
-            raise MegarlError(f"Evaluation at step {step}: no prompt was answered. {_first_failure(samples)}")
-        # A prompt without an answer or a grade is not a right answer: held-out figures count every prompt.
-        reward = float(filters.rewards(samples).mean())
-        accuracy = float((filters.scores(samples, settings.grader) >= CORRECT).mean())
-        return EvalResult(
-            num_prompts=len(self._eval_prompts),
-            num_samples=len(samples),
-            accuracy=accuracy,
-            reward=reward,
-            metrics={
-                "eval/accuracy": accuracy,
-                "eval/reward": reward,
-                "eval/response_len_mean": float(np.mean([len(sample.response_ids) for sample in samples])),
-                "eval/truncated": _share(samples, Status.TRUNCATED),
-                "eval/failures": float(len(samples) - len(filters.usable(samples))),
-            },
-            failure=_first_failure(samples),
-        )
-
-    def probe(self) -> list[list[int]]:
-        """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
-        if self._last is not None:
-            sequences = [[*sample.prompt.token_ids, *sample.response_ids] for sample in self._last.samples]
-        else:
-            sequences = [list(prompt.token_ids) for prompt in self._prompts.prompts]
-        usable = [sequence[-PROBE_TOKENS:] for sequence in sequences if len(sequence) > 1]
-        # Neighbours are of the same group and say much the same: spread over the step.
-        chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
-        return [[int(token) for token in sequence] for sequence in chosen]
-
-    async def _collect(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        samples_per_prompt: int,
-        sampling: Sampling,
-        purpose: Purpose = "train",
-    ) -> _Generated:
-        """All samples of all prompts, in their order; grading a sample overlaps with generating others."""
-        room = asyncio.Semaphore(self._recipe.rollout.concurrency)
-        began = time.monotonic()
-        finished = began
-
-        async def one(prompt: Prompt, index: int) -> Sample:
-            nonlocal finished
-            group = f"{step}/{prompt.id}"
-            seed = request_seed(self._recipe.run.seed, purpose, step, prompt.id, index)
-            async with room:
-                sample = await generate_sample(
+    async def _sample(
+        self, prompt: Prompt, sampling: Sampling, step: int, index: int, purpose: Purpose, expected: float = 0.0
+    ) -> Sample:
+        """One sample, graded."""
+        group = f"{step}/{prompt.id}"
+        seed = request_seed(self._recipe.run.seed, purpose, step, prompt.id, index)
+        episode = Episode(prompt, replace(sampling, seed=seed), f"{group}/{index}", group)
+        sample = None
+        while sample is None:
+            async with self._gate.request(expected):
+                sample = await episode.ask(
                     self._client,
-                    prompt,
-                    replace(sampling, seed=seed),
-                    sample_id=f"{group}/{index}",
-                    group_id=group,
+                    self._decode,
                     deadline_s=self._recipe.deadlines.rollout_s,
+                    piece_tokens=self._recipe.rollout.piece_tokens,
                 )
-            finished = time.monotonic()
-            if sample.status is not Status.FAILED:
-                grade = await self._graders.grade(
-                    prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id
-                )
-                sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
-            self._progress.advance()
-            return sample
-
-        # A prompt that comes twice, where the data starts over, makes its group larger.
-        asked: Counter[str] = Counter()
-        tasks = []
-        with self._progress.of(len(prompts) * samples_per_prompt, "samples"):
-            async with asyncio.TaskGroup() as group:
-                for prompt in prompts:
-                    first = asked[prompt.id]
-                    asked[prompt.id] += samples_per_prompt
-                    tasks += [group.create_task(one(prompt, first + index)) for index in range(samples_per_prompt)]
-        samples = [task.result() for task in tasks]
-        if any(sample.status is Status.FAILED for sample in samples):
-            log.warning("step %d: %s", step, _first_failure(samples))
-        return _Generated(samples, max(finished - began, 1e-9))
-
-    def _check_grades(self, where: str, samples: Sequence[Sample]) -> None:
-        """Raises MegarlError where more of the answered samples have no grade than the recipe allows."""
-        most = self._recipe.reward.max_failed_share
-        answered = [sample for sample in samples if sample.status is not Status.FAILED]
-        failures = [sample.grade_failure for sample in answered if sample.grade_failure is not None]
-        if len(failures) > most * len(answered):
-            raise MegarlError(
-                f"{where}: {len(failures)} of {len(answered)} grades failed, and reward.max_failed_share is {most:g}. "
-                f"The first: {failures[0]}. Mend the grader, or raise the bound: samples without a grade are left out."
+            if sample is None and self._gate.closed:
+                episode.cut_off()
+        if sample.status is not Status.FAILED:
+            grade = await self._graders.grade(
+                prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id
             )
+            sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
+        else:
+            log.warning("sample %s failed: %s", sample.id, sample.metadata["failure"])
+        return sample
 
-    def _pack(self, samples: list[Sample]) -> list[Shard]:
-        recipe = self._recipe
-        return pack(
-            samples,
-            num_shards=self._num_shards,
-            mini_batch_samples=recipe.actor.mini_batch_samples
-            or recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
-            micro_batch_tokens=recipe.actor.micro_batch_tokens,
-            reduction=recipe.algorithm.reduction,
-            max_response_tokens=recipe.rollout.max_response_tokens,
+    def _eval_facts(self, rows: Sequence[int], samples: Sequence[Sample]) -> EvalFacts:
+        versions = [span.version for sample in samples for span in sample.versions]
+        grades = [sample.grade_failure for sample in samples if sample.grade_failure is not None]
+        return EvalFacts(
+            rows=np.repeat(np.array(rows, np.int64), self._recipe.eval.samples_per_prompt),
+            rewards=filters.rewards(samples),
+            scores=filters.scores(samples, self._recipe.eval.grader),
+            response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
+            truncated=_are(samples, Status.TRUNCATED),
+            failed=_are(samples, Status.FAILED),
+            ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
+            versions=(min(versions), max(versions)) if versions else None,
+            failure=_failure(samples),
+            grade_failure=grades[0] if grades else "",
         )
-
-    def _metrics(self, generated: _Generated, kept: list[Sample]) -> dict[str, float]:
-        samples = generated.samples
-        lengths = [len(sample.response_ids) for sample in kept]
-        rewards = filters.rewards(kept)
-        place = self._source.state()
-        return {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "reward/failures": float(sum(sample.grade_failure is not None for sample in samples)),
-            **part_metrics(samples, kept),
-            "rollout/prompt_len_mean": float(np.mean([len(sample.prompt.token_ids) for sample in kept])),
-            "rollout/response_len_mean": float(np.mean(lengths)),
-            "rollout/response_len_max": float(max(lengths)),
-            "rollout/truncated": _share(samples, Status.TRUNCATED),
-            "rollout/failed": float(sum(sample.status is Status.FAILED for sample in samples)),
-            "rollout/zero_variance_groups": filters.zero_variance_share(kept),
-            "data/epoch": place["epoch"] + place["position"] / len(self._prompts),
-            "data/dropped_prompts": float(self._prompts.num_dropped),
-            "perf/rollout_tokens_per_s": sum(len(sample.response_ids) for sample in samples) / generated.generation_s,
-        }
-
-    def _info(
-        self, step: int, weight_version: int, kept: list[Sample], shards: list[Shard], metrics: dict[str, float]
-    ) -> BatchInfo:
-        return BatchInfo(
-            step=step,
-            weight_version=weight_version,
-            num_samples=len(kept),
-            num_groups=len({sample.group_id for sample in kept}),
-            num_mini_batches=len(shards[0].mini_batches),
-            prompt_tokens=sum(len(sample.prompt.token_ids) for sample in kept),
-            response_tokens=sum(len(sample.response_ids) for sample in kept),
-            metrics={
-                **metrics,
-                "rollout/num_samples": float(len(kept)),
-                "perf/train_flops": self._recipe.actor.epochs * self._flops([sample.num_tokens for sample in kept]),
-            },
-        )
-
-    def _flops(self, lengths: list[int]) -> float:
-        return train_flops(self._model, lengths, weight_gradients=self._recipe.actor.lora is None)
 
     def _write(self, name: str, samples: Sequence[Sample]) -> None:
         """The first samples, for reading: one JSON object a line, whole or not at all."""
@@ -364,22 +272,62 @@ class Collector:
             write_samples(self._recipe.run.folder / "samples" / name, samples[:count])
 
 
-def _check_versions(samples: Sequence[Sample], weight_version: int) -> None:
-    for sample in samples:
-        for span in sample.versions:
-            if span.version != weight_version:
-                raise MegarlError(
-                    f"Sample {sample.id}: tokens {span.start} to {span.end} were generated by weight version "
-                    f"{span.version}; all servers should serve version {weight_version}."
-                )
+def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:
+    """What is told of a finished group."""
+    names = sorted({name for sample in samples for name in sample.reward_parts})
+    parts = {
+        name: np.array([_number(sample.reward_parts.get(name)) for sample in samples], np.float64) for name in names
+    }
+    answered = filters.usable(greedy)
+    usable = {id(sample) for sample in filters.usable(samples)}
+    grades = [sample.grade_failure for sample in [*samples, *greedy] if sample.grade_failure is not None]
+    return GroupFacts(
+        group=group,
+        prompt_tokens=len(samples[0].prompt.token_ids),
+        response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
+        trained_tokens=np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
+        rewards=filters.rewards(samples),
+        mean_nll=filters.mean_nll(samples),
+        usable=np.array([id(sample) in usable for sample in samples], np.bool_),
+        truncated=_are(samples, Status.TRUNCATED),
+        failed=_are(samples, Status.FAILED),
+        ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
+        spans=tuple(_trained_spans(sample) for sample in samples),
+        greedy_reward=answered[0].reward if answered else float("nan"),
+        parts=parts,
+        failure=_failure([*samples, *greedy]),
+        grade_failure=grades[0] if grades else "",
+        num_greedy=len(greedy),
+        greedy_ungraded=sum(sample.grade_failure is not None for sample in greedy),
+        greedy_failed=sum(sample.status is Status.FAILED for sample in greedy),
+    )
 
 
-def _share(samples: Sequence[Sample], status: Status) -> float:
-    return sum(sample.status is status for sample in samples) / len(samples)
+def _masked(sample: Sample, oldest: int) -> Sample:
+    """The sample without its tokens of versions before `oldest` among those that are trained on."""
+    old = [span for span in sample.versions if span.version < oldest]
+    if not old:
+        return sample
+    mask = sample.loss_mask.copy()
+    for span in old:
+        mask[span.start : span.end] = 0
+    return replace(sample, loss_mask=mask)
 
 
-def _first_failure(samples: Sequence[Sample]) -> str:
-    """How many failed, and the first one's reason."""
-    reasons = [sample.metadata["failure"] for sample in samples if sample.status is Status.FAILED]
-    reasons += [f"grader {sample.grade_failure}" for sample in samples if sample.grade_failure is not None]
-    return f"{len(reasons)} of {len(samples)} samples failed; the first: {reasons[0]}" if reasons else ""
+def _trained_spans(sample: Sample) -> tuple[VersionSpan, ...]:
+    """The sample's spans, counted in trained tokens."""
+    before = np.concatenate([[0], np.cumsum(sample.loss_mask > 0)])
+    spans = (VersionSpan(span.version, int(before[span.start]), int(before[span.end])) for span in sample.versions)
+    return tuple(span for span in spans if span.end > span.start)
+
+
+def _are(samples: Sequence[Sample], status: Status) -> Flags:
+    return np.array([sample.status is status for sample in samples], np.bool_)
+
+
+def _failure(samples: Sequence[Sample]) -> str:
+    return next((str(sample.metadata["failure"]) for sample in samples if sample.status is Status.FAILED), "")
+
+
+def _number(score: float | None) -> float:
+    return float("nan") if score is None else score

@@ -1,0 +1,362 @@
+"""Keeps groups in flight at the collectors and makes steps of those that are finished. Numbers only: no token comes here.
+
+What to admit and what to take are decisions of producer.py, from the ledger; how a step is assigned is batcher.py's. This
+is the shell around them: it waits, tells collectors, and counts. It knows neither Ray nor servers, so that it runs the same
+under a simulated clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.core.errors import MegarlError
+from megarl.core.progress import Progress
+from megarl.core.types import BatchInfo, EvalResult, ShardPlan
+from megarl.data.cursor import Cursor
+from megarl.models.config import ModelConfig
+from megarl.models.flops import train_flops
+from megarl.recipe.schema import Recipe
+from megarl.rollout import batcher, held_out, step_metrics
+from megarl.rollout.batcher import Part, StepSamples
+from megarl.rollout.facts import GroupFacts
+from megarl.rollout.ledger import Admitted, Committed, Dropped, Entry, Finished, Ledger, Lost, Returned, Taken, rows_of
+from megarl.rollout.links import CollectorLink, Links
+from megarl.rollout.producer import Pace, choose, owner_of, room
+from megarl.rollout.step_advantages import StepAdvantages
+from megarl.rollout.tasks import DataFacts, GroupTask, News
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step: plans, one a shard; parts, one a collector."""
+
+    info: BatchInfo
+    plans: tuple[ShardPlan, ...]
+    parts: tuple[Part, ...]
+
+
+class Coordinator:
+    """The ledger of a run, and what acts on it. One step at a time; groups of later steps meanwhile."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        links: Sequence[CollectorLink],
+        data: DataFacts,
+        *,
+        model: ModelConfig,
+        num_shards: int,
+        beside: bool,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._recipe, self._data, self._model = recipe, data, model
+        self._num_shards, self._beside = num_shards, beside
+        self._pace = Pace.of(recipe, beside=beside)
+        self._progress, self._clock = progress or Progress(None), clock
+        self.ledger = Ledger()
+        self._links = Links(links, self._told, self._lost, self._fault)
+        self._gone: set[int] = set()  # groups of a step that has them, whose samples died with their collector
+        self._cursor = Cursor(data.rows, recipe.run.seed, shuffle=recipe.data.shuffle, what="prompts")
+        self._again: deque[tuple[int, int, int]] = deque()  # row, step, first: asked before, and not trained on
+        self._asked: Counter[tuple[int, int]] = Counter()  # samples asked for of (step, row)
+        self._lengths: dict[int, float] = {}  # row -> tokens of a response, of its last group
+        self._changed = asyncio.Event()
+        self._trouble: BaseException | None = None
+        self._step, self._version, self._collecting, self._refills = 0, 0, False, 0
+        self._dull: list[GroupFacts] = []  # replaced since the last step, because they teach nothing
+        self._samples: StepSamples | None = None
+        self._busy_s = [0.0] * len(links)
+        self._queued = [0] * len(links)
+        self._last_look = (clock(), 0.0)
+        self._began: float | None = None  # groups have been under way since
+        self._worked_s = 0.0  # seconds with groups under way since the last step
+        self.advantages = StepAdvantages(recipe)
+
+    async def next(self, step: int, version: int) -> StepPlan:
+        """The groups of a step, once there are enough: assigned, and counted. version: of the weights that it trains.
+
+        Asked again for the step that it gave last, it makes it again of what is left.
+        Raises MegarlError where no sample can be trained on, or where tokens came from other weights.
+        """
+        again = [entry for entry in self.ledger.taken(step) if entry.asked.group in self._gone]
+        self.ledger.apply(Returned(step))
+        await self._commit(before=step)
+        self._step, self._version, self._collecting = step, version, True
+        self._refills = self._pace.refills
+        await self._anew(again)
+        self._gone.clear()
+        size = self._recipe.rollout.samples_per_prompt * self._pace.groups_per_step
+        with self._progress.of(size, "samples"):
+            self._progress.advance(self.ledger.num("finished") * self._recipe.rollout.samples_per_prompt)
+            chosen = await self._collect()
+        self._collecting = False
+        self.ledger.apply(Taken(step, chosen))
+        entries = self.ledger.taken(step)
+        if not self._beside:
+            await self._links.hold()
+        await self._admit()
+        plan = await self._plan(entries, version)
+        self._dull = []
+        return plan
+
+    async def hold(self) -> None:
+        """No further request begins until `release`."""
+        await self._links.hold()
+
+    async def idle(self) -> None:
+        """Returns once no collector has a request at the servers."""
+        await self._links.everyone(lambda link: link.idle())
+
+    async def release(self, version: int) -> None:
+        """Requests begin again; the servers have weights of this version."""
+        self._version = version
+        await self._links.release()
+        await self._admit()
+
+    async def evaluate(self, step: int, version: int) -> EvalResult:
+        """Answer and grade the held-out prompts; every collector its share. Raises MegarlError where there are none."""
+        if not self._data.eval_rows:
+            raise MegarlError("There is nothing to evaluate on: the recipe has no data.eval.")
+        rows = range(self._data.eval_rows)
+        with self._progress.of(len(rows) * self._recipe.eval.samples_per_prompt, "samples"):
+            return held_out.result(await self._links.evaluate(rows, step), self._recipe, step, version)
+
+    async def replace(self, owner: int, link: CollectorLink) -> None:
+        """A new collector in the place of one that has died: its groups are made anew."""
+        self._busy_s[owner] = 0.0
+        await self._links.replace(owner, link)
+
+    async def close(self) -> None:
+        """Listen no more. Raises LedgerError where the book does not add up."""
+        await self._links.close()
+        self.ledger.check_balance()
+
+    def state(self) -> dict[str, Any]:
+        """The place in the data, the groups that were asked for and not trained on, and the weight of the KL."""
+        waiting = [entry for entry in self.ledger.under_way() if entry.phase != "taken"]
+        return {
+            **self._cursor.state(),
+            **self.advantages.state(),
+            "step": self._step,
+            "waiting": [*rows_of(waiting), *self._again],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place: what was under way is asked for anew, before anything else."""
+        self._cursor.load_state(state)
+        self.advantages.load_state(state)
+        self._step = int(state.get("step", self._step))
+        self._again = deque((int(row), int(step), int(first)) for row, step, first in state.get("waiting", ()))
+
+    @property
+    def samples(self) -> StepSamples:
+        """Of the step that was given last."""
+        if self._samples is None:
+            raise MegarlError("No step has been made yet.")
+        return self._samples
+
+    async def _collect(self) -> tuple[int, ...]:
+        """The groups that the step takes, once they are there."""
+        while True:
+            await self._admit()
+            choice = choose(self.ledger, self._pace, self._version)
+            await self._drop(choice.drop, "late")
+            if choice.groups:
+                return choice.groups
+            if not choice.drop:
+                await self._change()
+
+    async def _change(self) -> None:
+        """Wait until something has finished, or died."""
+        self._changed.clear()
+        if self._trouble is None:
+            await self._changed.wait()
+        if self._trouble is not None:
+            raise self._trouble
+
+    async def _admit(self) -> None:
+        """Ask for as many groups as there is room for."""
+        left = (self._recipe.train.steps - self._step + self._collecting) * self._pace.groups_per_step
+        tasks: dict[int, list[GroupTask]] = {}
+        while room(self.ledger, self._pace, collecting=self._collecting) and self.ledger.waiting() < left:
+            row, step, first = self._next_row()
+            owner = self._owner()
+            number = self.ledger.admitted
+            self.ledger.apply(Admitted(number, row, step, first, self._version, owner))
+            tasks.setdefault(owner, []).append(self._task(number, row, step, first))
+        await self._begin(tasks)
+
+    async def _begin(self, tasks: dict[int, list[GroupTask]]) -> None:
+        if tasks and self._began is None:
+            self._began = self._clock()
+        for owner, some in tasks.items():
+            await self._links.begin(owner, some)
+
+    def _next_row(self) -> tuple[int, int, int]:
+        if self._again:
+            row, step, first = self._again.popleft()
+            self._asked[step, row] = max(self._asked[step, row], first + self._recipe.rollout.samples_per_prompt)
+            return row, step, first
+        row = int(self._cursor.take(1)[0])
+        # The step that it would be trained in if groups finished in their order.
+        behind = self.ledger.waiting() // self._pace.groups_per_step if self._beside else 0
+        step = self._step + (0 if self._collecting else 1) + behind
+        first = self._asked[step, row]  # a prompt that comes twice, where the data starts over, has further seeds
+        self._asked[step, row] += self._recipe.rollout.samples_per_prompt
+        return row, step, first
+
+    def _task(self, group: int, row: int, step: int, first: int) -> GroupTask:
+        expected = self._lengths.get(row, 0.0) if self._recipe.rollout.longest_first else 0.0
+        count = self._recipe.rollout.samples_per_prompt
+        return GroupTask(group, row, step, first, count, self.advantages.needs_greedy, expected)
+
+    def _owner(self) -> int:
+        """Which collector the next group goes to; the first where all have died: one comes in its place."""
+        loads = Counter(entry.asked.owner for entry in self.ledger.running())
+        living = self._links.living() or [0]
+        return living[owner_of([loads[owner] for owner in living])]
+
+    async def _told(self, owner: int, news: News) -> None:
+        """Take in what a collector has to tell."""
+        self._busy_s[owner], self._queued[owner] = news.busy_s, news.queued
+        for facts in news.finished:
+            entry = self.ledger.get(facts.group)
+            if entry is not None and entry.phase == "running" and entry.asked.owner == owner:
+                await self._finish(entry, facts)  # otherwise it has been dropped meanwhile
+        self._changed.set()
+
+    async def _finish(self, entry: Entry, facts: GroupFacts) -> None:
+        self.ledger.apply(Finished(facts))
+        self._progress.advance(len(facts.rewards))
+        if facts.usable.any():
+            self._lengths[entry.asked.row] = float(facts.response_tokens[facts.usable].mean())
+        if self._refills > 0 and not batcher.teaches(facts):
+            self._refills -= 1
+            self._dull.append(facts)
+            await self._drop((facts.group,), "zero_variance")
+        if not self.ledger.num("running") and self._began is not None:
+            self._worked_s, self._began = self._worked_s + self._clock() - self._began, None
+
+    async def _drop(self, groups: Collection[int], why: str) -> None:
+        for group in groups:
+            entry = self.ledger.get(group)
+            self.ledger.apply(Dropped(group, why))
+            if entry is not None:
+                await self._links.tell(entry.asked.owner, lambda link, group=group: link.cancel([group]))
+
+    async def _lost(self, owner: int) -> None:
+        """A collector has died with its samples: what no step has taken is made anew, by those that live."""
+        mine = [entry for entry in self.ledger.under_way() if entry.asked.owner == owner]
+        self._gone.update(entry.asked.group for entry in mine if entry.phase == "taken")
+        await self._anew([entry for entry in mine if entry.phase != "taken"])
+        self._changed.set()
+
+    async def _anew(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            asked = entry.asked
+            owner = self._owner()
+            self.ledger.apply(Lost(asked.group, owner, self._version))
+            await self._begin({owner: [self._task(asked.group, asked.row, asked.step, asked.first)]})
+
+    def _fault(self, error: BaseException) -> None:
+        self._trouble = error
+        self._changed.set()
+
+    async def _commit(self, before: int) -> None:
+        """Groups of earlier steps have been trained on."""
+        done = [entry for entry in self.ledger.under_way() if entry.phase == "taken" and entry.step < before]
+        for step in sorted({entry.step for entry in done}):
+            self.ledger.apply(Committed(step))
+        for owner in self._links.living():
+            mine = [entry.asked.group for entry in done if entry.asked.owner == owner]
+            if mine:
+                await self._links.tell(owner, lambda link, mine=mine: link.forget(mine))
+        self._gone -= {entry.asked.group for entry in done}
+        self._asked = Counter({key: count for key, count in self._asked.items() if key[0] >= before - 1})
+
+    async def _plan(self, entries: Sequence[Entry], version: int) -> StepPlan:
+        recipe, step = self._recipe, self._step
+        taken = [entry.facts for entry in entries if entry.facts is not None]
+        seen = [*taken, *self._dull]
+        first = entries[0].asked.owner
+        mine = [entry.asked.group for entry in entries if entry.asked.owner == first]
+        await self._links.tell(first, lambda link: link.write(step, mine))
+        batcher.check_versions(entries, version, self._pace.max_staleness)
+        step_metrics.check_grades(f"Step {step}", seen, recipe.reward.max_failed_share)
+        oldest = version - self._pace.max_staleness
+        greedy = self.advantages.needs_greedy
+        try:
+            metrics = step_metrics.sample_metrics(seen, greedy=greedy)
+        except MegarlError as error:
+            raise MegarlError(f"Step {step}: {error}") from None
+        samples = batcher.select(
+            entries, step, oldest, greedy=greedy, drop_dull=recipe.algorithm.drop_zero_variance_groups
+        )
+        self._samples = samples
+        plans, parts = batcher.assign(
+            samples,
+            recipe,
+            num_owners=len(self._links),
+            num_shards=self._num_shards,
+            oldest=oldest,
+            groups=entries,
+        )
+        metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
+        metrics |= self._flow(seen)
+        return StepPlan(self._info(samples, version, metrics, plans, seen), plans, parts)
+
+    def _flow(self, seen: Sequence[GroupFacts]) -> dict[str, float]:
+        """How the producer fares: rates, queues, idle servers, the place in the data."""
+        now, place = self._clock(), self._cursor.state()
+        worked_s = self._worked_s + (now - self._began if self._began is not None else 0.0)
+        self._worked_s = 0.0
+        if self._began is not None:
+            self._began = now
+        since, busy_before = self._last_look
+        busy_s = sum(self._busy_s) / len(self._busy_s)
+        self._last_look = (now, busy_s)
+        tokens = sum(int(facts.response_tokens.sum()) for facts in seen)
+        idle = 1 - max(0.0, busy_s - busy_before) / max(1e-9, now - since)
+        return {
+            "data/epoch": place["epoch"] + place["position"] / self._data.rows,
+            "data/dropped_prompts": float(self._data.dropped),
+            "perf/rollout_tokens_per_s": tokens / max(worked_s, 1e-9),
+            "perf/servers_idle": min(1.0, max(0.0, idle)),
+            "rollout/groups_running": float(self.ledger.num("running")),
+            "rollout/groups_finished": float(self.ledger.num("finished")),
+            "rollout/requests_queued": float(sum(self._queued)),
+            "rollout/groups_lost": float(self.ledger.lost),
+            **{f"rollout/dropped/{why}": float(count) for why, count in sorted(self.ledger.dropped.items())},
+        }
+
+    def _info(
+        self,
+        samples: StepSamples,
+        version: int,
+        metrics: dict[str, float],
+        plans: Sequence[ShardPlan],
+        seen: Sequence[GroupFacts],
+    ) -> BatchInfo:
+        actor = self._recipe.actor
+        flops = train_flops(self._model, samples.num_tokens.tolist(), weight_gradients=actor.lora is None)
+        return BatchInfo(
+            step=self._step,
+            weight_version=version,
+            num_samples=len(samples),
+            num_groups=samples.num_groups,
+            num_mini_batches=len(plans[0].counts),
+            prompt_tokens=int(samples.prompt_tokens.sum()),
+            response_tokens=int(samples.response_tokens.sum()),
+            metrics={
+                **metrics,
+                "rollout/num_samples": float(len(samples)),
+                "perf/train_flops": actor.epochs * flops,
+            },
+            failure=step_metrics.failure(seen),
+        )

@@ -1,0 +1,58 @@
+"""Held-out answers of all collectors as one result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.core.errors import MegarlError
+from megarl.core.types import EvalResult
+from megarl.recipe.schema import Recipe
+from megarl.rollout.step_metrics import describe_failures, refuse_grades
+from megarl.rollout.tasks import EvalFacts
+
+CORRECT = 0.5  # a reward, or the score of eval.grader's grader, of at least this counts as a right answer
+
+
+def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) -> EvalResult:
+    """What the recipe wants to know of held-out answers. version: of the weights that should have given them.
+
+    A prompt without an answer or a grade is not a right answer: held-out figures count every prompt. Raises MegarlError
+    where other weights answered, where too many have no grade, or none an answer.
+    """
+    where = f"Evaluation at step {step}"
+    for part in parts:
+        if part.versions is not None and part.versions != (version, version):
+            raise MegarlError(
+                f"{where}: answers came from weight versions {part.versions[0]} to {part.versions[1]}; all servers should serve "
+                f"version {version}."
+            )
+    order = np.argsort(np.concatenate([part.rows for part in parts]), kind="stable")
+
+    def joined(name: str) -> np.ndarray:
+        found: np.ndarray = np.concatenate([getattr(part, name) for part in parts])[order]
+        return found
+
+    failed, ungraded, rewards = joined("failed"), joined("ungraded"), joined("rewards")
+    grade = next((part.grade_failure for part in parts if part.grade_failure), "")
+    refuse_grades(where, int(ungraded.sum()), int((~failed).sum()), grade, recipe.reward.max_failed_share)
+    first = next((part.failure for part in parts if part.failure), "")
+    failure = describe_failures(int((failed | ungraded).sum()), len(failed), first, grade)
+    if failed.all():
+        raise MegarlError(f"{where}: no prompt was answered. {failure}")
+    accuracy = float((joined("scores") >= CORRECT).mean())
+    return EvalResult(
+        num_prompts=len(failed) // recipe.eval.samples_per_prompt,
+        num_samples=len(failed),
+        accuracy=accuracy,
+        reward=float(rewards.mean()),
+        metrics={
+            "eval/accuracy": accuracy,
+            "eval/reward": float(rewards.mean()),
+            "eval/response_len_mean": float(joined("response_tokens").mean()),
+            "eval/truncated": float(joined("truncated").mean()),
+            "eval/failures": float((failed | ungraded).sum()),
+        },
+        failure=failure,
+    )

@@ -1,0 +1,146 @@
+"""The coordinator's side of its collectors: who lives, what each is told, what each has to do. Not for what is decided."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Protocol
+
+from megarl.core.errors import MegarlError
+from megarl.core.log import get_logger
+from megarl.rollout.tasks import EvalFacts, GroupTask, News
+
+log = get_logger(__name__)
+
+
+class CollectorLink(Protocol):
+    """What is asked of a collector, wherever it is: see megarl.rollout.collector.Collector. Raises LinkLostError."""
+
+    async def begin(self, tasks: Sequence[GroupTask]) -> None: ...  # noqa: D102
+    async def news(self) -> News: ...  # noqa: D102
+    async def cancel(self, groups: Collection[int]) -> None: ...  # noqa: D102
+    async def forget(self, groups: Collection[int]) -> None: ...  # noqa: D102
+    async def hold(self) -> None: ...  # noqa: D102
+    async def idle(self) -> None: ...  # noqa: D102
+    async def release(self) -> None: ...  # noqa: D102
+    async def write(self, step: int, groups: Collection[int]) -> None: ...  # noqa: D102
+    async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts: ...  # noqa: D102
+
+
+class LinkLostError(MegarlError):
+    """A collector answers no more."""
+
+
+class Links:
+    """Collectors by number. What has died is told nothing until it is replaced; its tasks wait for that.
+
+    told: called with (owner, news) as they come. lost: called with the owner when one is found dead. fault: called with
+    what else a listener met.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[CollectorLink],
+        told: Callable[[int, News], Awaitable[None]],
+        lost: Callable[[int], Awaitable[None]],
+        fault: Callable[[BaseException], None],
+    ) -> None:
+        self._links: list[CollectorLink | None] = list(links)
+        self._told, self._lost, self._fault = told, lost, fault
+        self._later: dict[int, list[GroupTask]] = {}
+        self._held = False
+        self._listeners = {owner: asyncio.create_task(self._listen(owner, link)) for owner, link in enumerate(links)}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def living(self) -> list[int]:
+        """Numbers of those that answer."""
+        return [owner for owner, link in enumerate(self._links) if link is not None]
+
+    async def begin(self, owner: int, tasks: Sequence[GroupTask]) -> None:
+        """Have groups made; where the collector has died, by the one that replaces it."""
+        if self._links[owner] is None or not await self.tell(owner, lambda link: link.begin(tasks)):
+            self._later.setdefault(owner, []).extend(tasks)
+
+    async def tell(self, owner: int, what: Callable[[CollectorLink], Awaitable[Any]]) -> bool:
+        """Tell one collector something. Whether it has taken it; one that has died does not."""
+        link = self._links[owner]
+        if link is None:
+            return False
+        try:
+            await what(link)
+        except LinkLostError as error:
+            await self._died(owner, link, error)
+            return False
+        return True
+
+    async def everyone(self, what: Callable[[CollectorLink], Awaitable[Any]]) -> None:
+        """Tell all that live."""
+        await asyncio.gather(*(self.tell(owner, what) for owner in self.living()))
+
+    async def hold(self) -> None:
+        """No collector begins a request until `release`; nor does one that comes in the place of another."""
+        self._held = True
+        await self.everyone(lambda link: link.hold())
+
+    async def release(self) -> None:
+        """Requests begin again."""
+        self._held = False
+        await self.everyone(lambda link: link.release())
+
+    async def evaluate(self, rows: Sequence[int], step: int) -> list[EvalFacts]:
+        """Held-out rows answered, each living collector its share; what one that dies leaves is done by the others."""
+        found: list[EvalFacts] = []
+        left = list(rows)
+        while left:
+            living = self.living()
+            if not living:
+                raise LinkLostError("All collectors died during the evaluation.")
+            shares = {owner: left[at :: len(living)] for at, owner in enumerate(living)}
+            left = []
+
+            async def ask(owner: int, mine: list[int]) -> list[int]:
+                async def one(link: CollectorLink) -> None:
+                    found.append(await link.evaluate(mine, step))
+
+                return [] if not mine or await self.tell(owner, one) else mine
+
+            for rest in await asyncio.gather(*(ask(owner, mine) for owner, mine in shares.items())):
+                left += rest
+        return found
+
+    async def replace(self, owner: int, link: CollectorLink) -> None:
+        """A new collector in the place of one that has died."""
+        old = self._links[owner]
+        if old is not None:
+            await self._died(owner, old, LinkLostError("it was replaced"))
+        self._listeners[owner].cancel()
+        self._links[owner] = link
+        self._listeners[owner] = asyncio.create_task(self._listen(owner, link))
+        if self._held:
+            await self.tell(owner, lambda link: link.hold())
+        if tasks := self._later.pop(owner, []):
+            await self.begin(owner, tasks)
+
+    async def close(self) -> None:
+        """Listen no more."""
+        for listener in self._listeners.values():
+            listener.cancel()
+        await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+
+    async def _listen(self, owner: int, link: CollectorLink) -> None:
+        """Take in what a collector has to tell, until it answers no more."""
+        try:
+            while True:
+                await self._told(owner, await link.news())
+        except LinkLostError as error:
+            await self._died(owner, link, error)
+        except Exception as error:  # whoever waits for the step raises it
+            self._fault(error)
+
+    async def _died(self, owner: int, link: CollectorLink, error: LinkLostError) -> None:
+        if self._links[owner] is link:
+            log.warning("collector %d answers no more: %s", owner, error)
+            self._links[owner] = None
+            await self._lost(owner)

@@ -1,0 +1,119 @@
+"""What a step's samples were like, from what collectors told of their groups. Numbers only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megarl.core.errors import MegarlError
+from megarl.core.types import FloatArray
+from megarl.rollout.batcher import teaches
+from megarl.rollout.facts import GroupFacts
+
+
+def sample_metrics(seen: Sequence[GroupFacts], *, greedy: bool) -> dict[str, float]:
+    """Of all groups that a step has seen, those that were replaced because they teach nothing among them.
+
+    Raises MegarlError where no sample can be used.
+    """
+    kept = [facts.usable & (not greedy or not np.isnan(facts.greedy_reward)) for facts in seen]
+    rewards = _joined(facts.rewards[flags] for facts, flags in zip(seen, kept, strict=True))
+    lengths = _joined(facts.response_tokens[flags] for facts, flags in zip(seen, kept, strict=True))
+    prompts = _joined(np.full(int(flags.sum()), facts.prompt_tokens) for facts, flags in zip(seen, kept, strict=True))
+    if not len(rewards):
+        raise MegarlError(f"no sample can be used. {failure(seen)}")
+    groups = [facts for facts, flags in zip(seen, kept, strict=True) if flags.any()]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/failures": float(sum(facts.ungraded.sum() for facts in seen)),
+        **_part_metrics(seen, kept),
+        "rollout/prompt_len_mean": float(prompts.mean()),
+        "rollout/response_len_mean": float(lengths.mean()),
+        "rollout/response_len_max": float(lengths.max()),
+        "rollout/truncated": float(_joined(facts.truncated for facts in seen).mean()),
+        "rollout/failed": float(sum(facts.failed.sum() for facts in seen)),
+        "rollout/zero_variance_groups": float(np.mean([not teaches(facts) for facts in groups])),
+    }
+
+
+def version_metrics(taken: Sequence[GroupFacts], version: int, oldest: int) -> dict[str, float]:
+    """How old the tokens are that a step trains on. version: of the weights that it trains."""
+    behind: list[int] = []
+    counts: list[int] = []
+    old = new = 0
+    for facts in taken:
+        for spans, ok in zip(facts.spans, facts.usable, strict=True):
+            used = [span for span in spans if span.version >= oldest]
+            if ok and used:
+                behind.append(version - min(span.version for span in used))
+                counts.append(len({span.version for span in used}))
+                old += sum(span.end - span.start for span in used if span.version < version)
+                new += sum(span.end - span.start for span in used if span.version == version)
+    if not behind:
+        return {}
+    shares = {f"rollout/staleness/{number}": count / len(behind) for number, count in sorted(Counter(behind).items())}
+    return {
+        "rollout/staleness_mean": float(np.mean(behind)),
+        "rollout/staleness_max": float(max(behind)),
+        **shares,
+        "rollout/versions_per_sample": float(np.mean(counts)),
+        "rollout/carried_tokens": old / max(1, old + new),
+    }
+
+
+def check_grades(where: str, seen: Sequence[GroupFacts], most: float) -> None:
+    """Raises MegarlError where more of the answered samples have no grade than the recipe allows."""
+    answered = sum(int((~facts.failed).sum()) + facts.num_greedy - facts.greedy_failed for facts in seen)
+    failures = sum(int(facts.ungraded.sum()) + facts.greedy_ungraded for facts in seen)
+    first = next((facts.grade_failure for facts in seen if facts.grade_failure), "")
+    refuse_grades(where, failures, answered, first, most)
+
+
+def refuse_grades(where: str, failures: int, answered: int, first: str, most: float) -> None:
+    """Raises MegarlError where failures are more than this share of the answered."""
+    if failures > most * answered:
+        raise MegarlError(
+            f"{where}: {failures} of {answered} grades failed, and reward.max_failed_share is {most:g}. "
+            f"The first: {first}. Mend the grader, or raise the bound: samples without a grade are left out."
+        )
+
+
+def failure(seen: Sequence[GroupFacts]) -> str:
+    """How many samples failed, and the first one's reason; empty where none did."""
+    asked = sum(len(facts.rewards) + facts.num_greedy for facts in seen)
+    failed = sum(
+        int((facts.failed | facts.ungraded).sum()) + facts.greedy_failed + facts.greedy_ungraded for facts in seen
+    )
+    first = next((facts.failure for facts in seen if facts.failure), "")
+    graded = next((facts.grade_failure for facts in seen if facts.grade_failure), "")
+    return describe_failures(failed, asked, first, graded)
+
+
+def describe_failures(failed: int, asked: int, first: str, first_grade: str) -> str:
+    """One line for people; empty where nothing failed."""
+    return f"{failed} of {asked} samples failed; the first: {first or f'grader {first_grade}'}" if failed else ""
+
+
+def _part_metrics(seen: Sequence[GroupFacts], kept: Sequence[np.ndarray]) -> dict[str, float]:
+    """Of each grader: mean and population deviation of its scores over the samples kept, and its failures over all."""
+    metrics: dict[str, float] = {}
+    for name in sorted({name for facts in seen for name in facts.parts}):
+        scores = _joined(
+            facts.parts[name][flags] for facts, flags in zip(seen, kept, strict=True) if name in facts.parts
+        )
+        failures = sum(
+            int((np.isnan(facts.parts[name]) & ~facts.failed).sum()) for facts in seen if name in facts.parts
+        )
+        metrics[f"reward/by/{name}/mean"] = float(scores.mean()) if len(scores) else float("nan")
+        metrics[f"reward/by/{name}/std"] = float(scores.std()) if len(scores) else float("nan")
+        metrics[f"reward/by/{name}/failures"] = float(failures)
+    return metrics
+
+
+def _joined(parts: Iterable[np.ndarray]) -> FloatArray:
+    found = list(parts)
+    joined: FloatArray = np.concatenate(found) if found else np.zeros(0, np.float32)
+    return joined

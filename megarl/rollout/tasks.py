@@ -1,0 +1,66 @@
+"""What a collector is asked to make: groups of samples, and held-out answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.core.types import FloatArray, IntArray
+from megarl.rollout.facts import Flags, GroupFacts
+
+
+@dataclass(frozen=True)
+class GroupTask:
+    """Samples of one prompt.
+
+    group: its number. row: of the data. step: whose seeds and names the samples have. first: number of the first sample
+    among those of this row in this step. count: how many. greedy: also one greedy answer. expected_tokens: of a response, by what earlier groups of this row took; 0 where there were none.
+    """
+
+    group: int
+    row: int
+    step: int
+    first: int
+    count: int
+    greedy: bool = False
+    expected_tokens: float = 0.0
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a collector has read. rows: prompts to train on; dropped: those that were too long; eval_rows: held out."""
+
+    rows: int
+    dropped: int
+    eval_rows: int
+
+
+@dataclass(frozen=True)
+class News:
+    """Groups that have finished since the last news; busy_s: seconds that this collector's servers have worked so far.
+
+    queued: requests that wait for their turn.
+    """
+
+    finished: list[GroupFacts]
+    busy_s: float
+    queued: int
+
+
+@dataclass(frozen=True)
+class EvalFacts:
+    """Held-out answers of one collector, n of them: rows [n] of the held-out data, each with its samples in order.
+
+    versions: the smallest and the largest weight version of any token; None where nothing was answered. failure,
+    grade_failure: as of GroupFacts.
+    """
+
+    rows: IntArray
+    rewards: FloatArray
+    scores: FloatArray
+    response_tokens: IntArray
+    truncated: Flags
+    failed: Flags
+    ungraded: Flags
+    versions: tuple[int, int] | None
+    failure: str = ""
+    grade_failure: str = ""
