@@ -23,6 +23,7 @@ RUNTIME = [
     "typer",
     "rich",
     "aiohttp",
+    "orjson",
     "jinja2",
     "pyarrow",
     "math-verify",

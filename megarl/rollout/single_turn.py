@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Sample, Status
-from megarl.serving.client import Generation, ServerClient, ServerError, ServerUnreachableError
+from megarl.rollout.pieces import Decode, extend, join, joined_text
+from megarl.serving.answers import AnswerError, Generation
+from megarl.serving.client import ServerClient, ServerError, ServerUnreachableError
 from megarl.serving.sampling import Sampling
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
 async def generate_sample(
-    client: ServerClient, prompt: Prompt, sampling: Sampling, *, sample_id: str, group_id: str, deadline_s: float
+    client: ServerClient,
+    prompt: Prompt,
+    sampling: Sampling,
+    *,
+    sample_id: str,
+    group_id: str,
+    deadline_s: float,
+    pieces: list[Generation] | None = None,
+    piece_tokens: int | None = None,
+    decode: Decode | None = None,
 ) -> Sample:
-    """Sample one response to a prompt.
+    """Sample one response to a prompt, or go on with one.
 
-    A request that no server answers in time gives a sample of Status.FAILED, whose metadata says why under `failure`:
-    one lost request must not end a step.
+    pieces: what there is of the response; grows as more comes, so that the caller can go on with it after a sample that
+    failed. piece_tokens: ask for so many tokens at a time. decode: makes the text of a response of several pieces.
+
+    A request that no server answers in time, or that a server cut off, gives a sample of Status.FAILED, whose metadata says
+    why under `failure`: one lost request must not end a step.
     """
+    pieces = [] if pieces is None else pieces
     try:
-        generation = await client.generate(prompt.token_ids, sampling, deadline_s)
-    except (ServerUnreachableError, ServerError, DeadlineError) as error:
+        ended = await extend(client, prompt, sampling, pieces, deadline_s=deadline_s, piece_tokens=piece_tokens)
+    except (ServerUnreachableError, ServerError, AnswerError, DeadlineError) as error:
         return failed_sample(prompt, str(error), sample_id=sample_id, group_id=group_id)
-    if generation.finish == "abort":
-        return failed_sample(
-            prompt, f"the server aborted it: {generation.finish_message}", sample_id=sample_id, group_id=group_id
-        )
+    if not ended:
+        return failed_sample(prompt, "the server aborted it", sample_id=sample_id, group_id=group_id)
+    generation = join(pieces)
+    if len(pieces) > 1 or generation.finish == "abort":
+        assert decode is not None, f"{sample_id}: a response of {len(pieces)} pieces needs `decode` for its text"
+        generation = joined_text(prompt.token_ids, generation, sampling.stop, decode)
+    if generation.finish == "abort":  # cut off at its longest
+        generation = replace(generation, finish="length")
     return to_sample(prompt, generation, sample_id=sample_id, group_id=group_id)
 
 

@@ -6,7 +6,6 @@ Token ids in, token ids out. Errors name the server, the endpoint and what the s
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,10 +13,13 @@ from typing import Any, Literal
 
 import aiohttp
 import numpy as np
+import orjson
 
 from megarl.core.errors import DeadlineError, MegarlError
-from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
+from megarl.core.types import FloatArray, IntArray
 from megarl.recipe.roles import ServerPart
+from megarl.serving import answers
+from megarl.serving.answers import Generation
 from megarl.serving.sampling import Sampling, prompt_key
 
 CONNECT_S = 10.0
@@ -26,7 +28,12 @@ ANSWER_SHOWN = 500
 # The router's answer where it sees no living server at the moment.
 UNAVAILABLE = 503
 
-FinishReason = Literal["stop", "length", "abort"]
+# An answer of 8,192 tokens has about 350 kB: one that fits is not read in many starts and stops.
+READ_BYTES = 2**20
+JSON = {"Content-Type": "application/json"}
+
+# What a pause does to requests that run; see `ServerClient.pause`.
+PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(frozen=True)
@@ -41,26 +48,6 @@ class ServerEndpoint:
     api_key: str = field(repr=False)
     tp: int = 1
     shares_devices: bool = False
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a server generated.
-
-    token_ids: [R], the end token that was sampled included. logprobs: [R], natural log, of the temperature-scaled
-    distribution. text: without special tokens. versions: which weights generated which of the tokens.
-    routing: [P + R - 1, layers x k], the experts chosen for each token but the last, where they were asked for.
-    """
-
-    token_ids: IntArray
-    logprobs: FloatArray
-    text: str
-    finish: FinishReason
-    finish_message: str
-    versions: tuple[VersionSpan, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    routing: RoutingArray | None = None
 
 
 class ServerError(MegarlError):
@@ -99,33 +86,47 @@ class ServerClient:
             self._session = None
 
     async def generate(
-        self, token_ids: Sequence[int] | IntArray, sampling: Sampling, deadline_s: float = 3600.0
+        self,
+        token_ids: Sequence[int] | IntArray,
+        sampling: Sampling,
+        deadline_s: float = 3600.0,
+        *,
+        num_prompt: int | None = None,
     ) -> Generation:
-        """Sample one response.
+        """Sample one response, or go on with one.
+
+        num_prompt: how many of the tokens are the prompt, where the rest is the beginning of a response that goes on;
+        what comes back is what follows. A request that the server ends early comes back with `finish` "abort" and the
+        tokens that it has.
 
         A connection that fails, and a router without a server at the moment, are tried again a few times over some
         seconds: sampling has no side effects.
 
-        Raises DeadlineError, ServerUnreachableError, ServerError.
+        Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
-        body = {
-            "input_ids": np.asarray(token_ids).tolist(),
-            "sampling_params": sampling.body(),
-            "return_logprob": True,
-            **({"return_routed_experts": True} if sampling.routing else {}),
-            **({"extra_key": prompt_key(token_ids)} if sampling.alone else {}),
-        }
-        async with _deadline(deadline_s, self._what("/generate")):
+        ids = np.ascontiguousarray(token_ids, np.int64)
+        body = orjson.dumps(
+            {
+                "input_ids": ids,
+                "sampling_params": sampling.body(),
+                "return_logprob": True,
+                **({"return_routed_experts": True} if sampling.routing else {}),
+                **({"extra_key": prompt_key(ids[:num_prompt])} if sampling.alone else {}),
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
+        what = self._what("/generate")
+        async with _deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
-                    return _generation(await self._post("/generate", body, deadline_s))
+                    return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
                 except ServerUnreachableError:
                     await asyncio.sleep(self._backoff_s * 2**attempt)
                 except ServerError as error:
                     if error.status != UNAVAILABLE:
                         raise
                     await asyncio.sleep(self._backoff_s * 2**attempt)
-            return _generation(await self._post("/generate", body, deadline_s))
+            return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
@@ -135,10 +136,7 @@ class ServerClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._post("/generate", body, deadline_s)
-        # The first token has nothing before it: its log-prob is null.
-        rows = answer["meta_info"]["input_token_logprobs"][1:]
-        return np.array([row[0] for row in rows], dtype=np.float32)
+        return answers.read_prompt_logprobs(await self._post("/generate", body, deadline_s), self._what("/generate"))
 
     async def health(self, deadline_s: float = 5.0) -> bool:
         """Whether the server answers that it is well."""
@@ -150,24 +148,46 @@ class ServerClient:
 
     async def weight_version(self, deadline_s: float = CALL_S) -> str:
         """Version of the weights that the server says it serves."""
-        async with _deadline(deadline_s, self._what("/model_info")):
-            answer = await self._send("GET", "/model_info", None, deadline_s)
-        return str(answer["weight_version"])
+        told = await self.ask("/model_info", deadline_s=deadline_s)
+        return answers.field(told, "weight_version", str, self._what("/model_info"))
+
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = CALL_S) -> Any:
+        """What the server says of itself, as JSON: a GET, or a POST where there is a body.
+
+        Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
+        """
+        what = self._what(path)
+        async with _deadline(deadline_s, what):
+            method, sent = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+            return answers.read_json(await self._send(method, path, sent), what)
 
     async def flush_cache(self, wait_s: float = 0.0, deadline_s: float = CALL_S) -> None:
         """Forget all cached prefixes. The server refuses where requests still run after wait_s."""
         await self._post(f"/flush_cache?timeout={wait_s:g}", {}, deadline_s)
 
     async def abort(self, deadline_s: float = CALL_S) -> None:
-        """End all running requests; each is answered with what it has, and `abort`."""
+        """End the requests that run or wait in the server's queue; each is answered with what it has, and `abort`.
+
+        Returns before they are answered. One that runs gets a last token first. One that was taken back to the queue
+        (`retract`) is answered with what the server had told of it: SGLang tells at every 50th token. Requests that came
+        while the server is paused are not touched: they wait before the queue until `resume`.
+        """
         await self._post("/abort_request", {"abort_all": True}, deadline_s)
 
-    async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort", deadline_s: float = CALL_S) -> None:
-        """Stop generating; what happens to running requests is the mode's."""
+    async def pause(self, mode: PauseMode = "abort", deadline_s: float = CALL_S) -> None:
+        """Stop generating until `resume`. Requests that come meanwhile wait at the server and are then served.
+
+        Requests that run: `abort` ends them with what they have, and returns when the last is gone, in whole seconds.
+        `retract` takes them back to the queue at once and gives up their KV: cached prefixes can be flushed, and on `resume`
+        they are computed anew, by the weights of then. `in_place` holds them as they are with their KV, and they go on with
+        it; the cache must not be flushed meanwhile: see `update_from_distributed`.
+
+        A router does not pass this on: it is said to each server.
+        """
         await self._post("/pause_generation", {"mode": mode}, deadline_s)
 
     async def resume(self, deadline_s: float = CALL_S) -> None:
-        """Go on generating after `pause`."""
+        """Go on generating after `pause`: requests that it held or took back first, then those that wait."""
         await self._post("/continue_generation", {}, deadline_s)
 
     async def sleep(self, parts: Sequence[ServerPart], deadline_s: float = CALL_S) -> None:
@@ -220,10 +240,15 @@ class ServerClient:
         shapes: Sequence[Sequence[int]],
         group: str,
         deadline_s: float,
+        *,
+        flush_cache: bool = True,
     ) -> None:
-        """Receive one flattened bucket in the group's next broadcast, load it, and forget cached prefixes.
+        """Receive one flattened bucket in the group's next broadcast and load it. Returns when it is loaded.
 
-        Returns when it is loaded. The server waits until no request runs.
+        flush_cache: forget cached prefixes as well. A server that is paused with requests held `in_place` dies of that:
+        False keeps their KV, which the old weights made, and every cached prefix with it.
+
+        A server that is not paused waits until no request runs; a paused one loads at once, beside what it holds.
         """
         body = {
             "names": list(names),
@@ -232,12 +257,12 @@ class ServerClient:
             "group_name": group,
             "load_format": "flattened_bucket",
             # With each bucket, because it is nearly free here, and a third of a second as a call of its own.
-            "flush_cache": True,
+            "flush_cache": flush_cache,
         }
         await self._post("/update_weights_from_distributed", body, deadline_s)
 
     async def set_weight_version(self, version: int, deadline_s: float = CALL_S) -> None:
-        """Have the server write this version into its answers."""
+        """Have the server write this version into its answers, for the tokens that it makes from now on."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._post("/update_weight_version", body, deadline_s)
 
@@ -252,24 +277,25 @@ class ServerClient:
                 # The caller bounds what is in flight; deadlines are per call.
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                read_bufsize=READ_BYTES,
             )
         return self._session
 
-    async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float) -> Any:
+    async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float) -> bytes:
         async with _deadline(deadline_s, self._what(path)):
-            return await self._send("POST", path, body, deadline_s)
+            return await self._send("POST", path, orjson.dumps(body))
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float) -> Any:
+    async def _send(self, method: str, path: str, body: bytes | None) -> bytes:
         try:
-            async with self._open().request(method, path, json=body) as answer:
-                if answer.status != 200:
-                    text = (await answer.text())[:ANSWER_SHOWN]
-                    raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
-                if answer.content_type == "application/json":
-                    return await answer.json()
-                return await answer.text()
+            headers = JSON if body is not None else None
+            async with self._open().request(method, path, data=body, headers=headers) as answer:
+                told = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnreachableError(f"{self._what(path)}: no answer: {type(error).__name__}: {error}") from error
+        if answer.status != 200:
+            text = told.decode("utf-8", "replace")[:ANSWER_SHOWN]
+            raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
+        return told
 
 
 class _deadline:
@@ -289,31 +315,3 @@ class _deadline:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError as late:
             raise DeadlineError(f"{self._what}: no answer within {self._seconds:g} s") from late
-
-
-def _generation(answer: Mapping[str, Any]) -> Generation:
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]
-    rows = meta["output_token_logprobs"]
-    token_ids = np.array(answer["output_ids"], dtype=np.int64)
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
-    return Generation(
-        token_ids=token_ids,
-        logprobs=np.array([row[0] for row in rows], dtype=np.float32),
-        text=answer["text"],
-        finish=reason["type"],
-        finish_message=str(reason.get("message") or ""),
-        versions=tuple(VersionSpan(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans),
-        prompt_tokens=int(meta["prompt_tokens"]),
-        cached_tokens=int(meta["cached_tokens"]),
-        routing=_routing(meta, len(token_ids)),
-    )
-
-
-def _routing(meta: Mapping[str, Any], num_tokens: int) -> RoutingArray | None:
-    """SGLang writes the chosen experts as base64 of int32 [P + R - 1, layers, k]."""
-    text = meta.get("routed_experts")
-    if text is None:
-        return None
-    rows = int(meta["prompt_tokens"]) + num_tokens - 1
-    return np.frombuffer(base64.b64decode(text), dtype=np.int32).reshape(rows, -1).astype(np.int16)

@@ -19,7 +19,8 @@ from megarl.core.platform import get_platform
 from megarl.core.types import Column, Shard, VersionSpan
 from megarl.data.pack import merge_shards, split_column
 from megarl.rewards.grade import Grade, failed
-from megarl.serving.client import Generation, ServerEndpoint
+from megarl.serving.answers import Generation
+from megarl.serving.client import ServerEndpoint
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
@@ -205,7 +206,9 @@ class Client:
         self._asked: Counter[bytes] = Counter()
         self._in_flight = 0
 
-    async def generate(self, token_ids: Any, sampling: Sampling, deadline_s: float) -> Generation:
+    async def generate(
+        self, token_ids: Any, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None
+    ) -> Generation:
         """A response whose log-probs and end follow from its tokens."""
         self._in_flight += 1
         self._book.note(

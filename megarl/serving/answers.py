@@ -1,0 +1,187 @@
+"""Reads SGLang's answer of /generate, from the bytes that came to arrays. Not for how it is asked for (client.py).
+
+A collector reads every token of a run here, so it is kept short of Python per token: orjson, then arrays filled from
+lists. SGLang has no compact form of output log-probs (`return_flat_raw_top_logprobs` speaks of prompts alone).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+import orjson
+
+from megarl.core.errors import MegarlError
+from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
+
+FinishReason = Literal["stop", "length", "abort"]
+
+SHOWN = 200  # characters of an answer that an error shows
+
+T = TypeVar("T")
+_MISSING = object()
+_first = itemgetter(0)
+
+
+class AnswerError(MegarlError):
+    """A server answered with something else than it should: names the server, the field, and what stands there."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a server generated.
+
+    token_ids: [R], the end token that was sampled included. logprobs: [R], natural log, of the temperature-scaled
+    distribution. text: without special tokens. versions: which weights generated which of the tokens.
+    routing: [P + R - 1, layers x k], the experts chosen for each token but the last, where they were asked for.
+    matched: the token or the string that ended it, which the text leaves out; None where neither did.
+
+    One that ends with `abort` has what there was: every token with its log-prob and its version. Its last token was not
+    looked at any more: it may be an end token.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    text: str
+    finish: FinishReason
+    finish_message: str
+    versions: tuple[VersionSpan, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    routing: RoutingArray | None = None
+    matched: int | str | None = None
+
+    def first(self, count: int) -> Generation:
+        """The first so many tokens, with what belongs to them; the text stays that of the whole."""
+        routing = None if self.routing is None else self.routing[: max(0, self.prompt_tokens + count - 1)]
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            versions=clip(self.versions, count),
+            routing=routing,
+        )
+
+
+def clip(spans: Iterable[VersionSpan], count: int) -> tuple[VersionSpan, ...]:
+    """The spans of the first `count` tokens."""
+    return tuple(VersionSpan(s.version, s.start, min(s.end, count)) for s in spans if s.start < count)
+
+
+def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
+    """The answer of /generate. where: the server and endpoint, for errors; num_prompt: tokens that were sent.
+
+    Raises AnswerError.
+    """
+    answer = read_json(body, where)
+    token_ids = _token_ids(field(answer, "output_ids", list, where), where)
+    meta = field(answer, "meta_info", dict, where)
+    reason = field(meta, "finish_reason", dict, where, "meta_info.")
+    finish = field(reason, "type", str, where, "meta_info.finish_reason.")
+    if finish not in get_args(FinishReason):
+        raise AnswerError(
+            f"{where} answered finish_reason.type={finish!r}; known are {', '.join(get_args(FinishReason))}."
+        )
+    matched = reason.get("matched")
+    # A request that is ended while it waits in the server's queue is answered without these.
+    num_prompt = int(meta.get("prompt_tokens", num_prompt))
+    return Generation(
+        token_ids=token_ids,
+        logprobs=_logprobs(field(meta, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where),
+        text=field(answer, "text", str, where),
+        finish=finish,  # type: ignore[arg-type]
+        finish_message=str(reason.get("message") or ""),
+        versions=_versions(meta, len(token_ids), where),
+        prompt_tokens=num_prompt,
+        cached_tokens=int(meta.get("cached_tokens", 0)),
+        routing=_routing(meta.get("routed_experts"), num_prompt + len(token_ids) - 1, where),
+        matched=matched if isinstance(matched, (int, str)) else None,
+    )
+
+
+def read_prompt_logprobs(body: bytes, where: str) -> FloatArray:
+    """Log-probs of a prompt's tokens but the first, out of an answer of /generate: [P - 1]. Raises AnswerError."""
+    meta = field(read_json(body, where), "meta_info", dict, where)
+    rows = field(meta, "input_token_logprobs", list, where, "meta_info.")[1:]  # nothing stands before the first
+    return _floats(rows, "input_token_logprobs", where)
+
+
+def read_json(body: bytes, where: str) -> Any:
+    """What JSON says. Raises AnswerError where it is none."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise AnswerError(f"{where} answered what is no JSON ({error}): {shown(body)}") from error
+
+
+def field(answer: Any, name: str, kind: type[T], where: str, path: str = "") -> T:
+    """A field of an answer, of this type. path: where the field stands, for the error: AnswerError."""
+    found = answer.get(name, _MISSING) if isinstance(answer, dict) else _MISSING
+    if isinstance(found, kind):
+        return found
+    told = "is missing" if found is _MISSING else f"is {shown(repr(found).encode())}"
+    raise AnswerError(f"{where}: {path}{name} {told}; expected is a {kind.__name__}. Is this an SGLang server?")
+
+
+def shown(body: bytes) -> str:
+    """The beginning of an answer, for an error."""
+    text = body[: 4 * SHOWN].decode("utf-8", "replace")
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _token_ids(ids: list[Any], where: str) -> IntArray:
+    try:
+        # Unlike numpy, this refuses a float.
+        return np.frombuffer(array("q", ids), np.int64)
+    except (TypeError, OverflowError) as error:
+        raise AnswerError(f"{where}: output_ids are no token ids: {error}") from error
+
+
+def _logprobs(rows: Sequence[Any], count: int, where: str) -> FloatArray:
+    """Rows are [log-prob, token, text or null]."""
+    if len(rows) != count:
+        raise AnswerError(f"{where}: meta_info.output_token_logprobs has {len(rows)} rows for {count} output_ids.")
+    return _floats(rows, "output_token_logprobs", where)
+
+
+def _floats(rows: Sequence[Any], name: str, where: str) -> FloatArray:
+    try:
+        return np.frombuffer(array("f", list(map(_first, rows))), np.float32)
+    except (TypeError, IndexError, KeyError) as error:
+        raise AnswerError(
+            f"{where}: meta_info.{name} has a row whose first entry is no number ({error}): a log-prob that is "
+            "not finite is written as null."
+        ) from error
+
+
+def _versions(meta: dict[str, Any], count: int, where: str) -> tuple[VersionSpan, ...]:
+    rows = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": count}]
+    try:
+        spans = tuple(VersionSpan(int(row["version"]), int(row["start"]), int(row["end"])) for row in rows)
+    except (TypeError, KeyError, ValueError) as error:
+        raise AnswerError(
+            f"{where}: weight versions are {shown(orjson.dumps(rows))}; a version is a number here. Start the server with "
+            "--weight-version 0."
+        ) from error
+    ends = [0, *(span.end for span in spans)]
+    if ends[-1] != count or any(span.start != end for span, end in zip(spans, ends, strict=False)):
+        raise AnswerError(
+            f"{where}: the spans {shown(orjson.dumps(rows))} of weight versions do not cover {count} tokens."
+        )
+    return tuple(span for span in spans if span.end > span.start)
+
+
+def _routing(text: str | None, rows: int, where: str) -> RoutingArray | None:
+    """SGLang writes the chosen experts as base64 of int32 [P + R - 1, layers, k]."""
+    if text is None:
+        return None
+    try:
+        return np.frombuffer(base64.b64decode(text), dtype=np.int32).reshape(rows, -1).astype(np.int16)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise AnswerError(f"{where}: meta_info.routed_experts is no table of {rows} rows: {error}") from error
