@@ -80,14 +80,20 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/staleness_max": MetricSpec("versions", "the most that one is behind", ".0f"),
     "rollout/staleness/NUMBER": MetricSpec("fraction", "samples that are NUMBER versions behind / samples", ".3f"),
     "rollout/versions_per_sample": MetricSpec("versions", "weight versions that wrote a sample, mean", ".2f"),
-    "rollout/carried_tokens": MetricSpec("fraction", "trained tokens of older versions than the newest / trained tokens", ".3f"),
+    "rollout/carried_tokens": MetricSpec(
+        "fraction", "trained tokens of older versions than the newest / trained tokens", ".3f"
+    ),
     "rollout/groups_running": MetricSpec("groups", "under way once the step had its own", ".0f"),
     "rollout/groups_finished": MetricSpec("groups", "finished and left over once the step had its own", ".0f"),
     "rollout/requests_queued": MetricSpec("requests", "that waited for their turn at the collectors", ".0f"),
     "rollout/dropped/REASON": MetricSpec(
-        "groups", "not trained on, because of REASON, since the run or its resume began: zero_variance, late, stale", ".0f"
+        "groups",
+        "not trained on, because of REASON, since the run or its resume began: zero_variance, late, stale",
+        ".0f",
     ),
-    "rollout/groups_lost": MetricSpec("groups", "asked for anew because the collector that held them died, so far", ".0f"),
+    "rollout/groups_lost": MetricSpec(
+        "groups", "asked for anew because the collector that held them died, so far", ".0f"
+    ),
     "perf/servers_idle": MetricSpec(
         "fraction", "of the time since the step before, the mean over servers without a request", ".3f"
     ),

@@ -127,7 +127,8 @@ class Eval(Section):
     samples_per_prompt: PositiveInt = Field(1, description="answers to each prompt")
     max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
     overlap: bool = Field(
-        False, description="training goes on meanwhile, up to the next weight sync; the figures are written one step later"
+        False,
+        description="training goes on meanwhile, up to the next weight sync; the figures are written one step later",
     )
     grader: str | None = Field(
         None, description="grader whose score says what is right (at least 0.5); default: the whole reward does"

@@ -21,12 +21,13 @@ from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout import filters
 from megarl.rollout.batcher import Part
-from megarl.rollout.episode import Decode, Episode
 from megarl.rollout.facts import Flags, GroupFacts
 from megarl.rollout.gate import Gate
 from megarl.rollout.notices import Notices
+from megarl.rollout.pieces import Decode
 from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
+from megarl.rollout.single_turn import Episode
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, News
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
@@ -92,7 +93,7 @@ class Collector:
             eval_prompts=held_out,
             client=ServerClient(router),
             graders=Graders.open(recipe.reward, notices.tell),
-            decode=lambda ids: str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)),
+            decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             num_collectors=num_collectors,
             notices=notices,
         )
@@ -232,14 +233,13 @@ class Collector:
         sample = None
         while sample is None:
             async with self._gate.request(expected):
-                sample = await episode.ask(
+                sample = await episode.go_on(
                     self._client,
                     self._decode,
                     deadline_s=self._recipe.deadlines.rollout_s,
                     piece_tokens=self._recipe.rollout.piece_tokens,
+                    expects_cuts=lambda: self._gate.closed,
                 )
-            if sample is None and self._gate.closed:
-                episode.cut_off()
         if sample.status is not Status.FAILED:
             grade = await self._graders.grade(
                 prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id

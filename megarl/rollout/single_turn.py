@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,40 +17,54 @@ from megarl.serving.sampling import Sampling
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
-async def generate_sample(
-    client: ServerClient,
-    prompt: Prompt,
-    sampling: Sampling,
-    *,
-    sample_id: str,
-    group_id: str,
-    deadline_s: float,
-    pieces: list[Generation] | None = None,
-    piece_tokens: int | None = None,
-    decode: Decode | None = None,
-) -> Sample:
-    """Sample one response to a prompt, or go on with one.
+# Without being asked to, a server may cut a request off a few times; one that always does would be asked for ever.
+MOST_CUTS = 8
 
-    pieces: what there is of the response; grows as more comes, so that the caller can go on with it after a sample that
-    failed. piece_tokens: ask for so many tokens at a time. decode: makes the text of a response of several pieces.
 
-    A request that no server answers in time, or that a server cut off, gives a sample of Status.FAILED, whose metadata says
-    why under `failure`: one lost request must not end a step.
-    """
-    pieces = [] if pieces is None else pieces
-    try:
-        ended = await extend(client, prompt, sampling, pieces, deadline_s=deadline_s, piece_tokens=piece_tokens)
-    except (ServerUnreachableError, ServerError, AnswerError, DeadlineError) as error:
-        return failed_sample(prompt, str(error), sample_id=sample_id, group_id=group_id)
-    if not ended:
-        return failed_sample(prompt, "the server aborted it", sample_id=sample_id, group_id=group_id)
-    generation = join(pieces)
-    if len(pieces) > 1 or generation.finish == "abort":
-        assert decode is not None, f"{sample_id}: a response of {len(pieces)} pieces needs `decode` for its text"
-        generation = joined_text(prompt.token_ids, generation, sampling.stop, decode)
-    if generation.finish == "abort":  # cut off at its longest
-        generation = replace(generation, finish="length")
-    return to_sample(prompt, generation, sample_id=sample_id, group_id=group_id)
+@dataclass
+class Episode:
+    """One response in the making: what there is of it, in pieces."""
+
+    prompt: Prompt
+    sampling: Sampling
+    sample_id: str
+    group_id: str
+    pieces: list[Generation] = field(default_factory=list)
+    cuts: int = 0  # that nobody here asked for
+
+    async def go_on(
+        self,
+        client: ServerClient,
+        decode: Decode,
+        *,
+        deadline_s: float,
+        piece_tokens: int | None = None,
+        expects_cuts: Callable[[], bool] = lambda: False,
+    ) -> Sample | None:
+        """Ask for what is missing. None: it was cut off; what there is stays, and it can go on later.
+
+        A request that no server answers in time gives a sample of Status.FAILED, whose metadata says why under `failure`:
+        one lost request must not end a step. piece_tokens: ask for so many tokens at a time. decode: makes the text of a
+        response of several pieces. expects_cuts: whether we had requests ended, as it is told of one.
+        """
+        try:
+            ended = await extend(
+                client, self.prompt, self.sampling, self.pieces, deadline_s=deadline_s, piece_tokens=piece_tokens
+            )
+        except (ServerUnreachableError, ServerError, AnswerError, DeadlineError) as error:
+            return self._failed(str(error))
+        if not ended:
+            self.cuts += not expects_cuts()
+            return self._failed("the server aborted it, again and again") if self.cuts > MOST_CUTS else None
+        whole = join(self.pieces)
+        if len(self.pieces) > 1 or whole.finish == "abort":
+            whole = joined_text(self.prompt.token_ids, whole, self.sampling.stop, decode)
+        if whole.finish == "abort":  # cut off at its longest
+            whole = replace(whole, finish="length")
+        return to_sample(self.prompt, whole, sample_id=self.sample_id, group_id=self.group_id)
+
+    def _failed(self, why: str) -> Sample:
+        return failed_sample(self.prompt, why, sample_id=self.sample_id, group_id=self.group_id)
 
 
 def to_sample(prompt: Prompt, generation: Generation, *, sample_id: str, group_id: str) -> Sample:
