@@ -5,13 +5,13 @@ Collectors keep the tokens; the coordinator decides by these what a step is made
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import FloatArray, IntArray, Sample, Status, VersionSpan
+from megarl.core.types import FloatArray, IntArray, VersionSpan
 
 Flags = NDArray[np.bool_]
 
