@@ -8,7 +8,7 @@ megarl.algorithms.ragged; a weight outside of the mask is 0. The denominator of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -107,21 +107,60 @@ CORRECTIONS: Mapping[str, Callable[..., Correction]] = MappingProxyType(
 )
 
 
-def effective_sample_size(weights: Floats, mask: Mask) -> float:
-    """(sum w)^2 / (K sum w^2) over the K positions of the mask: the share of them that the weighted mean is worth.
+class WeightSums(NamedTuple):
+    """Sums over trained positions that tell what a correction did; those of several parts add up.
 
-    Kong (1992). 1 where all weights are equal, 1 / K where one has all; 0 where nothing has any weight.
-    weights: [T], not negative.
+    num: positions. weights, squares: sums of w and of w^2. touched: positions where a bound decided.
     """
-    inside = weights[mask != 0].astype(np.float64)
-    squares = float((inside**2).sum())
-    return float(inside.sum() ** 2 / (len(inside) * squares)) if squares else 0.0
+
+    num: int = 0
+    weights: float = 0.0
+    squares: float = 0.0
+    touched: int = 0
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(sum w)^2 / (K sum w^2) over K positions: the share of them that the weighted mean is worth.
+
+        Kong (1992). 1 where all weights are equal, 1 / K where one has all; 0 where nothing has any weight.
+        """
+        return self.weights * self.weights / (self.num * self.squares) if self.squares else 0.0
+
+    @property
+    def share_touched(self) -> float:
+        """Positions where a bound decided / positions; 0 where there are none."""
+        return self.touched / self.num if self.num else 0.0
+
+
+def weight_sums(correction: Correction, mask: Mask) -> WeightSums:
+    """The sums of a correction [T] over the mask [T]."""
+    chosen = mask != 0
+    inside = correction.weights[chosen].astype(np.float64)
+    touched = int(correction.touched[chosen].sum())
+    return WeightSums(len(inside), float(inside.sum()), float((inside * inside).sum()), touched)
+
+
+def add_up(parts: Iterable[WeightSums]) -> WeightSums:
+    """The sums over all parts."""
+    whole = WeightSums()
+    for part in parts:
+        whole = WeightSums(
+            whole.num + part.num,
+            whole.weights + part.weights,
+            whole.squares + part.squares,
+            whole.touched + part.touched,
+        )
+    return whole
+
+
+def effective_sample_size(weights: Floats, mask: Mask) -> float:
+    """That of WeightSums, of weights [T] that are not negative, over the mask [T]."""
+    return weight_sums(Correction(np.asarray(weights), np.zeros(len(mask), np.bool_)), mask).effective_sample_size
 
 
 def share_touched(touched: NDArray[np.bool_], mask: Mask) -> float:
-    """Positions of the mask where a bound decided / positions of the mask; 0 where there are none."""
-    chosen = mask != 0
-    return float(touched[chosen].mean()) if chosen.any() else 0.0
+    """That of WeightSums, of touched [T], over the mask [T]."""
+    return weight_sums(Correction(np.zeros(len(mask), np.float32), touched), mask).share_touched
 
 
 def _weights(values: Floats, chosen: NDArray[np.bool_]) -> FloatArray:

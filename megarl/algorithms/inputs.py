@@ -22,7 +22,7 @@ from megarl.algorithms.advantage import (
     remax_advantages,
     rloo_advantages,
 )
-from megarl.algorithms.returns import distill_advantages, gae, reinforce_pp_advantages
+from megarl.algorithms.returns import discounted_returns, distill_advantages, gae, reinforce_pp_advantages
 from megarl.core.errors import UserError
 
 Inputs = Mapping[str, str]
@@ -74,6 +74,9 @@ SAMPLE_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 TOKEN_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"gae": gae, "reinforce_pp": reinforce_pp_advantages, "distill": distill_advantages}
 )
+
+# What is whitened at its end, whatever a recipe says, without that: for steps that lie in several parts.
+WHITENED: Mapping[str, Callable[..., Any]] = MappingProxyType({"reinforce_pp": discounted_returns})
 
 
 def wanted(function: Callable[..., Any], inputs: Inputs) -> frozenset[str]:

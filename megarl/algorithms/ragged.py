@@ -94,11 +94,16 @@ def scatter(values: Floats, at: Trained, out: FloatArray) -> None:
 
 
 def sequence_sums(values: Floats, mask: Mask, cu_seqlens: Bounds) -> NDArray[np.float64]:
-    """Sum of each sequence's values where the mask is set: [S] float64; 0 where there are none."""
+    """Sum of each sequence's values where the mask is set: [S] float64; 0 where there are none.
+
+    The same to the bit whatever lies before and behind a sequence.
+    """
     check_ragged(mask, cu_seqlens, values=values)
     at = trained(mask, cu_seqlens)
-    running = np.concatenate([[0.0], np.cumsum(values[at.where], dtype=np.float64)])
-    sums: NDArray[np.float64] = running[at.bounds[1:]] - running[at.bounds[:-1]]
+    sums = np.zeros(len(at.counts), np.float64)
+    some = at.counts > 0
+    if some.any():
+        sums[some] = np.add.reduceat(values[at.where].astype(np.float64), at.bounds[:-1][some])
     return sums
 
 

@@ -1,18 +1,20 @@
 """Token-level rewards, returns and advantages over ragged sequences: for algorithms with a critic, or with KL in the reward.
 
-numpy; runs where the whole batch is at hand, since whitening is over all of it. All columns are [T], label-aligned; S
-sequences lie end to end as `cu_seqlens` [S + 1] says; `mask` [T] is 1 where a label is trained on. What lies between
-two trained tokens of a sequence (the words of a tool or a user) is stepped over: the next state is that of the next
-trained token. Positions outside of the mask are 0 in every result.
+numpy. What is over the whole batch (whitening, the explained variance) can be made of the moments of its parts. All
+columns are [T], label-aligned; S sequences lie end to end as `cu_seqlens` [S + 1] says; `mask` [T] is 1 where a label is
+trained on. What lies between two trained tokens of a sequence (the words of a tool or a user) is stepped over: the next
+state is that of the next trained token. Positions outside of the mask are 0 in every result.
 """
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from megarl.algorithms.limits import MAX_LOG_RATIO
+from megarl.algorithms.moments import Moments, moments
 from megarl.algorithms.ragged import (
     Bounds,
     Floats,
@@ -80,13 +82,16 @@ def discounted_returns(token_rewards: Floats, mask: Mask, cu_seqlens: Bounds, *,
     return result
 
 
-def whiten(values: Floats, mask: Mask, *, shift: bool = True, eps: float = 1e-8) -> FloatArray:
+def whiten(
+    values: Floats, mask: Mask, *, shift: bool = True, eps: float = 1e-8, over: Moments | None = None
+) -> FloatArray:
     """(x - mean) / (std + eps) over all positions of the mask: [T] float32, 0 elsewhere. PPO's and REINFORCE++'s.
 
     The standard deviation is the population's. Without shift the mean is added again, as for rewards, whose zero means
     something. Values that are all equal give exactly 0 (their mean without shift).
 
-    values: [T]. Raises ValueError where the shapes differ.
+    values: [T]. over: moments of all that is whitened together, where this is a part of it; default: of the values.
+    Raises ValueError where the shapes differ.
     """
     if values.shape != mask.shape:
         raise ValueError(f"values and mask must both be [T]; got {values.shape} and {mask.shape}")
@@ -94,10 +99,10 @@ def whiten(values: Floats, mask: Mask, *, shift: bool = True, eps: float = 1e-8)
     result = np.zeros(len(values), np.float32)
     inside = values[chosen].astype(np.float64)
     if len(inside):
-        mean = inside.mean()
+        over = moments(inside) if over is None else over
         # Rounding of the mean must not become a signal when a tiny standard deviation divides it.
-        white = np.zeros_like(inside) if np.ptp(inside) == 0 else (inside - mean) / (inside.std() + eps)
-        result[chosen] = white if shift else white + mean
+        white = np.zeros_like(inside) if over.are_equal else (inside - over.mean) / (sqrt(over.variance) + eps)
+        result[chosen] = white if shift else white + over.mean
     return result
 
 
@@ -181,9 +186,15 @@ def explained_variance(values: Floats, returns: Floats, mask: Mask) -> float:
     """
     chosen = np.asarray(mask) != 0
     target = returns[chosen].astype(np.float64)
-    if not len(target) or np.ptp(target) == 0:
-        return 0.0
-    return float(1 - (target - values[chosen]).var() / target.var())
+    return explained_share(moments(target - values[chosen]), moments(target))
+
+
+def explained_share(residuals: Moments, returns: Moments) -> float:
+    """The explained variance of moments, which may be merged from parts.
+
+    residuals: of returns - values. returns: of the returns. 0 where the returns do not vary.
+    """
+    return 0.0 if returns.are_equal or not returns.variance else 1 - residuals.variance / returns.variance
 
 
 def _next(values: FloatArray, at: Trained) -> FloatArray:

@@ -21,8 +21,8 @@ from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
-from megarl.rollout.advantages import column_names
 from megarl.rollout.collector import Collector
+from megarl.rollout.local_advantages import column_names
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
 

@@ -17,6 +17,7 @@ from megarl.algorithms.inputs import (
     SAMPLE_INPUTS,
     TOKEN_ADVANTAGES,
     TOKEN_INPUTS,
+    WHITENED,
     check_function,
     parameters,
     wanted,
@@ -119,6 +120,27 @@ def is_per_token(advantage: Callable[..., Any]) -> bool:
 def is_whitened(algorithm: Algorithm) -> bool:
     """Whether algorithm.whiten is about this advantage: GAE's leave its function as they are."""
     return algorithm.advantage == "gae"
+
+
+def before_whitening(algorithm: Algorithm) -> tuple[Callable[..., Any], bool]:
+    """An advantage's function without the whitening at its end, if it has one, and whether its result has to be whitened.
+
+    For where a step lies in several parts: whitening is over all of them. Raises UserError for a path that leads nowhere.
+    """
+    raw = WHITENED.get(algorithm.advantage)
+    if raw is not None:
+        return raw, True
+    return advantage_function(algorithm), algorithm.whiten and is_whitened(algorithm)
+
+
+def needs_one_collector(algorithm: Algorithm) -> bool:
+    """Whether the advantage has to see all tokens of a step in one place: a user's own function of tokens does.
+
+    Raises UserError for a path that leads nowhere.
+    """
+    if not is_own(algorithm.advantage) or not asked(algorithm, "look").advantages:
+        return False
+    return is_per_token(advantage_function(algorithm))
 
 
 def settings(algorithm: Algorithm) -> dict[str, Any]:

@@ -14,17 +14,19 @@ import numpy as np
 
 from megarl.algorithms import correction as importance
 from megarl.algorithms.inputs import call
-from megarl.algorithms.kl_control import AdaptiveKl, FixedKl
+from megarl.algorithms.kl_control import AdaptiveKl
 from megarl.algorithms.ragged import sequence_sums
 from megarl.algorithms.returns import AdvantagesAndReturns, explained_variance, kl_penalty, token_rewards, whiten
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
 from megarl.core.types import Column, FloatArray, MicroBatch, Sample, Shard
 from megarl.data.pack import FILLER_INDEX
-from megarl.recipe.algorithm import Algorithm, Correction
+from megarl.recipe.algorithm import Correction
 from megarl.recipe.functions import advantage_function, asked, is_per_token, is_whitened, settings
 from megarl.recipe.schema import Recipe
 from megarl.rollout import filters
+from megarl.rollout.local_advantages import column_names
+from megarl.rollout.step_advantages import kl_weight
 
 Columns = Mapping[str, Sequence[Column]]  # by name; one column a shard
 
@@ -35,15 +37,6 @@ class Learnable:
 
     columns: dict[str, list[Column]]
     metrics: dict[str, float]
-
-
-def column_names(recipe: Recipe) -> tuple[str, ...]:
-    """The columns that `Advantages.of_step` makes, in order."""
-    algorithm = recipe.algorithm
-    names = ["advantages"] if asked(algorithm, "look").advantages else []
-    names += ["returns"] if recipe.critic is not None else []
-    names += ["old_logprobs"] if algorithm.old_logprobs == "rollout" else []
-    return tuple(names)
 
 
 class Step:
@@ -125,7 +118,7 @@ class Advantages:
         algorithm = recipe.algorithm
         self._asked = asked(algorithm, "look")
         self._function = advantage_function(algorithm) if self._asked.advantages else None
-        self._kl = _kl_weight(algorithm)
+        self._kl = kl_weight(algorithm)
 
     @property
     def needs_greedy(self) -> bool:
@@ -256,13 +249,6 @@ class Advantages:
             return np.asarray(result, np.float32), None
         white = algorithm.whiten and is_whitened(algorithm)
         return (whiten(result.advantages, step.mask) if white else result.advantages), result.returns
-
-
-def _kl_weight(algorithm: Algorithm) -> FixedKl | AdaptiveKl:
-    steered = algorithm.kl_control
-    if steered is None:
-        return FixedKl(algorithm.kl_coef)
-    return AdaptiveKl(algorithm.kl_coef, target=steered.target, horizon=steered.horizon)
 
 
 def _correction(

@@ -17,7 +17,8 @@ from megarl.recipe.algorithm import Algorithm, Correction, KlControl
 from megarl.recipe.roles import Critic, RewardModel
 from megarl.recipe.run import Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
-from megarl.rollout.advantages import Advantages, Learnable, Step, column_names
+from megarl.rollout.advantages import Advantages, Learnable, Step
+from megarl.rollout.local_advantages import column_names
 from tests.rollout.samples import make_prompt, make_sample
 
 # Two groups of two: prompts of 2 tokens, responses of 3, 1, 2 and 2.
