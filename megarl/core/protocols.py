@@ -32,6 +32,10 @@ class Pending(Protocol[Given_co]):
         """What it gives, where it has ended; None while it goes on."""
 
 
+# Metrics of a step that come by themselves: those of an update, or of an evaluation.
+Coming = Pending[Metrics] | Pending[EvalResult]
+
+
 class Learnable(Protocol):
     """What a step is learned from."""
 
@@ -81,7 +85,7 @@ class WeightSync(Protocol):
 class Recorder(Protocol):
     """Commits checkpoints and records metrics; knows whether somebody has asked for the run to stop."""
 
-    def expect(self, step: int, coming: Pending[Metrics] | Pending[EvalResult]) -> None:
+    def expect(self, step: int, coming: Coming) -> None:
         """Metrics that belong to a step, and come when they come: its line waits for them, the loop does not."""
 
     def end_of(self, step: int, metrics: Metrics, failure: str = "") -> None:

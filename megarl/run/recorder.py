@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from megarl.core.protocols import Metrics, Pending, State
+from megarl.core.protocols import Coming, Metrics, Pending, State
 from megarl.core.stop import StopRequest
 from megarl.core.types import EvalResult
 from megarl.models.flops import mfu
@@ -18,9 +18,6 @@ from megarl.recipe.run import Cluster
 from megarl.report.console import RunConsole
 from megarl.report.writers import Writers
 from megarl.training.run_checkpoints import Checkpoints, Committed
-
-# Metrics of a step that come by themselves: those of an update, or of an evaluation.
-Coming = Pending[Metrics] | Pending[EvalResult]
 
 
 @dataclass
