@@ -33,12 +33,14 @@ from megarl.cluster.rollout import Learnable
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.layout import Layout
+from megarl.core.pending import Finished
 from megarl.core.platform import get_platform
+from megarl.core.protocols import Handles, State
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, Column, EvalResult, MicroBatch, MiniBatch, Shard
 from megarl.recipe.run import Deadlines, Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
-from megarl.train import Handles, State, train
+from megarl.train import train
 
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
 
@@ -124,7 +126,7 @@ class StubRollout:
     worker: Worker
     waiter: Waiter
 
-    def generate(self, step: int, weight_version: int) -> Batch:
+    def next(self, step: int, weight_version: int) -> Batch:
         info, shard = self.worker.handle.generate.options(num_returns=2).remote(step, weight_version)
         return Batch((shard,), self._wait(info))
 
@@ -134,7 +136,7 @@ class StubRollout:
         self._wait(done)
         return Learnable({"advantages": (column,)}, {})
 
-    def evaluate(self, step: int, weight_version: int) -> EvalResult:
+    def evaluate(self, step: int, weight_version: int) -> Finished[EvalResult]:
         raise AssertionError("this recipe has no held-out rows")
 
     def _wait(self, ref: object) -> object:
@@ -155,7 +157,7 @@ class StubRecorder:
     wall: list[float] = field(default_factory=list)
     last_cpu: float = field(default_factory=time.process_time)
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
+    def end_of(self, step: int, metrics: dict[str, float], failure: str = "") -> None:
         now = time.process_time()
         self.outside_waits.append(metrics["perf/driver_s"])
         self.wall.append(metrics["perf/step_s"])

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megarl.core.protocols import Batch, Pending, Recorder, References, State
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.supervised import SupervisedRecipe
-from megarl.train import Batch, Pending, Recorder, References, State, due
+from megarl.train import due
 
 
 class Feeder(Protocol):
@@ -44,7 +45,7 @@ def supervise(handles: SupervisedHandles, recipe: SupervisedRecipe, state: State
     timer = handles.timer
     held_out = handles.feeder.held_out() if recipe.data.eval is not None else None
     if held_out is not None and state.step == 0:
-        handles.recorder.record(0, evaluate(handles, held_out))
+        handles.recorder.end_of(0, evaluate(handles, held_out))
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
             with timer.phase("data"):
@@ -59,7 +60,7 @@ def supervise(handles: SupervisedHandles, recipe: SupervisedRecipe, state: State
             if stopping or due(step, recipe.train.save_every, recipe.train.steps):
                 with timer.phase("save"):
                     handles.recorder.save(state)
-        handles.recorder.record(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
+        handles.recorder.end_of(step, metrics | batch.info.metrics | timer.metrics(batch.info.num_tokens))
         if stopping:
             break
     return state

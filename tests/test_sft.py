@@ -8,22 +8,13 @@ from typing import Any
 
 import pytest
 
+from megarl.core.pending import Finished
+from megarl.core.protocols import State
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo
 from megarl.recipe.run import Model
 from megarl.recipe.supervised import HeldOut, PairData, Rm, RmRecipe, SftTrain
 from megarl.sft import SupervisedHandles, supervise
-from megarl.train import State
-
-
-@dataclass(frozen=True)
-class Done:
-    """What has begun, and is done when it is waited for."""
-
-    result: Any
-
-    def wait(self) -> Any:
-        return self.result
 
 
 @dataclass
@@ -46,21 +37,21 @@ class Recorder:
         self.calls.append("held out")
         return "held-out rows"
 
-    def logprobs(self, batch: Any) -> Done:
+    def logprobs(self, batch: Any) -> Finished[Any]:
         self.calls.append("reference")
-        return Done(("reference's",))
+        return Finished(("reference's",))
 
-    def update(self, batch: Any, columns: dict[str, Any]) -> Done:
+    def update(self, batch: Any, columns: dict[str, Any]) -> Finished[Any]:
         self.calls.append(("update", dict(columns)))
-        return Done({"rm/loss": 1.0})
+        return Finished({"rm/loss": 1.0})
 
-    def evaluate(self, batch: Any, columns: dict[str, Any]) -> Done:
+    def evaluate(self, batch: Any, columns: dict[str, Any]) -> Finished[Any]:
         assert batch == "held-out rows"
         self.calls.append(("evaluate", dict(columns)))
-        return Done({"rm/loss": 2.0, "rm/accuracy": 0.5})
+        return Finished({"rm/loss": 2.0, "rm/accuracy": 0.5})
 
-    def record(self, step: int, metrics: dict[str, float]) -> None:
-        self.calls.append(("record", step))
+    def end_of(self, step: int, metrics: dict[str, float], failure: str = "") -> None:
+        self.calls.append(("end", step))
         self.metrics[step] = metrics
 
     def save(self, state: State) -> None:
@@ -93,9 +84,9 @@ def test_a_step_without_a_reference_or_held_out_rows() -> None:
     recorder, end = run(recipe(held_out=False, save_every=2))
     step = [("update", {})]
     assert recorder.calls == [
-        *[("take", 1), *step, ("record", 1)],
-        *[("take", 2), *step, ("save", State(2, 2)), ("record", 2)],
-        *[("take", 3), *step, ("save", State(3, 3)), ("record", 3)],
+        *[("take", 1), *step, ("end", 1)],
+        *[("take", 2), *step, ("save", State(2, 2)), ("end", 2)],
+        *[("take", 3), *step, ("save", State(3, 3)), ("end", 3)],
     ]
     assert end == State(3, 3)
     assert recorder.metrics[1]["rm/loss"] == 1.0 and "perf/update_s" in recorder.metrics[1]
@@ -125,4 +116,4 @@ def test_a_run_that_goes_on_does_not_look_at_the_beginning_again() -> None:
 def test_a_run_stops_with_its_step_saved_when_asked() -> None:
     recorder, end = run(recipe(held_out=False), stop_after=2)
     assert end == State(2, 2)
-    assert recorder.calls[-2:] == [("save", State(2, 2)), ("record", 2)]
+    assert recorder.calls[-2:] == [("save", State(2, 2)), ("end", 2)]

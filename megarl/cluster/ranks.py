@@ -190,13 +190,17 @@ class RankGroup:
         ordered = tuple(reference for index in sorted(columns) for reference in columns[index])
         return Pending(self.waiter, calls, phase, role, deadline_s, finish=lambda _: ordered)
 
-    def take_peaks(self, deadline_s: float) -> dict[str, int]:
-        """Peak bytes of the fullest rank for each `role/operation` since the last call."""
+    def take_peaks(self, deadline_s: float) -> Pending[dict[str, int]]:
+        """Peak bytes of the fullest rank for each `role/operation` since the last call, of all that was asked until now."""
+
+        def fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
+            peaks: dict[str, int] = {}
+            for rank in ranks:
+                peaks |= {name: max(held, peaks.get(name, 0)) for name, held in rank.items()}
+            return peaks
+
         asked = self.ask(lambda worker, _: worker.handle.take_peaks.remote(), "memory", "ranks", deadline_s)
-        peaks: dict[str, int] = {}
-        for rank in asked.wait():
-            peaks |= {name: max(held, peaks.get(name, 0)) for name, held in rank.items()}
-        return peaks
+        return asked.then(fullest)
 
     def close(self) -> None:
         """End the ranks' processes."""

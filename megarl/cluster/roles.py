@@ -133,11 +133,11 @@ class Role:
             self.deadlines.save_s,
         ).wait()
 
-    def finish_save(self) -> None:
-        """Wait until a checkpoint that is being written is whole."""
-        self.ranks.ask(
+    def finish_save(self) -> Pending[Any]:
+        """Begin to wait for a checkpoint that is being written; whole it is in the end."""
+        return self.ranks.ask(
             lambda worker, _: worker.handle.finish_save.remote(self.name), "save", self.name, self.deadlines.save_s
-        ).wait()
+        )
 
     def load(self, folder: Path) -> None:
         """Read a distributed checkpoint."""

@@ -17,6 +17,7 @@ from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import SyncError
 from megarl.core.log import get_logger
+from megarl.core.pending import Finished
 from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, Column, EvalResult, Shard
 from megarl.recipe.roles import ServerPart
@@ -135,7 +136,7 @@ class RolloutPool:
         starts = [Call(collector, handle.facts.remote()), Call(collector, handle.start.remote())]
         return LaunchingRollout(collector, starts, servers, waiter, recipe, num_shards)
 
-    def generate(self, step: int, weight_version: int) -> Batch:
+    def next(self, step: int, weight_version: int) -> Batch:
         """One step's samples: generated, graded, filtered, packed. The servers sleep until weights come."""
         with self._serving(then_sleep=self.recipe.rollout.offload):
             generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
@@ -166,12 +167,12 @@ class RolloutPool:
         learned = {name: tuple(references[index * each : (index + 1) * each]) for index, name in enumerate(made)}
         return Learnable(learned, self._wait(metrics, "advantages", self.recipe.deadlines.train_s))
 
-    def evaluate(self, step: int, weight_version: int) -> EvalResult:
-        """Held-out answers, graded."""
+    def evaluate(self, step: int, weight_version: int) -> Finished[EvalResult]:
+        """Held-out answers, graded; all of them are there already."""
         with self._serving(then_sleep=CACHE):
             evaluate = self.collector.handle.evaluate.remote(step, weight_version)
             result: EvalResult = self._wait(evaluate, "eval", self.recipe.deadlines.rollout_s)
-        return result
+        return Finished(result)
 
     def probe(self) -> Any:
         """Reference to a shard of sequences to verify a weight sync on."""

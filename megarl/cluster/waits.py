@@ -74,6 +74,12 @@ class Pending(Generic[T]):
         """What the operation gives, once every call has ended. Raises what `Waiter.wait` raises."""
         return self.finish(self.waiter.wait(self.calls, phase=self.phase, role=self.role, deadline_s=self.deadline_s))
 
+    def poll(self) -> T | None:
+        """What the operation gives, where every call has ended; None while one goes on. Raises what `wait` raises."""
+        results = [call.result for call in self.calls]
+        ended, _ = ray.wait(results, num_returns=len(results), timeout=0)
+        return self.wait() if len(ended) == len(results) else None
+
     def then(self, finish: Callable[[T], U]) -> Pending[U]:
         """The same calls, which give something else."""
         return Pending(

@@ -33,8 +33,10 @@ class PhaseTimer:
                     ...
         timer.metrics(num_tokens)
 
-    Phases do not nest: their seconds add up to at most the step's. A phase outside of a step counts in `totals` alone.
-    on_phase: called with (step, phase) as a phase begins, with (step, None) as it ends; step is None outside of steps.
+    A phase within another interrupts it: seconds count once, and add up to at most the step's. A phase outside of a step
+    counts in `totals` alone.
+    on_phase: called with (step, phase) as a phase begins or goes on, with (step, None) as it ends; step is None outside of
+    steps.
     on_progress: called with how far the operation is that the driver waits for, as often as it looks.
     clock: seconds that only go up.
     """
@@ -48,13 +50,14 @@ class PhaseTimer:
         self.epoch = time.time()
         self.spans: list[Span] = []
         self.totals: dict[str, float] = {}  # seconds by phase since the start
-        self.last: tuple[int | None, str] | None = None  # the step and the phase that began last
+        self.last: tuple[int | None, str] | None = None  # the step and the phase that began, or went on, last
         self._on_phase = on_phase
         self.on_progress = on_progress
         self._clock = clock
         self._origin = clock()
         self._step: int | None = None
         self._phase: str | None = None
+        self._within_s = 0.0  # seconds of phases that interrupted this one
         self._waits = 0  # how many waiting() are open
         self._waited_s = 0.0
         self._step_s = 0.0
@@ -80,21 +83,24 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """One phase, by a name in PHASES; the same name may come again within a step, and adds up."""
         assert name in PHASES, f"phase {name!r} is not one of {', '.join(PHASES)}"
-        assert self._phase is None, f"phase {name!r} began inside of phase {self._phase!r}"
-        self._phase, self.last = name, (self._step, name)
+        outer, within_s = self._phase, self._within_s
+        self._phase, self._within_s, self.last = name, 0.0, (self._step, name)
         if self._on_phase is not None:
             self._on_phase(self._step, name)
         start = self.elapsed_s()
         try:
             yield
         finally:
-            seconds = self.add_span(name, "driver", start).end - start
-            self._phase = None
+            spent_s = self.add_span(name, "driver", start).end - start
+            seconds = spent_s - self._within_s
+            self._phase, self._within_s = outer, within_s + spent_s
             self.totals[name] = self.totals.get(name, 0.0) + seconds
             if self._step is not None:
                 self._phases[name] = self._phases.get(name, 0.0) + seconds
             if self._on_phase is not None:
-                self._on_phase(self._step, None)
+                self._on_phase(self._step, outer)
+        if outer is not None:  # after an error, `last` stays where that was
+            self.last = (self._step, outer)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
+from megarl.core.protocols import State
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
 from megarl.hub.recipe import localize, names_of
@@ -28,7 +29,6 @@ from megarl.report.writers import Writers, open_writers
 from megarl.run.ending import ending
 from megarl.run.preflight import CHECKPOINTS, check_start
 from megarl.run.recorder import Recorder
-from megarl.train import State
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
 EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "adapter", "curve.png", "logs/driver.log"
@@ -102,7 +102,7 @@ def say(line: str) -> None:
 
 
 def end(recorder: Recorder, state: State, recipe: AnyRecipe) -> None:
-    """Commit what is being written. Raises StoppedError where steps are left."""
+    """Write and commit what is not yet. Raises StoppedError where steps are left."""
     recorder.finish()
     if state.step < recipe.train.steps:
         raise StoppedError(

@@ -44,7 +44,7 @@ def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
         with console.status("starting the servers"):
             rollout = stack.enter_context(eval_session(recipe, checked, timer, folder, scratch))
         with console.status("answering and grading"), timer.phase("eval"):
-            result = rollout.evaluate(0, 0)
+            result = rollout.evaluate(0, 0).wait()
     (folder / "eval.json").write_text(json.dumps(result.metrics, indent=1))
     console.print(
         f"accuracy {result.accuracy:.3f}, reward {result.reward:.3f} over {result.num_samples} answers to "

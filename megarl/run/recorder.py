@@ -2,80 +2,137 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import psutil
 
+from megarl.core.protocols import Coming, Metrics, Pending, State
 from megarl.core.stop import StopRequest
+from megarl.core.types import EvalResult
 from megarl.models.flops import mfu
 from megarl.recipe.run import Cluster
 from megarl.report.console import RunConsole
 from megarl.report.writers import Writers
-from megarl.train import State
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
 
 @dataclass
+class Line:
+    """A step that has ended. coming: what its metrics wait for. peaks: bytes by role and operation until its end."""
+
+    step: int
+    metrics: Metrics
+    failure: str
+    coming: list[Coming]
+    peaks: Pending[dict[str, int]]
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being written. finishing: of each role, that its part is whole, once that has been asked."""
+
+    step: int
+    content: dict[str, Any]
+    finishing: list[Pending[Any]] | None = None
+
+
+@dataclass
 class Recorder:
-    """Records metrics and commits checkpoints for the loop."""
+    """Records metrics and commits checkpoints for the loop.
+
+    A step's line is written once all that was expected of it has come: lines in the order of the steps, those up to a
+    checkpoint before it is committed. What is asked of roles on a line's account is asked as its step ends, so that it
+    does not have to wait for what they begin afterwards.
+
+    roles: what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load().
+    data: where samples come from: state(), load_state(). take_peaks: asks for bytes by role and operation since the last call.
+    """
 
     writers: Writers
     console: RunConsole
     checkpoints: Checkpoints
-    roles: Sequence[
-        Any
-    ]  # what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load()
-    data: Any  # where samples come from: state()
-    take_peaks: Callable[[], dict[str, int]]  # bytes by role and operation since the last call
+    roles: Sequence[Any]
+    data: Any
+    take_peaks: Callable[[], Pending[dict[str, int]]]
     cluster: Cluster
     async_save: bool
     stop: StopRequest
-    _pending: tuple[int, dict[str, Any]] | None = None  # a checkpoint that is being written: step and state
+    _expected: dict[int, list[Coming]] = field(default_factory=dict)  # by step, of those that have not ended
+    _lines: deque[Line] = field(default_factory=deque)  # not written yet
+    _saving: Saving | None = None
 
-    def record(self, step: int, metrics: dict[str, float], failure: str = "") -> None:
-        """Write one step's metrics everywhere. A checkpoint of an earlier step has had that long to be written.
+    def expect(self, step: int, coming: Coming) -> None:
+        """Metrics that belong to a step, and come when they come."""
+        self._expected.setdefault(step, []).append(coming)
+
+    def end_of(self, step: int, metrics: Metrics, failure: str = "") -> None:
+        """A step is done: write its line, and those before it, where all that was expected of them is there.
 
         failure: what is said of samples without a response or a grade.
         """
-        if self._pending is not None and self._pending[0] < step:
-            self.finish()
-        peaks = {f"memory/{name}": float(held) for name, held in self.take_peaks().items()}
-        metrics = {
-            **metrics,
+        self._lines.append(Line(step, metrics, failure, self._expected.pop(step, []), self.take_peaks()))
+        if self._saving is not None and self._saving.step < step and self._saving.finishing is None:
+            self._saving.finishing = [role.finish_save() for role in self.roles]
+        while self._lines and all(coming.poll() is not None for coming in self._lines[0].coming):
+            self._write(self._lines.popleft())
+
+    def _write(self, line: Line) -> None:
+        """Write one step's metrics everywhere. A checkpoint of an earlier step has had that long to be written."""
+        if self._saving is not None and self._saving.step < line.step:
+            self._commit()
+        metrics, failure = dict(line.metrics), line.failure
+        for coming in line.coming:
+            come = coming.wait()
+            if isinstance(come, EvalResult):
+                metrics, failure = metrics | come.metrics, failure or come.failure
+            else:
+                metrics |= come
+        peaks = {f"memory/{name}": float(held) for name, held in line.peaks.wait().items()}
+        metrics |= {
             **peaks,
             **_flop_rates(metrics, self.cluster),
             "perf/rank_peak_bytes": max(peaks.values()),
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
         }
-        self.writers.write(step, metrics)
-        self.console.step(step, metrics, failure)
+        self.writers.write(line.step, metrics)
+        self.console.step(line.step, metrics, failure)
 
     def save(self, state: State) -> None:
-        """Commit a checkpoint, or begin one that the next step commits."""
+        """Commit a checkpoint, or begin one that the next step commits. All that was expected until then comes first."""
         self.finish()
         content = {"weight_version": state.weight_version, "data": self.data.state()}
         folders = self.checkpoints.begin(state.step, [role.name for role in self.roles])
         with self.checkpoints.naming(state.step):
             for role in self.roles:
                 role.save(folders[role.name], wait=not self.async_save)
-        self._pending = (state.step, content)
+        self._saving = Saving(state.step, content)
         if not self.async_save:
-            self.finish()
+            self._commit()
 
     def stopping(self) -> bool:
         """Whether the run is to end with this step."""
         return self.stop.asked
 
     def finish(self) -> None:
+        """Wait for all that is expected, write the lines of the steps that have ended, and commit what is being written."""
+        while self._lines:
+            self._write(self._lines.popleft())
+        for coming in chain.from_iterable(self._expected.values()):
+            coming.wait()
+        self._commit()
+
+    def _commit(self) -> None:
         """Commit the checkpoint that is being written; nothing where none is."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            with self.checkpoints.naming(pending[0]):
-                for role in self.roles:
-                    role.finish_save()
-            self.checkpoints.commit(*pending)
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self.checkpoints.naming(saving.step):
+                for each in saving.finishing or [role.finish_save() for role in self.roles]:
+                    each.wait()
+            self.checkpoints.commit(saving.step, saving.content)
 
     def restore(self, committed: Committed | None) -> State:
         """Bring models and data to a checkpoint; a new run starts from nothing."""

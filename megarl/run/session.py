@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from megarl.cluster.critic import LearningCritic, SyncAfterCritic
 from megarl.cluster.feeder import Feeder
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
@@ -17,6 +18,8 @@ from megarl.cluster.servers import ServerPool
 from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
+from megarl.core.pending import Joined
+from megarl.core.protocols import Pending
 from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.data.rows import data_files
@@ -43,25 +46,20 @@ class Session:
 
     roles: dict[str, Role]
 
-    def take_peaks(self) -> dict[str, int]:
-        """Peak bytes of the fullest rank by `role/operation` since the last call, over all pools."""
+    def take_peaks(self) -> Pending[dict[str, int]]:
+        """Peak bytes of the fullest rank by `role/operation` since the last call, of all that was asked until now."""
         pools = {id(role.ranks): role for role in self.roles.values()}
-        peaks: dict[str, int] = {}
-        for role in pools.values():
-            peaks |= role.ranks.take_peaks(role.deadlines.train_s)
-        return peaks
+        asked = [role.ranks.take_peaks(role.deadlines.train_s) for role in pools.values()]
+        return Joined(asked, lambda pools: {name: held for pool in pools for name, held in pool.items()})
 
 
 @dataclass(frozen=True)
 class TrainSession(Session):
-    """Of a reinforcement-learning run.
-
-    critic_has_own_devices: whether the critic shares devices with neither the actor nor the servers.
-    """
+    """Of a reinforcement-learning run. critic: `roles[CRITIC]`, as the loop talks to it; None where there is none."""
 
     rollout: RolloutPool
-    sync: WeightSync
-    critic_has_own_devices: bool
+    sync: WeightSync | SyncAfterCritic
+    critic: LearningCritic | None
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,22 @@ def _pool_slots(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Slot]]:
     return {name: list(islice(slots, pool.devices)) for name, pool in pools_of(recipe).items()}
 
 
-def _critic_has_own_devices(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot]) -> bool:
-    """Whether the critic may learn while the servers generate and the actor's weights are sent."""
+def _with_critic(
+    runtime: Runtime,
+    recipe: Recipe,
+    critic: Role | None,
+    sync: WeightSync,
+    servers: Sequence[ServerSlot],
+    timer: PhaseTimer,
+) -> tuple[LearningCritic | None, WeightSync | SyncAfterCritic]:
+    """The critic and the weight sync as the loop talks to them: whoever shares the critic's devices waits for it."""
+    if critic is None:
+        return None, sync
     homes: dict[str, str] = {role: name for name, pool in pools_of(recipe).items() for role in pool.roles}
-    if recipe.critic is None or homes[CRITIC] == homes[ACTOR]:
-        return False
-    return share_no_device(_pool_slots(runtime, recipe)[homes[CRITIC]], servers)
+    learning = LearningCritic(critic, timer, at_once=homes[CRITIC] == homes[ACTOR])
+    if share_no_device(_pool_slots(runtime, recipe)[homes[CRITIC]], servers):
+        return learning, sync
+    return learning, SyncAfterCritic(sync, learning)
 
 
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:
@@ -165,8 +173,9 @@ def train_session(
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = launching.ready()
-        sync = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe)
-        yield TrainSession(roles, rollout, sync, _critic_has_own_devices(runtime, recipe, slots))
+        pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe)
+        critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
+        yield TrainSession(roles, rollout, sync, critic)
         rollout.close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megarl.core.protocols import Handles, State
 from megarl.core.scratch import Scratch
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
@@ -18,7 +19,7 @@ from megarl.run.begin import end, finish, found, opened
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
-from megarl.train import Handles, State, train
+from megarl.train import train
 
 CRITIC_EXPORT = "hf_critic"
 
@@ -58,22 +59,20 @@ def _train(path: Path, overrides: list[str], resume: bool, go_on: bool, scratch:
         with timer.phase("sync"):
             before = session.sync.push(first.weight_version)
         if run.committed is None:
-            failure = ""
             if recipe.data.eval is not None:
                 with timer.phase("eval"):
-                    held_out = session.rollout.evaluate(0, first.weight_version)
-                before, failure = before | held_out.metrics, held_out.failure
-            recorder.record(0, before, failure)
+                    recorder.expect(0, session.rollout.evaluate(0, first.weight_version))
+            recorder.end_of(0, before)
         roles = session.roles
-        others = {name: roles.get(name) for name in ("reference", "critic", "reward_model", "teacher")}
+        others = {name: roles.get(name) for name in ("reference", "reward_model", "teacher")}
         handles = Handles(
             session.rollout,
             roles["actor"],
             **others,
+            critic=session.critic,
             sync=session.sync,
             recorder=recorder,
             timer=timer,
-            critic_has_own_devices=session.critic_has_own_devices,
         )
         end(recorder, train(handles, recipe, first), recipe)
         finish(run, roles["actor"], recipe)

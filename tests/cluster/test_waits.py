@@ -17,7 +17,7 @@ from megarl.cluster.checks import Broken, BrokenLinkError
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.waits import Call, Waiter, Worker
+from megarl.cluster.waits import Call, Pending, Waiter, Worker
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.progress import Done, Progress
 from megarl.core.timing import PhaseTimer
@@ -81,6 +81,22 @@ def test_results_come_in_the_order_of_the_calls(workers: list[Worker], waiter: W
     calls = [Call(workers[index % 2], workers[index % 2].handle.answer.remote(index)) for index in range(6)]
     assert waiter.wait(calls, phase="answer", role="helpers", deadline_s=30) == list(range(6))
     assert "answering 5" in workers[1].spec.log.read_text()
+
+
+def test_a_pending_operation_can_be_asked_whether_it_has_ended(workers: list[Worker], waiter: Waiter) -> None:
+    counting, quick = workers
+    calls = [
+        Call(counting, counting.handle.count_to_three.remote(0.5)),
+        Call(quick, quick.handle.answer.remote(1)),
+    ]
+    both: Pending[list[object]] = Pending(waiter, calls, "counting", "helper", 30, list)
+    ray.wait([calls[1].result])
+    assert both.poll() is None
+    assert both.wait() == ["done", 1] == both.poll()
+    failed = [Call(quick, quick.handle.raise_user_error.remote())]
+    ray.wait([failed[0].result])
+    with pytest.raises(UserError, match=r"counting \(helper\), helper 1"):
+        Pending(waiter, failed, "counting", "helper", 30, list).poll()
 
 
 def test_what_is_waited_for_says_how_far_it_is(workers: list[Worker], runtime: Runtime) -> None:

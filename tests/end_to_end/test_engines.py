@@ -43,7 +43,7 @@ def session(recipe: Recipe) -> Iterator[TrainSession]:
 
 
 def one_step(session: TrainSession, step: int, version: int) -> tuple[Batch, dict[str, float]]:
-    batch = session.rollout.generate(step, version)
+    batch = session.rollout.next(step, version)
     actor, reference = session.roles["actor"], session.roles["reference"]
     asked = {"old_logprobs": actor.logprobs(batch), "ref_logprobs": reference.logprobs(batch)}
     columns = {name: pending.wait() for name, pending in asked.items()}

@@ -75,7 +75,7 @@ def test_servers_that_rested_answer_the_same(session: TrainSession) -> None:
     before = answers()
     servers.sleep(PARTS, 30.0)
     with pytest.raises(SyncError, match="a weight sync comes first"):
-        session.rollout.generate(4, 3)
+        session.rollout.next(4, 3)
     session.sync.push(4)
     servers.wake(PARTS, 30.0)
     assert answers() == before
