@@ -97,6 +97,9 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/servers_idle": MetricSpec(
         "fraction", "of the time since the step before, the mean over servers without a request", ".3f"
     ),
+    "rollout/server_restarts": MetricSpec(
+        "restarts", "times so far that a server or the router was started again, since the run was last started", ".0f"
+    ),
     "rollout/zero_variance_groups": MetricSpec(
         "fraction", "groups whose rewards are all equal / groups: they teach nothing", ".3f"
     ),
