@@ -18,7 +18,7 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.errors import SyncError
 from megarl.core.log import get_logger
 from megarl.core.progress import Progress
-from megarl.core.types import BatchInfo, Column, EvalResult, Shard
+from megarl.core.types import BatchInfo, Block, EvalResult, FloatArray, ShardPlan
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.rollout.advantages import column_names
@@ -65,19 +65,19 @@ class CollectorActor:
         """Start the graders."""
         await self._collector.start()
 
-    async def generate(self, step: int, weight_version: int) -> tuple[BatchInfo | Shard, ...]:
-        """Counts, then one shard a data-parallel rank."""
-        shards, info = await self._collector.generate(step, weight_version)
-        return (info, *shards)
+    async def generate(self, step: int, weight_version: int) -> tuple[BatchInfo | ShardPlan | Block, ...]:
+        """Counts, then the plan of each shard, then its block."""
+        packed, info = await self._collector.generate(step, weight_version)
+        return (info, *(plan for plan, _ in packed), *(block for _, block in packed))
 
     async def advantages(
-        self, step: int, names: tuple[str, ...], made: tuple[str, ...], *parts: Column
-    ) -> tuple[dict[str, float] | Column, ...]:
-        """Metrics, then for each name in `made` one column a shard. parts: for each of `names`, one column a shard."""
+        self, step: int, names: tuple[str, ...], made: tuple[str, ...], *parts: FloatArray
+    ) -> tuple[dict[str, float] | FloatArray, ...]:
+        """Metrics, then for each name in `made` one array a shard. parts: for each of `names`, one array a shard."""
         each = self._num_shards
         columns = {name: parts[index * each : (index + 1) * each] for index, name in enumerate(names)}
-        learnable = self._collector.advantages(step, columns)
-        return (learnable.metrics, *(column for name in made for column in learnable.columns[name]))
+        learned, metrics = self._collector.advantages(step, columns)
+        return (metrics, *(part for name in made for part in learned[name]))
 
     async def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Held-out answers, graded."""
@@ -87,13 +87,13 @@ class CollectorActor:
         """The next line for people, once there is one."""
         return await self._collector.notices.next()
 
-    async def probe(self) -> tuple[None, Shard]:
+    async def probe(self) -> tuple[None, ShardPlan, Block]:
         """Nothing, then the sequences that the next `verify` asks the servers about."""
         self._probe = self._collector.probe()
-        return None, probe_shard(self._probe)
+        return None, *probe_shard(self._probe)
 
     async def verify(
-        self, servers: list[ServerEndpoint], trainer: Column, tolerance: float, version: int, deadline_s: float
+        self, servers: list[ServerEndpoint], trainer: FloatArray, tolerance: float, version: int, deadline_s: float
     ) -> ProbeResult:
         """The servers' log-probs of the probe against the trainer's. Raises SyncError."""
         answers = await probe_servers(servers, self._probe, deadline_s)
@@ -138,9 +138,11 @@ class RolloutPool:
     def generate(self, step: int, weight_version: int) -> Batch:
         """One step's samples: generated, graded, filtered, packed. The servers sleep until weights come."""
         with self._serving(then_sleep=self.recipe.rollout.offload):
-            generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
-            info, *shards = generate.remote(step, weight_version)
-            return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
+            generate = self.collector.handle.generate.options(num_returns=1 + 2 * self.num_shards)
+            info, *rest = generate.remote(step, weight_version)
+            plans, blocks = rest[: self.num_shards], rest[self.num_shards :]
+            told = self._wait(info, "rollout", self.recipe.deadlines.rollout_s)
+            return Batch(tuple(plans), tuple((block,) for block in blocks), told)
 
     @contextmanager
     def _serving(self, then_sleep: Collection[ServerPart]) -> Iterator[None]:
@@ -156,14 +158,17 @@ class RolloutPool:
         self.servers.sleep(set(then_sleep).intersection(offloaded), deadline_s)
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
-        """What the updates learn from: references, one a shard for each column, and metrics. columns: the roles'."""
+        """What the updates learn from: references and metrics. columns: the roles'."""
         made, each = column_names(self.recipe), self.num_shards
         if not made:
             return Learnable({}, {})  # the loss asks the roles alone
         remote = self.collector.handle.advantages.options(num_returns=1 + each * len(made))
-        parts = [part for column in columns.values() for part in column]
+        parts = [part for column in columns.values() for shard in column for part in shard]
         metrics, *references = remote.remote(batch.info.step, tuple(columns), made, *parts)
-        learned = {name: tuple(references[index * each : (index + 1) * each]) for index, name in enumerate(made)}
+        learned = {
+            name: tuple((part,) for part in references[index * each : (index + 1) * each])
+            for index, name in enumerate(made)
+        }
         return Learnable(learned, self._wait(metrics, "advantages", self.recipe.deadlines.train_s))
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
@@ -173,11 +178,11 @@ class RolloutPool:
             result: EvalResult = self._wait(evaluate, "eval", self.recipe.deadlines.rollout_s)
         return result
 
-    def probe(self) -> Any:
-        """Reference to a shard of sequences to verify a weight sync on."""
-        done, shard = self.collector.handle.probe.options(num_returns=2).remote()
+    def probe(self) -> tuple[Any, Any]:
+        """References to plan and block of a shard of sequences to verify a weight sync on."""
+        done, plan, block = self.collector.handle.probe.options(num_returns=3).remote()
         self._wait(done, "sync", self.recipe.deadlines.sync_s)
-        return shard
+        return plan, block
 
     def verify(self, trainer: Any, tolerance: float, version: int) -> ProbeResult:
         """Compare all servers with the trainer's column (a reference). Raises SyncError."""

@@ -61,14 +61,15 @@ class WeightSync:
 
     def verify(self, weight_version: int) -> dict[str, float]:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
-        shard = self.rollout.probe()
+        plan, block = self.rollout.probe()
         column = self.ranks.ask_columns(
-            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, shard),
+            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, 1, plan, block),
             self.layout,
+            1,
             "sync",
             self.role,
             self.recipe.deadlines.sync_s,
-        ).wait()[0]
+        ).wait()[0][0]
         tolerance = self.recipe.sync.tolerance or TOLERANCES[self.recipe.model.dtype]
         result = self.rollout.verify(column, tolerance, weight_version)
         for server in list(self.rollout.servers.servers):

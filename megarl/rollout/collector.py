@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,9 @@ import numpy as np
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.progress import Progress
-from megarl.core.types import BatchInfo, EvalResult, FloatArray, Prompt, Sample, Shard, Status
+from megarl.core.types import BatchInfo, EvalResult, FloatArray, Prompt, Sample, Status
 from megarl.data.chat import load_tokenizer
-from megarl.data.pack import pack
+from megarl.data.pack import Packed, assemble, join_columns, merge_columns, pack_samples, split_column
 from megarl.data.prompts import PromptSet, PromptSource, load_prompts
 from megarl.models.config import ModelConfig
 from megarl.models.flops import train_flops
@@ -28,7 +28,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders, part_metrics
 from megarl.rollout import filters
-from megarl.rollout.advantages import Advantages, Columns, Learnable
+from megarl.rollout.advantages import Advantages
 from megarl.rollout.notices import Notices
 from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
@@ -49,7 +49,7 @@ class _Step:
 
     step: int
     samples: list[Sample]
-    shards: list[Shard]
+    packed: list[Packed]  # one a shard
     greedy_rewards: FloatArray  # [G], of the greedy answer to each group's prompt; empty where nothing asks for them
 
 
@@ -133,8 +133,8 @@ class Collector:
         self._source.load_state(state)
         self._advantages.load_state(state)
 
-    async def generate(self, step: int, weight_version: int) -> tuple[list[Shard], BatchInfo]:
-        """The samples of one step, one shard for each data-parallel rank.
+    async def generate(self, step: int, weight_version: int) -> tuple[list[Packed], BatchInfo]:
+        """The samples of one step, one shard for each data-parallel rank: its plan and its only block.
 
         Raises MegarlError where no sample can be trained on, or where a sample came from other weights.
         """
@@ -168,10 +168,10 @@ class Collector:
         metrics = self._metrics(generated, kept)
         if algorithm.drop_zero_variance_groups:
             kept = filters.drop_zero_variance(kept)
-        shards = self._pack(kept)
-        self._last = _Step(step, kept, shards, filters.greedy_rewards(kept, greedy))
-        info = self._info(step, weight_version, kept, shards, metrics)
-        return shards, replace(info, failure=_first_failure([*generated.samples, *greedy]))
+        packed = self._pack(kept)
+        self._last = _Step(step, kept, packed, filters.greedy_rewards(kept, greedy))
+        info = self._info(step, weight_version, kept, packed, metrics)
+        return packed, replace(info, failure=_first_failure([*generated.samples, *greedy]))
 
     async def _refill(self, step: int, generated: _Generated, sampling: Sampling) -> _Generated:
         """Ask further prompts in the place of groups that teach nothing, up to algorithm.refill_rounds times (DAPO)."""
@@ -188,13 +188,26 @@ class Collector:
             generated = _Generated([*generated.samples, *more.samples], seconds)
         return generated
 
-    def advantages(self, step: int, columns: Columns) -> Learnable:
-        """What the update learns from, of a step's samples and the roles' columns, one column for each shard."""
+    def advantages(
+        self, step: int, columns: Mapping[str, Sequence[FloatArray]]
+    ) -> tuple[dict[str, list[FloatArray]], dict[str, float]]:
+        """What the update learns from, of a step's samples and the roles' columns, and metrics.
+
+        columns: by name, for each shard an array [T] in the order of its block.
+        """
         if self._last is None or self._last.step != step:
             have = "none" if self._last is None else str(self._last.step)
             raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {have}.")
         last = self._last
-        return self._advantages.of_step(last.samples, last.shards, columns, last.greedy_rewards)
+        plans, blocks = [plan for plan, _ in last.packed], [[block] for _, block in last.packed]
+        given = {
+            name: [join_columns(*each) for each in zip(plans, blocks, [[part] for part in parts], strict=True)]
+            for name, parts in columns.items()
+        }
+        shards = [assemble(*each) for each in zip(plans, blocks, strict=True)]
+        learned = self._advantages.of_step(last.samples, shards, given, last.greedy_rewards)
+        made = {name: split_column(merge_columns(made), plans, blocks) for name, made in learned.columns.items()}
+        return {name: [part for [part] in parts] for name, parts in made.items()}, learned.metrics
 
     async def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Answer and grade the held-out prompts. Raises MegarlError where the recipe names none."""
@@ -303,9 +316,9 @@ class Collector:
                 f"The first: {failures[0]}. Mend the grader, or raise the bound: samples without a grade are left out."
             )
 
-    def _pack(self, samples: list[Sample]) -> list[Shard]:
+    def _pack(self, samples: list[Sample]) -> list[Packed]:
         recipe = self._recipe
-        return pack(
+        return pack_samples(
             samples,
             num_shards=self._num_shards,
             mini_batch_samples=recipe.actor.mini_batch_samples
@@ -337,14 +350,14 @@ class Collector:
         }
 
     def _info(
-        self, step: int, weight_version: int, kept: list[Sample], shards: list[Shard], metrics: dict[str, float]
+        self, step: int, weight_version: int, kept: list[Sample], packed: list[Packed], metrics: dict[str, float]
     ) -> BatchInfo:
         return BatchInfo(
             step=step,
             weight_version=weight_version,
             num_samples=len(kept),
             num_groups=len({sample.group_id for sample in kept}),
-            num_mini_batches=len(shards[0].mini_batches),
+            num_mini_batches=len(packed[0][0].counts),
             prompt_tokens=sum(len(sample.prompt.token_ids) for sample in kept),
             response_tokens=sum(len(sample.response_ids) for sample in kept),
             metrics={

@@ -13,6 +13,8 @@ import pytest
 
 from megarl.core.errors import MegarlError
 from megarl.core.metrics import METRICS, check_names
+from megarl.core.types import FloatArray
+from megarl.data.pack import Packed
 from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
@@ -85,11 +87,24 @@ def alternating() -> FakeSglang:
     return FakeSglang(answer=answer)
 
 
+def by_sample(packed: list[Packed], columns: list[FloatArray]) -> dict[int, set[float]]:
+    """Sample -> the numbers at its trained positions; there must be none elsewhere."""
+    found = {}
+    for (_, block), column in zip(packed, columns, strict=True):
+        ends = np.cumsum(block.lengths)[:-1]
+        for sample, mask, values in zip(
+            block.sample_index, np.split(block.loss_mask, ends), np.split(column, ends), strict=True
+        ):
+            assert (values[mask == 0] == 0).all()
+            found[int(sample)] = set(values[mask > 0].tolist())
+    return found
+
+
 def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> None:
     async def call(collector: Collector, _: FakeSglang) -> Any:
-        return await collector.generate(1, 0), collector.advantages(1, {}).columns["advantages"]
+        return await collector.generate(1, 0), collector.advantages(1, {})[0]["advantages"]
 
-    (shards, info), columns = collect(alternating, make_recipe(tmp_path), call)
+    (packed, info), columns = collect(alternating, make_recipe(tmp_path), call)
     assert (info.step, info.weight_version, info.num_samples, info.num_groups) == (1, 0, 8, 4)
     assert (info.prompt_tokens, info.response_tokens, info.num_mini_batches) == (24, 6 * 2 + 2 * 8, 1)
     assert info.metrics["reward/mean"] == pytest.approx(3 / 8)
@@ -104,14 +119,7 @@ def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> Non
     assert info.metrics["perf/train_flops"] == train_flops(PLAIN, [5] * 6 + [11] * 2)
     check_names(info.metrics)
     # Group 0 was right once: its samples are 0.5 above and below their mean; nothing else has an advantage.
-    found: dict[int, set[float]] = {}
-    for shard, column in zip(shards, columns, strict=True):
-        for micro, values in zip(shard.mini_batches[0].micro_batches, column[0], strict=True):
-            bounds = zip(micro.sample_index, micro.cu_seqlens, micro.cu_seqlens[1:], strict=False)
-            for sample, start, end in bounds:
-                trained = micro.loss_mask[start:end] > 0
-                assert (values[start:end][~trained] == 0).all()
-                found[int(sample)] = set(values[start:end][trained].tolist())
+    found = by_sample(packed, columns)
     assert found == {0: {0.5}, 1: {-0.5}, **{sample: {0.0} for sample in range(2, 8)}}
 
 
@@ -150,16 +158,10 @@ def advantages_of(tmp_path: Path, fake: Callable[[], FakeSglang] = alternating, 
     """Sample -> its advantage."""
 
     async def call(collector: Collector, _: FakeSglang) -> Any:
-        return (await collector.generate(1, 0))[0], collector.advantages(1, {}).columns["advantages"]
+        return (await collector.generate(1, 0))[0], collector.advantages(1, {})[0]["advantages"]
 
-    shards, columns = collect(fake, make_recipe(tmp_path, algorithm=algorithm), call)
-    found: dict[int, float] = {}
-    for shard, column in zip(shards, columns, strict=True):
-        for micro, values in zip(shard.mini_batches[0].micro_batches, column[0], strict=True):
-            for sample, start, end in zip(micro.sample_index, micro.cu_seqlens, micro.cu_seqlens[1:], strict=False):
-                if sample >= 0:
-                    [found[int(sample)]] = set(values[start:end][micro.loss_mask[start:end] > 0].tolist())
-    return found
+    packed, columns = collect(fake, make_recipe(tmp_path, algorithm=algorithm), call)
+    return {sample: value for sample, [value] in by_sample(packed, columns).items()}
 
 
 @pytest.mark.parametrize(
