@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.support.measure import write
-from megarl.data.pack import deal
+from megarl.data.deal import deal
 
 SAMPLES, RANKS, LONGEST, DRAWS = 16384, 128, 16384, 10
 BUDGETS = (16384, 32768)

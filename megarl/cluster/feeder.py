@@ -13,7 +13,7 @@ from megarl.cluster.roles import Batch
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.types import BatchInfo, Shard
+from megarl.core.types import BatchInfo, Block, ShardPlan
 from megarl.data.pack import pack_pairs, pack_sft
 from megarl.data.row_set import RowSource
 from megarl.data.supervised import demonstrations_of, load_supervised
@@ -37,26 +37,28 @@ class FeederActor:
         """Where this process runs."""
         return self._facts
 
-    def take(self, step: int) -> tuple[BatchInfo | Shard, ...]:
-        """The step's rows: counts, then one shard a data-parallel rank."""
+    def take(self, step: int) -> tuple[BatchInfo | ShardPlan | Block, ...]:
+        """The step's rows: counts, then the plan of each shard, then its block."""
         rows = self._source.take(self._recipe.train.batch_samples)
         lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
         flops = train_flops(self._model, lengths, weight_gradients=self._recipe.actor.lora is None)
         return self._packed(rows, step, {"data/epoch": float(self._source.epoch), "perf/train_flops": flops})
 
-    def held_out(self) -> tuple[BatchInfo | Shard, ...]:
+    def held_out(self) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         """All held-out rows, as `take` gives those of a step."""
         data = self._recipe.data
         assert data.eval is not None, "the recipe has no held-out rows"
         return self._packed(load_supervised(data.eval, self._recipe.model.path, data).rows, 0, {})
 
-    def _packed(self, rows: Sequence[Any], step: int, metrics: dict[str, float]) -> tuple[BatchInfo | Shard, ...]:
+    def _packed(
+        self, rows: Sequence[Any], step: int, metrics: dict[str, float]
+    ) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         budget = self._recipe.actor.micro_batch_tokens
         if isinstance(self._recipe.data, PairData):
             scored = isinstance(self._recipe, RmRecipe)
-            shards = pack_pairs(rows, num_shards=self._num_shards, micro_batch_tokens=budget, scored=scored)
+            packed = pack_pairs(rows, num_shards=self._num_shards, micro_batch_tokens=budget, scored=scored)
         else:
-            shards = pack_sft(rows, num_shards=self._num_shards, micro_batch_tokens=budget)
+            packed = pack_sft(rows, num_shards=self._num_shards, micro_batch_tokens=budget)
         texts = [each for row in rows for each in demonstrations_of(row)]
         tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(
@@ -69,7 +71,7 @@ class FeederActor:
             response_tokens=trained,
             metrics=metrics,
         )
-        return (info, *shards)
+        return (info, *(plan for plan, _ in packed), *(block for _, block in packed))
 
     def state(self) -> dict[str, Any]:
         """The cursor."""
@@ -102,11 +104,11 @@ class Feeder:
 
     def take(self, step: int) -> Batch:
         """The step's rows, packed, as references."""
-        return self._batch(self.worker.handle.take.options(num_returns=1 + self.num_shards).remote(step))
+        return self._batch(self.worker.handle.take.options(num_returns=1 + 2 * self.num_shards).remote(step))
 
     def held_out(self) -> Batch:
         """The held-out rows, packed, as references."""
-        return self._batch(self.worker.handle.held_out.options(num_returns=1 + self.num_shards).remote())
+        return self._batch(self.worker.handle.held_out.options(num_returns=1 + 2 * self.num_shards).remote())
 
     def state(self) -> dict[str, Any]:
         """The data cursor, for a checkpoint."""
@@ -118,8 +120,9 @@ class Feeder:
         self._call(self.worker.handle.load_state.remote(state))
 
     def _batch(self, references: Sequence[Any]) -> Batch:
-        info, *shards = references
-        return Batch(tuple(shards), self._call(info))
+        info, *rest = references
+        plans, blocks = rest[: self.num_shards], rest[self.num_shards :]
+        return Batch(tuple(plans), tuple((block,) for block in blocks), self._call(info))
 
     def _call(self, ref: Any) -> Any:
         calls = [Call(self.worker, ref)]

@@ -16,15 +16,54 @@ from megarl.cluster.waits import Call, Pending, Waiter, Worker
 from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.core.platform import PlatformName
 from megarl.core.progress import Progress
-from megarl.core.types import Column, Shard
-from megarl.data.pack import merge_columns, merge_shards, split_column
+from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan
+from megarl.data.pack import assemble, join_columns, merge_columns, merge_shards, split_column
 from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 
 
+@dataclass(frozen=True)
+class RankShards:
+    """The shards of a step that one rank works on, as they travel. blocks: [shard][owner]."""
+
+    plans: tuple[ShardPlan, ...]
+    blocks: tuple[tuple[Block, ...], ...]
+
+    @classmethod
+    def of(cls, num_owners: int, parts: Sequence[Any]) -> RankShards:
+        """parts: of each shard its plan, then the block of each owner."""
+        each = 1 + num_owners
+        assert len(parts) % each == 0, (len(parts), num_owners)
+        return cls(tuple(parts[::each]), tuple(tuple(parts[at + 1 : at + each]) for at in range(0, len(parts), each)))
+
+    def merged(self) -> Shard:
+        """All as one shard."""
+        return merge_shards([assemble(*each) for each in zip(self.plans, self.blocks, strict=True)])
+
+    def column(self, parts: Sequence[FloatArray]) -> Column:
+        """A column of `merged`. parts: of each shard, one array an owner."""
+        each = len(self.blocks[0])
+        assert len(parts) == len(self.plans) * each, (len(parts), len(self.plans), each)
+        return merge_columns(
+            [
+                join_columns(plan, blocks, parts[index * each : (index + 1) * each])
+                for index, (plan, blocks) in enumerate(zip(self.plans, self.blocks, strict=True))
+            ]
+        )
+
+    def parts(self, column: Column | None) -> list[FloatArray | None]:
+        """What is sent of a column of `merged`, as `column` takes it; as many None where the rank gives no columns."""
+        if column is None:
+            return [None for blocks in self.blocks for _ in blocks]
+        return [part for shard in split_column(column, self.plans, self.blocks) for part in shard]
+
+
 class RankActor:
-    """What runs in a rank's process: training's Rank, and the sending end of the weight sync."""
+    """What runs in a rank's process: training's Rank, and the sending end of the weight sync.
+
+    Shards come as `RankShards.of` takes them, and columns go as its `parts`: one array a shard and owner.
+    """
 
     def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int) -> None:
         self._facts = configure_process(spec)
@@ -47,33 +86,41 @@ class RankActor:
         """Build a role's model from its HF folder."""
         self._rank.build(role, spec)
 
-    def logprobs(self, role: str, temperature: float | None, *shards: Shard) -> tuple[None, *tuple[Column | None, ...]]:
-        """Log-probs of the labels of this rank's shards, one column each; only lead ranks return columns.
+    def logprobs(
+        self, role: str, temperature: float | None, num_owners: int, *parts: ShardPlan | Block
+    ) -> tuple[None, *tuple[FloatArray | None, ...]]:
+        """Log-probs of the labels of this rank's shards; only lead ranks return columns.
 
         temperature: the role's own where not given.
         """
-        column = self._rank.logprobs(role, merge_shards(shards), temperature)
-        return (None, *([None] * len(shards) if column is None else split_column(column, shards)))
+        shards = RankShards.of(num_owners, parts)
+        return (None, *shards.parts(self._rank.logprobs(role, shards.merged(), temperature)))
 
-    def values(self, role: str, *shards: Shard) -> tuple[None, *tuple[Column | None, ...]]:
-        """What a score head says at each position of this rank's shards, one column each; only lead ranks return columns."""
-        column = self._rank.values(role, merge_shards(shards))
-        return (None, *([None] * len(shards) if column is None else split_column(column, shards)))
+    def values(
+        self, role: str, num_owners: int, *parts: ShardPlan | Block
+    ) -> tuple[None, *tuple[FloatArray | None, ...]]:
+        """What a score head says at each position of this rank's shards; only lead ranks return columns."""
+        shards = RankShards.of(num_owners, parts)
+        return (None, *shards.parts(self._rank.values(role, shards.merged())))
 
-    def update(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
+    def update(
+        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+    ) -> dict[str, float]:
         """One optimizer step a mini-batch; metrics are the same on every rank.
 
-        parts: the rank's shards, then for each name its columns, one a shard.
+        parts: the rank's shards, then for each name its column.
         """
-        return self._rank.update(role, *_merged(names, num_shards, parts))
+        return self._rank.update(role, *merged(names, num_shards, num_owners, parts))
 
     def take_notes(self, role: str) -> list[str]:
         """What a user should read of the role's updates."""
         return self._rank.take_notes(role)
 
-    def evaluate(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
+    def evaluate(
+        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+    ) -> dict[str, float]:
         """What the role's loss reports, as `update` does; nothing is learned."""
-        return self._rank.evaluate(role, *_merged(names, num_shards, parts))
+        return self._rank.evaluate(role, *merged(names, num_shards, num_owners, parts))
 
     def save(self, role: str, folder: Path, wait: bool) -> None:
         """Write this rank's part of a distributed checkpoint. wait: off, it is written while other calls run."""
@@ -121,13 +168,16 @@ class RankActor:
         return self._rank.take_peaks()
 
 
-def _merged(names: tuple[str, ...], num_shards: int, parts: Sequence[Any]) -> tuple[Shard, dict[str, Column]]:
-    """Shards and columns of `RankActor.update` as those of one shard."""
-    shards, rest = parts[:num_shards], parts[num_shards:]
-    columns = {
-        name: merge_columns(rest[index * num_shards : (index + 1) * num_shards]) for index, name in enumerate(names)
+def merged(
+    names: tuple[str, ...], num_shards: int, num_owners: int, parts: Sequence[Any]
+) -> tuple[Shard, dict[str, Column]]:
+    """What `RankActor.update` is given, as one shard and its columns."""
+    first, each = num_shards * (1 + num_owners), num_shards * num_owners
+    assert len(parts) == first + len(names) * each, (len(parts), names, num_shards, num_owners)
+    shards, columns = RankShards.of(num_owners, parts[:first]), parts[first:]
+    return shards.merged(), {
+        name: shards.column(columns[index * each : (index + 1) * each]) for index, name in enumerate(names)
     }
-    return merge_shards(shards), columns
 
 
 @dataclass
@@ -172,22 +222,23 @@ class RankGroup:
         self,
         remote: Callable[[Worker, int], Sequence[Any]],
         layout: Layout,
+        num_owners: int,
         phase: str,
         role: str,
         deadline_s: float,
-    ) -> Pending[tuple[Any, ...]]:
-        """Call every rank for columns: references in the order of the shards, from the lead ranks; fetches none.
+    ) -> Pending[tuple[tuple[Any, ...], ...]]:
+        """Call every rank for columns: references [shard][owner], from the lead ranks; fetches none.
 
-        remote: gives a reference to the call's outcome, then one for each of the rank's shards.
+        remote: gives a reference to the call's outcome, then one for each owner of each of the rank's shards.
         """
         calls: list[Call] = []
-        columns: dict[int, Sequence[Any]] = {}
+        columns: dict[int, list[tuple[Any, ...]]] = {}
         for rank, worker in enumerate(self.workers):
             status, *references = remote(worker, rank)
             calls.append(Call(worker, status))
             if is_lead(rank, layout):
-                columns[dp_rank(rank, layout)] = references
-        ordered = tuple(reference for index in sorted(columns) for reference in columns[index])
+                columns[dp_rank(rank, layout)] = list(zip(*[iter(references)] * num_owners, strict=True))
+        ordered = tuple(shard for index in sorted(columns) for shard in columns[index])
         return Pending(self.waiter, calls, phase, role, deadline_s, finish=lambda _: ordered)
 
     def take_peaks(self, deadline_s: float) -> Pending[dict[str, int]]:

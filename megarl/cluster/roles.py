@@ -21,16 +21,27 @@ from megarl.training.spec import NEARLY_ALL, RoleSpec
 
 log = get_logger(__name__)
 
-# One reference a shard to a Column in the object store.
-ColumnRefs = tuple[Any, ...]
+# [shard][owner]: references to what lies in the object store of a column, in the order of the owner's block of the shard.
+ColumnRefs = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The driver's handle of a step's samples: one reference a shard, and counts."""
+    """The driver's handle of a step's samples: references, and counts.
 
-    shards: tuple[Any, ...]
+    plans: one a shard. blocks: [shard][owner]; every shard has a block of every owner. numbers: one an owner, what its
+    advantages need to know of its samples; none where nobody asks for advantages.
+    """
+
+    plans: tuple[Any, ...]
+    blocks: tuple[tuple[Any, ...], ...]
     info: BatchInfo
+    numbers: tuple[Any, ...] = ()
+
+    @property
+    def num_owners(self) -> int:
+        """Processes that hold the samples."""
+        return len(self.blocks[0])
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,15 @@ class Role:
         first = dp_rank(rank, self.layout) * each
         return references[first : first + each]
 
+    def _parts(self, rank: int, batch: Batch) -> list[Any]:
+        """A rank's shards: of each its plan, then its blocks."""
+        shards = zip(self._mine(rank, batch.plans), self._mine(rank, batch.blocks), strict=True)
+        return [reference for plan, blocks in shards for reference in (plan, *blocks)]
+
+    def _num_columns(self, batch: Batch) -> int:
+        """Arrays that each rank returns of a column."""
+        return len(batch.plans) // self.layout.dp * batch.num_owners
+
     def build(self, spec: RoleSpec) -> Pending[Any]:
         """Build the model on every rank from its HF folder."""
         return self.ranks.ask(
@@ -58,12 +78,13 @@ class Role:
 
     def logprobs(self, batch: Batch) -> Pending[ColumnRefs]:
         """Log-probs of every label of the batch, natural log, of the temperature-scaled distribution."""
-        each = len(batch.shards) // self.layout.dp
+        returns = 1 + self._num_columns(batch)
         return self.ranks.ask_columns(
-            lambda worker, rank: worker.handle.logprobs.options(num_returns=1 + each).remote(
-                self.name, None, *self._mine(rank, batch.shards)
+            lambda worker, rank: worker.handle.logprobs.options(num_returns=returns).remote(
+                self.name, None, batch.num_owners, *self._parts(rank, batch)
             ),
             self.layout,
+            batch.num_owners,
             "log-probs",
             self.name,
             self.deadlines.train_s,
@@ -71,12 +92,13 @@ class Role:
 
     def values(self, batch: Batch) -> Pending[ColumnRefs]:
         """What a score head says at every position of the batch."""
-        each = len(batch.shards) // self.layout.dp
+        returns = 1 + self._num_columns(batch)
         return self.ranks.ask_columns(
-            lambda worker, rank: worker.handle.values.options(num_returns=1 + each).remote(
-                self.name, *self._mine(rank, batch.shards)
+            lambda worker, rank: worker.handle.values.options(num_returns=returns).remote(
+                self.name, batch.num_owners, *self._parts(rank, batch)
             ),
             self.layout,
+            batch.num_owners,
             "values",
             self.name,
             self.deadlines.train_s,
@@ -108,9 +130,9 @@ class Role:
         names = tuple(name for name in columns if name in self.reads)
 
         def remote(worker: Any, rank: int) -> Any:
-            shards = self._mine(rank, batch.shards)
-            mine = [column for name in names for column in self._mine(rank, columns[name])]
-            return getattr(worker.handle, method).remote(self.name, names, len(shards), *shards, *mine)
+            mine = [part for name in names for shard in self._mine(rank, columns[name]) for part in shard]
+            num_shards, parts = len(batch.plans) // self.layout.dp, self._parts(rank, batch)
+            return getattr(worker.handle, method).remote(self.name, names, num_shards, batch.num_owners, *parts, *mine)
 
         asked = self.ranks.ask(remote, method, self.name, self.deadlines.train_s)
         return asked.then(lambda results: results[0])

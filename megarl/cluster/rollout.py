@@ -1,36 +1,43 @@
-"""The driver's handle of generation: the collector's process, in front of the server pool."""
+"""The driver's handle of generation: the coordinator, its collectors, and the server pool that they ask.
+
+The driver sees counts and references. Which groups a step takes is the coordinator's to say; the collectors hand the tokens
+to the object store, from where the ranks fetch them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
 
-from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
+from megarl.cluster.collectors import CollectorActor, ProbeResult
+from megarl.cluster.coordinator import CoordinatorActor
+from megarl.cluster.process import ProcessFacts
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
 from megarl.cluster.slots import slot_on
-from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import SyncError
+from megarl.cluster.waits import Call, Pending, Waiter, Worker
+from megarl.core.errors import SyncError, WorkerDiedError
 from megarl.core.log import get_logger
 from megarl.core.pending import Finished
-from megarl.core.progress import Progress
-from megarl.core.types import BatchInfo, Column, EvalResult, Shard
+from megarl.core.protocols import Pending as AnyPending
+from megarl.core.types import BatchInfo, EvalResult
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
-from megarl.rollout.collector import Collector
 from megarl.rollout.local_advantages import column_names
-from megarl.serving.client import ServerEndpoint
-from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
 
 log = get_logger(__name__)
 
 # What servers can do without between answers. Their weights they cannot: nobody sends them again.
 CACHE: tuple[ServerPart, ...] = ("kv_cache",)
+UNKNOWN = ProcessFacts(0, "?")
+# What one collector's core can read, grade and pack beside asking: docs/rollout.md.
+SERVERS_A_COLLECTOR = 32
 
 
 @dataclass(frozen=True)
@@ -41,109 +48,62 @@ class Learnable:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """What a probe of all servers found."""
-
-    diff_max: float  # nats
-    failed: dict[str, str]  # server -> why it gave no answer
-
-
-class CollectorActor:
-    """What runs in the collector's process."""
-
-    def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_shards: int) -> None:
-        self._facts = configure_process(spec)
-        self._collector = Collector.open(recipe, router, num_shards, Progress(spec.progress))
-        self._num_shards = num_shards
-        self._probe: list[list[int]] = []
-
-    async def facts(self) -> ProcessFacts:
-        """Where this process runs."""
-        return self._facts
-
-    async def start(self) -> None:
-        """Start the graders."""
-        await self._collector.start()
-
-    async def generate(self, step: int, weight_version: int) -> tuple[BatchInfo | Shard, ...]:
-        """Counts, then one shard a data-parallel rank."""
-        shards, info = await self._collector.generate(step, weight_version)
-        return (info, *shards)
-
-    async def advantages(
-        self, step: int, names: tuple[str, ...], made: tuple[str, ...], *parts: Column
-    ) -> tuple[dict[str, float] | Column, ...]:
-        """Metrics, then for each name in `made` one column a shard. parts: for each of `names`, one column a shard."""
-        each = self._num_shards
-        columns = {name: parts[index * each : (index + 1) * each] for index, name in enumerate(names)}
-        learnable = self._collector.advantages(step, columns)
-        return (learnable.metrics, *(column for name in made for column in learnable.columns[name]))
-
-    async def evaluate(self, step: int, weight_version: int) -> EvalResult:
-        """Held-out answers, graded."""
-        return await self._collector.evaluate(step, weight_version)
-
-    async def notice(self) -> str:
-        """The next line for people, once there is one."""
-        return await self._collector.notices.next()
-
-    async def probe(self) -> tuple[None, Shard]:
-        """Nothing, then the sequences that the next `verify` asks the servers about."""
-        self._probe = self._collector.probe()
-        return None, probe_shard(self._probe)
-
-    async def verify(
-        self, servers: list[ServerEndpoint], trainer: Column, tolerance: float, version: int, deadline_s: float
-    ) -> ProbeResult:
-        """The servers' log-probs of the probe against the trainer's, of those that answer. Raises SyncError."""
-        answers = await probe_servers(servers, self._probe, deadline_s)
-        if not answers.logprobs:
-            return ProbeResult(0.0, answers.failed)
-        diff = verify(split_column(trainer, self._probe), answers.logprobs, tolerance, version)
-        return ProbeResult(diff, answers.failed)
-
-    async def state(self) -> dict[str, Any]:
-        """The place in the data."""
-        return self._collector.state()
-
-    async def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place."""
-        self._collector.load_state(state)
-
-    async def close(self) -> None:
-        """End the graders and the connections."""
-        await self._collector.close()
-
-
-@dataclass(frozen=True)
+@dataclass
 class RolloutPool:
-    """Generation, as the loop sees it."""
+    """Generation, as the loop sees it.
 
-    collector: Worker
+    beside: the servers go on while the ranks train. start: starts a collector anew, by its number.
+    """
+
+    coordinator: Worker
+    collectors: list[Worker]
     servers: ServerPool
     waiter: Waiter
     recipe: Recipe
     num_shards: int
+    beside: bool
+    start: Callable[[int], Worker]
+    _evaluating: Pending[EvalResult] | None = None
+    _deaths: int = 0  # of collectors
+    _replaced_before: int = 0  # those that `_replaced` has told of
 
-    @classmethod
-    def launch(
-        cls, runtime: Runtime, recipe: Recipe, servers: LaunchingPool, num_shards: int, waiter: Waiter
-    ) -> LaunchingRollout:
-        """Start the collector, for servers that are starting; returns at once, so that ranks can start meanwhile."""
-        spec = runtime.process("collector")
-        actor = ray.remote(CollectorActor).options(**slot_on(runtime.here).options)
-        handle = actor.remote(spec, recipe, servers.endpoint(), num_shards)
-        collector = Worker(handle, spec, ProcessFacts(0, "?"))
-        starts = [Call(collector, handle.facts.remote()), Call(collector, handle.start.remote())]
-        return LaunchingRollout(collector, starts, servers, waiter, recipe, num_shards)
+    def __post_init__(self) -> None:
+        for owner in range(len(self.collectors)):
+            self._watch(owner)
 
     def next(self, step: int, weight_version: int) -> Batch:
-        """One step's samples: generated, graded, filtered, packed. The servers sleep until weights come."""
+        """One step's samples, made while the last one trained where `beside`; the servers sleep until weights come else.
+
+        A collector that dies is replaced, and the step made of what is left and what is made anew.
+        """
+        deadline_s = self.recipe.deadlines.rollout_s
         with self._serving(then_sleep=self.recipe.rollout.offload), self.servers.traffic():
-            generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
-            info, *shards = generate.remote(step, weight_version)
-            return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
+            while True:
+                try:
+                    batch = self._next(step, weight_version, deadline_s)
+                    break
+                except WorkerDiedError:
+                    if not self._replaced():
+                        raise
+            if not self.beside and batch.info.metrics["rollout/groups_running"]:
+                self._cut(deadline_s)
+        return batch
+
+    def _next(self, step: int, weight_version: int, deadline_s: float) -> Batch:
+        shards, owners = self.num_shards, len(self.collectors)
+        ask = self.coordinator.handle.next.options(num_returns=1 + shards + 2 * owners)
+        info, *rest = ask.remote(step, weight_version)
+        plans, parts, numbers = rest[:shards], rest[shards : shards + owners], rest[shards + owners :]
+        counts: BatchInfo = self._wait(info, "rollout", deadline_s)
+        collectors = list(self.collectors)
+        handed = [
+            worker.handle.part.options(num_returns=1 + shards).remote(part)
+            for worker, part in zip(collectors, parts, strict=True)
+        ]
+        calls = [Call(worker, done) for worker, (done, *_) in zip(collectors, handed, strict=True)]
+        self._wait_all(calls, "rollout", deadline_s)
+        blocks = tuple(zip(*(blocks for _, *blocks in handed), strict=True))
+        return Batch(tuple(plans), blocks, counts, tuple(numbers))
 
     @contextmanager
     def _serving(self, then_sleep: Collection[ServerPart]) -> Iterator[None]:
@@ -159,88 +119,241 @@ class RolloutPool:
         self.servers.sleep(set(then_sleep).intersection(offloaded), deadline_s)
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
-        """What the updates learn from: references, one a shard for each column, and metrics. columns: the roles'."""
-        made, each = column_names(self.recipe), self.num_shards
+        """What the updates learn from: references, one a shard and collector for each column, and metrics.
+
+        columns: the roles'. In two turns: collectors measure, the coordinator settles what is over the whole step, and they
+        finish. One that dies meanwhile is replaced, and asked anew: all that it needs is in the object store.
+        """
+        made = column_names(self.recipe)
         if not made:
             return Learnable({}, {})  # the loss asks the roles alone
-        remote = self.collector.handle.advantages.options(num_returns=1 + each * len(made))
-        parts = [part for column in columns.values() for part in column]
-        metrics, *references = remote.remote(batch.info.step, tuple(columns), made, *parts)
-        learned = {name: tuple(references[index * each : (index + 1) * each]) for index, name in enumerate(made)}
-        return Learnable(learned, self._wait(metrics, "advantages", self.recipe.deadlines.train_s))
+        while True:
+            try:
+                return self._advantages(batch, columns, made)
+            except WorkerDiedError:
+                if not self._replaced():
+                    raise
 
-    def evaluate(self, step: int, weight_version: int) -> EvalResult:
-        """Held-out answers, graded."""
+    def _advantages(self, batch: Batch, columns: dict[str, ColumnRefs], made: tuple[str, ...]) -> Learnable:
+        deadline_s, owners, shards = self.recipe.deadlines.train_s, len(self.collectors), self.num_shards
+        collectors = list(self.collectors)
+        measuring = [
+            worker.handle.measure.options(num_returns=2).remote(
+                batch.numbers[owner],
+                tuple(columns),
+                shards,
+                *(blocks[owner] for blocks in batch.blocks),
+                *(shard[owner] for column in columns.values() for shard in column),
+            )
+            for owner, worker in enumerate(collectors)
+        ]
+        calls = [Call(worker, done) for worker, (done, _) in zip(collectors, measuring, strict=True)]
+        self._wait_all(calls, "advantages", deadline_s)
+        measured = [each for _, each in measuring]
+        settle = self.coordinator.handle.settle.options(num_returns=1 + owners)
+        done, *settled = settle.remote(batch.info.step, *measured)
+        self._wait(done, "advantages", deadline_s)
+        finishing = [
+            worker.handle.finish.options(num_returns=1 + shards * len(made)).remote(made, each)
+            for worker, each in zip(collectors, settled, strict=True)
+        ]
+        calls = [Call(worker, sums) for worker, (sums, *_) in zip(collectors, finishing, strict=True)]
+        self._wait_all(calls, "advantages", deadline_s)
+        metrics = self.coordinator.handle.learned.remote(owners, *measured, *(sums for sums, *_ in finishing))
+        learned = {
+            name: tuple(zip(*(parts[1 + at * shards : 1 + (at + 1) * shards] for parts in finishing), strict=True))
+            for at, name in enumerate(made)
+        }
+        return Learnable(learned, self._wait(metrics, "advantages", deadline_s))
+
+    def evaluate(self, step: int, weight_version: int) -> AnyPending[EvalResult]:
+        """Held-out answers, graded. Where the recipe says so, they come while training goes on, before the next weights."""
+        handle, deadline_s = self.coordinator.handle, self.recipe.deadlines.rollout_s
+        if self.recipe.eval.overlap and self.beside:
+            call = Call(self.coordinator, handle.evaluate.remote(step, weight_version))
+            self._evaluating = Pending(
+                self.waiter, [call], "eval", "rollout", deadline_s + MARGIN_S, lambda results: results[0]
+            )
+            return self._evaluating
         with self._serving(then_sleep=CACHE), self.servers.traffic():
-            evaluate = self.collector.handle.evaluate.remote(step, weight_version)
-            result: EvalResult = self._wait(evaluate, "eval", self.recipe.deadlines.rollout_s)
+            result: EvalResult = self._wait(handle.evaluate.remote(step, weight_version), "eval", deadline_s)
         return Finished(result)
 
-    def probe(self) -> Any:
-        """Reference to a shard of sequences to verify a weight sync on."""
-        done, shard = self.collector.handle.probe.options(num_returns=2).remote()
-        self._wait(done, "sync", self.recipe.deadlines.sync_s)
-        return shard
+    def pause(self) -> None:
+        """Before new weights: nothing that runs at the servers is in their way, as rollout.in_flight says."""
+        evaluating, self._evaluating = self._evaluating, None
+        if evaluating is not None:
+            evaluating.wait()  # it is of the weights that the servers still have
+        mode, deadline_s = self.recipe.rollout.in_flight, self.recipe.deadlines.sync_s
+        if not self.beside:
+            return  # nothing runs between two steps
+        if mode == "in_place":
+            self.servers.pause(deadline_s)
+        elif mode == "finish":
+            self._wait(self.coordinator.handle.hold.remote(), "sync", deadline_s)
+            self._wait(self.coordinator.handle.idle.remote(), "sync", self.recipe.deadlines.rollout_s)
+        else:
+            self._cut(deadline_s)
+
+    def arrived(self) -> None:
+        """New weights have arrived: what was paused in place goes on."""
+        if self.beside and self.recipe.rollout.in_flight == "in_place":
+            self.servers.resume(self.recipe.deadlines.sync_s)
+
+    def resume(self, weight_version: int) -> None:
+        """New weights are verified: samples are asked for again."""
+        release = self.coordinator.handle.release.remote(weight_version)
+        self._wait(release, "sync", self.recipe.deadlines.sync_s)
+
+    def probe(self) -> tuple[Any, Any]:
+        """References to the plan and the block of sequences to verify a weight sync on."""
+        done, plan, block = self.collectors[0].handle.probe.options(num_returns=3).remote()
+        self._wait_all([Call(self.collectors[0], done)], "sync", self.recipe.deadlines.sync_s)
+        return plan, block
 
     def verify(self, trainer: Any, tolerance: float, version: int) -> float:
         """Compare all servers that have new weights with the trainer's column (a reference); the largest difference.
 
         Those that pass serve from now on; those that give no answer leave the pool. Raises SyncError.
         """
-        deadline_s = self.recipe.deadlines.sync_s
+        deadline_s, prober = self.recipe.deadlines.sync_s, self.collectors[0]
         with self._serving(then_sleep=CACHE):
             endpoints = [server.endpoint for server in self.servers.holding()]
-            verify = self.collector.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
-            result: ProbeResult = self._wait(verify, "sync", deadline_s)
+            verify = prober.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
+            [result] = self._wait_all([Call(prober, verify)], "sync", deadline_s)
+            found: ProbeResult = result
             for endpoint in endpoints:
-                if endpoint.name in result.failed:
-                    self.servers.drop(endpoint, result.failed[endpoint.name])
+                if endpoint.name in found.failed:
+                    self.servers.drop(endpoint, found.failed[endpoint.name])
             self.servers.admit(version)
-        return result.diff_max
+        return found.diff_max
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, for a checkpoint."""
-        state: dict[str, Any] = self._wait(self.collector.handle.state.remote(), "data", self.recipe.deadlines.save_s)
+        """The place in the data and what is under way, for a checkpoint."""
+        state: dict[str, Any] = self._wait(self.coordinator.handle.state.remote(), "data", self.recipe.deadlines.save_s)
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place."""
-        self._wait(self.collector.handle.load_state.remote(state), "data", self.recipe.deadlines.start_s)
-
-    def listen(self) -> None:
-        """Show what the collector has to tell, also while it is waited for."""
-        self.waiter.notices[self.collector.handle.notice.remote()] = self._told
-
-    def _told(self, line: str) -> None:
-        log.warning("%s", line)
-        self.listen()
+        self._wait(self.coordinator.handle.load_state.remote(state), "data", self.recipe.deadlines.start_s)
 
     def close(self) -> None:
-        """End the servers and the router; the collector ends with the run."""
+        """End the servers and the router; the other processes end with the run. Raises LedgerError."""
+        self._wait(self.coordinator.handle.close.remote(), "end", self.recipe.deadlines.sync_s)
         self.servers.close()
 
+    def _cut(self, deadline_s: float) -> None:
+        """End what runs at the servers; what there is of it stays with the collectors, and goes on later."""
+        endpoints = [server.endpoint for server in self.servers.servers]
+        self._wait(self.coordinator.handle.cut.remote(endpoints), "sync", deadline_s)
+
+    def _watch(self, owner: int) -> None:
+        worker = self.collectors[owner]
+        self.waiter.watches[worker.handle.watch.remote()] = partial(self._died, owner, worker)
+        self._listen(owner)
+
+    def _died(self, owner: int, worker: Worker, how: str) -> None:
+        """A collector has died: another one starts in its place, and the coordinator is told once it has."""
+        if self.collectors[owner] is not worker:
+            return
+        if not self.servers.restarts.count(worker.name, how):
+            raise WorkerDiedError(f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died. {how}")
+        log.warning("%s died, and is started again: its unfinished samples are made anew. %s", worker.name, how)
+        self._deaths += 1
+        new = self.start(owner)
+        self.collectors[owner] = new
+        self._watch(owner)
+        started = new.handle.start.remote()
+        told = self.coordinator.handle.replace.remote(owner, new.handle, started)
+        self.waiter.follow([Call(self.coordinator, told)], partial(self._joined, new))
+
+    def _joined(self, worker: Worker, results: list[Any], failure: str) -> None:
+        if failure:
+            raise WorkerDiedError(f"{worker.name} could not be started again: {failure}")
+        log.warning("%s is back", worker.name)
+
+    def _replaced(self) -> bool:
+        """Whether a collector has died and is replaced, so that it is worth asking again."""
+        before, self._replaced_before = self._replaced_before, self._deaths
+        return self._deaths > before
+
+    def _listen(self, owner: int) -> None:
+        """Show what a collector has to tell, also while it is waited for."""
+
+        def told(line: str) -> None:
+            log.warning("%s", line)
+            self._listen(owner)
+
+        self.waiter.notices[self.collectors[owner].handle.notice.remote()] = told
+
     def _wait(self, ref: Any, phase: str, deadline_s: float) -> Any:
-        calls = [Call(self.collector, ref)]
-        return self.waiter.wait(calls, phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)[0]
+        return self._wait_all([Call(self.coordinator, ref)], phase, deadline_s)[0]
+
+    def _wait_all(self, calls: Sequence[Call], phase: str, deadline_s: float) -> list[Any]:
+        return self.waiter.wait(calls, phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
 
 
 @dataclass(frozen=True)
 class LaunchingRollout:
-    """Servers and their collector, starting."""
+    """Servers, collectors and their coordinator, starting."""
 
-    collector: Worker
+    coordinator: Worker
+    collectors: list[Worker]
     starts: list[Call]
     servers: LaunchingPool
     waiter: Waiter
     recipe: Recipe
     num_shards: int
+    beside: bool
+    start: Callable[[int], Worker]
+
+    @classmethod
+    def launch(
+        cls,
+        runtime: Runtime,
+        recipe: Recipe,
+        servers: LaunchingPool,
+        num_shards: int,
+        waiter: Waiter,
+        *,
+        beside: bool,
+    ) -> LaunchingRollout:
+        """Start the collectors, for servers that are starting; returns at once, so that ranks can start meanwhile."""
+        count = num_collectors(recipe)
+        nodes = runtime.nodes.members
+
+        def start(owner: int) -> Worker:
+            node = nodes[owner % len(nodes)] if count > 1 else runtime.here
+            spec = runtime.process("collector" if count == 1 else f"collector {owner}", node)
+            actor = ray.remote(CollectorActor).options(**slot_on(node).options)
+            return Worker(actor.remote(spec, recipe, servers.endpoint(), count), spec, UNKNOWN)
+
+        collectors = [start(owner) for owner in range(count)]
+        spec = runtime.process("coordinator")
+        actor = ray.remote(CoordinatorActor).options(**slot_on(runtime.here).options)
+        coordinator = Worker(actor.remote(spec, recipe, num_shards, beside), spec, UNKNOWN)
+        starts = [Call(worker, worker.handle.facts.remote()) for worker in (coordinator, *collectors)]
+        starts += [Call(worker, worker.handle.start.remote()) for worker in collectors]
+        return cls(coordinator, collectors, starts, servers, waiter, recipe, num_shards, beside, start)
 
     def ready(self) -> RolloutPool:
         """Wait until everybody is ready."""
         servers = self.servers.ready()
         deadline_s = self.recipe.deadlines.start_s
-        facts, _ = self.waiter.wait(self.starts, phase="start", role="rollout", deadline_s=deadline_s)
-        collector = Worker(self.collector.handle, self.collector.spec, facts)
-        pool = RolloutPool(collector, servers, self.waiter, self.recipe, self.num_shards)
-        pool.listen()
-        return pool
+        facts = self.waiter.wait(self.starts, phase="start", role="rollout", deadline_s=deadline_s)
+        everyone = [self.coordinator, *self.collectors]
+        known = [
+            Worker(worker.handle, worker.spec, fact)
+            for worker, fact in zip(everyone, facts[: len(everyone)], strict=True)
+        ]
+        coordinator, *collectors = known
+        begin = coordinator.handle.start.remote([worker.handle for worker in collectors], self.starts[-1].result)
+        self.waiter.wait([Call(coordinator, begin)], phase="start", role="rollout", deadline_s=deadline_s)
+        return RolloutPool(
+            coordinator, collectors, servers, self.waiter, self.recipe, self.num_shards, self.beside, self.start
+        )
+
+
+def num_collectors(recipe: Recipe) -> int:
+    """Processes that ask and grade: as the recipe says, or one for every 32 servers."""
+    return recipe.rollout.collectors or -(-recipe.rollout.servers // SERVERS_A_COLLECTOR)

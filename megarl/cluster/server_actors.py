@@ -95,6 +95,7 @@ class ServerActor(_Supervisor):
     ) -> None:
         process = ServerProcess(f"sglang {spec.name}", server, get_platform(platform), place)
         self._asleep: set[ServerPart] = set()
+        self._paused = False
         super().__init__(spec, registry, process, process.endpoint, answer_s)
 
     async def sleep(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
@@ -108,8 +109,19 @@ class ServerActor(_Supervisor):
         self._asleep.difference_update(parts)
         return trouble
 
+    async def pause(self, deadline_s: float) -> str:
+        """Have the server stop generating, with what it has in its place. Why it did not, where it did not."""
+        self._paused = True
+        return await self._told(lambda client: client.pause("in_place", deadline_s))
+
+    async def resume(self, deadline_s: float) -> str:
+        """Have the server go on after `pause`. Why it did not, where it did not."""
+        trouble = await self._told(lambda client: client.resume(deadline_s))
+        self._paused = False
+        return trouble
+
     def _expected(self) -> bool:
-        return not self._asleep  # one that sleeps lets even the question for its health wait
+        return not self._asleep and not self._paused  # one that sleeps lets even the question for its health wait
 
     async def _told(self, tell: Callable[[ServerClient], Awaitable[None]]) -> str:
         async with ServerClient(self._endpoint) as client:

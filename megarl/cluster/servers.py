@@ -153,6 +153,14 @@ class ServerPool:
         if self._unrouted:
             self._route_all()
 
+    def pause(self, deadline_s: float) -> None:
+        """Have all servers stop generating, with what they have in its place, until `resume`."""
+        self._tell(lambda server: server.pause.remote(deadline_s), "pause", deadline_s)
+
+    def resume(self, deadline_s: float) -> None:
+        """Have all servers go on."""
+        self._tell(lambda server: server.resume.remote(deadline_s), "resume", deadline_s)
+
     def close(self, timeout_s: float = 15.0) -> None:
         """Ask every process to end, side by side, those that start too; what does not is killed with the run."""
         self._waiter.watches.clear()

@@ -38,6 +38,13 @@ class WeightSync:
         Where none is left, those that are being started in their place are waited for. Without servers, or without proof,
         the run stops. Raises SyncError, WorkerDiedError, DeadlineError.
         """
+        self.rollout.pause()
+        metrics = self._deliver(weight_version)
+        self.rollout.resume(weight_version)
+        return metrics
+
+    def _deliver(self, weight_version: int) -> dict[str, float]:
+        """Send and verify, until there is a server that has them."""
         servers = self.rollout.servers
         self._version = weight_version
         metrics: dict[str, float] = {}
@@ -46,6 +53,7 @@ class WeightSync:
             # Room for what comes. Their cache is offloaded until the ranks have sent, and counted what they expect.
             servers.wake(WEIGHTS, self.recipe.deadlines.sync_s)
             metrics = {"sync/bytes": self._send(weight_version)}
+            self.rollout.arrived()
             if servers.holding():
                 metrics |= self.verify(weight_version)
         return {
@@ -61,7 +69,7 @@ class WeightSync:
         The ranks have to hold these weights still.
         """
         if self._version is not None:
-            self.push(self._version)
+            self._deliver(self._version)
             self.rollout.servers.wake(CACHE, self.recipe.deadlines.sync_s)  # the probe has sent it to sleep
 
     def _send(self, weight_version: int) -> float:
@@ -89,13 +97,14 @@ class WeightSync:
 
     def verify(self, weight_version: int) -> dict[str, float]:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
-        shard = self.rollout.probe()
+        plan, block = self.rollout.probe()
         column = self.ranks.ask_columns(
-            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, shard),
+            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, 1, plan, block),
             self.layout,
+            1,
             "sync",
             self.role,
             self.recipe.deadlines.sync_s,
-        ).wait()[0]
+        ).wait()[0][0]
         tolerance = self.recipe.sync.tolerance or TOLERANCES[self.recipe.model.dtype]
         return {"sync/probe_diff_max": self.rollout.verify(column, tolerance, weight_version)}

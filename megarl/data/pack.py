@@ -1,50 +1,47 @@
-"""Packs samples into shards: mini-batches in order, balanced over data-parallel shards, cut into micro-batches.
+"""Blocks as the shards that ranks work on: micro-batches of whole sequences, end to end.
 
-Every shard of a mini-batch has the same number of micro-batches, because collectives of the training step run once for
-each; where a shard has too few samples, a filler of one token without any weight keeps the count. The weights carry the
-global denominator of the mini-batch, so the loss depends neither on the number of shards nor on the budget.
+A shard's sequences lie in one block for each process that holds some of them (their owner); its plan (deal.py) says how
+they make its micro-batches. What comes out does not depend on who held what. Fillers of one token without any weight stand
+where a shard has fewer sequences than micro-batches.
+
+A column of a shard travels as its owners read and write it: one flat float32 array for each, in the order of its block.
 
 Not for tensors or devices: arrays only.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megarl.algorithms.reduce import Reduction, sample_weights
-from megarl.core.types import Column, FloatArray, IntArray, MicroBatch, MiniBatch, RoutingArray, Sample, Shard
+from megarl.algorithms.reduce import Reduction
+from megarl.core.types import (
+    Block,
+    Column,
+    FloatArray,
+    IntArray,
+    MicroBatch,
+    MiniBatch,
+    RoutingArray,
+    Sample,
+    Shard,
+    ShardPlan,
+)
+from megarl.data.blocks import UNKNOWN_EXPERT, joined, row_block, sample_block
+from megarl.data.deal import Dealt, deal_step
 from megarl.data.pairs import Pair
 from megarl.data.sft import Demonstration
 
 # The `sample_index` of a filler's only sequence.
 FILLER_INDEX = -1
-# An expert that nobody chose: the routing of a token that is not known.
-UNKNOWN_EXPERT = -1
 
-
-@dataclass(frozen=True)
-class _Sequence:
-    """One sample, label-aligned: position t of mask and log-probs speaks of predicting token t + 1.
-
-    margin: of the pair that begins with this sequence.
-    """
-
-    index: int
-    group: int
-    tokens: IntArray  # [L]
-    mask: FloatArray  # [L]
-    rollout_logprobs: FloatArray  # [L]
-    routing: RoutingArray | None = None  # [L, layers x k]
-    margin: float | None = None
-
-
-# Sequences that share a micro-batch: one, or the two of a pair.
-_Unit = tuple[_Sequence, ...]
+# A shard whose sequences all lie in one process.
+Packed = tuple[ShardPlan, Block]
 
 
 def pack(
@@ -56,42 +53,55 @@ def pack(
     reduction: Reduction,
     max_response_tokens: int,
 ) -> list[Shard]:
-    """One shard for each data-parallel rank.
+    """One shard for each data-parallel rank, of samples that are all at hand. The options are `deal_step`'s.
 
-    Samples are cut into mini-batches of `mini_batch_samples` in the given order; the last may be smaller. Within each,
-    samples are assigned to the shards by tokens (longest first, to the lightest shard), then packed.
-    `MicroBatch.sample_index` counts in `samples`; `FILLER_INDEX` marks a filler. The weights of a mini-batch come from
-    `algorithms.reduce.sample_weights` over all its samples, whichever shard they are in.
-
-    No sample may be longer than `micro_batch_tokens` (the recipe check sees to it), none may have an empty prompt.
+    `MicroBatch.sample_index` counts in `samples`; `FILLER_INDEX` marks a filler.
     """
-    assert num_shards >= 1 and mini_batch_samples >= 1, (num_shards, mini_batch_samples)
-    groups: dict[str, int] = {}
-    sequences = [
-        (_from_sample(index, groups.setdefault(sample.group_id, len(groups)), sample),)
-        for index, sample in enumerate(samples)
-    ]
-    minis = [
-        _pack_mini_batch(
-            sequences[start : start + mini_batch_samples],
-            num_shards,
-            micro_batch_tokens,
-            reduction,
-            max_response_tokens,
-        )
-        for start in range(0, len(sequences), mini_batch_samples)
-    ]
-    return [Shard(tuple(mini[shard] for mini in minis)) for shard in range(num_shards)]
+    packed = pack_samples(
+        samples,
+        num_shards=num_shards,
+        mini_batch_samples=mini_batch_samples,
+        micro_batch_tokens=micro_batch_tokens,
+        reduction=reduction,
+        max_response_tokens=max_response_tokens,
+    )
+    return [assemble(plan, [block]) for plan, block in packed]
 
 
-def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_batch_tokens: int) -> list[Shard]:
+def pack_samples(
+    samples: Sequence[Sample],
+    *,
+    num_shards: int,
+    mini_batch_samples: int,
+    micro_batch_tokens: int,
+    reduction: Reduction,
+    max_response_tokens: int,
+) -> list[Packed]:
+    """A step whose samples lie in one process: plan and block of each shard. The options are `deal_step`'s."""
+    numbers: dict[str, int] = {}
+    dealt = deal_step(
+        np.array([sample.num_tokens for sample in samples], np.int64),
+        np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
+        np.array([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples], np.int64),
+        np.zeros(len(samples), np.int64),
+        num_owners=1,
+        num_shards=num_shards,
+        mini_batch_samples=mini_batch_samples,
+        micro_batch_tokens=micro_batch_tokens,
+        reduction=reduction,
+        max_response_tokens=max_response_tokens,
+    )
+    return _packed(dealt, lambda part, weights: sample_block([samples[index] for index in part], part, weights))
+
+
+def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_batch_tokens: int) -> list[Packed]:
     """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
-    units = [(_from_demonstration(index, item, _shift(item.loss_mask)),) for index, item in enumerate(demonstrations)]
-    mini = _pack_mini_batch(units, num_shards, micro_batch_tokens, "token-mean", 1)
-    return [Shard((mini[shard],)) for shard in range(num_shards)]
+    counts = [int(each.loss_mask[1:].sum()) for each in demonstrations]
+    dealt = _deal_rows(demonstrations, counts, 1, num_shards, micro_batch_tokens, "token-mean")
+    return _packed(dealt, lambda part, weights: row_block([demonstrations[index] for index in part], part, weights))
 
 
-def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: int, scored: bool) -> list[Shard]:
+def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: int, scored: bool) -> list[Packed]:
     """Pairs of one optimizer step, as one mini-batch. Pair i is the sequences 2i (chosen) and 2i + 1 (rejected).
 
     The two of a pair are neighbours in one micro-batch. The weights of a pair's positions add up to 1 / number of pairs.
@@ -99,15 +109,72 @@ def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: in
 
     No pair may be longer than `micro_batch_tokens` (the recipe check sees to it).
     """
-    units: list[_Unit] = []
-    for index, pair in enumerate(pairs):
-        chosen, rejected = (
-            _from_demonstration(2 * index + side, each, _last(each) if scored else _shift(each.loss_mask))
-            for side, each in enumerate((pair.chosen, pair.rejected))
+    sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+    margins = np.array([margin for pair in pairs for margin in (pair.margin, 0.0)], np.float32)
+    counts = [1 if scored else int(side.loss_mask[1:].sum()) for side in sides]
+    dealt = _deal_rows(sides, counts, 2, num_shards, micro_batch_tokens, "sequence-mean")
+
+    def block(part: IntArray, weights: FloatArray) -> Block:
+        return row_block([sides[index] for index in part], part, weights, margins[part], scored=scored)
+
+    return _packed(dealt, block)
+
+
+def _deal_rows(
+    rows: Sequence[Demonstration],
+    counts: Sequence[int],
+    together: int,
+    num_shards: int,
+    micro_batch_tokens: int,
+    reduction: Reduction,
+) -> Dealt:
+    """Rows as one mini-batch of one owner."""
+    return deal_step(
+        np.array([len(row.token_ids) for row in rows], np.int64),
+        np.array(counts, np.int64),
+        np.arange(len(rows)),
+        np.zeros(len(rows), np.int64),
+        num_owners=1,
+        num_shards=num_shards,
+        mini_batch_samples=max(together, len(rows)),
+        micro_batch_tokens=micro_batch_tokens,
+        reduction=reduction,
+        max_response_tokens=1,
+        together=together,
+    )
+
+
+def _packed(dealt: Dealt, block: Callable[[IntArray, FloatArray], Block]) -> list[Packed]:
+    """Plans with the only owner's blocks. block: of samples of these numbers and weights."""
+    [parts] = dealt.parts
+    return [(plan, block(part, dealt.weights[part])) for plan, part in zip(dealt.plans, parts, strict=True)]
+
+
+def assemble(plan: ShardPlan, blocks: Sequence[Block]) -> Shard:
+    """The shard whose sequences lie in these blocks, one an owner. Blocks of a single owner are not copied."""
+    order = _Order.of(plan, blocks)
+    column = {
+        name: order.gather([getattr(block, name) for block in blocks])
+        for name in ("tokens", "labels", "loss_mask", "weights", "rollout_logprobs")
+    }
+    sample_index = order.of_sequences([block.sample_index for block in blocks])
+    margins = None if blocks[0].margins is None else order.of_sequences([block.margins for block in blocks])
+    routing = _routing(order, blocks)
+
+    def micro(first: int, last: int) -> MicroBatch:
+        """Of sequences [first, last)."""
+        if first == last:
+            return _filler()
+        begin, end = int(order.bounds[first]), int(order.bounds[last])
+        return MicroBatch(
+            **{name: values[begin:end] for name, values in column.items()},
+            cu_seqlens=(order.bounds[first : last + 1] - begin).astype(np.int32),
+            sample_index=sample_index[first:last],
+            routing=None if routing is None or not routing.known[first:last].all() else routing.experts[begin:end],
+            margins=None if margins is None else margins[first:last:2],
         )
-        units.append((replace(chosen, margin=pair.margin), rejected))
-    mini = _pack_mini_batch(units, num_shards, micro_batch_tokens, "sequence-mean", 1)
-    return [Shard((mini[shard],)) for shard in range(num_shards)]
+
+    return Shard(tuple(MiniBatch(tuple(micro(*span) for span in spans)) for spans in _spans(plan)))
 
 
 def merge_shards(shards: Sequence[Shard]) -> Shard:
@@ -125,16 +192,36 @@ def merge_columns(columns: Sequence[Column]) -> Column:
     return [[part for mini in minis for part in mini] for minis in zip(*columns, strict=True)]
 
 
-def split_column(column: Column, shards: Sequence[Shard]) -> list[Column]:
-    """The column of `merge_shards(shards)` as one column a shard."""
-    found: list[Column] = [[] for _ in shards]
-    for index, mini in enumerate(column):
-        first = 0
-        for shard, mine in zip(shards, found, strict=True):
-            last = first + len(shard.mini_batches[index].micro_batches)
-            mine.append(mini[first:last])
-            first = last
+def split_column(
+    column: Column, plans: Sequence[ShardPlan], blocks: Sequence[Sequence[Block]]
+) -> list[list[FloatArray]]:
+    """A column of merged shards as what goes to each shard's owners: [shard][owner], each [T] in the order of the block.
+
+    plans, blocks: those of the shards that were merged, in their order; blocks: [shard][owner]. Fillers are left out.
+    """
+    found = []
+    first = [0] * len(column)
+    for plan, mine in zip(plans, blocks, strict=True):
+        parts: list[FloatArray] = []
+        for index, (mini, counts) in enumerate(zip(column, plan.counts, strict=True)):
+            micros = mini[first[index] : first[index] + len(counts)]
+            first[index] += len(counts)
+            parts += [part for part, count in zip(micros, counts, strict=True) if count]
+        found.append(_Order.of(plan, mine).scatter(joined(parts, np.float32)))
     return found
+
+
+def join_columns(plan: ShardPlan, blocks: Sequence[Block], parts: Sequence[FloatArray]) -> Column:
+    """A shard's column from its owners' parts, [T] each in the order of the block: `split_column` undone; 0 in fillers."""
+    order = _Order.of(plan, blocks)
+    whole = order.gather(parts)
+    return [
+        [
+            whole[order.bounds[first] : order.bounds[last]] if first < last else np.zeros(1, np.float32)
+            for first, last in spans
+        ]
+        for spans in _spans(plan)
+    ]
 
 
 def column_like(shard: Shard, values: ArrayLike) -> Column:
@@ -155,151 +242,101 @@ def column_like(shard: Shard, values: ArrayLike) -> Column:
     ]
 
 
-def _from_sample(index: int, group: int, sample: Sample) -> _Sequence:
-    prompt, response = sample.prompt.token_ids, sample.response_ids
-    assert len(prompt), f"sample {sample.id} has an empty prompt"
-    assert len(sample.loss_mask) == len(sample.rollout_logprobs) == len(response), (
-        f"sample {sample.id}: {len(response)} response tokens, {len(sample.loss_mask)} mask entries, "
-        f"{len(sample.rollout_logprobs)} log-probs"
-    )
-    before = np.zeros(len(prompt), np.float32)
-    mask = _shift(np.concatenate([before, sample.loss_mask.astype(np.float32)]))
-    logprobs = _shift(np.concatenate([before, sample.rollout_logprobs]))
-    return _Sequence(
-        index,
-        group,
-        np.concatenate([prompt, response]),
-        mask,
-        np.where(mask > 0, logprobs, 0).astype(np.float32),
-        _routing(sample),
-    )
+@dataclass(frozen=True)
+class _Order:
+    """From blocks laid end to end to a shard: S sequences, T tokens.
 
-
-def _from_demonstration(index: int, item: Demonstration, mask: FloatArray) -> _Sequence:
-    return _Sequence(index, index, item.token_ids, mask, np.zeros(len(item.token_ids), np.float32))
-
-
-def _last(item: Demonstration) -> FloatArray:
-    mask = np.zeros(len(item.token_ids), np.float32)
-    mask[-1] = 1
-    return mask
-
-
-def _routing(sample: Sample) -> RoutingArray | None:
-    """The sample's routing, and an unknown one for its last token, which no server has put through the model."""
-    if sample.routing is None:
-        return None
-    rows, width = sample.routing.shape
-    assert rows <= sample.num_tokens, (sample.id, rows, sample.num_tokens)
-    whole = np.full((sample.num_tokens, width), UNKNOWN_EXPERT, np.int16)
-    whole[:rows] = sample.routing
-    return whole
-
-
-def _shift(column: NDArray[np.generic]) -> FloatArray:
-    """From token-aligned [L] (position t speaks of token t) to label-aligned [L]; the last predicts nothing."""
-    shifted = np.zeros(len(column), np.float32)
-    shifted[:-1] = column[1:]
-    return shifted
-
-
-def _pack_mini_batch(
-    units: Sequence[_Unit], num_shards: int, budget: int, reduction: Reduction, max_response_tokens: int
-) -> list[MiniBatch]:
-    """The part of each shard: equally many micro-batches in each."""
-    lengths = [sum(len(sequence.tokens) for sequence in unit) for unit in units]
-    assert max(lengths, default=0) <= budget, (
-        f"{max(lengths)} tokens that stay together, over micro_batch_tokens={budget}"
-    )
-    sequences = [sequence for unit in units for sequence in unit]
-    counts, groups = [s.mask.sum() for s in sequences], np.array([s.group for s in sequences], np.int64)
-    weights = sample_weights(counts, reduction, max_response_tokens, np.unique(groups, return_inverse=True)[1])
-    weight_of = {sequence.index: weight for sequence, weight in zip(sequences, weights, strict=True)}
-    return [
-        MiniBatch(tuple(_build([sequence for i in bin_ for sequence in units[i]], weight_of) for bin_ in bins))
-        for bins in deal(lengths, num_shards, budget)
-    ]
-
-
-def deal(lengths: Sequence[int], num_shards: int, budget: int) -> list[list[list[int]]]:
-    """Shards of equally many micro-batches of items. lengths: of each item, in tokens; budget: of a micro-batch.
-
-    Shards hold about as many tokens each, and so do the micro-batches of one where they fit; some may be empty.
+    sequences: [S], where each sequence of the shard lies in the blocks; tokens: [T], likewise; both None where the blocks
+    have the shard's order. bounds: [S + 1], cumulative tokens of the shard's sequences. cuts: where in the blocks another
+    block begins, in tokens.
     """
-    packed = [_first_fit(lengths, part, budget) for part in _deal(lengths, range(len(lengths)), num_shards)]
-    num_micro = max(1, *(len(bins) for bins in packed))
-    return [_even_out(lengths, bins, num_micro, budget) for bins in packed]
+
+    sequences: IntArray | None
+    tokens: IntArray | None
+    bounds: IntArray
+    cuts: IntArray
+
+    @classmethod
+    def of(cls, plan: ShardPlan, blocks: Sequence[Block]) -> _Order:
+        sizes = np.array([len(block.lengths) for block in blocks])
+        assert sizes.sum() == len(plan.positions), (sizes, len(plan.positions))
+        lengths = _end_to_end([block.lengths for block in blocks])
+        sequences = (np.cumsum(sizes) - sizes)[plan.owners] + plan.positions
+        cuts = np.cumsum([len(block.tokens) for block in blocks])[:-1]
+        if np.array_equal(sequences, np.arange(len(sequences))):
+            return cls(None, None, np.append(0, np.cumsum(lengths)), cuts)
+        starts, mine = np.cumsum(lengths) - lengths, lengths[sequences]
+        bounds = np.append(0, np.cumsum(mine))
+        tokens = np.repeat(starts[sequences] - bounds[:-1], mine) + np.arange(bounds[-1])
+        return cls(sequences, tokens, bounds, cuts)
+
+    def of_sequences(self, parts: Sequence[Any]) -> NDArray[Any]:
+        """What the blocks say of their sequences: [S]."""
+        whole = _end_to_end(parts)
+        return whole if self.sequences is None else whole[self.sequences]
+
+    def gather(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """What the blocks say of their tokens: [T, ..]."""
+        whole = _end_to_end(parts)
+        assert len(whole) == self.bounds[-1], (len(whole), self.bounds[-1])
+        return whole if self.tokens is None else whole[self.tokens]
+
+    def scatter(self, values: FloatArray) -> list[FloatArray]:
+        """A column of the shard, [T], as one part a block."""
+        assert len(values) == self.bounds[-1], (len(values), self.bounds[-1])
+        if self.tokens is not None:
+            values, ordered = np.empty_like(values), values
+            values[self.tokens] = ordered
+        return np.split(values, self.cuts)
 
 
-def _longest_first(lengths: Sequence[int], items: Sequence[int]) -> list[int]:
-    return sorted(items, key=lambda item: (-lengths[item], item))
+def _end_to_end(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _deal(lengths: Sequence[int], items: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Longest-processing-time scheduling: each item, longest first, to the lightest bin; ties to the first."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, index) for index in range(num_bins)]
-    for item in _longest_first(lengths, items):
-        load, index = heap[0]
-        bins[index].append(item)
-        heapq.heapreplace(heap, (load + lengths[item], index))
-    return bins
+def _spans(plan: ShardPlan) -> list[list[tuple[int, int]]]:
+    """Of each mini-batch and each of its micro-batches: its first sequence, and the one after its last."""
+    found, last = [], 0
+    for counts in plan.counts:
+        ends = [last, *(last + np.cumsum(counts, dtype=int)).tolist()]
+        found.append(list(pairwise(ends)))
+        last = ends[-1]
+    return found
 
 
-def _first_fit(lengths: Sequence[int], items: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: each item, longest first, into the first bin with room, else into a new one."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for item in _longest_first(lengths, items):
-        length = lengths[item]
-        index = next((i for i, left in enumerate(room) if left >= length), len(bins))
-        if index == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[index].append(item)
-        room[index] -= length
-    return bins
+@dataclass(frozen=True)
+class _Routing:
+    """experts: [T, layers x k]; known: [S], whether the rollout told those of the sequence."""
+
+    experts: RoutingArray
+    known: NDArray[np.bool_]
 
 
-def _even_out(lengths: Sequence[int], bins: list[list[int]], num_bins: int, budget: int) -> list[list[int]]:
-    """Exactly `num_bins` bins within the budget, evenly loaded where that fits; empty ones are fillers."""
-    even = _deal(lengths, [item for bin_ in bins for item in bin_], num_bins)
-    if all(sum(lengths[item] for item in bin_) <= budget for bin_ in even):
-        return even
-    return [*bins, *([] for _ in range(num_bins - len(bins)))]
+def _routing(order: _Order, blocks: Sequence[Block]) -> _Routing | None:
+    """None where no block has any."""
+    widths = {block.routing.shape[1] for block in blocks if block.routing is not None}
+    if not widths:
+        return None
+    [width] = widths
+    parts = [
+        np.full((len(block.tokens), width), UNKNOWN_EXPERT, np.int16) if block.routing is None else block.routing
+        for block in blocks
+    ]
+    experts = order.gather(parts)
+    # Nobody knows the last token's; a sequence of more whose first token's is unknown has none at all.
+    known = (experts[order.bounds[:-1]] != UNKNOWN_EXPERT).any(axis=1) | (np.diff(order.bounds) == 1)
+    return _Routing(experts, known)
 
 
-def _build(sequences: Sequence[_Sequence], weight_of: Mapping[int, np.float32]) -> MicroBatch:
-    """Sequences end to end, in the order of the samples; a filler where there are none. weight_of: by index."""
-    if not sequences:
-        zero = np.zeros(1, np.float32)
-        return MicroBatch(
-            tokens=np.zeros(1, np.int64),
-            labels=np.zeros(1, np.int64),
-            cu_seqlens=np.array([0, 1], np.int32),
-            loss_mask=zero,
-            weights=zero,
-            rollout_logprobs=zero,
-            sample_index=np.array([FILLER_INDEX], np.int64),
-            margins=np.zeros(0, np.float32),
-        )
-    parts = sorted(sequences, key=lambda sequence: sequence.index)
-    margins = [part.margin for part in parts if part.margin is not None]
-    labels = [np.append(part.tokens[1:], 0) for part in parts]
+def _filler() -> MicroBatch:
+    zero = np.zeros(1, np.float32)
     return MicroBatch(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        labels=np.concatenate(labels).astype(np.int64),
-        cu_seqlens=np.cumsum([0, *(len(part.tokens) for part in parts)], dtype=np.int32),
-        loss_mask=np.concatenate([part.mask for part in parts]),
-        weights=np.concatenate([part.mask * weight_of[part.index] for part in parts]).astype(np.float32),
-        rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
-        sample_index=np.array([part.index for part in parts], np.int64),
-        routing=_all_routing([part.routing for part in parts]),
-        margins=np.array(margins, np.float32) if margins else None,
+        tokens=np.zeros(1, np.int64),
+        labels=np.zeros(1, np.int64),
+        cu_seqlens=np.array([0, 1], np.int32),
+        loss_mask=zero,
+        weights=zero,
+        rollout_logprobs=zero,
+        sample_index=np.array([FILLER_INDEX], np.int64),
+        margins=np.zeros(0, np.float32),
     )
-
-
-def _all_routing(parts: Sequence[RoutingArray | None]) -> RoutingArray | None:
-    """The routing of a micro-batch; none where that of a sequence is missing."""
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known) if len(known) == len(parts) else None

@@ -7,15 +7,17 @@ tokens of a step to the ranks as blocks. Who decides what is asked for and train
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.types import Block, Prompt, Sample, Status, VersionSpan
+from megarl.data.blocks import sample_block
 from megarl.data.chat import load_tokenizer
-from megarl.data.pack import sample_block
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
@@ -36,6 +38,7 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
+CUT_S, CUT_AGAIN_S = 10.0, 0.5
 
 
 @dataclass
@@ -141,6 +144,18 @@ class Collector:
     async def idle(self) -> None:
         """Returns once no request runs."""
         await self._gate.idle()
+
+    async def cut(self, servers: Sequence[ServerEndpoint]) -> None:
+        """End the requests at these servers, and begin none until `release`; returns once none runs.
+
+        Asked again and again: a request that was on its way may arrive after the first time. What servers have of the
+        responses stays here, and goes on later.
+        """
+        self._gate.close()
+        while self._gate.running:
+            await asyncio.gather(*(_abort(server) for server in servers))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gate.idle(), CUT_AGAIN_S)
 
     async def release(self) -> None:
         """Begin requests again."""
@@ -270,6 +285,15 @@ class Collector:
         count = self._recipe.report.samples
         if count:
             write_samples(self._recipe.run.folder / "samples" / name, samples[:count])
+
+
+async def _abort(server: ServerEndpoint) -> None:
+    """End all requests of a server; one that does not answer has none, or is found dead by those that watch it."""
+    async with ServerClient(server) as client:
+        try:
+            await client.abort(CUT_S)
+        except MegarlError as error:
+            log.warning("%s", error)
 
 
 def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:

@@ -26,18 +26,21 @@ from megarl.rollout.batcher import Part, StepSamples
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Admitted, Committed, Dropped, Entry, Finished, Ledger, Lost, Returned, Taken, rows_of
 from megarl.rollout.links import CollectorLink, Links
+from megarl.rollout.local_advantages import Measured, SampleNumbers, Settled
 from megarl.rollout.producer import Pace, choose, owner_of, room
-from megarl.rollout.step_advantages import StepAdvantages
+from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.rollout.tasks import DataFacts, GroupTask, News
+from megarl.serving.client import ServerEndpoint
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step: plans, one a shard; parts, one a collector."""
+    """A step: plans, one a shard; parts, one a collector, and what each has to know for the advantages."""
 
     info: BatchInfo
     plans: tuple[ShardPlan, ...]
     parts: tuple[Part, ...]
+    numbers: tuple[SampleNumbers, ...]
 
 
 class Coordinator:
@@ -77,6 +80,7 @@ class Coordinator:
         self._began: float | None = None  # groups have been under way since
         self._worked_s = 0.0  # seconds with groups under way since the last step
         self.advantages = StepAdvantages(recipe)
+        self._before_settling: tuple[int, dict[str, float]] | None = None  # a step, and the KL's weight before it
 
     async def next(self, step: int, version: int) -> StepPlan:
         """The groups of a step, once there are enough: assigned, and counted. version: of the weights that it trains.
@@ -113,6 +117,10 @@ class Coordinator:
         """Returns once no collector has a request at the servers."""
         await self._links.everyone(lambda link: link.idle())
 
+    async def cut(self, servers: Sequence[ServerEndpoint]) -> None:
+        """End the requests that run at these servers; what there is of them goes on after `release`."""
+        await self._links.cut(servers)
+
     async def release(self, version: int) -> None:
         """Requests begin again; the servers have weights of this version."""
         self._version = version
@@ -126,6 +134,24 @@ class Coordinator:
         rows = range(self._data.eval_rows)
         with self._progress.of(len(rows) * self._recipe.eval.samples_per_prompt, "samples"):
             return held_out.result(await self._links.evaluate(rows, step), self._recipe, step, version)
+
+    def settle(self, step: int, measured: Sequence[Measured]) -> list[Settled]:
+        """The second turn of a step's advantages, for each collector: see StepAdvantages. Again for the same step: anew."""
+        samples = self.samples
+        if samples.step != step:
+            raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {samples.step}.")
+        if self._before_settling is not None and self._before_settling[0] == step:
+            self.advantages.load_state(self._before_settling[1])
+        self._before_settling = step, self.advantages.state()
+        facts = StepFacts(
+            samples.rewards,
+            samples.group_index,
+            samples.response_tokens,
+            samples.trained_tokens,
+            samples.mean_nll,
+            samples.greedy_rewards,
+        )
+        return self.advantages.settle(facts, measured)
 
     async def replace(self, owner: int, link: CollectorLink) -> None:
         """A new collector in the place of one that has died: its groups are made anew."""
@@ -156,10 +182,27 @@ class Coordinator:
 
     @property
     def samples(self) -> StepSamples:
-        """Of the step that was given last."""
+        """Of the step that was given last. Raises MegarlError before the first."""
         if self._samples is None:
-            raise MegarlError("No step has been made yet.")
+            raise MegarlError("Advantages were asked for, and no step has been made yet.")
         return self._samples
+
+    def _numbers(self, samples: StepSamples) -> tuple[SampleNumbers, ...]:
+        """What each collector has to know of its samples."""
+        found = []
+        for owner in range(len(self._links)):
+            mine = samples.owners == owner
+            found.append(
+                SampleNumbers(
+                    samples.rewards[mine],
+                    samples.group_index[mine],
+                    samples.response_tokens[mine],
+                    samples.mean_nll[mine],
+                    self.advantages.kl_coef,
+                    samples.greedy_rewards,
+                )
+            )
+        return tuple(found)
 
     async def _collect(self) -> tuple[int, ...]:
         """The groups that the step takes, once they are there."""
@@ -182,7 +225,8 @@ class Coordinator:
 
     async def _admit(self) -> None:
         """Ask for as many groups as there is room for."""
-        left = (self._recipe.train.steps - self._step + self._collecting) * self._pace.groups_per_step
+        steps = max(self._collecting, self._recipe.train.steps - self._step + self._collecting)
+        left = steps * self._pace.groups_per_step + (self._pace.ahead if not self._beside else 0)
         tasks: dict[int, list[GroupTask]] = {}
         while room(self.ledger, self._pace, collecting=self._collecting) and self.ledger.waiting() < left:
             row, step, first = self._next_row()
@@ -248,7 +292,7 @@ class Coordinator:
             entry = self.ledger.get(group)
             self.ledger.apply(Dropped(group, why))
             if entry is not None:
-                await self._links.tell(entry.asked.owner, lambda link, group=group: link.cancel([group]))
+                await self._links.cancel(entry.asked.owner, [group])
 
     async def _lost(self, owner: int) -> None:
         """A collector has died with its samples: what no step has taken is made anew, by those that live."""
@@ -276,7 +320,7 @@ class Coordinator:
         for owner in self._links.living():
             mine = [entry.asked.group for entry in done if entry.asked.owner == owner]
             if mine:
-                await self._links.tell(owner, lambda link, mine=mine: link.forget(mine))
+                await self._links.forget(owner, mine)
         self._gone -= {entry.asked.group for entry in done}
         self._asked = Counter({key: count for key, count in self._asked.items() if key[0] >= before - 1})
 
@@ -309,7 +353,8 @@ class Coordinator:
         )
         metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
         metrics |= self._flow(seen)
-        return StepPlan(self._info(samples, version, metrics, plans, seen), plans, parts)
+        info = self._info(samples, version, metrics, plans, seen)
+        return StepPlan(info, plans, parts, self._numbers(samples))
 
     def _flow(self, seen: Sequence[GroupFacts]) -> dict[str, float]:
         """How the producer fares: rates, queues, idle servers, the place in the data."""

@@ -11,6 +11,7 @@ versions and rewards, never tokens. A group's samples stay together: all of them
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -205,3 +206,8 @@ class Ledger:
         entry.phase = new
         self._in[new][group] = entry
         return entry
+
+
+def rows_of(entries: Iterable[Entry]) -> list[tuple[int, int, int]]:
+    """What it takes to ask for groups again: row, step and first sample of each, for a checkpoint."""
+    return [(entry.asked.row, entry.asked.step, entry.asked.first) for entry in entries]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.rollout.tasks import EvalFacts, GroupTask, News
+from megarl.serving.client import ServerEndpoint
 
 log = get_logger(__name__)
 
@@ -23,6 +24,7 @@ class CollectorLink(Protocol):
     async def hold(self) -> None: ...  # noqa: D102
     async def idle(self) -> None: ...  # noqa: D102
     async def release(self) -> None: ...  # noqa: D102
+    async def cut(self, servers: Sequence[ServerEndpoint]) -> None: ...  # noqa: D102
     async def write(self, step: int, groups: Collection[int]) -> None: ...  # noqa: D102
     async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts: ...  # noqa: D102
 
@@ -75,6 +77,14 @@ class Links:
             return False
         return True
 
+    async def cancel(self, owner: int, groups: Collection[int]) -> None:
+        """Have a collector stop making groups and forget what there is of them."""
+        await self.tell(owner, lambda link: link.cancel(groups))
+
+    async def forget(self, owner: int, groups: Collection[int]) -> None:
+        """Tell a collector of groups that have been trained on."""
+        await self.tell(owner, lambda link: link.forget(groups))
+
     async def everyone(self, what: Callable[[CollectorLink], Awaitable[Any]]) -> None:
         """Tell all that live."""
         await asyncio.gather(*(self.tell(owner, what) for owner in self.living()))
@@ -83,6 +93,11 @@ class Links:
         """No collector begins a request until `release`; nor does one that comes in the place of another."""
         self._held = True
         await self.everyone(lambda link: link.hold())
+
+    async def cut(self, servers: Sequence[ServerEndpoint]) -> None:
+        """End the requests that run at these servers; none begins until `release`."""
+        self._held = True
+        await self.everyone(lambda link: link.cut(servers))
 
     async def release(self) -> None:
         """Requests begin again."""

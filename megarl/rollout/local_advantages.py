@@ -24,14 +24,29 @@ from megarl.algorithms.ragged import trained
 from megarl.algorithms.returns import AdvantagesAndReturns, kl_penalty, token_rewards, whiten
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
-from megarl.core.types import Block, FloatArray, IntArray, Sample
+from megarl.core.types import Block, FloatArray, IntArray
 from megarl.recipe.algorithm import Algorithm, Correction
 from megarl.recipe.functions import asked, before_whitening, is_per_token, settings
 from megarl.recipe.schema import Recipe
-from megarl.rollout import filters
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
 
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block
+
+
+@dataclass(frozen=True)
+class SampleNumbers:
+    """What a collector has to know of its n samples of a step, by rising index in the step; arrays are [n].
+
+    rewards: the graders'. kl_coef: `StepAdvantages.kl_coef`. greedy_rewards: [G], as of StepFacts; only a user's function of
+    tokens may ask for them, and then all samples of the step are here.
+    """
+
+    rewards: FloatArray
+    group_index: IntArray
+    response_tokens: IntArray
+    mean_nll: FloatArray
+    kl_coef: float
+    greedy_rewards: FloatArray
 
 
 @dataclass(frozen=True)
@@ -138,37 +153,33 @@ class LocalAdvantages:
 
     def measure(
         self,
-        samples: Sequence[Sample],
+        samples: SampleNumbers,
         blocks: Sequence[Block],
         columns: FlatColumns,
-        *,
-        kl_coef: float,
-        greedy_rewards: FloatArray = NO_NUMBERS,
     ) -> Measured:
         """The first turn; the step stays at hand for `finish`. A step measured before and not finished is forgotten.
 
-        samples: those of the step that are here, by rising index in the step; each is in one block. blocks: this
-        collector's of each shard, empty ones too. columns: those of the roles (old_logprobs, ref_logprobs, values,
-        teacher_logprobs, scores), where there are some. kl_coef: `StepAdvantages.kl_coef`. greedy_rewards: [G], as of
-        StepFacts; only a user's function of tokens may ask for it, and then all samples are here.
+        samples: of those of the step that are here; each is in one block. blocks: this collector's of each shard, empty
+        ones too. columns: those of the roles (old_logprobs, ref_logprobs, values, teacher_logprobs, scores), where there
+        are some.
 
         What is trained is what the blocks' masks say; a response's mask may have holes.
         Raises MegarlError where a critic has to learn returns and the advantage gives none.
         """
         at = Sequences(blocks)
-        assert len(samples) == len(at.sample_index), (len(samples), len(at.sample_index))
+        assert len(samples.rewards) == len(at.sample_index), (len(samples.rewards), len(at.sample_index))
         flat = {name: at.flat(column) for name, column in columns.items()}
         flat.setdefault("old_logprobs", at.rollout_logprobs)
         found: dict[str, Any] = {}
         turn = _Turn(at, flat["old_logprobs"])
         if self._asked.advantages:
-            per_token = self._token_rewards(at, flat, columns, kl_coef, found)
+            per_token = self._token_rewards(at, flat, columns, samples.kl_coef, found)
             if self._function is None:
                 found["token_rewards"] = at.sums(per_token).astype(np.float32)
             else:
-                turn = self._of_tokens(turn, samples, per_token, flat, found, greedy_rewards)
+                turn = self._of_tokens(turn, samples, per_token, flat, found)
         self._turn = turn
-        return Measured(at.sample_index, int((at.mask > 0).sum()), kl_coef, **found)
+        return Measured(at.sample_index, int((at.mask > 0).sum()), samples.kl_coef, **found)
 
     def finish(self, settled: Settled) -> Learned:
         """The second turn, of the step that was measured last. Raises MegarlError where none was."""
@@ -211,24 +222,22 @@ class LocalAdvantages:
     def _of_tokens(
         self,
         turn: _Turn,
-        samples: Sequence[Sample],
+        samples: SampleNumbers,
         per_token: FloatArray,
         flat: Mapping[str, FloatArray],
         found: dict[str, Any],
-        greedy_rewards: FloatArray,
     ) -> _Turn:
         """With advantages of tokens, and returns. per_token: rewards of tokens [T], beside those of samples."""
         at, algorithm, function = turn.at, self._recipe.algorithm, self._function
         assert function is not None, "nobody asked for advantages of tokens"
-        response_tokens = np.array([len(sample.response_ids) for sample in samples], np.int64)
         scores = found.get("scores", NO_NUMBERS)
-        rewards = sample_rewards(self._recipe, filters.rewards(samples), response_tokens, scores)
+        rewards = sample_rewards(self._recipe, samples.rewards, samples.response_tokens, scores)
         given = {
             "rewards": rewards,
-            "group_index": filters.group_index(samples),
+            "group_index": samples.group_index,
             "lengths": at.by_sample(trained(at.mask, at.cu_seqlens).counts),
-            "mean_nll": filters.mean_nll(samples),
-            "greedy_rewards": greedy_rewards,
+            "mean_nll": samples.mean_nll,
+            "greedy_rewards": samples.greedy_rewards,
             "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token,
             "mask": at.mask,
             "cu_seqlens": at.cu_seqlens,

@@ -13,7 +13,8 @@ class GroupTask:
     """Samples of one prompt.
 
     group: its number. row: of the data. step: whose seeds and names the samples have. first: number of the first sample
-    among those of this row in this step. count: how many. greedy: also one greedy answer. expected_tokens: of a response, by what earlier groups of this row took; 0 where there were none.
+    among those of this row in this step. count: how many. greedy: also one greedy answer. expected_tokens: of a response,
+    by what earlier groups of this row took; 0 where there were none.
     """
 
     group: int

@@ -152,7 +152,13 @@ def _launch_rollout(
     router = RouterSpec(request_timeout_s=deadlines.rollout_s)
     starter = Starter(runtime, spec, slots, router, deadlines.start_s, deadlines.answer_s)
     servers = LaunchingPool.launch(starter, waiter, Restarts(settings.max_restarts))
-    return RolloutPool.launch(runtime, recipe, servers, num_shards, waiter)
+    return LaunchingRollout.launch(runtime, recipe, servers, num_shards, waiter, beside=beside(runtime, recipe, slots))
+
+
+def beside(runtime: Runtime, recipe: Recipe, slots: Sequence[ServerSlot]) -> bool:
+    """Whether the servers go on while the ranks train: they share no device with them, and nothing says otherwise."""
+    alone = share_no_device(runtime.slots, slots)
+    return alone and not recipe.rollout.offload and recipe.rollout.oversample == 1
 
 
 def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe: AnyRecipe) -> dict[str, Role]:

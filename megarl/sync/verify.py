@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.core.errors import MegarlError, SyncError
-from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
+from megarl.core.types import Block, FloatArray, ShardPlan
 from megarl.serving.client import ServerClient, ServerEndpoint
 
 Probe = Sequence[Sequence[int]]
@@ -23,28 +23,27 @@ class ProbeAnswers:
     failed: dict[str, str]
 
 
-def probe_shard(probe: Probe) -> Shard:
-    """The probe as one micro-batch, for the trainer's log-prob pass. Sequences of at least two tokens."""
+def probe_shard(probe: Probe) -> tuple[ShardPlan, Block]:
+    """The probe as a shard of one micro-batch, for the trainer's log-prob pass. Sequences of at least two tokens."""
     rows = [np.asarray(sequence, dtype=np.int64) for sequence in probe]
     masks = [np.append(np.ones(len(row) - 1, np.float32), np.float32(0)) for row in rows]
     mask = np.concatenate(masks)
-    micro = MicroBatch(
+    block = Block(
+        lengths=np.array([len(row) for row in rows], np.int64),
         tokens=np.concatenate(rows),
         labels=np.concatenate([np.append(row[1:], 0) for row in rows]),
-        cu_seqlens=np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32),
         loss_mask=mask,
         weights=np.zeros_like(mask),
         rollout_logprobs=np.zeros_like(mask),
         sample_index=np.arange(len(rows), dtype=np.int64),
     )
-    return Shard((MiniBatch((micro,)),))
+    return ShardPlan(((len(rows),),), np.zeros(len(rows), np.int64), np.arange(len(rows), dtype=np.int64)), block
 
 
-def split_column(column: Column, probe: Probe) -> list[FloatArray]:
-    """The trainer's column for `probe_shard(probe)`, as one array [L - 1] a sequence."""
-    flat = column[0][0]
+def split_column(column: FloatArray, probe: Probe) -> list[FloatArray]:
+    """The trainer's column for `probe_shard(probe)`, [T], as one array [L - 1] a sequence."""
     ends = np.cumsum([len(sequence) for sequence in probe])
-    return [flat[end - len(sequence) : end - 1] for end, sequence in zip(ends, probe, strict=True)]
+    return [column[end - len(sequence) : end - 1] for end, sequence in zip(ends, probe, strict=True)]
 
 
 async def probe_servers(servers: Sequence[ServerEndpoint], probe: Probe, deadline_s: float) -> ProbeAnswers:

@@ -47,7 +47,7 @@ def test_a_parameter_that_holds_nearly_all_of_the_gradient_is_warned_of(
     workers = (rank(share, ["x holds it all"], asked), rank(share, ["never asked"], asked))
     group = RankGroup(workers, AtOnce())  # type: ignore[arg-type]
     role = Role("actor", group, Layout(world_size=2), Deadlines())
-    batch = Batch(((), ()), SimpleNamespace())  # type: ignore[arg-type]
+    batch = Batch(((), ()), (((),), ((),)), SimpleNamespace())  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, logger="megarl"):
         for _ in range(2):
             assert role.update(batch, {}).wait() == {"actor/loss": 1.0, "actor/grad_share_max": share}

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.reduce import Reduction
-from megarl.core.types import MicroBatch, Prompt, Sample, Shard, Status
+from megarl.core.types import Block, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
+from megarl.data.blocks import UNKNOWN_EXPERT
 from megarl.data.pack import (
     FILLER_INDEX,
-    UNKNOWN_EXPERT,
+    assemble,
     column_like,
     merge_columns,
     merge_shards,
     pack,
     pack_pairs,
     pack_sft,
-    split_column,
 )
 from megarl.data.pairs import Pair
 from megarl.data.sft import Demonstration
@@ -41,6 +41,10 @@ def make_sample(name: str, prompt: Sequence[int], response: Sequence[int], mask:
 
 def micro_batches(shard: Shard) -> list[MicroBatch]:
     return [micro for mini in shard.mini_batches for micro in mini.micro_batches]
+
+
+def whole(packed: Sequence[tuple[ShardPlan, Block]]) -> list[Shard]:
+    return [assemble(plan, [block]) for plan, block in packed]
 
 
 def options(**changed: Any) -> dict[str, Any]:
@@ -74,7 +78,7 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     (shard,) = pack([sample], **options())
     (micro,) = micro_batches(shard)
     assert micro.margins is None, "samples are no pairs"
-    micro = replace(micro, margins=micro_batches(pack_pairs([make_pair(3, 2)], **pairs_options())[0])[0].margins)
+    micro = replace(micro, margins=micro_batches(whole(pack_pairs([make_pair(3, 2)], **pairs_options()))[0])[0].margins)
     types = {name: str(getattr(micro, name).dtype) for name in MicroBatch.__dataclass_fields__}
     assert types == {
         "tokens": "int64",
@@ -169,7 +173,7 @@ def test_no_samples_are_no_mini_batches() -> None:
 def test_demonstrations_train_the_mean_over_their_tokens() -> None:
     first = Demonstration("a", np.array([5, 6, 7]), np.array([0, 1, 1], np.uint8))
     second = Demonstration("b", np.array([8, 9]), np.array([0, 1], np.uint8))
-    (shard,) = pack_sft([first, second], num_shards=1, micro_batch_tokens=8)
+    (shard,) = whole(pack_sft([first, second], num_shards=1, micro_batch_tokens=8))
     (micro,) = micro_batches(shard)
     assert micro.labels.tolist() == [6, 7, 0, 9, 0]
     np.testing.assert_allclose(micro.weights, np.array([1, 1, 0, 1, 0]) / 3, rtol=1e-6)
@@ -301,7 +305,7 @@ def pairs_options(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() -> None:
-    (shard,) = pack_pairs([make_pair(2, 1, 0.5), make_pair(1, 4)], **pairs_options())
+    (shard,) = whole(pack_pairs([make_pair(2, 1, 0.5), make_pair(1, 4)], **pairs_options()))
     (micro,) = micro_batches(shard)
     assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 20, 1, 2, 10, 1, 2, 20, 21, 22, 23]
     assert micro.cu_seqlens.tolist() == [0, 4, 7, 10, 16]
@@ -313,7 +317,7 @@ def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() ->
 
 
 def test_a_scored_pair_is_marked_at_its_last_tokens() -> None:
-    (shard,) = pack_pairs([make_pair(2, 1)], **pairs_options(scored=True))
+    (shard,) = whole(pack_pairs([make_pair(2, 1)], **pairs_options(scored=True)))
     (micro,) = micro_batches(shard)
     assert micro.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1]
     assert micro.weights.tolist() == [0, 0, 0, 0.5, 0, 0, 0.5]
@@ -328,7 +332,7 @@ def test_the_two_of_a_pair_are_neighbours_whatever_the_cut(
     sizes: list[tuple[int, int, float]], num_shards: int, scored: bool
 ) -> None:
     pairs = [make_pair(*size) for size in sizes]
-    shards = pack_pairs(pairs, **pairs_options(num_shards=num_shards, micro_batch_tokens=44, scored=scored))
+    shards = whole(pack_pairs(pairs, **pairs_options(num_shards=num_shards, micro_batch_tokens=44, scored=scored)))
     assert len({len(micro_batches(shard)) for shard in shards}) == 1
     seen: list[int] = []
     for micro in (micro for shard in shards for micro in micro_batches(shard)):

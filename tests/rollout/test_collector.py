@@ -17,12 +17,12 @@ from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
-from megarl.rollout.collector import Collector
 from megarl.rollout.seeds import request_seed
 from megarl.serving.client import ServerClient
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
+from tests.support.rollout import LocalRollout
 from tests.support.fake_sglang import END, FakeSglang, generation
 
 T = TypeVar("T")
@@ -46,21 +46,24 @@ def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
 
 
 def collect(
-    fake_with: Callable[[], FakeSglang], recipe: Recipe, call: Callable[[Collector, FakeSglang], Awaitable[T]]
+    fake_with: Callable[[], FakeSglang],
+    recipe: Recipe,
+    call: Callable[[LocalRollout, FakeSglang], Awaitable[T]],
+    collectors: int = 1,
 ) -> T:
     """Run one conversation with a collector of four prompts and two held-out ones."""
     prompts = PromptSet(tuple(make_prompt(f"p{i}") for i in range(4)), 3, 3)
 
     async def go() -> T:
         async with fake_with() as fake:
-            collector = Collector(
+            collector = LocalRollout(
                 recipe,
                 model=PLAIN,
                 prompts=prompts,
                 eval_prompts=[make_prompt("p8"), make_prompt("p9")],
-                client=ServerClient(fake.endpoint, backoff_s=0.001),
-                graders=Graders.open(recipe.reward),
+                server=fake.endpoint,
                 num_shards=2,
+                num_collectors=collectors,
             )
             await collector.start()
             try:
@@ -86,7 +89,7 @@ def alternating() -> FakeSglang:
 
 
 def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> None:
-    async def call(collector: Collector, _: FakeSglang) -> Any:
+    async def call(collector: LocalRollout, _: FakeSglang) -> Any:
         return await collector.generate(1, 0), collector.advantages(1, {}).columns["advantages"]
 
     (shards, info), columns = collect(alternating, make_recipe(tmp_path), call)
@@ -149,7 +152,7 @@ def short_and_long() -> FakeSglang:
 def advantages_of(tmp_path: Path, fake: Callable[[], FakeSglang] = alternating, **algorithm: Any) -> dict[int, float]:
     """Sample -> its advantage."""
 
-    async def call(collector: Collector, _: FakeSglang) -> Any:
+    async def call(collector: LocalRollout, _: FakeSglang) -> Any:
         return (await collector.generate(1, 0))[0], collector.advantages(1, {}).columns["advantages"]
 
     shards, columns = collect(fake, make_recipe(tmp_path, algorithm=algorithm), call)
@@ -196,7 +199,7 @@ def test_groups_that_teach_nothing_are_replaced_by_further_prompts(tmp_path: Pat
 
         return FakeSglang(answer=answer)
 
-    async def call(collector: Collector, fake: FakeSglang) -> Any:
+    async def call(collector: LocalRollout, fake: FakeSglang) -> Any:
         return await collector.generate(1, 0), len(fake.bodies("/generate"))
 
     algorithm = {"normalize_std": False, "drop_zero_variance_groups": True, "refill_rounds": 3}
@@ -218,7 +221,7 @@ def test_requests_in_flight_are_bounded(tmp_path: Path) -> None:
         tmp_path, rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "concurrency": 3}
     )
 
-    async def call(collector: Collector, fake: FakeSglang) -> int:
+    async def call(collector: LocalRollout, fake: FakeSglang) -> int:
         await collector.generate(1, 0)
         return fake.most_in_flight
 
@@ -231,7 +234,7 @@ def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> 
         made.gate = asyncio.Event()
         return made
 
-    async def call(collector: Collector, server: FakeSglang) -> None:
+    async def call(collector: LocalRollout, server: FakeSglang) -> None:
         gate = server.gate
         assert gate is not None
         server.gate = None  # the first request is answered at once, those after it wait
@@ -260,14 +263,8 @@ def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> 
 
     async def go() -> None:
         async with fake() as server:
-            collector = Collector(
-                recipe,
-                model=PLAIN,
-                prompts=prompts,
-                eval_prompts=(),
-                client=ServerClient(server.endpoint),
-                graders=Watched.open(recipe.reward),
-                num_shards=1,
+            collector = LocalRollout(
+                recipe, model=PLAIN, prompts=prompts, server=server.endpoint, graders=Watched
             )
             await collector.start()
             try:
@@ -319,7 +316,7 @@ def test_grades_that_fail_are_bounded(tmp_path: Path) -> None:
             answer=lambda body: generation([5, END], text="raise" if body["input_ids"][0] in (12, 18, 19) else "7")
         )
 
-    def with_share(share: float, call: Callable[[Collector, FakeSglang], Awaitable[T]]) -> T:
+    def with_share(share: float, call: Callable[[LocalRollout, FakeSglang], Awaitable[T]]) -> T:
         reward = {"fn": "tests.rollout.grader:picky", "max_failed_share": share}
         return collect(fake, make_recipe(tmp_path, reward=reward), call)
 
@@ -339,7 +336,7 @@ def graded_by(
     recipe_with: Callable[[str, str], Recipe],
     remote: FakeRemote,
     judge: FakeJudge,
-    call: Callable[[Collector, FakeSglang], Awaitable[T]],
+    call: Callable[[LocalRollout, FakeSglang], Awaitable[T]],
 ) -> T:
     """`collect`, beside a reward server and a judge whose addresses the recipe is made with."""
     with in_thread(remote, judge):
@@ -446,7 +443,7 @@ def test_samples_of_other_weights_stop_the_step(tmp_path: Path) -> None:
 
 
 def test_advantages_of_another_step_are_refused(tmp_path: Path) -> None:
-    async def call(collector: Collector, _: FakeSglang) -> None:
+    async def call(collector: LocalRollout, _: FakeSglang) -> None:
         await collector.generate(1, 0)
         collector.advantages(2, {})
 
@@ -464,7 +461,7 @@ def test_evaluation_counts_every_prompt(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_greedy_unless_told_otherwise(tmp_path: Path) -> None:
-    async def call(collector: Collector, fake: FakeSglang) -> Any:
+    async def call(collector: LocalRollout, fake: FakeSglang) -> Any:
         await collector.evaluate(1, 0)
         return fake.bodies("/generate")
 
@@ -472,10 +469,10 @@ def test_evaluation_is_greedy_unless_told_otherwise(tmp_path: Path) -> None:
     assert {body["sampling_params"]["temperature"] for body in bodies} == {0.0}
 
 
-def test_a_prompt_that_comes_twice_makes_its_group_larger(tmp_path: Path) -> None:
+def test_a_prompt_that_comes_twice_is_two_groups_of_other_samples(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, rollout={"prompts_per_step": 6, "samples_per_prompt": 2, "max_response_tokens": 8})
     _, info = collect(alternating, recipe, lambda c, _: c.generate(1, 0))
-    assert (info.num_samples, info.num_groups) == (12, 4)
+    assert (info.num_samples, info.num_groups) == (12, 6)
     rows = (tmp_path / "run/samples/step_000001.jsonl").read_text().splitlines()
     assert len({json.loads(row)["id"] for row in rows}) == 12
 
@@ -483,11 +480,11 @@ def test_a_prompt_that_comes_twice_makes_its_group_larger(tmp_path: Path) -> Non
 def test_the_place_in_the_data_is_kept_and_restored(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, rollout={"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 8})
 
-    async def call(collector: Collector, fake: FakeSglang) -> list[int]:
+    async def call(collector: LocalRollout, fake: FakeSglang) -> list[int]:
         await collector.generate(1, 0)
-        place = collector.state()
+        place = collector.coordinator.state()
         await collector.generate(2, 0)
-        collector.load_state(place)
+        collector.coordinator.load_state(place)
         await collector.generate(2, 0)
         return [body["input_ids"][0] for body in fake.bodies("/generate")]
 
@@ -495,7 +492,7 @@ def test_the_place_in_the_data_is_kept_and_restored(tmp_path: Path) -> None:
 
 
 def test_a_probe_is_short_and_of_the_last_step(tmp_path: Path) -> None:
-    async def call(collector: Collector, _: FakeSglang) -> Any:
+    async def call(collector: LocalRollout, _: FakeSglang) -> Any:
         before = collector.probe()
         await collector.generate(1, 0)
         return before, collector.probe()
@@ -512,7 +509,7 @@ def test_every_request_has_the_seed_of_its_sample(tmp_path: Path, deterministic:
     rollout = {"deterministic": deterministic, "concurrency": 3}
     recipe = make_recipe(tmp_path, rollout=rollout, run={"seed": 5}, algorithm={"advantage": "remax"})
 
-    async def go(collector: Collector, _: FakeSglang) -> None:
+    async def go(collector: LocalRollout, _: FakeSglang) -> None:
         await collector.generate(2, 0)
         await collector.evaluate(2, 0)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.core.errors import SyncError
+from megarl.data.pack import assemble
 from megarl.sync.verify import ProbeAnswers, probe_servers, probe_shard, split_column, verify
 from tests.support.fake_sglang import FakeSglang, generation
 
@@ -44,7 +45,8 @@ def test_nothing_to_compare_is_no_proof() -> None:
 
 
 def test_the_probe_is_one_label_aligned_micro_batch() -> None:
-    (mini,) = probe_shard(PROBE).mini_batches
+    plan, block = probe_shard(PROBE)
+    (mini,) = assemble(plan, [block]).mini_batches
     (micro,) = mini.micro_batches
     assert micro.tokens.tolist() == [5, 6, 7, 8, 9]
     assert micro.labels.tolist() == [6, 7, 0, 9, 0]
@@ -54,7 +56,7 @@ def test_the_probe_is_one_label_aligned_micro_batch() -> None:
 
 
 def test_the_trainers_column_is_cut_at_the_sequences() -> None:
-    column = [[np.array([-1, -2, 0, -3, 0], np.float32)]]
+    column = np.array([-1, -2, 0, -3, 0], np.float32)
     assert [row.tolist() for row in split_column(column, PROBE)] == [[-1, -2], [-3]]
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec
-from megarl.cluster.ranks import _merged
+from megarl.cluster.ranks import RankShards, merged
 from megarl.cluster.rollout import CollectorActor, ProbeResult
 from megarl.cluster.server_actors import Started
 from megarl.core.layout import is_lead
 from megarl.core.platform import get_platform
-from megarl.core.types import Column, Shard, VersionSpan
-from megarl.data.pack import merge_shards, split_column
+from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan, VersionSpan
 from megarl.rewards.grade import Grade, failed
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerEndpoint
@@ -65,22 +64,28 @@ class Rank:
         self._book.note("build", role, self._name)
         self._book.specs[role] = spec
 
-    def logprobs(self, role: str, temperature: float | None, *shards: Shard) -> tuple[Any, ...]:
+    def logprobs(
+        self, role: str, temperature: float | None, num_owners: int, *parts: ShardPlan | Block
+    ) -> tuple[Any, ...]:
         self._book.note("logprobs", role, temperature)
-        return self._columns(role, shards)
+        return self._columns(role, RankShards.of(num_owners, parts))
 
-    def values(self, role: str, *shards: Shard) -> tuple[Any, ...]:
+    def values(self, role: str, num_owners: int, *parts: ShardPlan | Block) -> tuple[Any, ...]:
         self._book.note("values", role)
-        return self._columns(role, shards)
+        return self._columns(role, RankShards.of(num_owners, parts))
 
-    def _columns(self, role: str, shards: Sequence[Shard]) -> tuple[Any, ...]:
-        return (None, *split_column(column_of(role, merge_shards(shards)), shards))
+    def _columns(self, role: str, shards: RankShards) -> tuple[Any, ...]:
+        return (None, *shards.parts(column_of(role, shards.merged())))
 
-    def update(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
-        return self._learn("update", role, *_merged(names, num_shards, parts))
+    def update(
+        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+    ) -> dict[str, float]:
+        return self._learn("update", role, *merged(names, num_shards, num_owners, parts))
 
-    def evaluate(self, role: str, names: tuple[str, ...], num_shards: int, *parts: Any) -> dict[str, float]:
-        return self._learn("evaluate", role, *_merged(names, num_shards, parts))
+    def evaluate(
+        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+    ) -> dict[str, float]:
+        return self._learn("evaluate", role, *merged(names, num_shards, num_owners, parts))
 
     def _learn(self, method: str, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
         objective = self._book.specs[role].objective
@@ -203,7 +208,7 @@ class Collector(CollectorActor):
         return ""
 
     async def verify(
-        self, servers: list[ServerEndpoint], trainer: Column, tolerance: float, version: int, deadline_s: float
+        self, servers: list[ServerEndpoint], trainer: FloatArray, tolerance: float, version: int, deadline_s: float
     ) -> ProbeResult:
         self._book.note("verify", len(servers), tolerance, version, deadline_s)
         return ProbeResult(0.0, {})
