@@ -263,6 +263,7 @@ def _correction(
         "max_ratio": chosen.high,
     }
     made: importance.Correction = call(importance.CORRECTIONS[chosen.kind], given)
-    metrics["rollout/correction_ess"] = importance.effective_sample_size(made.weights, step.mask)
-    metrics["rollout/correction_touched"] = importance.share_touched(made.touched, step.mask)
+    sums = importance.weight_sums(made, step.mask)
+    metrics["rollout/correction_ess"] = sums.effective_sample_size
+    metrics["rollout/correction_touched"] = sums.share_touched
     return made.weights
