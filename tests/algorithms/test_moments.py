@@ -85,5 +85,5 @@ def test_explained_variance_of_parts(seed: int, num: int) -> None:
     cut = num // 3
     residuals = merge([moments((target - values)[:cut]), moments((target - values)[cut:])])
     assert explained_share(residuals, merge([moments(target[:cut]), moments(target[cut:])])) == pytest.approx(
-        expected, rel=1e-6
+        expected, rel=1e-6, abs=1e-9
     )
