@@ -153,16 +153,6 @@ def add_up(parts: Iterable[WeightSums]) -> WeightSums:
     return whole
 
 
-def effective_sample_size(weights: Floats, mask: Mask) -> float:
-    """That of WeightSums, of weights [T] that are not negative, over the mask [T]."""
-    return weight_sums(Correction(np.asarray(weights), np.zeros(len(mask), np.bool_)), mask).effective_sample_size
-
-
-def share_touched(touched: NDArray[np.bool_], mask: Mask) -> float:
-    """That of WeightSums, of touched [T], over the mask [T]."""
-    return weight_sums(Correction(np.zeros(len(mask), np.float32), touched), mask).share_touched
-
-
 def _weights(values: Floats, chosen: NDArray[np.bool_]) -> FloatArray:
     return np.where(chosen, values, 0.0).astype(np.float32)
 

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.correction import (
+    Correction,
     Level,
-    effective_sample_size,
+    add_up,
     importance_ratios,
     mask_outside,
     reject,
-    share_touched,
     truncate,
+    weight_sums,
 )
 from tests.algorithms.ragged_cases import Ragged, batches
 
@@ -70,10 +71,10 @@ def test_equal_policies_have_weight_1(batch: Ragged, level: Level) -> None:
 
 def test_truncate_hand_computed() -> None:
     ratios = importance_ratios(LOGPROBS, ROLLOUT, MASK, BOUNDS, "token")
-    weights, touched = truncate(ratios, MASK, 3.0)
+    weights, touched = truncated = truncate(ratios, MASK, 3.0)
     assert weights == pytest.approx([2, 0, 0.5, 3, 0.25])
     assert touched.tolist() == [False, False, False, True, False]
-    assert share_touched(touched, MASK) == 0.25
+    assert weight_sums(truncated, MASK).share_touched == 0.25
 
 
 def test_mask_outside_hand_computed() -> None:
@@ -121,6 +122,10 @@ def test_extreme_ratios_stay_finite_and_bounded(level: Level) -> None:
     assert truncate(ratios, np.ones(4), 2.0).weights.max() <= 2
 
 
+def effective_sample_size(weights: np.ndarray, mask: np.ndarray) -> float:
+    return weight_sums(Correction(weights, np.zeros(len(mask), np.bool_)), mask).effective_sample_size
+
+
 def test_effective_sample_size() -> None:
     mask = np.array([1, 1, 0, 1, 1])
     assert effective_sample_size(np.array([3, 3, 99, 3, 3.0]), mask) == 1
@@ -137,11 +142,21 @@ def test_effective_sample_size_is_a_share_that_no_scale_changes(weights: list[fl
     assert effective_sample_size(values * scale, mask) == pytest.approx(share, rel=1e-6, abs=1e-9)
 
 
+@given(batches, st.integers(1, 4))
+def test_the_sums_of_parts_add_up(batch: Ragged, parts: int) -> None:
+    ratios = importance_ratios(*batch.columns, batch.mask, batch.cu_seqlens, "token")
+    whole = weight_sums(truncate(ratios, batch.mask, 1.1), batch.mask)
+    pieces = [(ratios[part::parts], batch.mask[part::parts]) for part in range(parts)]
+    together = add_up(weight_sums(truncate(ratio, mask, 1.1), mask) for ratio, mask in pieces)
+    assert together == pytest.approx(whole, rel=1e-9)
+    assert together.share_touched == whole.share_touched
+
+
 def test_no_tokens() -> None:
     empty, bounds = np.zeros(0), np.array([0])
     for level in LEVELS:
         assert importance_ratios(empty, empty, empty, bounds, level).shape == (0,)
-    assert share_touched(truncate(empty, empty, 2.0).touched, empty) == 0
+    assert weight_sums(truncate(empty, empty, 2.0), empty).share_touched == 0
     assert reject(empty, empty, bounds, 0.5, 2).weights.shape == (0,)
 
 

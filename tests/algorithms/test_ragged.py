@@ -85,3 +85,14 @@ def test_other_misfits_are_refused() -> None:
         sequence_sums(np.ones(2), mask, bounds)
     with pytest.raises(ValueError, match="one number a sequence is needed: 2; got 3"):
         spread(np.ones(3), mask, bounds)
+
+
+@given(batches)
+def test_a_sequences_sum_is_the_same_to_the_bit_wherever_it_lies(batch: Ragged) -> None:
+    whole = sequence_sums(batch.columns[0], batch.mask, batch.cu_seqlens)
+    bounds = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+    alone = [
+        sequence_sums(batch.columns[0][start:stop], batch.mask[start:stop], np.array([0, stop - start]))[0]
+        for start, stop in bounds
+    ]
+    assert whole.tolist() == alone
