@@ -5,13 +5,13 @@ Collectors keep the tokens; the coordinator decides by these what a step is made
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import FloatArray, IntArray, Sample, Status, VersionSpan
+from megarl.core.types import FloatArray, IntArray, VersionSpan
 
 Flags = NDArray[np.bool_]
 
@@ -20,13 +20,15 @@ Flags = NDArray[np.bool_]
 class GroupFacts:
     """A finished group of n samples. Arrays are [n], in the order in which the samples were asked for.
 
-    group: its id. usable: has a response and a grade. mean_nll: minus the mean log-prob, at rollout, of the trained
-    tokens. spans: which weight versions wrote which response tokens. greedy_reward: of the greedy answer to the prompt;
-    nan where nobody asked for one or it has no grade. parts: each grader's score by its name, nan where it gave none. failure: why the first failed sample
-    has no response or no grade; empty where all have.
+    group: its number. usable: has a response and a grade. mean_nll: minus the mean log-prob, at rollout, of the trained
+    tokens. spans: which weight versions wrote which of each sample's trained tokens, counted from its first.
+    greedy_reward: of the greedy answer to the prompt; nan where nobody asked for one or it has no grade. parts: each
+    grader's score by its name, nan where it gave none.
+    failure, grade_failure: why the first sample without a response has none, and why the first answered one has no grade;
+    empty where there is none. Of the greedy answer: num_greedy asked for, greedy_failed, greedy_ungraded.
     """
 
-    group: str
+    group: int
     prompt_tokens: int
     response_tokens: IntArray
     trained_tokens: IntArray
@@ -35,10 +37,15 @@ class GroupFacts:
     usable: Flags
     truncated: Flags
     failed: Flags
+    ungraded: Flags
     spans: tuple[tuple[VersionSpan, ...], ...]
     greedy_reward: float = float("nan")
-    parts: Mapping[str, FloatArray] = field(default_factory=dict)
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     failure: str = ""
+    grade_failure: str = ""
+    num_greedy: int = 0
+    greedy_failed: int = 0
+    greedy_ungraded: int = 0
 
     @property
     def oldest(self) -> int | None:
