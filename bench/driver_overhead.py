@@ -37,7 +37,7 @@ from megarl.core.pending import Finished
 from megarl.core.platform import get_platform
 from megarl.core.protocols import Handles, State
 from megarl.core.timing import PhaseTimer
-from megarl.core.types import BatchInfo, Column, EvalResult, MicroBatch, MiniBatch, Shard
+from megarl.core.types import BatchInfo, Block, EvalResult, FloatArray, ShardPlan
 from megarl.recipe.run import Deadlines, Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
 from megarl.train import train
@@ -52,30 +52,26 @@ WARM_UP = 10
 CALLS = 5  # remote calls of a step: generate, log-probs twice, advantages, update
 
 
-def make_shard(samples: int) -> Shard:
+def make_shard(samples: int) -> tuple[ShardPlan, Block]:
     """One mini-batch of so many samples, in micro-batches of MICRO_BATCH_TOKENS."""
     per_micro = MICRO_BATCH_TOKENS // TOKENS_PER_SAMPLE
-    micros = []
-    for first in range(0, samples, per_micro):
-        count = min(per_micro, samples - first)
-        length = count * TOKENS_PER_SAMPLE
-        ones = np.ones(length, np.float32)
-        micros.append(
-            MicroBatch(
-                tokens=np.zeros(length, np.int64),
-                labels=np.zeros(length, np.int64),
-                cu_seqlens=np.arange(0, length + 1, TOKENS_PER_SAMPLE, dtype=np.int32),
-                loss_mask=ones,
-                weights=ones / length,
-                rollout_logprobs=-ones,
-                sample_index=np.arange(first, first + count, dtype=np.int64),
-            )
-        )
-    return Shard((MiniBatch(tuple(micros)),))
+    counts = tuple(min(per_micro, samples - first) for first in range(0, samples, per_micro))
+    length, each = samples * TOKENS_PER_SAMPLE, np.arange(samples, dtype=np.int64)
+    ones = np.ones(length, np.float32)
+    block = Block(
+        lengths=np.full(samples, TOKENS_PER_SAMPLE, np.int64),
+        tokens=np.zeros(length, np.int64),
+        labels=np.zeros(length, np.int64),
+        loss_mask=ones,
+        weights=ones / length,
+        rollout_logprobs=-ones,
+        sample_index=each,
+    )
+    return ShardPlan((counts,), np.zeros(samples, np.int64), each), block
 
 
-def column_of(shard: Shard) -> Column:
-    return [[np.zeros(micro.num_tokens, np.float32) for micro in mini.micro_batches] for mini in shard.mini_batches]
+def column_of(block: Block) -> FloatArray:
+    return np.zeros(len(block.tokens), np.float32)
 
 
 class StubRank:
@@ -88,15 +84,24 @@ class StubRank:
     def facts(self) -> ProcessFacts:
         return self._facts
 
-    def logprobs(self, role: str, temperature: float | None, shard: Shard) -> tuple[None, Column]:
+    def logprobs(
+        self, role: str, temperature: float | None, num_owners: int, plan: ShardPlan, block: Block
+    ) -> tuple[None, FloatArray]:
         time.sleep(self._delay_s)
-        return None, column_of(shard)
+        return None, column_of(block)
 
     def update(
-        self, role: str, names: tuple[str, ...], num_shards: int, shard: Shard, *columns: Column
+        self,
+        role: str,
+        names: tuple[str, ...],
+        num_shards: int,
+        num_owners: int,
+        plan: ShardPlan,
+        block: Block,
+        *columns: FloatArray,
     ) -> dict[str, float]:
         time.sleep(self._delay_s)
-        return {"actor/loss": float(shard.num_tokens)}
+        return {"actor/loss": float(len(block.tokens))}
 
 
 class StubCollector:
@@ -106,19 +111,19 @@ class StubCollector:
         self._facts = configure_process(spec)
         self._delay_s = delay_s
         self._samples = samples
-        self._shard = make_shard(samples)
+        self._plan, self._block = make_shard(samples)
 
     def facts(self) -> ProcessFacts:
         return self._facts
 
-    def generate(self, step: int, version: int) -> tuple[BatchInfo, Shard]:
+    def generate(self, step: int, version: int) -> tuple[BatchInfo, ShardPlan, Block]:
         time.sleep(self._delay_s)
         tokens = self._samples * TOKENS_PER_SAMPLE
-        return BatchInfo(step, version, self._samples, self._samples, 1, 0, tokens, {}), self._shard
+        return BatchInfo(step, version, self._samples, self._samples, 1, 0, tokens, {}), self._plan, self._block
 
-    def advantages(self, step: int, *columns: Column) -> tuple[None, Column]:
+    def advantages(self, step: int, *columns: FloatArray) -> tuple[None, FloatArray]:
         time.sleep(self._delay_s)
-        return None, column_of(self._shard)
+        return None, column_of(self._block)
 
 
 @dataclass(frozen=True)
@@ -127,14 +132,14 @@ class StubRollout:
     waiter: Waiter
 
     def next(self, step: int, weight_version: int) -> Batch:
-        info, shard = self.worker.handle.generate.options(num_returns=2).remote(step, weight_version)
-        return Batch((shard,), self._wait(info))
+        info, plan, block = self.worker.handle.generate.options(num_returns=3).remote(step, weight_version)
+        return Batch((plan,), ((block,),), self._wait(info))
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
-        parts = [part for column in columns.values() for part in column]
+        parts = [part for column in columns.values() for shard in column for part in shard]
         done, column = self.worker.handle.advantages.options(num_returns=2).remote(batch.info.step, *parts)
         self._wait(done)
-        return Learnable({"advantages": (column,)}, {})
+        return Learnable({"advantages": ((column,),)}, {})
 
     def evaluate(self, step: int, weight_version: int) -> Finished[EvalResult]:
         raise AssertionError("this recipe has no held-out rows")

@@ -109,7 +109,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Shard:
-    """One data-parallel shard's part of a step: what lives in the object store and what a rank receives."""
+    """One data-parallel shard's part of a step: what a rank works on, put together of blocks."""
 
     mini_batches: tuple[MiniBatch, ...]
 

@@ -65,7 +65,7 @@ def deal_step(
         len(groups),
         len(owners),
     )
-    assert not len(owners) or 0 <= owners.min() <= owners.max() < num_owners, (owners.min(), owners.max(), num_owners)
+    assert all(0 <= owner < num_owners for owner in np.unique(owners)), f"owners {np.unique(owners)} of {num_owners}"
     assert len(lengths) % together == mini_batch_samples % together == 0, (len(lengths), mini_batch_samples, together)
     weights = np.zeros(len(lengths), np.float32)
     order: list[list[int]] = [[] for _ in range(num_shards)]

@@ -247,28 +247,26 @@ class _Order:
     """From blocks laid end to end to a shard: S sequences, T tokens.
 
     sequences: [S], where each sequence of the shard lies in the blocks; tokens: [T], likewise; both None where the blocks
-    have the shard's order. bounds: [S + 1], cumulative tokens of the shard's sequences. cuts: where in the blocks another
-    block begins, in tokens.
+    have the shard's order. bounds: [S + 1], cumulative tokens of the shard's sequences. sizes: tokens of each block.
     """
 
     sequences: IntArray | None
     tokens: IntArray | None
     bounds: IntArray
-    cuts: IntArray
+    sizes: list[int]
 
     @classmethod
     def of(cls, plan: ShardPlan, blocks: Sequence[Block]) -> _Order:
-        sizes = np.array([len(block.lengths) for block in blocks])
-        assert sizes.sum() == len(plan.positions), (sizes, len(plan.positions))
-        lengths = _end_to_end([block.lengths for block in blocks])
-        sequences = (np.cumsum(sizes) - sizes)[plan.owners] + plan.positions
-        cuts = np.cumsum([len(block.tokens) for block in blocks])[:-1]
+        counts = np.array([len(block.lengths) for block in blocks])
+        assert counts.sum() == len(plan.positions), (counts.tolist(), len(plan.positions))
+        lengths, sizes = _end_to_end([block.lengths for block in blocks]), [len(block.tokens) for block in blocks]
+        sequences = (np.cumsum(counts) - counts)[plan.owners] + plan.positions
         if np.array_equal(sequences, np.arange(len(sequences))):
-            return cls(None, None, np.append(0, np.cumsum(lengths)), cuts)
+            return cls(None, None, np.append(0, np.cumsum(lengths)), sizes)
         starts, mine = np.cumsum(lengths) - lengths, lengths[sequences]
         bounds = np.append(0, np.cumsum(mine))
         tokens = np.repeat(starts[sequences] - bounds[:-1], mine) + np.arange(bounds[-1])
-        return cls(sequences, tokens, bounds, cuts)
+        return cls(sequences, tokens, bounds, sizes)
 
     def of_sequences(self, parts: Sequence[Any]) -> NDArray[Any]:
         """What the blocks say of their sequences: [S]."""
@@ -277,17 +275,17 @@ class _Order:
 
     def gather(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """What the blocks say of their tokens: [T, ..]."""
+        assert [len(part) for part in parts] == self.sizes, ([len(part) for part in parts], self.sizes)
         whole = _end_to_end(parts)
-        assert len(whole) == self.bounds[-1], (len(whole), self.bounds[-1])
         return whole if self.tokens is None else whole[self.tokens]
 
     def scatter(self, values: FloatArray) -> list[FloatArray]:
         """A column of the shard, [T], as one part a block."""
-        assert len(values) == self.bounds[-1], (len(values), self.bounds[-1])
+        assert len(values) == sum(self.sizes), (len(values), self.sizes)
         if self.tokens is not None:
             values, ordered = np.empty_like(values), values
             values[self.tokens] = ordered
-        return np.split(values, self.cuts)
+        return np.split(values, np.cumsum(self.sizes)[:-1])
 
 
 def _end_to_end(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
