@@ -80,14 +80,21 @@ class BroadcastSender:
         self._join_s = join_s
         self._group: SendGroup | None = None
         self._groups_made = 0
+        self._flush_cache = True
 
-    def send(self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport | None:
+    def send(
+        self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
+    ) -> SyncReport | None:
         """Send all buckets to all servers and give them the version; None on every rank but 0.
+
+        flush_cache: servers forget what they computed with the old weights. False for servers that hold requests in place:
+        flushing would end them (`ServerClient.pause`).
 
         A server's failure is no exception: the report names it. Where no server is left, `ok` is empty.
         Raises SyncError when the sending itself fails.
         """
         if self._rank == 0:
+            self._flush_cache = flush_cache
             return asyncio.run(self._lead(buckets, version, servers))
         while self._gather_again(False):
             for _ in buckets():
@@ -224,7 +231,9 @@ class BroadcastSender:
         shapes = [list(tensor.shape) for _, tensor in bucket]
         calls = {
             name: asyncio.create_task(
-                client.update_from_distributed(names, dtypes, shapes, group.name, _left(end) + self._grace_s)
+                client.update_from_distributed(
+                    names, dtypes, shapes, group.name, _left(end) + self._grace_s, flush_cache=self._flush_cache
+                )
             )
             for name, client in clients.items()
         }
