@@ -95,7 +95,8 @@ def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
     if flat is not None and len(flat) == ROW * len(token_ids):
         logprobs = _floats(flat[::ROW], "output_token_logprobs", where)
     else:
-        logprobs = _logprobs(field(meta, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where)
+        whole = meta if flat is None else read_json(body, where)["meta_info"]
+        logprobs = _logprobs(field(whole, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where)
     # A request that is ended while it waits in the server's queue is answered without these.
     num_prompt = int(meta.get("prompt_tokens", num_prompt))
     return Generation(
