@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class BroadcastSender:
         self._grace_s = grace_s
         self._join_s = join_s
         self._group: SendGroup | None = None
+        # Servers refuse a group whose name they have seen: a later sender's must differ from this one's.
+        self._name = uuid.uuid4().hex[:12]
         self._groups_made = 0
         self._flush_cache = True
 
@@ -163,7 +166,7 @@ class BroadcastSender:
             self.close()
             await _everyone(clients, lambda client: client.destroy_group(old, _left(end)))
         self._groups_made += 1
-        name = f"megarl-{id(self):x}-{self._groups_made}"
+        name = f"megarl-{self._name}-{self._groups_made}"
         backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
         places, world_size = slots(servers)
         place = MeetingPlace(self._host, world_size, _left(end))

@@ -47,7 +47,8 @@ def test_a_response_that_was_cut_off_goes_on_as_if_nothing_had_been(served: Pool
             cut: list[Generation] = []
             for retracted in (False, True):
                 running = asyncio.create_task(sample(client, cut))
-                await client.generate([9], Sampling(80, 0.0))  # batched with the other, which has about as many by then
+                # Batched with the other, which has about as many tokens by then.
+                await client.generate(PROMPT.token_ids, Sampling(80, 0.0))
                 if retracted:
                     await server.pause("retract")
                 await server.abort()

@@ -109,7 +109,8 @@ def test_a_request_that_a_sync_held_goes_on_with_the_new_weights_from_the_token_
         async with ServerClient(server) as client:
             await client.flush_cache(10.0)
             running = asyncio.create_task(client.generate(prompt, Sampling(longest, 0.0)))
-            await client.generate([9], Sampling(20, 0.0))  # batched with the other, which has as many tokens by then
+            # Batched with the other, which has about as many tokens by then.
+            await client.generate(prompt, Sampling(40, 0.0))
             await client.pause(mode)
             waiting = asyncio.create_task(client.generate([9, 9], Sampling(4, 0.0)))
             # Flushing would end a server that holds requests in place.
