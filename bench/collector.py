@@ -12,9 +12,6 @@ where every collector is at or above the target.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import platform as host
 import resource
 import sys
 import time
@@ -31,6 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.measure import write
 from bench.support.stub_server import PROMPT_TOKENS, VARIANTS, VERSION, answer, stub_server
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.pack import pack
@@ -38,7 +36,6 @@ from megarl.rollout.single_turn import generate_sample
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
-RESULTS = Path(__file__).parent / "results" / "collector.json"
 TARGET = 2e6  # tokens a CPU second
 MICRO_BATCH_TOKENS = 32768
 # What a collector may hold beside the samples of one part: answers in flight in their bytes and lists, and what it imports.
@@ -160,19 +157,19 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response.")] = 8192,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight of each collector.")] = 64,
     part: Annotated[int, typer.Option(min=1, help="Samples that are packed together, and then let go.")] = 256,
+    quick: Annotated[bool, typer.Option(help="A few short responses: does it run at all?")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the result; bench/results where not given.")] = None,
 ) -> None:
     """Measure what a collector spends on a token."""
+    if quick:
+        samples, tokens, in_flight, part = 8, 32, 2, 3
     results = {count: measure(count, samples, tokens, in_flight, part) for count in (1, 2)}
-    everyone = [one for spent in results.values() for one in spent]
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    found = {
-        "collectors": {count: [asdict(one) | {"rate": one.rate} for one in spent] for count, spent in results.items()},
-        **{"samples": samples, "response_tokens": tokens, "in_flight": in_flight, "part": part},
-        **{"cores": os.cpu_count(), "host": host.machine(), "load_average": os.getloadavg()[0]},
-    }
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     show(results)
-    if any(one.rate < TARGET for one in everyone) or any(one.peak_bytes > MOST_BYTES for one in everyone):
+    collectors = {str(count): [asdict(one) | {"rate": one.rate} for one in spent] for count, spent in results.items()}
+    sizes = {"samples": samples, "response_tokens": tokens, "in_flight": in_flight, "part": part}
+    write("collector", {"collectors": collectors, **sizes}, out)
+    everyone = [one for spent in results.values() for one in spent]
+    if any(one.peak_bytes > MOST_BYTES or (one.rate < TARGET and not quick) for one in everyone):
         sys.exit(1)
 
 
