@@ -68,6 +68,15 @@ def _rollout_overhead(result: Result) -> str:
     )
 
 
+def _collector(result: Result) -> str:
+    by_count = {count: [one["rate"] / 1e6 for one in spent] for count, spent in result["collectors"].items()}
+    peak = max(one["peak_bytes"] for spent in result["collectors"].values() for one in spent)
+    each = ", ".join(
+        f"{_range(rates, '.2f')} ({count} collector{'s' * (count != '1')})" for count, rates in by_count.items()
+    )
+    return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB"
+
+
 def _driver_overhead(result: Result) -> str:
     outside = {name: each["outside_waits_s"] for name, each in result["results"].items()}
     shares = [each["cpu_s"] / result["real_step_s"] for each in result["results"].values()]
@@ -231,6 +240,7 @@ ROWS = (
     Row("quickstart_seeds", "three seeds from nothing; 200 held-out prompts, greedy", _quickstart_seeds),
     Row("learning_curves", "the same task before training", _learning_curves),
     Row("rollout_overhead", "a bare asyncio client on the same server, same prompts", _rollout_overhead),
+    Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),

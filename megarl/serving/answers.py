@@ -1,7 +1,8 @@
 """Reads SGLang's answer of /generate, from the bytes that came to arrays. Not for how it is asked for (client.py).
 
-A collector reads every token of a run here, so it is kept short of Python per token: orjson, then arrays filled from
-lists. SGLang has no compact form of output log-probs (`return_flat_raw_top_logprobs` speaks of prompts alone).
+A collector reads every token of a run here. SGLang has no compact form of output log-probs
+(`return_flat_raw_top_logprobs` speaks of prompts alone): each token comes as a list of its own. So many lists keep the
+garbage collector busy for as long as parsing takes; brackets within the rows are left out before, and one flat list is read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import binascii
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -22,11 +22,14 @@ from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
 
+# Where the rows begin. Within a string of JSON the quotes would be escaped: it stands nowhere else.
+ROWS = b'"output_token_logprobs":[['
+ROW = 3  # log-prob, token, text or null
+
 SHOWN = 200  # characters of an answer that an error shows
 
 T = TypeVar("T")
 _MISSING = object()
-_first = itemgetter(0)
 
 
 class AnswerError(MegarlError):
@@ -79,7 +82,7 @@ def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
 
     Raises AnswerError.
     """
-    answer = read_json(body, where)
+    answer, flat = _without_rows(body, where)
     token_ids = _token_ids(field(answer, "output_ids", list, where), where)
     meta = field(answer, "meta_info", dict, where)
     reason = field(meta, "finish_reason", dict, where, "meta_info.")
@@ -89,11 +92,16 @@ def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
             f"{where} answered finish_reason.type={finish!r}; known are {', '.join(get_args(FinishReason))}."
         )
     matched = reason.get("matched")
+    if flat is not None and len(flat) == ROW * len(token_ids):
+        logprobs = _floats(flat[::ROW], "output_token_logprobs", where)
+    else:
+        whole = meta if flat is None else read_json(body, where)["meta_info"]
+        logprobs = _logprobs(field(whole, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where)
     # A request that is ended while it waits in the server's queue is answered without these.
     num_prompt = int(meta.get("prompt_tokens", num_prompt))
     return Generation(
         token_ids=token_ids,
-        logprobs=_logprobs(field(meta, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where),
+        logprobs=logprobs,
         text=field(answer, "text", str, where),
         finish=finish,  # type: ignore[arg-type]
         finish_message=str(reason.get("message") or ""),
@@ -109,7 +117,7 @@ def read_prompt_logprobs(body: bytes, where: str) -> FloatArray:
     """Log-probs of a prompt's tokens but the first, out of an answer of /generate: [P - 1]. Raises AnswerError."""
     meta = field(read_json(body, where), "meta_info", dict, where)
     rows = field(meta, "input_token_logprobs", list, where, "meta_info.")[1:]  # nothing stands before the first
-    return _floats(rows, "input_token_logprobs", where)
+    return _floats(_column(rows), "input_token_logprobs", where)
 
 
 def read_json(body: bytes, where: str) -> Any:
@@ -143,20 +151,37 @@ def _token_ids(ids: list[Any], where: str) -> IntArray:
         raise AnswerError(f"{where}: output_ids are no token ids: {error}") from error
 
 
+def _without_rows(body: bytes, where: str) -> tuple[Any, list[Any] | None]:
+    """The answer, and the rows of output log-probs as one flat list; None where they are left within the answer."""
+    start, end = body.find(ROWS), -1
+    if start >= 0:
+        start += len(ROWS) - 2
+        end = body.find(b"]]", start)
+    if end < 0:
+        return read_json(body, where), None
+    try:
+        flat = orjson.loads(b"[%b]" % body[start:end].translate(None, b"[]"))
+    except orjson.JSONDecodeError:
+        return read_json(body, where), None
+    return read_json(b"%b[]%b" % (body[:start], body[end + 2 :]), where), flat
+
+
 def _logprobs(rows: Sequence[Any], count: int, where: str) -> FloatArray:
-    """Rows are [log-prob, token, text or null]."""
     if len(rows) != count:
         raise AnswerError(f"{where}: meta_info.output_token_logprobs has {len(rows)} rows for {count} output_ids.")
-    return _floats(rows, "output_token_logprobs", where)
+    return _floats(_column(rows), "output_token_logprobs", where)
 
 
-def _floats(rows: Sequence[Any], name: str, where: str) -> FloatArray:
+def _column(rows: Sequence[Any]) -> list[Any]:
+    return [row[0] if isinstance(row, list) and row else None for row in rows]
+
+
+def _floats(values: Sequence[Any], name: str, where: str) -> FloatArray:
     try:
-        return np.frombuffer(array("f", list(map(_first, rows))), np.float32)
-    except (TypeError, IndexError, KeyError) as error:
+        return np.frombuffer(array("f", values), np.float32)
+    except TypeError as error:
         raise AnswerError(
-            f"{where}: meta_info.{name} has a row whose first entry is no number ({error}): a log-prob that is "
-            "not finite is written as null."
+            f"{where}: meta_info.{name} has a log-prob that is no number ({error}): one that is not finite is written as null."
         ) from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -79,15 +80,24 @@ class BroadcastSender:
         self._grace_s = grace_s
         self._join_s = join_s
         self._group: SendGroup | None = None
+        # Servers refuse a group whose name they have seen: a later sender's must differ from this one's.
+        self._name = uuid.uuid4().hex[:12]
         self._groups_made = 0
+        self._flush_cache = True
 
-    def send(self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport | None:
+    def send(
+        self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
+    ) -> SyncReport | None:
         """Send all buckets to all servers and give them the version; None on every rank but 0.
+
+        flush_cache: servers forget what they computed with the old weights. False for servers that hold requests in place:
+        flushing would end them (`ServerClient.pause`).
 
         A server's failure is no exception: the report names it. Where no server is left, `ok` is empty.
         Raises SyncError when the sending itself fails.
         """
         if self._rank == 0:
+            self._flush_cache = flush_cache
             return asyncio.run(self._lead(buckets, version, servers))
         while self._gather_again(False):
             for _ in buckets():
@@ -156,7 +166,7 @@ class BroadcastSender:
             self.close()
             await _everyone(clients, lambda client: client.destroy_group(old, _left(end)))
         self._groups_made += 1
-        name = f"megarl-{id(self):x}-{self._groups_made}"
+        name = f"megarl-{self._name}-{self._groups_made}"
         backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
         places, world_size = slots(servers)
         place = MeetingPlace(self._host, world_size, _left(end))
@@ -224,7 +234,9 @@ class BroadcastSender:
         shapes = [list(tensor.shape) for _, tensor in bucket]
         calls = {
             name: asyncio.create_task(
-                client.update_from_distributed(names, dtypes, shapes, group.name, _left(end) + self._grace_s)
+                client.update_from_distributed(
+                    names, dtypes, shapes, group.name, _left(end) + self._grace_s, flush_cache=self._flush_cache
+                )
             )
             for name, client in clients.items()
         }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from megarl.core.errors import SyncError
+from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from megarl.sync.broadcast import BroadcastSender, Bucket
@@ -92,3 +94,45 @@ def test_one_wrong_weight_is_found_out(served: Pool, sender: BroadcastSender) ->
     assert report.ok == ("server 0",)
     with pytest.raises(SyncError, match=r"Weight version 4 did not arrive .* server 0"):
         difference(served, trainer, 4)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_request_that_a_sync_held_goes_on_with_the_new_weights_from_the_token_that_its_spans_say(
+    served: Pool, sender: BroadcastSender, mode: Literal["in_place", "retract"]
+) -> None:
+    prompt, longest = [5, 6, 7, 8], 300
+    old, new = HfModel(served.model), HfModel(served.model)
+    new.perturb(5)
+    server = served.servers[0].endpoint
+
+    async def go() -> tuple[Generation, Generation]:
+        async with ServerClient(server) as client:
+            await client.flush_cache(10.0)
+            running = asyncio.create_task(client.generate(prompt, Sampling(longest, 0.0)))
+            # Batched with the other, which has about as many tokens by then.
+            await client.generate(prompt, Sampling(40, 0.0))
+            await client.pause(mode)
+            waiting = asyncio.create_task(client.generate([9, 9], Sampling(4, 0.0)))
+            # Flushing would end a server that holds requests in place.
+            flush = mode == "retract"
+            report = await asyncio.to_thread(sender.send, new.buckets, 6, [server], flush_cache=flush)
+            assert report is not None and report.failed == {}
+            assert not running.done() and not waiting.done()
+            await client.resume()
+            return await running, await waiting
+
+    held, queued = asyncio.run(go())
+    assert [span.version for span in queued.versions] == [6]
+    assert len(held.token_ids) == longest and held.finish == "length"
+    first, second = held.versions
+    assert (first.version, first.start, second.version, second.end) == (0, 0, 6, longest)
+    at = first.end
+    assert 20 <= at == second.start < longest
+    whole = [*prompt, *held.token_ids.tolist()]
+    by_old, by_new = (model.logprobs(whole)[len(prompt) - 1 :] for model in (old, new))
+    np.testing.assert_allclose(held.logprobs[:at], by_old[:at], atol=1e-5)
+    assert abs(held.logprobs[at] - by_old[at]) > 1e-3
+    if mode == "retract":
+        np.testing.assert_allclose(held.logprobs[at:], by_new[at:], atol=1e-5)
+    else:  # it goes on with the KV of the old weights
+        assert abs(held.logprobs[at] - by_new[at]) > 1e-4

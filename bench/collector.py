@@ -1,0 +1,177 @@
+"""What a collector spends on a token: receiving, parsing, samples, and packing, against stub servers. No model runs.
+
+    python -m bench.collector
+
+Each collector is a process that asks a stub server (bench/support/stub_server.py) for responses of 8,192 tokens, so many in
+flight, through the client and the sampler of the product, and packs every so many samples into shards. Counted are CPU
+seconds of the collector's own process, user and system: with few cores its neighbours take turns with it, and the clock
+would show theirs. Every sample's tokens, log-probs and versions are checked against what the stub sent. Exit code 0 only
+where every collector is at or above the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.support.measure import write
+from bench.support.stub_server import PROMPT_TOKENS, VARIANTS, VERSION, answer, stub_server
+from megarl.core.types import Prompt, Sample, Status, VersionSpan
+from megarl.data.pack import pack
+from megarl.rollout.single_turn import generate_sample
+from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.sampling import Sampling
+
+TARGET = 2e6  # tokens a CPU second
+MICRO_BATCH_TOKENS = 32768
+# What a collector may hold beside the samples of one part: answers in flight in their bytes and lists, and what it imports.
+MOST_BYTES = 3 * 2**30
+
+
+@dataclass(frozen=True)
+class Spent:
+    """One collector. tokens: response tokens. peak_bytes: its largest resident size."""
+
+    tokens: int
+    cpu_s: float
+    pack_cpu_s: float
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens a CPU second."""
+        return self.tokens / self.cpu_s
+
+
+async def collect(
+    client: ServerClient, prompt: Prompt, first: int, count: int, tokens: int, in_flight: int
+) -> list[Sample]:
+    """So many samples: where a collector of the product plugs in."""
+    room = asyncio.Semaphore(in_flight)
+    sampling = Sampling(tokens)
+
+    async def one(index: int) -> Sample:
+        async with room:
+            return await generate_sample(
+                client,
+                prompt,
+                sampling,
+                sample_id=f"1/{prompt.id}/{index}",
+                group_id=f"1/{prompt.id}",
+                deadline_s=600.0,
+            )
+
+    return list(await asyncio.gather(*(one(first + index) for index in range(count))))
+
+
+def check(samples: list[Sample], sent: dict[int, dict[str, Any]], tokens: int) -> None:
+    """That each sample is what the stub sent, and not another's."""
+    for sample in samples:
+        assert sample.status is Status.COMPLETED, sample.metadata
+        expected = sent[int(sample.response_ids[0])]
+        assert np.array_equal(sample.response_ids, expected["output_ids"])
+        rows = expected["meta_info"]["output_token_logprobs"]
+        assert np.array_equal(sample.rollout_logprobs, np.array([row[0] for row in rows], np.float32))
+        assert sample.versions == (VersionSpan(VERSION, 0, tokens),)
+
+
+async def run(url: str, samples: int, tokens: int, in_flight: int, part: int) -> Spent:
+    """Collect, check and pack part by part; checking is not counted."""
+    prompt = Prompt("p:0", np.arange(PROMPT_TOKENS, dtype=np.int64), "", "")
+    sent = {body["output_ids"][0]: body for body in (orjson.loads(answer(tokens, seed)) for seed in range(VARIANTS))}
+    cpu_s = pack_cpu_s = seconds = 0.0
+    async with ServerClient(ServerEndpoint("stub", url, "bench")) as client:
+        await collect(client, prompt, 0, in_flight, tokens, in_flight)  # connections and caches
+        for first in range(0, samples, part):
+            began, before = time.monotonic(), time.process_time()
+            got = await collect(client, prompt, first, min(part, samples - first), tokens, in_flight)
+            before_pack = time.process_time()
+            pack(
+                got,
+                num_shards=2,
+                mini_batch_samples=len(got),
+                micro_batch_tokens=MICRO_BATCH_TOKENS,
+                reduction="token-mean",
+                max_response_tokens=tokens,
+            )
+            cpu_s += time.process_time() - before
+            pack_cpu_s += time.process_time() - before_pack
+            seconds += time.monotonic() - began
+            check(got, sent, tokens)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Spent(samples * tokens, cpu_s, pack_cpu_s, seconds, peak)
+
+
+def collector(url: str, samples: int, tokens: int, in_flight: int, part: int) -> Spent:
+    """The body of a collector's process."""
+    return asyncio.run(run(url, samples, tokens, in_flight, part))
+
+
+def measure(collectors: int, samples: int, tokens: int, in_flight: int, part: int) -> list[Spent]:
+    """So many collectors side by side, each with a stub server of its own; they share the samples."""
+    share = samples // collectors
+    with ExitStack() as stack:
+        urls = [stack.enter_context(stub_server(tokens)) for _ in range(collectors)]
+        pool = stack.enter_context(ProcessPoolExecutor(collectors, mp_context=get_context("spawn")))
+        return list(pool.map(collector, urls, *zip(*[(share, tokens, in_flight, part)] * collectors, strict=True)))
+
+
+def show(results: dict[int, list[Spent]]) -> None:
+    """The table."""
+    table = Table(title="A collector's CPU, from a server's answer to shards")
+    columns = ("collectors", "tokens", "M tokens / CPU s of each", "of it packing", "M tokens/s of all", "peak GiB")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for count, spent in results.items():
+        cpu_s = sum(one.cpu_s for one in spent)
+        tokens = sum(one.tokens for one in spent)
+        table.add_row(
+            str(count),
+            f"{tokens / 1e6:.1f} M",
+            ", ".join(f"{one.rate / 1e6:.2f}" for one in spent),
+            f"{sum(one.pack_cpu_s for one in spent) / cpu_s:.0%}",
+            f"{tokens / max(one.seconds for one in spent) / 1e6:.2f}",
+            f"{max(one.peak_bytes for one in spent) / 2**30:.2f}",
+        )
+    Console().print(table)
+
+
+def main(
+    *,
+    samples: Annotated[int, typer.Option(min=2, help="Responses of all collectors together.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response.")] = 8192,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight of each collector.")] = 64,
+    part: Annotated[int, typer.Option(min=1, help="Samples that are packed together, and then let go.")] = 256,
+    quick: Annotated[bool, typer.Option(help="A few short responses: does it run at all?")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the result; bench/results where not given.")] = None,
+) -> None:
+    """Measure what a collector spends on a token."""
+    if quick:
+        samples, tokens, in_flight, part = 8, 32, 2, 3
+    results = {count: measure(count, samples, tokens, in_flight, part) for count in (1, 2)}
+    show(results)
+    collectors = {str(count): [asdict(one) | {"rate": one.rate} for one in spent] for count, spent in results.items()}
+    sizes = {"samples": samples, "response_tokens": tokens, "in_flight": in_flight, "part": part}
+    write("collector", {"collectors": collectors, **sizes}, out)
+    everyone = [one for spent in results.values() for one in spent]
+    if any(one.peak_bytes > MOST_BYTES or (one.rate < TARGET and not quick) for one in everyone):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,111 @@
+"""A pool that somebody else started is refused, in one paragraph, where it is not what the run needs."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megarl.core.errors import UserError
+from megarl.serving.external import ModelFacts, check_external, differences, probe_ids
+from megarl.serving.process import free_port
+from tests.support.fake_sglang import KEY, FakeSglang
+
+EXPECTED = ModelFacts("Qwen3-8B", ("Qwen3ForCausalLM",), 4096, (1, 2, 3), "0.5.21")
+
+
+class Pool(FakeSglang):
+    """Says what it serves."""
+
+    async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+        says: dict[str, dict[str, Any]] = {
+            "/model_info": {
+                "served_model_name": "/models/Qwen3-8B",
+                "architectures": ["Qwen3ForCausalLM"],
+                "weight_version": "default",
+            },
+            "/server_info": {"version": "0.5.21"},
+            "/tokenize": {"tokens": [1, 2, 3], "max_model_len": 8192},
+        }
+        return web.json_response(says[path])
+
+
+@contextmanager
+def in_a_thread(fake: FakeSglang) -> Iterator[str]:
+    """The fake in an event loop of its own: the check has one as well."""
+    ready, stop = threading.Event(), asyncio.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        async with fake:
+            found.extend([fake.endpoint.url, asyncio.get_running_loop()])
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield found[0]
+    finally:
+        found[1].call_soon_threadsafe(stop.set)
+        thread.join(30)
+
+
+def test_a_pool_that_serves_the_model_is_taken_and_is_asked_with_the_key() -> None:
+    fake = Pool()
+    with in_a_thread(fake) as url:
+        check_external([url, url], KEY, EXPECTED)
+    assert set(fake.keys) == {f"Bearer {KEY}"} and len(fake.calls) == 6
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "told"),
+    [
+        (401, "no", r"refuses the key.*--api-key"),
+        (404, "no such page", "does not say what it serves.*404: no such page"),
+    ],
+)
+def test_one_that_refuses_to_say_is_refused(status: int, text: str, told: str) -> None:
+    fake = Pool()
+    fake.refuse["/model_info"] = (status, text)
+    with in_a_thread(fake) as url, pytest.raises(UserError, match=told) as caught:
+        check_external([url], KEY, EXPECTED)
+    assert url in str(caught.value) and KEY not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_that_is_no_sglang_is_refused() -> None:
+    with in_a_thread(FakeSglang()) as url, pytest.raises(UserError, match=r"does not say what it serves.*is missing"):
+        check_external([url], KEY, EXPECTED)
+
+
+def test_one_where_nobody_listens_is_refused() -> None:
+    with pytest.raises(UserError, match=r"does not answer.*reachable"):
+        check_external([f"http://127.0.0.1:{free_port()}"], KEY, EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"sglang": "0.5.3"}, r"SGLang 0.5.3; .* sglang==0.5.21"),
+        ({"name": "Qwen3-4B"}, "serves 'Qwen3-4B'.* --served-model-name Qwen3-8B"),
+        ({"architectures": ("LlamaForCausalLM",)}, "LlamaForCausalLM"),
+        ({"probe_ids": (1, 2, 4)}, "another tokenizer"),
+        ({"context": 4095}, "4095 tokens at most; the recipe asks for up to 4096"),
+    ],
+)
+def test_one_that_serves_something_else_is_refused(change: dict[str, Any], told: str) -> None:
+    assert differences("http://h:1", EXPECTED, EXPECTED) is None
+    problem = differences("http://h:1", replace(EXPECTED, **change), EXPECTED)
+    assert problem is not None and re.search(told, problem) and "http://h:1" in problem
+
+
+def test_what_a_tokenizer_makes_of_the_probe_tells_tokenizers_apart() -> None:
+    assert probe_ids(lambda text: list(text.encode())) != probe_ids(lambda text: [ord(letter) for letter in text])
