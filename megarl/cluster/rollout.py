@@ -95,8 +95,10 @@ class CollectorActor:
     async def verify(
         self, servers: list[ServerEndpoint], trainer: Column, tolerance: float, version: int, deadline_s: float
     ) -> ProbeResult:
-        """The servers' log-probs of the probe against the trainer's. Raises SyncError."""
+        """The servers' log-probs of the probe against the trainer's, of those that answer. Raises SyncError."""
         answers = await probe_servers(servers, self._probe, deadline_s)
+        if not answers.logprobs:
+            return ProbeResult(0.0, answers.failed)
         diff = verify(split_column(trainer, self._probe), answers.logprobs, tolerance, version)
         return ProbeResult(diff, answers.failed)
 
@@ -137,7 +139,7 @@ class RolloutPool:
 
     def generate(self, step: int, weight_version: int) -> Batch:
         """One step's samples: generated, graded, filtered, packed. The servers sleep until weights come."""
-        with self._serving(then_sleep=self.recipe.rollout.offload):
+        with self._serving(then_sleep=self.recipe.rollout.offload), self.servers.traffic():
             generate = self.collector.handle.generate.options(num_returns=1 + self.num_shards)
             info, *shards = generate.remote(step, weight_version)
             return Batch(tuple(shards), self._wait(info, "rollout", self.recipe.deadlines.rollout_s))
@@ -168,7 +170,7 @@ class RolloutPool:
 
     def evaluate(self, step: int, weight_version: int) -> EvalResult:
         """Held-out answers, graded."""
-        with self._serving(then_sleep=CACHE):
+        with self._serving(then_sleep=CACHE), self.servers.traffic():
             evaluate = self.collector.handle.evaluate.remote(step, weight_version)
             result: EvalResult = self._wait(evaluate, "eval", self.recipe.deadlines.rollout_s)
         return result
@@ -179,14 +181,21 @@ class RolloutPool:
         self._wait(done, "sync", self.recipe.deadlines.sync_s)
         return shard
 
-    def verify(self, trainer: Any, tolerance: float, version: int) -> ProbeResult:
-        """Compare all servers with the trainer's column (a reference). Raises SyncError."""
+    def verify(self, trainer: Any, tolerance: float, version: int) -> float:
+        """Compare all servers that have new weights with the trainer's column (a reference); the largest difference.
+
+        Those that pass serve from now on; those that give no answer leave the pool. Raises SyncError.
+        """
         deadline_s = self.recipe.deadlines.sync_s
         with self._serving(then_sleep=CACHE):
-            endpoints = [server.endpoint for server in self.servers.servers]
+            endpoints = [server.endpoint for server in self.servers.holding()]
             verify = self.collector.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
             result: ProbeResult = self._wait(verify, "sync", deadline_s)
-        return result
+            for endpoint in endpoints:
+                if endpoint.name in result.failed:
+                    self.servers.drop(endpoint, result.failed[endpoint.name])
+            self.servers.admit(version)
+        return result.diff_max
 
     def state(self) -> dict[str, Any]:
         """The place in the data, for a checkpoint."""

@@ -1,193 +1,146 @@
-"""The processes that generate: an actor beside every SGLang server, and one beside the router. Not for samples."""
+"""The servers that generate and the router in front of them, as the driver knows them. Not for samples.
+
+One that dies or stands still is started again in its place, gets the next weights with the others, and serves once they
+were verified. Nothing here runs by itself: it goes on while the driver waits for something (waits.py).
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
 
-from megarl.cluster.nodes import Node
-from megarl.cluster.process import LOOPBACK, ProcessFacts, ProcessSpec, configure_process
-from megarl.cluster.runtime import Runtime
-from megarl.cluster.slots import ServerSlot, slot_on
+from megarl.cluster.healing import ALIVE, Member, Restarts, Server, State
+from megarl.cluster.server_actors import Started
+from megarl.cluster.server_start import Starter
+from megarl.cluster.services import RayDiedError
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import MegarlError, WorkerDiedError
-from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
+from megarl.core.errors import WorkerDiedError
 from megarl.core.log import get_logger
-from megarl.core.platform import PlatformName, get_platform
 from megarl.recipe.roles import ServerPart
-from megarl.serving.client import ServerClient, ServerEndpoint
-from megarl.serving.process import ManagedProcess
-from megarl.serving.router import RouterProcess, RouterSpec
-from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec, Span
+from megarl.serving.client import ServerEndpoint
 
 log = get_logger(__name__)
 
-# Longest select() of a supervisor that waits for its process to end; then it waits again.
-WATCH_S = 3600.0
 # How much longer the driver waits than a request to a server may take: its error says more.
 MARGIN_S = 30.0
-
-
-class _Supervisor:
-    """Starts one subprocess and waits for it. Subprocesses die with the thread that starts them: the event loop's."""
-
-    def __init__(self, spec: ProcessSpec, registry: Path, process: ManagedProcess) -> None:
-        self._facts = configure_process(spec)
-        self._registry = registry
-        self._process = process
-
-    async def facts(self) -> ProcessFacts:
-        """Where this process runs."""
-        return self._facts
-
-    async def start(self, deadline_s: float) -> int:
-        """Start the subprocess and wait until it is ready; returns its pid."""
-        self._process.start()
-        await asyncio.to_thread(self._process.wait_ready, deadline_s)
-        register_segments(self._registry, self._process.shm_names())
-        return self._process.pid
-
-    async def watch(self) -> str:
-        """Returns when the subprocess has ended: how, with the end of its log."""
-        while not await asyncio.to_thread(self._process.wait_exit, WATCH_S):
-            continue
-        return self._process.epitaph()
-
-    async def stop(self) -> None:
-        """End the subprocess and what it holds."""
-        await asyncio.to_thread(self._process.stop)
-
-
-class ServerActor(_Supervisor):
-    """Beside one SGLang server."""
-
-    def __init__(
-        self, spec: ProcessSpec, registry: Path, server: ServerSpec, platform: PlatformName, place: ProcessPlace
-    ) -> None:
-        self._server = ServerProcess(f"sglang {spec.name}", server, get_platform(platform), place)
-        super().__init__(spec, registry, self._server)
-
-    async def endpoint(self) -> ServerEndpoint:
-        """Where the server answers."""
-        return self._server.endpoint
-
-    async def sleep(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
-        """Have the server give back the memory of these parts; why it did not, where it did not."""
-        return await self._told(lambda client: client.sleep(parts, deadline_s))
-
-    async def wake(self, parts: tuple[ServerPart, ...], serve: bool, deadline_s: float) -> str:
-        """Have the server take it again; serve: and requests, too. Why it did not, where it did not."""
-        return await self._told(lambda client: client.wake(parts, serve=serve, deadline_s=deadline_s))
-
-    async def _told(self, tell: Callable[[ServerClient], Awaitable[None]]) -> str:
-        async with ServerClient(self._server.endpoint) as client:
-            try:
-                await tell(client)
-            except MegarlError as error:
-                return str(error)
-        return ""
-
-
-class RouterActor(_Supervisor):
-    """Beside the router."""
-
-    def __init__(self, spec: ProcessSpec, registry: Path, router: RouterSpec, place: ProcessPlace) -> None:
-        self._router = RouterProcess(router, place, name=f"sglang_{spec.name}")
-        super().__init__(spec, registry, self._router)
-
-    async def endpoint(self) -> ServerEndpoint:
-        """Where the router answers."""
-        return self._router.endpoint
-
-    async def add(self, server: ServerEndpoint) -> None:
-        """Send requests to this server too."""
-        await asyncio.to_thread(self._router.add, server)
-
-    async def remove(self, url: str) -> None:
-        """Send nothing more to this server."""
-        await asyncio.to_thread(self._router.remove, url)
-
-
-@dataclass(frozen=True)
-class Server:
-    """One member of the pool. others: beside its parts on other nodes, which answer nobody."""
-
-    worker: Worker
-    others: tuple[Worker, ...]
-    endpoint: ServerEndpoint
-    pid: int  # of the SGLang process itself
+ADD_S = 90.0  # longest wait for the router to take a server in; its own limit is shorter
 
 
 class ServerPool:
-    """The servers that serve, and the router in front. A server that dies or fails an update leaves the pool.
+    """The servers of a run, and the router.
 
-    Parts of their memory may be offloaded while nothing needs them; they serve only while all are awake.
+    Parts of their memory may be offloaded while nothing needs them; they serve only while all are awake. refresh: sends
+    the current weights again, to whoever is ready; None where weights never change, and a server that is up may serve.
     """
 
-    def __init__(self, servers: list[Server], router: Worker, router_endpoint: ServerEndpoint, waiter: Waiter) -> None:
-        self.servers = servers
-        self.asleep: frozenset[ServerPart] = frozenset()
+    def __init__(
+        self,
+        starter: Starter,
+        members: Sequence[Member],
+        router: Worker,
+        endpoint: ServerEndpoint,
+        waiter: Waiter,
+        restarts: Restarts,
+    ) -> None:
+        self.members = tuple(members)
+        self.endpoint = endpoint  # the router's, also after it was started again
         self.router = router
-        self.endpoint = router_endpoint
+        self.asleep: frozenset[ServerPart] = frozenset()
+        self.restarts = restarts
+        self.refresh: Callable[[], None] | None = None
+        self._starter = starter
         self._waiter = waiter
-        for server in servers:
-            for part in (server.worker, *server.others):
-                waiter.watches[part.handle.watch.remote()] = partial(self.drop, server.endpoint)
+        self._router_up = True
+        self._adding = 0  # servers that the router is being told of
+        self._unrouted = False  # whether it was started again while the pool slept, and knows none
+        self._traffic = False  # whether samples are asked for
+        self._urgent = False  # whether a server has to start now, whoever needs the devices
+        self._refreshing = False
+        for member in self.members:
+            self._watch(member)
         waiter.watches[router.handle.watch.remote()] = self._router_ended
 
-    @classmethod
-    def launch(
-        cls,
-        runtime: Runtime,
-        spec: ServerSpec,
-        slots: Sequence[ServerSlot],
-        request_timeout_s: float,
-        waiter: Waiter,
-        deadline_s: float,
-    ) -> LaunchingPool:
-        """Start all processes side by side, a server a slot; returns at once, so that ranks can start meanwhile."""
-        workers = [_start_server(runtime, spec, index, slot) for index, slot in enumerate(slots)]
-        process = runtime.process("router")
-        place = _place(runtime, runtime.here)
-        handle = (
-            ray.remote(RouterActor)
-            .options(**slot_on(runtime.here).options)
-            .remote(process, runtime.here.registry, RouterSpec(request_timeout_s=request_timeout_s), place)
-        )
-        router = Worker(handle, process, ProcessFacts(0, "?"))
-        everyone = [*(part for parts in workers for part in parts), router]
-        starts = [Call(worker, worker.handle.start.remote(deadline_s)) for worker in everyone]
-        return LaunchingPool(workers, router, starts, waiter, deadline_s)
+    @property
+    def servers(self) -> list[Server]:
+        """Those that serve."""
+        return self._in(State.SERVING)
+
+    def receivers(self) -> list[Server]:
+        """Those that are to get new weights: all that are up."""
+        return self._in(*ALIVE)
+
+    def holding(self) -> list[Server]:
+        """Those that have the last weights that were sent."""
+        return self._in(State.CURRENT, State.SERVING)
+
+    def received(self, endpoints: Collection[ServerEndpoint]) -> None:
+        """New weights have arrived at these."""
+        urls = {endpoint.url for endpoint in endpoints}
+        for member in self.members:
+            if member.state is State.READY and member.server is not None and member.server.endpoint.url in urls:
+                member.state = State.CURRENT
+
+    def admit(self, weight_version: int) -> None:
+        """Let those serve whose weights were verified. Only while the pool is awake: the router asks them first."""
+        came = [member for member in self.members if member.state is State.CURRENT]
+        servers = [member.server for member in came if member.server is not None]
+        troubles, router = [""] * len(servers), self.router
+        if self._router_up:
+            add = self.router.handle.add
+            troubles = self._ask([Call(self.router, add.remote(server.endpoint)) for server in servers], "sync", ADD_S)
+        for member, server, trouble in zip(came, servers, troubles, strict=True):
+            if member.server is not server:
+                continue  # it was lost meanwhile
+            if trouble and self._router_up and self.router is router:
+                self.drop(server.endpoint, f"The router did not take it in: {trouble}")
+            else:
+                self._serves(member, f"weights of version {weight_version} verified")
 
     def drop(self, endpoint: ServerEndpoint, reason: str) -> None:
-        """Take a server out of the pool. Raises WorkerDiedError when it was the last."""
-        gone = next((server for server in self.servers if server.endpoint.url == endpoint.url), None)
-        if gone is None:
+        """Take a server out of the pool. Raises WorkerDiedError where none remains or comes back, or too many died."""
+        for member in self.members:
+            if member.server is not None and member.server.endpoint.url == endpoint.url:
+                self._lose(member, reason)
+
+    @contextmanager
+    def traffic(self) -> Iterator[None]:
+        """Within, samples are asked for. Whenever none of the servers is left, those that are ready get the weights again."""
+        self._traffic = True
+        try:
+            self._start_gone()
+            if not self.servers:
+                self.await_ready()
+                self._refresh()
+            yield
+        finally:
+            self._traffic = False
+
+    def await_ready(self) -> None:
+        """Wait until a server is up. Raises DeadlineError, and WorkerDiedError where too many died."""
+        if self.receivers():
             return
-        self.servers.remove(gone)
-        if not self.servers:
-            circumstances = self._waiter.circumstances()
-            raise WorkerDiedError(
-                f"{endpoint.name} ({endpoint.url}, pid {gone.pid}) left the pool, and no server remains. {reason}"
-                + (f"\n{circumstances}" if circumstances else "")
-            )
-        log.warning("%s left the pool, %d remain: %s", endpoint.name, len(self.servers), reason.splitlines()[0])
-        # Nobody waits for these: the router's own health checks pass over a server that is gone.
-        self.router.handle.remove.remote(endpoint.url)
-        for part in (gone.worker, *gone.others):
-            part.handle.stop.remote()
+        self.asleep, self._urgent = frozenset(), True  # a server that starts is awake
+        try:
+            self._start_gone()
+            self._until(lambda: bool(self.receivers()), "The start of a server in the place of one that died")
+        finally:
+            self._urgent = False
 
     def sleep(self, parts: Collection[ServerPart], deadline_s: float) -> None:
         """Have all servers give back the memory of these parts, where they are awake. Raises what `Waiter.wait` raises."""
         new = tuple(sorted(set(parts) - self.asleep))
-        self.asleep |= set(new)
         if new:
+            # One that starts takes all of its memory: it has to be there to give it back.
+            self._until(
+                lambda: not self._starting() and not self._adding, "The start of a server before the others sleep"
+            )
+            self.asleep |= set(new)
             self._tell(lambda server: server.sleep.remote(new, deadline_s), "sleep", deadline_s)
 
     def wake(self, parts: Collection[ServerPart], deadline_s: float) -> None:
@@ -197,58 +150,202 @@ class ServerPool:
         if new:
             serve = not self.asleep
             self._tell(lambda server: server.wake.remote(new, serve, deadline_s), "wake", deadline_s)
+        if self._unrouted:
+            self._route_all()
+
+    def close(self, timeout_s: float = 15.0) -> None:
+        """Ask every process to end, side by side, those that start too; what does not is killed with the run."""
+        self._waiter.watches.clear()
+        self._waiter.followed.clear()  # nothing is started again
+        workers = [*(part for member in self.members for part in member.parts), self.router]
+        ray.wait([worker.handle.stop.remote() for worker in workers], num_returns=len(workers), timeout=timeout_s)
+
+    def _in(self, *states: State) -> list[Server]:
+        return [member.server for member in self.members if member.server is not None and member.state in states]
+
+    def _starting(self) -> bool:
+        return any(member.state is State.STARTING for member in self.members)
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        self._waiter.until(done, what, self._starter.deadline_s + MARGIN_S)
 
     def _tell(self, remote: Callable[[Any], Any], phase: str, deadline_s: float) -> None:
-        told = list(self.servers)
-        calls = [Call(server.worker, remote(server.worker.handle)) for server in told]
-        answers = self._waiter.wait(calls, phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
-        for server, trouble in zip(told, answers, strict=True):
+        told = self.receivers()
+        troubles = self._ask([Call(each.worker, remote(each.worker.handle)) for each in told], phase, deadline_s)
+        for server, trouble in zip(told, troubles, strict=True):
             if trouble:
                 self.drop(server.endpoint, f"It could not {phase}: {trouble}")
 
+    def _ask(self, calls: Sequence[Call], phase: str, deadline_s: float) -> list[str]:
+        """What went wrong with each, or nothing: an actor that died says no more than that."""
+        troubles = []
+        for call in calls:
+            try:
+                answers = self._waiter.wait([call], phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
+                troubles.append(str(answers[0]))
+            except RayDiedError:
+                raise
+            except WorkerDiedError as error:
+                troubles.append(str(error))
+        return troubles
+
+    def _watch(self, member: Member) -> None:
+        assert member.server is not None, member
+        for part in member.parts:
+            self._waiter.watches[part.handle.watch.remote()] = partial(self.drop, member.server.endpoint)
+
+    def _lose(self, member: Member, reason: str) -> None:
+        """A server died, failed or stands still: nobody asks it any more, and what is left of it is ended."""
+        server, was = member.server, member.state
+        member.server, member.state = None, State.SUSPECT
+        if member.left is None:
+            member.left = time.monotonic()
+        member.for_good = self._starter.lost(member.index) or not self.restarts.count(member.name, reason)
+        who = member.name if server is None else f"{server.endpoint.name} ({server.endpoint.url}, pid {server.pid})"
+        if all(each.for_good for each in self.members):
+            circumstances = self._waiter.circumstances()
+            raise WorkerDiedError(
+                f"{who} left the pool, and no server remains. {reason}"
+                + (f"\n{circumstances}" if circumstances else "")
+            )
+        log.warning(
+            "%s left the pool, %d remain%s: %s",
+            member.name,
+            len(self.servers),
+            "" if member.for_good else f", and is started again (restart {self.restarts.total})",
+            reason.splitlines()[0],
+        )
+        if server is not None and was is State.SERVING and self._router_up:
+            # Nobody waits for it: the router's own health checks pass over a server that is gone.
+            self.router.handle.remove.remote(server.endpoint.url)
+        stops = [Call(part, part.handle.stop.remote()) for part in member.parts]
+        self._waiter.follow(stops, partial(self._ended, member), patient=True)
+        self._refresh_where_nobody_serves()
+
+    def _ended(self, member: Member, results: list[Any], failure: str) -> None:
+        """Nothing of a server's processes is left. A failure is of its actor, which had died before."""
+        for part in member.parts:
+            self._starter.end(part)
+        member.parts, member.state = (), State.GONE
+        self._start_gone()
+
+    def _start_gone(self) -> None:
+        """Start those again that are gone, where nothing else needs their devices now."""
+        if self._starter.offloaded and not (self._traffic or self._urgent):
+            return
+        for member in self.members:
+            if member.state is State.GONE and not member.for_good:
+                member.parts, member.state = self._starter.server(member.index), State.STARTING
+                starts = [Call(part, part.handle.start.remote(self._starter.deadline_s)) for part in member.parts]
+                self._waiter.follow(starts, partial(self._started, member))
+
+    def _started(self, member: Member, results: list[Started], failure: str) -> None:
+        if failure:
+            self._lose(member, f"It did not start: {failure}")
+            return
+        up(member, results)
+        self._watch(member)
+        if self.refresh is None:
+            self._route(member)
+        self._refresh_where_nobody_serves()
+
+    def _refresh_where_nobody_serves(self) -> None:
+        if self._traffic and not self.servers and self.receivers():
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Bring those that are ready to serving, while samples are asked for and nobody else answers."""
+        if self.refresh is None:
+            self._until(lambda: bool(self.servers), "A server in the place of one that died")
+        elif not self._refreshing:
+            self._refreshing = True
+            try:
+                self.refresh()
+            finally:
+                self._refreshing = False
+
+    def _serves(self, member: Member, why: str) -> None:
+        member.state = State.SERVING
+        if member.left is not None:
+            log.warning("%s is back after %.0f s, %s", member.name, time.monotonic() - member.left, why)
+            member.left = None
+
+    def _route(self, member: Member) -> None:
+        """Have the router send requests to a server that may serve, without waiting for it."""
+        server = member.server
+        assert server is not None, member
+
+        def taken(answers: list[str], failure: str) -> None:
+            self._adding -= 1
+            if member.server is not server or failure:
+                return  # lost meanwhile; where the router's actor failed, its end is watched
+            if answers[0]:
+                self._lose(member, f"The router did not take it in: {answers[0]}")
+            else:
+                self._serves(member, "with its weights as they are")
+
+        self._adding += 1
+        self._waiter.follow([Call(self.router, self.router.handle.add.remote(server.endpoint))], taken)
+
+    def _route_all(self) -> None:
+        """Tell a router that knows nobody. It asks servers before it takes them in, and those that sleep do not answer."""
+        self._unrouted = bool(self.asleep)
+        for member in () if self._unrouted else self.members:
+            if member.state is State.SERVING or (member.state is State.READY and self.refresh is None):
+                self._route(member)
+
     def _router_ended(self, how: str) -> None:
-        raise WorkerDiedError(f"The router ({self.endpoint.url}) ended. {how}")
+        self._router_up = False
+        if not self.restarts.count("the router", how):
+            raise WorkerDiedError(f"The router ({self.endpoint.url}) ended. {how}")
+        log.warning("the router ended, and is started again at the same address: %s", how.splitlines()[0])
+        stop = Call(self.router, self.router.handle.stop.remote())
+        self._waiter.follow([stop], self._start_router, patient=True)
 
-    def close(self, timeout_s: float = 15.0) -> None:
-        """Ask every process to end, side by side; what does not is killed with the run."""
-        workers = [*(part for server in self.servers for part in (server.worker, *server.others)), self.router]
-        self._waiter.watches.clear()
-        ray.wait([worker.handle.stop.remote() for worker in workers], num_returns=len(workers), timeout=timeout_s)
+    def _start_router(self, results: list[Any], failure: str) -> None:
+        self._starter.end(self.router)
+        self.router = self._starter.router(int(self.endpoint.url.rpartition(":")[2]))
+        start = self.router.handle.start.remote(self._starter.deadline_s)
+        self._waiter.follow([Call(self.router, start)], self._router_started)
+
+    def _router_started(self, results: list[Started], failure: str) -> None:
+        if failure:
+            self._router_ended(f"It did not start: {failure}")
+            return
+        self._router_up = True
+        self.router = replace(self.router, facts=results[0].facts)
+        self._waiter.watches[self.router.handle.watch.remote()] = self._router_ended
+        log.warning("the router is back at %s", self.endpoint.url)
+        self._route_all()
 
 
-def _start_server(runtime: Runtime, spec: ServerSpec, index: int, slot: ServerSlot) -> tuple[Worker, ...]:
-    """A process for each of its parts; the first is the one that answers."""
-    spec = replace(spec, shares_devices=slot.shared)
-    first = slot.parts[0].node
-    meet = f"{first.address}:{runtime.nodes.free_port(first)}" if len(slot.parts) > 1 else ""
-    workers = []
-    for rank, part in enumerate(slot.parts):
-        process = runtime.process(f"server {index}" + (f" part {rank}" if rank else ""), part.node)
-        own = replace(spec, span=Span(len(slot.parts), rank, meet)) if meet else spec
-        place = _place(runtime, part.node, part.env)
-        actor = ray.remote(ServerActor).options(**part.options)
-        handle = actor.remote(process, part.node.registry, own, runtime.platform.name, place)
-        workers.append(Worker(handle, process, ProcessFacts(0, "?")))
-    return tuple(workers)
-
-
-def _place(runtime: Runtime, node: Node, env: Mapping[str, str] | None = None) -> ProcessPlace:
-    """Where a server or the router listens and writes."""
-    # The nodes speak to each other directly, whatever proxy stands before the rest of the world.
-    direct = ",".join(sorted({LOOPBACK, *(runtime.address_of(each) for each in runtime.nodes.members)}))
-    env = {RUN_ID_VARIABLE: runtime.run_id, "NO_PROXY": direct, "no_proxy": direct, **(env or {})}
-    return ProcessPlace(runtime.logs, runtime.api_key, runtime.address_of(node), env, temp=node.temp)
+def up(member: Member, parts: Sequence[Started]) -> None:
+    """Note where a member's server answers."""
+    member.parts = tuple(replace(part, facts=started.facts) for part, started in zip(member.parts, parts, strict=True))
+    first, *others = member.parts
+    member.server = Server(first, tuple(others), parts[0].endpoint, parts[0].pid)
+    member.state = State.READY
 
 
 @dataclass(frozen=True)
 class LaunchingPool:
     """A pool whose processes are starting."""
 
-    servers: list[tuple[Worker, ...]]  # each server's parts, the one that answers first
+    starter: Starter
+    members: list[Member]
     router: Worker
     starts: list[Call]
     waiter: Waiter
-    deadline_s: float
+    restarts: Restarts
+
+    @classmethod
+    def launch(cls, starter: Starter, waiter: Waiter, restarts: Restarts) -> LaunchingPool:
+        """Start all processes side by side, a server a slot; returns at once, so that ranks can start meanwhile."""
+        members = [Member(index, starter.server(index)) for index in range(len(starter.slots))]
+        router = starter.router()
+        everyone = [*(part for member in members for part in member.parts), router]
+        starts = [Call(worker, worker.handle.start.remote(starter.deadline_s)) for worker in everyone]
+        return cls(starter, members, router, starts, waiter, restarts)
 
     def endpoint(self) -> Any:
         """Reference to where the router will answer: known before it does."""
@@ -256,19 +353,18 @@ class LaunchingPool:
 
     def ready(self) -> ServerPool:
         """Wait until every server and the router are ready, and introduce them to each other."""
-        starting = [call.worker for call in self.starts]
-        pids = self._wait(self.starts)
-        facts = self._wait([Call(worker, worker.handle.facts.remote()) for worker in starting])
-        known = [Worker(worker.handle, worker.spec, fact) for worker, fact in zip(starting, facts, strict=True)]
-        endpoints = self._wait([Call(worker, worker.handle.endpoint.remote()) for worker in known])
-        servers, first = [], 0
-        for parts in self.servers:
-            others = tuple(known[first + 1 : first + len(parts)])
-            servers.append(Server(known[first], others, endpoints[first], pids[first]))
-            first += len(parts)
-        router = known[-1]
-        self._wait([Call(router, router.handle.add.remote(server.endpoint)) for server in servers])
-        return ServerPool(servers, router, endpoints[-1], self.waiter)
+        started: list[Started] = self._wait(self.starts)
+        first = 0
+        for member in self.members:
+            up(member, started[first : first + len(member.parts)])
+            first += len(member.parts)
+            member.state = State.SERVING  # nobody asks before the first weights were sent and verified
+        router = replace(self.router, facts=started[-1].facts)
+        servers = [member.server for member in self.members if member.server is not None]
+        for trouble in self._wait([Call(router, router.handle.add.remote(server.endpoint)) for server in servers]):
+            if trouble:
+                raise WorkerDiedError(f"The router did not take in a server: {trouble}")
+        return ServerPool(self.starter, self.members, router, started[-1].endpoint, self.waiter, self.restarts)
 
     def _wait(self, calls: list[Call]) -> list[Any]:
-        return self.waiter.wait(calls, phase="start", role="rollout", deadline_s=self.deadline_s)
+        return self.waiter.wait(calls, phase="start", role="rollout", deadline_s=self.starter.deadline_s)

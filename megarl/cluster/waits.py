@@ -87,17 +87,30 @@ class Pending(Generic[T]):
 
 
 @dataclass
+class Following:
+    """Calls that nobody waits for. patient: all are to end, also where one fails. left: those that have not ended."""
+
+    calls: Sequence[Call]
+    then: Callable[[list[Any], str], None]
+    patient: bool
+    left: set[Any]
+    failure: str = ""
+
+
+@dataclass
 class Waiter:
     """Waits for calls; also notices watched processes that end meanwhile, and links between nodes that break.
 
     watches: reference that becomes ready when a watched process ends -> what to do then (may raise).
     notices: reference to a line for people that a process will have -> what shows it.
+    followed: reference of a call that nobody waits for -> what it belongs to.
     """
 
     timer: PhaseTimer
     nodes: Nodes = field(default_factory=Nodes)
     watches: dict[Any, Callable[[str], None]] = field(default_factory=dict)
     notices: dict[Any, Callable[[str], None]] = field(default_factory=dict)
+    followed: dict[Any, Following] = field(default_factory=dict)
 
     def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
         """Results in the order of the calls.
@@ -117,6 +130,40 @@ class Waiter:
                     raise type(error)(f"{reasons}\n{error}") from error
                 raise
 
+    def follow(self, calls: Sequence[Call], then: Callable[[list[Any], str], None], *, patient: bool = False) -> None:
+        """Wait for nothing: once all calls have ended, whoever waits for something else goes on with `then` (may raise).
+
+        then: gets their results in order, or none of them and how the first that failed did so; at once, where not patient.
+        """
+        following = Following(calls, then, patient, {call.result for call in calls})
+        self.followed |= dict.fromkeys(following.left, following)
+
+    def until(self, done: Callable[[], bool], what: str, deadline_s: float) -> None:
+        """Wait until what is watched and followed has brought it about. Raises DeadlineError, and what these raise."""
+        end = time.monotonic() + deadline_s
+        with self.timer.waiting():
+            while not done():
+                if time.monotonic() > end or not (self.watches or self.followed):
+                    raise DeadlineError(f"{what} did not come about within {deadline_s:g} s.\n{self.circumstances()}")
+                for ref in self._look([], LOOK_EVERY_S):
+                    self._happened(ref)
+
+    def _look(self, pending: Sequence[Any], timeout_s: float) -> list[Any]:
+        """What is ready first, of all that somebody waits for, watches or follows; nothing where the time is over."""
+        everything = [*pending, *self.watches, *self.notices, *self.followed]
+        ready, _ = ray.wait(everything, num_returns=1, timeout=timeout_s)
+        self._check_ray()
+        return list(ready)
+
+    def _happened(self, ref: Any) -> None:
+        """Something that nobody waits for."""
+        if ref in self.notices:
+            self._noticed(ref)
+        elif ref in self.followed:
+            self._followed(ref)
+        else:
+            self._watched(ref)
+
     def _wait(self, calls: Sequence[Call], phase: str, role: str, deadline_s: float) -> list[Any]:
         by_ref = {call.result: call for call in calls}
         results: dict[Any, Any] = {}
@@ -125,8 +172,7 @@ class Waiter:
         while len(results) < len(by_ref):
             pending = [ref for ref in by_ref if ref not in results]
             timeout_s = max(0.0, min(end - time.monotonic(), look - time.monotonic(), LOOK_EVERY_S))
-            ready, _ = ray.wait([*pending, *self.watches, *self.notices], num_returns=1, timeout=timeout_s)
-            self._check_ray()
+            ready = self._look(pending, timeout_s)
             if time.monotonic() > end and not ready:
                 raise self._deadline(phase, role, deadline_s, [by_ref[ref].worker for ref in pending])
             if time.monotonic() > look:
@@ -138,10 +184,8 @@ class Waiter:
             for ref in ready:
                 if ref in by_ref:
                     results[ref] = self._fetched(by_ref[ref], phase, role)
-                elif ref in self.notices:
-                    self._noticed(ref)
                 else:
-                    self._watched(ref)
+                    self._happened(ref)
         return [results[call.result] for call in calls]
 
     def _show_progress(self, worker: Worker) -> None:
@@ -165,6 +209,24 @@ class Waiter:
             ended(str(ray.get(ref, timeout=0)))
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
             ended(f"its supervisor ended: {type(error).__name__}")
+
+    def _followed(self, ref: Any) -> None:
+        following = self.followed.pop(ref)
+        following.left.discard(ref)
+        try:
+            ray.get(ref, timeout=0)
+        except RayTaskError as error:
+            following.failure = following.failure or str(error.cause or error)
+        except RayError as error:
+            following.failure = following.failure or f"its supervisor ended: {type(error).__name__}"
+        if following.failure and not following.patient:
+            for other in following.left:
+                del self.followed[other]
+            following.left.clear()
+        if not following.left:
+            failed = bool(following.failure)
+            results = [] if failed else [ray.get(call.result, timeout=0) for call in following.calls]
+            following.then(results, following.failure)
 
     def _check_ray(self) -> None:
         """Raises RayDiedError where Ray's own processes have ended: every other sign comes of that."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.cluster.ranks import RankGroup
-from megarl.cluster.rollout import RolloutPool
+from megarl.cluster.rollout import CACHE, RolloutPool
 from megarl.core.errors import SyncError
 from megarl.core.layout import Layout
 from megarl.recipe.roles import ServerPart
@@ -18,28 +18,60 @@ UNSCALED = 1.0
 WEIGHTS: tuple[ServerPart, ...] = ("weights",)
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightSync:
-    """Sends one role's weights to every server of the pool."""
+    """Sends one role's weights to every server of the pool that is up."""
 
     role: str
     ranks: RankGroup
     layout: Layout
     rollout: RolloutPool
     recipe: Recipe
+    _version: int | None = None  # of the last push
+
+    def __post_init__(self) -> None:
+        self.rollout.servers.refresh = self.again
 
     def push(self, weight_version: int) -> dict[str, float]:
-        """Send, then verify. A server that fails leaves the pool; without servers, or without proof, the run stops.
+        """Send, then verify. A server that fails leaves the pool, and one that came back joins it.
 
-        Raises SyncError, WorkerDiedError, DeadlineError.
+        Where none is left, those that are being started in their place are waited for. Without servers, or without proof,
+        the run stops. Raises SyncError, WorkerDiedError, DeadlineError.
         """
-        settings, deadline_s = self.recipe.sync, self.recipe.deadlines.sync_s
-        # Room for what comes. Their cache is offloaded until the ranks have sent, and counted what they expect.
-        self.rollout.servers.wake(WEIGHTS, deadline_s)
-        endpoints = [server.endpoint for server in self.rollout.servers.servers]
+        servers = self.rollout.servers
+        self._version = weight_version
+        metrics: dict[str, float] = {}
+        while not metrics or not servers.servers:
+            servers.await_ready()
+            # Room for what comes. Their cache is offloaded until the ranks have sent, and counted what they expect.
+            servers.wake(WEIGHTS, self.recipe.deadlines.sync_s)
+            metrics = {"sync/bytes": self._send(weight_version)}
+            if servers.holding():
+                metrics |= self.verify(weight_version)
+        return {
+            **metrics,
+            "sync/weight_version": float(weight_version),
+            "sync/servers": float(len(servers.servers)),
+            "rollout/server_restarts": float(servers.restarts.total),
+        }
+
+    def again(self) -> None:
+        """Send the last push's weights again, while samples are asked for: nobody who serves is left to answer.
+
+        The ranks have to hold these weights still.
+        """
+        if self._version is not None:
+            self.push(self._version)
+            self.rollout.servers.wake(CACHE, self.recipe.deadlines.sync_s)  # the probe has sent it to sleep
+
+    def _send(self, weight_version: int) -> float:
+        """Bytes that were sent to all servers that are up. Those that failed leave the pool."""
+        servers, deadline_s = self.rollout.servers, self.recipe.deadlines.sync_s
+        bucket_bytes = self.recipe.sync.bucket_mb * 2**20
+        endpoints = [server.endpoint for server in servers.receivers()]
         reports: list[SyncReport | None] = self.ranks.ask(
             lambda worker, _: worker.handle.send_weights.remote(
-                self.role, weight_version, endpoints, settings.bucket_mb * 2**20, deadline_s
+                self.role, weight_version, endpoints, bucket_bytes, deadline_s
             ),
             "sync",
             self.role,
@@ -49,15 +81,11 @@ class WeightSync:
         report = reports[0]
         if report is None:
             raise SyncError(f"Rank 0 sent nothing for weight version {weight_version}.")
+        servers.received([endpoint for endpoint in endpoints if endpoint.name in report.ok])
         for endpoint in endpoints:
             if endpoint.name in report.failed:
-                self.rollout.servers.drop(endpoint, f"It failed the weight sync: {report.failed[endpoint.name]}")
-        return {
-            **self.verify(weight_version),
-            "sync/bytes": float(report.num_bytes),
-            "sync/weight_version": float(weight_version),
-            "sync/servers": float(len(self.rollout.servers.servers)),
-        }
+                servers.drop(endpoint, f"It failed the weight sync: {report.failed[endpoint.name]}")
+        return float(report.num_bytes)
 
     def verify(self, weight_version: int) -> dict[str, float]:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
@@ -70,8 +98,4 @@ class WeightSync:
             self.recipe.deadlines.sync_s,
         ).wait()[0]
         tolerance = self.recipe.sync.tolerance or TOLERANCES[self.recipe.model.dtype]
-        result = self.rollout.verify(column, tolerance, weight_version)
-        for server in list(self.rollout.servers.servers):
-            if server.endpoint.name in result.failed:
-                self.rollout.servers.drop(server.endpoint, result.failed[server.endpoint.name])
-        return {"sync/probe_diff_max": result.diff_max}
+        return {"sync/probe_diff_max": self.rollout.verify(column, tolerance, weight_version)}

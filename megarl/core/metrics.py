@@ -74,6 +74,9 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/response_len_max": MetricSpec("tokens", "longest response", ".0f"),
     "rollout/truncated": MetricSpec("fraction", "samples that ended at the length limit / samples", ".3f"),
     "rollout/failed": MetricSpec("samples", "samples that no server could answer", ".0f"),
+    "rollout/server_restarts": MetricSpec(
+        "restarts", "times so far that a server or the router was started again, since the run was last started", ".0f"
+    ),
     "rollout/zero_variance_groups": MetricSpec(
         "fraction", "groups whose rewards are all equal / groups: they teach nothing", ".3f"
     ),

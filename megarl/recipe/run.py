@@ -61,6 +61,9 @@ class Deadlines(Section):
     rollout_s: PositiveFloat = Field(3600.0, description="one step's samples, or one evaluation")
     train_s: PositiveFloat = Field(3600.0, description="one log-prob pass or one update")
     sync_s: PositiveFloat = Field(600.0, description="one verified weight sync")
+    answer_s: PositiveFloat = Field(
+        600.0, description="a server or the router that says nothing for so long is killed, and started again"
+    )
     save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
 
 

@@ -10,7 +10,7 @@ DPO = (DpoRecipe,)
 
 SUPERVISED_UNREAD: tuple[Unread, ...] = (
     Unread(
-        ("deadlines.rollout_s", "deadlines.sync_s", "report.samples"),
+        ("deadlines.rollout_s", "deadlines.sync_s", "deadlines.answer_s", "report.samples"),
         lambda r, _: False,
         "a supervised run has no rollout: it belongs to recipes of `megarl train`",
         SUPERVISED,

@@ -7,6 +7,7 @@ servers and where the shards go is megarl/cluster's.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from megarl.rollout.notices import Notices
 from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
 from megarl.rollout.single_turn import generate_sample
-from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
 log = get_logger(__name__)
@@ -108,7 +109,8 @@ class Collector:
             model=load_model_config(recipe.model.path),
             prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
             eval_prompts=held_out,
-            client=ServerClient(router),
+            # All servers may be gone for as long as one takes to start in their place.
+            client=ServerClient(router, attempts=ATTEMPTS + math.ceil(recipe.deadlines.start_s / LONGEST_BACKOFF_S)),
             graders=Graders.open(recipe.reward, notices.tell),
             num_shards=num_shards,
             notices=notices,

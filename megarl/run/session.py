@@ -9,11 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 from megarl.cluster.feeder import Feeder
+from megarl.cluster.healing import Restarts
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.servers import ServerPool
+from megarl.cluster.server_start import Starter
+from megarl.cluster.servers import LaunchingPool
 from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
@@ -26,6 +28,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
 from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
+from megarl.serving.router import RouterSpec
 from megarl.serving.server import ServerSpec
 from megarl.training.spec import RoleSpec
 
@@ -138,7 +141,9 @@ def _launch_rollout(
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     deadlines = recipe.deadlines
-    servers = ServerPool.launch(runtime, spec, slots, deadlines.rollout_s, waiter, deadlines.start_s)
+    router = RouterSpec(request_timeout_s=deadlines.rollout_s)
+    starter = Starter(runtime, spec, slots, router, deadlines.start_s, deadlines.answer_s)
+    servers = LaunchingPool.launch(starter, waiter, Restarts(settings.max_restarts))
     return RolloutPool.launch(runtime, recipe, servers, num_shards, waiter)
 
 

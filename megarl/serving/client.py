@@ -22,6 +22,8 @@ from megarl.serving.sampling import Sampling, prompt_key
 
 CONNECT_S = 10.0
 CALL_S = 60.0
+LONGEST_BACKOFF_S = 4.0
+ATTEMPTS = 8  # over 20 seconds: a router that died is back by then
 ANSWER_SHOWN = 500
 # The router's answer where it sees no living server at the moment.
 UNAVAILABLE = 503
@@ -78,7 +80,7 @@ class ServerUnreachableError(MegarlError):
 class ServerClient:
     """One server's HTTP interface. Belongs to the event loop that it is first used in; `close` ends its connections."""
 
-    def __init__(self, endpoint: ServerEndpoint, *, attempts: int = 5, backoff_s: float = 0.5) -> None:
+    def __init__(self, endpoint: ServerEndpoint, *, attempts: int = ATTEMPTS, backoff_s: float = 0.5) -> None:
         self.endpoint = endpoint
         self._attempts = attempts
         self._backoff_s = backoff_s
@@ -103,8 +105,8 @@ class ServerClient:
     ) -> Generation:
         """Sample one response.
 
-        A connection that fails, and a router without a server at the moment, are tried again a few times over some
-        seconds: sampling has no side effects.
+        A connection that fails, and a router without a server at the moment, are tried again, the longer
+        the more `attempts`: sampling has no side effects.
 
         Raises DeadlineError, ServerUnreachableError, ServerError.
         """
@@ -120,11 +122,11 @@ class ServerClient:
                 try:
                     return _generation(await self._post("/generate", body, deadline_s))
                 except ServerUnreachableError:
-                    await asyncio.sleep(self._backoff_s * 2**attempt)
+                    await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                 except ServerError as error:
                     if error.status != UNAVAILABLE:
                         raise
-                    await asyncio.sleep(self._backoff_s * 2**attempt)
+                    await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
             return _generation(await self._post("/generate", body, deadline_s))
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:

@@ -133,7 +133,7 @@ class ManagedProcess:
         Raises WorkerDiedError as soon as the process has ended, DeadlineError after `deadline_s`; both show its log.
         """
         end = time.monotonic() + deadline_s
-        while not self._answers():
+        while not self.answers():
             if not self.alive():
                 raise WorkerDiedError(f"{self.name} ended while it started. {self.epitaph()}")
             if time.monotonic() > end:
@@ -144,6 +144,18 @@ class ManagedProcess:
             # Wakes up early when the process ends.
             select.select([self._pidfd], [], [], POLL_S)
         self.shm_names()
+
+    def answers(self, timeout_s: float = CONNECT_S) -> bool:
+        """Whether the endpoint answers 200 within so many seconds."""
+        endpoint = self.command.endpoint
+        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=timeout_s)
+        try:
+            connection.request("GET", endpoint.ready_path)
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False  # not listening yet, or not answering
+        finally:
+            connection.close()
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait until the main process has ended; False when it still runs after `timeout_s`."""
@@ -194,17 +206,6 @@ class ManagedProcess:
 
     def _shown_log(self) -> str:
         return f"--- end of {self.command.log}:\n{self.log_tail()}"
-
-    def _answers(self) -> bool:
-        endpoint = self.command.endpoint
-        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=CONNECT_S)
-        try:
-            connection.request("GET", endpoint.ready_path)
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False  # not listening yet
-        finally:
-            connection.close()
 
 
 def process_tree(pid: int) -> list[int]:

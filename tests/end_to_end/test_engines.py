@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.cluster.roles import Batch
+from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.preflight import preflight
 from megarl.run.session import TrainSession, train_session
 from megarl.serving.client import ServerClient
+from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
 from tests.end_to_end.harness import RECIPE
 
@@ -85,13 +90,47 @@ def test_exported_greedy_answers_equal_the_pools(session: TrainSession, recipe: 
         assert answer == expected.tolist()
 
 
-def test_a_server_that_dies_leaves_the_pool_and_the_run_goes_on(session: TrainSession) -> None:
-    import os
-    import signal
-
-    os.kill(session.rollout.servers.servers[1].pid, signal.SIGKILL)
+def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: TrainSession) -> None:
+    """One is killed before a sync, the other's scheduler is stopped while samples are asked for: none is lost."""
+    servers = session.rollout.servers
+    killed, frozen = servers.servers
+    os.kill(killed.pid, signal.SIGKILL)
     sync = session.sync.push(10)
     assert sync["sync/servers"] == 1 and sync["sync/probe_diff_max"] < 1e-4
+    scheduler = next(
+        pid for pid in process_tree(frozen.pid) if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    os.kill(scheduler, signal.SIGSTOP)
+    # Nobody else serves: what was asked is answered by the one that comes back first, once it has version 10.
     batch, metrics = one_step(session, 10, 10)
-    assert batch.info.metrics["rollout/failed"] == 0
+    assert batch.info.num_samples == 16 and batch.info.metrics["rollout/failed"] == 0
     assert metrics["rollout/logprob_diff_max"] < 1e-4
+    assert not Path(f"/proc/{scheduler}").exists()
+    session.rollout.waiter.until(lambda: len(servers.receivers()) == 2, "both servers", 120)
+    sync = session.sync.push(11)
+    assert sync["sync/servers"] == 2 and sync["sync/probe_diff_max"] < 1e-4
+    assert sync["rollout/server_restarts"] == 2
+    back = [server.worker.name for server in servers.servers]
+    assert sorted(back) == ["server 0", "server 1"]
+    assert not {killed.pid, frozen.pid} & {server.pid for server in servers.servers}
+    batch, metrics = one_step(session, 11, 11)
+    assert batch.info.metrics["rollout/failed"] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
+
+
+def listeners(url: str) -> list[int]:
+    """Processes of the run that listen there."""
+    port, run = int(url.rpartition(":")[2]), processes_of(os.environ[RUN_ID_VARIABLE])
+    found = (
+        row for row in psutil.net_connections("tcp") if row.status == psutil.CONN_LISTEN and row.laddr.port == port
+    )
+    return [row.pid for row in found if row.pid in run]
+
+
+def test_a_router_that_dies_is_back_at_its_address(session: TrainSession) -> None:
+    url = session.rollout.servers.endpoint.url
+    (router,) = listeners(url)
+    os.kill(router, signal.SIGKILL)
+    batch, _ = one_step(session, 12, 11)
+    assert batch.info.num_samples == 16 and batch.info.metrics["rollout/failed"] == 0
+    (back,) = listeners(url)
+    assert back != router

@@ -69,7 +69,9 @@ COMMON: dict[str, Sequence[str]] = {
             "keep_every": ["1"],
         },
     ),
-    **_under("deadlines", {f"{name}_s": ["9000.0"] for name in ("start", "rollout", "train", "sync", "save")}),
+    **_under(
+        "deadlines", {f"{name}_s": ["9000.0"] for name in ("start", "rollout", "train", "sync", "save", "answer")}
+    ),
     **_under("report", {"tensorboard": ["false"], "wandb.project": ["another"], "samples": ["1"]}),
 }
 _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {**_FROZEN, "refresh_every": ["1"]})}
@@ -106,6 +108,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "deterministic": ["true"],
             "concurrency": ["2"],
             "max_staleness": ["1"],
+            "max_restarts": ["3", "0"],
             "offload": ["[weights]", "[kv_cache]"],
             "server_args": ["[--chunked-prefill-size, '512']"],
         },
@@ -363,11 +366,21 @@ NEVER: dict[str, dict[str, str]] = {
         ),
     },
     **{
-        command: dict.fromkeys(("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "report.samples"), _OF_TRAIN)
+        command: dict.fromkeys(
+            ("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "deadlines.answer_s", "report.samples"),
+            _OF_TRAIN,
+        )
         for command in ("sft", "rm")
     },
     "dpo": dict.fromkeys(
-        ("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "report.samples", "reference.refresh_every"),
+        (
+            "cluster.file",
+            "deadlines.rollout_s",
+            "deadlines.sync_s",
+            "deadlines.answer_s",
+            "report.samples",
+            "reference.refresh_every",
+        ),
         _OF_TRAIN,
     ),
 }

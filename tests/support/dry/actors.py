@@ -14,6 +14,7 @@ import numpy as np
 from megarl.cluster.process import ProcessFacts, ProcessSpec
 from megarl.cluster.ranks import _merged
 from megarl.cluster.rollout import CollectorActor, ProbeResult
+from megarl.cluster.server_actors import Started
 from megarl.core.layout import is_lead
 from megarl.core.platform import get_platform
 from megarl.core.types import Column, Shard, VersionSpan
@@ -122,8 +123,9 @@ class Rank:
 class _Process:
     """A process that would be started: its command line, without ports and folders, and its environment."""
 
-    def __init__(self, book: Book, process: Any, place: ProcessPlace) -> None:
+    def __init__(self, book: Book, process: Any, place: ProcessPlace, answer_s: float) -> None:
         self._book, self._process = book, process
+        book.note("silence", process.name, answer_s)
         endpoint = process.command.endpoint
         argv = [word for word in process.command.argv if word not in (str(endpoint.port), place.host)]
         hidden = {"TMPDIR", *place.env}
@@ -133,9 +135,9 @@ class _Process:
     def facts(self) -> ProcessFacts:
         return ProcessFacts(1, "host")
 
-    def start(self, deadline_s: float) -> int:
+    def start(self, deadline_s: float) -> Started:
         self._book.note("start", self._process.name, deadline_s)
-        return 1
+        return Started(1, ProcessFacts(1, "host"), self.endpoint())
 
     def endpoint(self) -> ServerEndpoint:
         endpoint: ServerEndpoint = self._process.endpoint
@@ -152,9 +154,16 @@ class Server(_Process):
     """Beside a server that is not started."""
 
     def __init__(
-        self, book: Book, spec: ProcessSpec, registry: Path, server: ServerSpec, platform: Any, place: ProcessPlace
+        self,
+        book: Book,
+        spec: ProcessSpec,
+        registry: Path,
+        server: ServerSpec,
+        platform: Any,
+        place: ProcessPlace,
+        answer_s: float,
     ) -> None:
-        super().__init__(book, ServerProcess(spec.name, server, get_platform(platform), place), place)
+        super().__init__(book, ServerProcess(spec.name, server, get_platform(platform), place), place, answer_s)
 
     def sleep(self, parts: tuple[str, ...], deadline_s: float) -> str:
         self._book.note("rest", self._process.name, parts, deadline_s)
@@ -168,15 +177,17 @@ class Server(_Process):
 class Router(_Process):
     """Beside a router that is not started."""
 
-    def __init__(self, book: Book, spec: ProcessSpec, registry: Path, router: RouterSpec, place: ProcessPlace) -> None:
+    def __init__(
+        self, book: Book, spec: ProcessSpec, registry: Path, router: RouterSpec, place: ProcessPlace, answer_s: float
+    ) -> None:
         process = RouterProcess(router, place)
         argv = process.command.argv
         metrics_port = argv[argv.index("--prometheus-port") + 1]
         object.__setattr__(process.command, "argv", tuple(word for word in argv if word != metrics_port))
-        super().__init__(book, process, place)
+        super().__init__(book, process, place, answer_s)
 
-    def add(self, server: ServerEndpoint) -> None:
-        return None
+    def add(self, server: ServerEndpoint) -> str:
+        return ""
 
 
 class Collector(CollectorActor):

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.cluster import feeder, ranks, rollout, runtime, servers, slots, waits
+from megarl.cluster import feeder, ranks, rollout, runtime, server_start, servers, slots, waits
+from megarl.cluster.healing import Restarts
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
 from megarl.cluster.slots import Slot
@@ -85,14 +86,14 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         fake = Ray(
             {
                 ranks.RankActor: partial(Rank, book),
-                servers.ServerActor: partial(Server, book),
-                servers.RouterActor: partial(Router, book),
+                server_start.ServerActor: partial(Server, book),
+                server_start.RouterActor: partial(Router, book),
                 rollout.CollectorActor: partial(Collector, book),
                 feeder.FeederActor: feeder.FeederActor,
             },
             loop,
         )
-        for module in (ranks, servers, rollout, feeder):
+        for module in (ranks, server_start, rollout, feeder):
             patch.setattr(module.ray, "remote", fake.remote)  # type: ignore[attr-defined]
         patch.setattr(servers.ray, "wait", lambda references, **_: (references, []))  # type: ignore[attr-defined]
         for module in (rollout, feeder):
@@ -102,7 +103,8 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(runtime.Runtime, "close", lambda self: None)
         patch.setattr(slots, "reserve", lambda platform, nodes, count, size=1: _slots(nodes[0], count, size))
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
-        patch.setattr(collector, "ServerClient", lambda router: Client(book))
+        patch.setattr(collector, "ServerClient", lambda router, attempts: Client(book))
+        patch.setattr(session, "Restarts", partial(_restarts, book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
         patch.setattr(combine, "JsonClient", partial(Poster, book))
         patch.setattr(writers, "TensorBoardWriter", lambda folder, step: _Writer(book, "tensorboard", folder.name))
@@ -136,6 +138,11 @@ def _method(function: Callable[..., Any], book: Book) -> Any:
 def _waited(book: Book, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float) -> list[Any]:
     book.note("wait", phase, role, deadline_s)
     return [call.result.value for call in calls]
+
+
+def _restarts(book: Book, most: int) -> Restarts:
+    book.note("restarts", most)
+    return Restarts(most)
 
 
 def _placed(book: Book, recipe: Recipe) -> Placed:

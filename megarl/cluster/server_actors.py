@@ -1,0 +1,142 @@
+"""The processes beside SGLang's: an actor starts a server or the router, and says when it ends or stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
+from megarl.core.errors import MegarlError
+from megarl.core.janitor import register_segments
+from megarl.core.platform import PlatformName, get_platform
+from megarl.core.process_state import Stopped, stopped
+from megarl.recipe.roles import ServerPart
+from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.process import ManagedProcess, process_tree
+from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.vigil import Vigil
+
+LOOK_S = 2.0  # between two looks at whether a process stands still
+ASK_S = 30.0  # most seconds between two questions whether it answers
+HEALTH_S = 20.0  # longest wait for one such answer
+
+
+@dataclass(frozen=True)
+class Started:
+    """A subprocess that is ready. pid: its own. facts: of the actor beside it. endpoint: where it answers."""
+
+    pid: int
+    facts: ProcessFacts
+    endpoint: ServerEndpoint
+
+
+class _Supervisor:
+    """Starts one subprocess and watches it. Subprocesses die with the thread that starts them: the event loop's."""
+
+    def __init__(
+        self, spec: ProcessSpec, registry: Path, process: ManagedProcess, endpoint: ServerEndpoint, answer_s: float
+    ) -> None:
+        self._facts = configure_process(spec)
+        self._registry = registry
+        self._process = process
+        self._endpoint = endpoint
+        self._answer_s = answer_s
+
+    async def endpoint(self) -> ServerEndpoint:
+        """Where the subprocess answers, or will."""
+        return self._endpoint
+
+    async def start(self, deadline_s: float) -> Started:
+        """Start the subprocess and wait until it is ready."""
+        self._process.start()
+        await asyncio.to_thread(self._process.wait_ready, deadline_s)
+        register_segments(self._registry, self._process.shm_names())
+        return Started(self._process.pid, self._facts, self._endpoint)
+
+    async def watch(self) -> str:
+        """Returns when the subprocess has ended, or stands still: how, with the end of its log."""
+        vigil, asked = Vigil(self._answer_s), time.monotonic()
+        while not await asyncio.to_thread(self._process.wait_exit, LOOK_S):
+            trouble = vigil.saw(await asyncio.to_thread(self._stopped))
+            if not trouble and time.monotonic() - asked >= min(ASK_S, self._answer_s / 4):
+                answers = await asyncio.to_thread(self._process.answers, HEALTH_S) if self._expected() else None
+                trouble, asked = vigil.heard(answers if self._expected() else None), time.monotonic()
+            if trouble:
+                return f"{trouble} {self._process.epitaph()}"
+        return self._process.epitaph()
+
+    async def stop(self) -> None:
+        """End the subprocess and what it holds."""
+        await asyncio.to_thread(self._process.stop)
+
+    def _expected(self) -> bool:
+        """Whether it is to answer now."""
+        return True
+
+    def _stopped(self) -> list[Stopped]:
+        return [each for each in map(stopped, process_tree(self._process.pid)) if each is not None]
+
+
+class ServerActor(_Supervisor):
+    """Beside one SGLang server."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        registry: Path,
+        server: ServerSpec,
+        platform: PlatformName,
+        place: ProcessPlace,
+        answer_s: float,
+    ) -> None:
+        process = ServerProcess(f"sglang {spec.name}", server, get_platform(platform), place)
+        self._asleep: set[ServerPart] = set()
+        super().__init__(spec, registry, process, process.endpoint, answer_s)
+
+    async def sleep(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
+        """Have the server give back the memory of these parts; why it did not, where it did not."""
+        self._asleep.update(parts)
+        return await self._told(lambda client: client.sleep(parts, deadline_s))
+
+    async def wake(self, parts: tuple[ServerPart, ...], serve: bool, deadline_s: float) -> str:
+        """Have the server take it again; serve: and requests, too. Why it did not, where it did not."""
+        trouble = await self._told(lambda client: client.wake(parts, serve=serve, deadline_s=deadline_s))
+        self._asleep.difference_update(parts)
+        return trouble
+
+    def _expected(self) -> bool:
+        return not self._asleep  # one that sleeps lets even the question for its health wait
+
+    async def _told(self, tell: Callable[[ServerClient], Awaitable[None]]) -> str:
+        async with ServerClient(self._endpoint) as client:
+            try:
+                await tell(client)
+            except MegarlError as error:
+                return str(error)
+        return ""
+
+
+class RouterActor(_Supervisor):
+    """Beside the router."""
+
+    def __init__(
+        self, spec: ProcessSpec, registry: Path, router: RouterSpec, place: ProcessPlace, answer_s: float
+    ) -> None:
+        self._router = RouterProcess(router, place, name=f"sglang_{spec.name}")
+        super().__init__(spec, registry, self._router, self._router.endpoint, answer_s)
+
+    async def add(self, server: ServerEndpoint) -> str:
+        """Send requests to this server too. Why that was not possible; nothing where the router itself is gone."""
+        try:
+            await asyncio.to_thread(self._router.add, server)
+        except MegarlError as error:
+            return str(error) if self._router.alive() else ""
+        return ""
+
+    async def remove(self, url: str) -> None:
+        """Send nothing more to this server."""
+        await asyncio.to_thread(self._router.remove, url)
