@@ -82,8 +82,7 @@ class Restarts:
         if len(self._times) >= self.most:
             often = ", ".join(f"{who} {count}" for who, count in self.deaths.most_common())
             raise WorkerDiedError(
-                f"{name} died, after {len(self._times)} restarts within {WINDOW_S / 60:g} minutes; rollout.max_restarts is "
-                f"{self.most}. Deaths so far: {often}. {reason}"
+                f"{name} died, and rollout.max_restarts allows {self.most} within {WINDOW_S / 60:g} minutes. Deaths so far: {often}. {reason}"
             )
         self._times.append(now)
         self.total += 1

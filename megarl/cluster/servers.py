@@ -90,14 +90,14 @@ class ServerPool:
         """Let those serve whose weights were verified. Only while the pool is awake: the router asks them first."""
         came = [member for member in self.members if member.state is State.CURRENT]
         servers = [member.server for member in came if member.server is not None]
-        troubles = [""] * len(servers)
+        troubles, router = [""] * len(servers), self.router
         if self._router_up:
             add = self.router.handle.add
             troubles = self._ask([Call(self.router, add.remote(server.endpoint)) for server in servers], "sync", ADD_S)
         for member, server, trouble in zip(came, servers, troubles, strict=True):
             if member.server is not server:
                 continue  # it was lost meanwhile
-            if trouble:
+            if trouble and self._router_up and self.router is router:
                 self.drop(server.endpoint, f"The router did not take it in: {trouble}")
             else:
                 self._serves(member, f"weights of version {weight_version} verified")

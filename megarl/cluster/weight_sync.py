@@ -97,14 +97,13 @@ class WeightSync:
 
     def verify(self, weight_version: int) -> dict[str, float]:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
-        plan, block = self.rollout.probe()
+        shard = self.rollout.probe()
         column = self.ranks.ask_columns(
-            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, 1, plan, block),
+            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, shard),
             self.layout,
-            1,
             "sync",
             self.role,
             self.recipe.deadlines.sync_s,
-        ).wait()[0][0]
+        ).wait()[0]
         tolerance = self.recipe.sync.tolerance or TOLERANCES[self.recipe.model.dtype]
         return {"sync/probe_diff_max": self.rollout.verify(column, tolerance, weight_version)}

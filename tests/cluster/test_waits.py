@@ -157,6 +157,35 @@ def test_a_watched_process_that_ends_is_noticed_during_another_wait(workers: lis
     assert waiter.watches == {}
 
 
+def test_what_is_followed_goes_on_during_another_wait(workers: list[Worker], waiter: Waiter) -> None:
+    first, second = workers
+    done: list[tuple[list[int], str]] = []
+
+    def then(results: list[int], failure: str) -> None:
+        """Goes on with another call, whose failure does not wait for what hangs beside it."""
+        done.append((results, failure))
+        if not failure:
+            calls = [second.handle.hang_in_this_function.remote(), first.handle.raise_user_error.remote()]
+            waiter.follow([Call(first, calls[0]), Call(second, calls[1])], then)
+
+    waiter.follow([Call(each, each.handle.answer.remote(index)) for index, each in enumerate(workers)], then)
+    waiter.until(lambda: len(done) == 2, "two ends", 30)
+    assert done == [([0, 1], ""), ([], "the heads do not divide")]
+    assert waiter.followed == {}
+    with pytest.raises(DeadlineError, match="a third end did not come about within"):
+        waiter.until(lambda: len(done) == 3, "a third end", 30)  # nothing can bring it about any more
+
+
+def test_who_is_patient_hears_of_a_failure_once_all_have_ended(workers: list[Worker], waiter: Waiter) -> None:
+    done: list[str] = []
+    calls = [Call(workers[0], workers[0].handle.raise_user_error.remote())]
+    calls.append(Call(workers[1], workers[1].handle.count_to_three.remote(0.1)))
+    waiter.follow(calls, lambda results, failure: done.append(failure), patient=True)
+    os.kill(workers[1].facts.pid, signal.SIGKILL)
+    waiter.until(lambda: bool(done), "the end of both", 30)
+    assert done == ["the heads do not divide"] and waiter.followed == {}
+
+
 def test_a_stopped_process_is_called_so_and_its_stack_is_read_from_outside(
     workers: list[Worker], waiter: Waiter
 ) -> None:

@@ -70,10 +70,14 @@ class Driver:
 
     def wait_for_step(self, step: int) -> None:
         """Until the step is in metrics.jsonl."""
+        self.wait_for(lambda row: row["step"] >= step)
+
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Until a row of metrics.jsonl is as wanted."""
         end = time.monotonic() + START_S
-        while not any(row["step"] >= step for row in self.metrics()):
+        while not any(wanted(row) for row in self.metrics()):
             assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, f"step {step} did not come within {START_S} s"
+            assert time.monotonic() < end, f"no such row came within {START_S} s: {self.metrics()}"
             select.select([], [], [], POLL_S)
 
     def finish(self, timeout_s: float = START_S) -> tuple[int, str, str]:

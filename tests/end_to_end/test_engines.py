@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -105,7 +106,7 @@ def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: 
     assert batch.info.num_samples == 16 and batch.info.metrics["rollout/failed"] == 0
     assert metrics["rollout/logprob_diff_max"] < 1e-4
     assert not Path(f"/proc/{scheduler}").exists()
-    servers._waiter.until(lambda: len(servers.receivers()) == 2, "both servers", 120)
+    session.rollout.waiter.until(lambda: len(servers.receivers()) == 2, "both servers", 120)
     sync = session.sync.push(11)
     assert sync["sync/servers"] == 2 and sync["sync/probe_diff_max"] < 1e-4
     assert sync["rollout/server_restarts"] == 2
@@ -116,20 +117,20 @@ def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: 
     assert batch.info.metrics["rollout/failed"] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
 
 
+def listeners(url: str) -> list[int]:
+    """Processes of the run that listen there."""
+    port, run = int(url.rpartition(":")[2]), processes_of(os.environ[RUN_ID_VARIABLE])
+    found = (
+        row for row in psutil.net_connections("tcp") if row.status == psutil.CONN_LISTEN and row.laddr.port == port
+    )
+    return [row.pid for row in found if row.pid in run]
+
+
 def test_a_router_that_dies_is_back_at_its_address(session: TrainSession) -> None:
-    servers = session.rollout.servers
-    address, (router, *_) = servers.endpoint.url, processes_of_router(servers.endpoint.url)
+    url = session.rollout.servers.endpoint.url
+    (router,) = listeners(url)
     os.kill(router, signal.SIGKILL)
     batch, _ = one_step(session, 12, 11)
     assert batch.info.num_samples == 16 and batch.info.metrics["rollout/failed"] == 0
-    assert servers.endpoint.url == address and router not in processes_of_router(address)
-
-
-def processes_of_router(url: str) -> list[int]:
-    port = url.rpartition(":")[2].encode()
-    found = []
-    for pid in processes_of(os.environ[RUN_ID_VARIABLE]):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"megarl.serving.sglang_router" in words and port in words:
-            found.append(pid)
-    return found
+    (back,) = listeners(url)
+    assert back != router

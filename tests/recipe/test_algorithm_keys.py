@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from megarl.rollout.advantages import Advantages
 
 from megarl.algorithms.inputs import LOSS_INPUTS, SAMPLE_INPUTS, TOKEN_INPUTS, wanted
 from megarl.algorithms.policy_loss import POLICY_LOSSES
@@ -22,7 +23,6 @@ from megarl.recipe.check import check_recipe, fill_defaults
 from megarl.recipe.functions import ADVANTAGES
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.schema import Recipe
-from megarl.rollout.advantages import Advantages
 from megarl.training.spec import PolicyObjective, ValueObjective
 from tests.rollout.samples import make_prompt
 from tests.support.dry.learning import column_of, learn, rounded

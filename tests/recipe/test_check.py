@@ -143,6 +143,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
     tested = {sections.get(name, name) for name in names} | {
         "deadlines.rollout_s",
         "deadlines.sync_s",
+        "deadlines.answer_s",
         "report.samples",
         "reward.fn",  # in test_reward.py: no further key makes it count
         "dpo.label_smoothing",
@@ -169,7 +170,9 @@ def test_a_supervised_run_has_nothing_to_place(sft_file: Path, recipe_file: Path
     assert load_recipe(recipe_file, ["cluster.file=c.yaml"])
 
 
-@pytest.mark.parametrize("key", ["deadlines.rollout_s=5", "deadlines.sync_s=5", "report.samples=5"])
+@pytest.mark.parametrize(
+    "key", ["deadlines.rollout_s=5", "deadlines.sync_s=5", "deadlines.answer_s=5", "report.samples=5"]
+)
 def test_a_supervised_run_has_no_rollout(sft_file: Path, recipe_file: Path, key: str) -> None:
     with pytest.raises(UserError, match=r"read by nothing.*a supervised run has no rollout"):
         load_recipe(sft_file, [key], SftRecipe)

@@ -19,6 +19,7 @@ from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
         (["actor.lora={}", "reference.offload=[params]"], ["actor.lora=null"]),
         (["reference.refresh_every=2"], []),
         (["deadlines.sync_s=2.0"], []),
+        (["deadlines.answer_s=2.0"], []),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused_until_it_counts(

@@ -18,12 +18,11 @@ from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout.seeds import request_seed
-from megarl.serving.client import ServerClient
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
-from tests.support.rollout import LocalRollout
 from tests.support.fake_sglang import END, FakeSglang, generation
+from tests.support.rollout import LocalRollout
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ PROMPT = Prompt("train.jsonl:7", np.array([7, 8, 9]), "seven", "42")
 
 def sample_from(make: Callable[[], FakeSglang], deadline_s: float = 5.0) -> Sample:
     async def go() -> Sample:
-        async with make() as fake, ServerClient(fake.endpoint, backoff_s=0.001) as client:
+        async with make() as fake, ServerClient(fake.endpoint, attempts=3, backoff_s=0.001) as client:
             return await generate_sample(
                 client, PROMPT, Sampling(3), sample_id="1/p/0", group_id="1/p", deadline_s=deadline_s
             )

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import VersionSpan
-from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
+from megarl.serving.client import ATTEMPTS, ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 from megarl.serving.process import free_port
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import KEY, FakeSglang, generation
@@ -133,9 +133,9 @@ def test_a_router_without_servers_at_the_moment_is_tried_again() -> None:
     assert tokens == [5, 6, 2]
 
 
-def test_after_five_broken_connections_the_error_names_server_and_endpoint() -> None:
+def test_after_the_last_broken_connection_the_error_names_server_and_endpoint() -> None:
     def prepare(fake: FakeSglang) -> None:
-        fake.drop_next = 5
+        fake.drop_next = ATTEMPTS
 
     with pytest.raises(ServerUnreachableError, match=r"server 0 \(http://127.0.0.1:\d+\) /generate: no answer"):
         talk(lambda client: client.generate([1], Sampling(3)), prepare)

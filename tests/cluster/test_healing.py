@@ -1,0 +1,422 @@
+"""A pool whose servers die, in every state: on actors and calls that are fakes, and end when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster import healing
+from megarl.cluster.healing import Member, Restarts, State
+from megarl.cluster.process import ProcessFacts, ProcessSpec
+from megarl.cluster.server_actors import Started
+from megarl.cluster.servers import ServerPool, up
+from megarl.cluster.waits import Call, Worker
+from megarl.core.errors import DeadlineError, WorkerDiedError
+from megarl.serving.client import ServerEndpoint
+
+CACHE, WEIGHTS = ("kv_cache",), ("weights",)
+VERSION = 3
+
+
+@dataclass(eq=False)
+class FakeActor:
+    """Answers calls by their names; what has no answer yet is open."""
+
+    name: str
+    told: list[tuple[str, Any]] = field(default_factory=list)
+    answers: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> SimpleNamespace:
+            self.told.append((method, arguments))
+            return SimpleNamespace(actor=self, method=method)
+
+        # A reference has to be hashable, and each its own.
+        return SimpleNamespace(remote=lambda *arguments: FakeRef(remote(*arguments)))
+
+    def calls(self, method: str) -> list[Any]:
+        return [arguments for name, arguments in self.told if name == method]
+
+
+class FakeRef:
+    """What a call of a fake actor will give."""
+
+    def __init__(self, what: SimpleNamespace) -> None:
+        self.actor: FakeActor = what.actor
+        self.method: str = what.method
+
+
+class FakeWaiter:
+    """Keeps what is followed until the test lets it end. idle: what happens while somebody waits in `until`."""
+
+    def __init__(self) -> None:
+        self.watches: dict[FakeRef, Callable[[str], None]] = {}
+        self.followed: dict[Any, tuple[Sequence[Call], Callable[[list[Any], str], None]]] = {}
+        self.idle: list[Callable[[], None]] = []
+
+    def follow(self, calls: Sequence[Call], then: Callable[[list[Any], str], None], *, patient: bool = False) -> None:
+        self.followed[calls[0].result] = (calls, then)
+
+    def wait(self, calls: Sequence[Call], **_: Any) -> list[Any]:
+        return [call.result.actor.answers.get(call.result.method, "") for call in calls]
+
+    def until(self, done: Callable[[], bool], what: str, deadline_s: float) -> None:
+        while not done():
+            if not self.idle:
+                raise DeadlineError(what)
+            self.idle.pop(0)()
+
+    def circumstances(self) -> str:
+        return ""
+
+    def finish(self, method: str, failure: str = "") -> int:
+        """Let all followed calls of a method end; how many there were."""
+        mine = [ref for ref in self.followed if ref.method == method]
+        for ref in mine:
+            calls, then = self.followed.pop(ref)
+            results = [call.result.actor.answers.get(method, "") for call in calls]
+            then([] if failure else results, failure)
+        return len(mine)
+
+    def die(self, actor: FakeActor, how: str = "killed\nits log") -> None:
+        """Have an actor say that its process ended."""
+        ref = next(ref for ref in self.watches if ref.actor is actor)
+        self.watches.pop(ref)(how)
+
+
+class FakeStarter:
+    """Makes fake actors."""
+
+    deadline_s = 60.0
+
+    def __init__(self, parts: int = 1, *, offloaded: bool = False) -> None:
+        self.parts, self.offloaded = parts, offloaded
+        self.made: list[FakeActor] = []
+        self.ended: list[FakeActor] = []
+        self.lost_slots: set[int] = set()
+        self.ports: list[int | None] = []
+
+    def lost(self, index: int) -> bool:
+        return index in self.lost_slots
+
+    def server(self, index: int) -> tuple[Worker, ...]:
+        return tuple(self._make(f"server {index}") for _ in range(self.parts))
+
+    def router(self, port: int | None = None) -> Worker:
+        self.ports.append(port)
+        return self._make("router")
+
+    def end(self, worker: Worker) -> None:
+        self.ended.append(worker.handle)
+
+    def _make(self, name: str) -> Worker:
+        actor = FakeActor(name)
+        endpoint = ServerEndpoint(f"sglang {name}", f"http://h:{9000 + len(self.made)}", "key")
+        actor.answers["start"] = Started(50 + len(self.made), ProcessFacts(1, "h"), endpoint)
+        self.made.append(actor)
+        return Worker(actor, ProcessSpec(name, Path("logs")), ProcessFacts(0, "?"))
+
+
+@dataclass
+class Stage:
+    """A pool of two servers, with what stands around it. pushes: how often weights were sent."""
+
+    starter: FakeStarter
+    most: int = 8
+    pushes: int = 0
+
+    def __post_init__(self) -> None:
+        self.waiter: Any = FakeWaiter()
+        members = [Member(index, self.starter.server(index)) for index in range(2)]
+        for member in members:
+            up(member, [part.handle.answers["start"] for part in member.parts])
+            member.state = State.SERVING
+        fake: Any = self.starter
+        router = fake.router()
+        self.restarts = Restarts(self.most)
+        endpoint = router.handle.answers["start"].endpoint
+        self.pool = ServerPool(fake, members, router, endpoint, self.waiter, self.restarts)
+        self.pool.refresh = self.push
+
+    def push(self) -> None:
+        """As WeightSync does."""
+        self.pushes += 1
+        self.pool.await_ready()
+        self.pool.received([server.endpoint for server in self.pool.receivers()])
+        self.pool.admit(VERSION)
+
+    def states(self) -> list[State]:
+        return [member.state for member in self.pool.members]
+
+    def actor(self, index: int) -> FakeActor:
+        actor: FakeActor = self.pool.members[index].parts[0].handle
+        return actor
+
+    def router(self) -> FakeActor:
+        actor: FakeActor = self.pool.router.handle
+        return actor
+
+
+def test_a_server_that_dies_is_started_again_and_serves_after_the_next_push(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(FakeStarter())
+    pool, old = stage.pool, stage.actor(1)
+    url = pool.servers[1].endpoint.url
+    stage.waiter.die(old)
+    assert stage.states() == [State.SERVING, State.SUSPECT]
+    assert stage.router().calls("remove") == [(url,)] and old.calls("stop") == [()]
+    assert [server.worker.handle for server in pool.receivers()] == [stage.actor(0)]
+    # Its devices are free only once nothing of it is left, the actor included.
+    assert stage.waiter.finish("stop") == 1
+    assert stage.starter.ended == [old] and stage.states()[1] is State.STARTING
+    stage.waiter.finish("start")
+    assert stage.states()[1] is State.READY
+    # The weights of its files are not the run's: no request before a push and a proof.
+    assert len(pool.servers) == 1 and len(pool.receivers()) == 2
+    assert [endpoint for (endpoint,) in stage.router().calls("add")] == []
+    pool.received([server.endpoint for server in pool.receivers()])
+    assert stage.states()[1] is State.CURRENT and len(pool.holding()) == 2 and len(pool.servers) == 1
+    pool.admit(VERSION)
+    assert stage.states() == [State.SERVING, State.SERVING]
+    (added,) = [endpoint for (endpoint,) in stage.router().calls("add")]
+    assert added.url == pool.servers[1].endpoint.url != url
+    assert stage.restarts.total == 1
+    assert "sglang server 1 is back after 0 s, weights of version 3 verified" in caplog.text
+
+
+def test_one_that_is_ready_only_after_the_weights_were_sent_waits_for_the_next_push() -> None:
+    stage = Stage(FakeStarter())
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    sent_to = [server.endpoint for server in stage.pool.receivers()]
+    stage.waiter.finish("start")
+    stage.pool.received(sent_to)
+    stage.pool.admit(VERSION)
+    assert stage.states() == [State.SERVING, State.READY]
+
+
+def test_one_that_does_not_start_is_another_death() -> None:
+    stage = Stage(FakeStarter())
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop", failure="its supervisor ended")  # the actor died: nothing to end, and it is done again
+    stage.waiter.finish("start", failure="out of memory")
+    assert stage.states()[1] is State.SUSPECT and stage.restarts.total == 2
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start")
+    assert stage.states()[1] is State.READY
+    assert stage.restarts.deaths == {"sglang server 1": 2}
+
+
+def test_a_server_over_several_nodes_restarts_whole() -> None:
+    stage = Stage(FakeStarter(parts=2))
+    old = [part.handle for part in stage.pool.members[0].parts]
+    stage.waiter.die(old[1])
+    assert [actor.calls("stop") for actor in old] == [[()], [()]]
+    stage.waiter.die(old[0])  # it follows from the first
+    assert stage.restarts.total == 1
+    stage.waiter.finish("stop")
+    assert stage.starter.ended == old
+    stage.waiter.finish("start")
+    assert len(stage.pool.members[0].parts) == 2 and not set(old) & {
+        part.handle for part in stage.pool.members[0].parts
+    }
+
+
+def test_where_nobody_is_left_the_first_that_is_ready_gets_the_weights_again() -> None:
+    stage = Stage(FakeStarter())
+    with stage.pool.traffic():
+        for index in (0, 1):
+            stage.waiter.die(stage.actor(index))
+        stage.waiter.finish("stop")
+        assert stage.pool.servers == [] and stage.pushes == 0
+        stage.waiter.finish("start")
+        assert stage.pushes == 1
+    assert stage.states() == [State.SERVING, State.READY]
+
+
+def test_one_that_was_ready_already_takes_over_from_the_last() -> None:
+    stage = Stage(FakeStarter())
+    with stage.pool.traffic():
+        stage.waiter.die(stage.actor(1))
+        stage.waiter.finish("stop")
+        stage.waiter.finish("start")
+        assert stage.pushes == 0
+        stage.waiter.die(stage.actor(0))
+        assert stage.pushes == 1 and stage.states() == [State.SUSPECT, State.SERVING]
+
+
+def test_nothing_is_sent_while_nobody_asks_for_samples() -> None:
+    """The ranks may be in the middle of an update."""
+    stage = Stage(FakeStarter())
+    for index in (0, 1):
+        stage.waiter.die(stage.actor(index))
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start")
+    assert stage.pushes == 0 and stage.states() == [State.READY, State.READY]
+    with stage.pool.traffic():
+        assert stage.pushes == 1 and len(stage.pool.servers) == 2
+
+
+def test_without_restarts_the_last_death_ends_the_run() -> None:
+    stage = Stage(FakeStarter(), most=0)
+    stage.waiter.die(stage.actor(0))
+    stage.waiter.finish("stop")
+    assert stage.states() == [State.GONE, State.SERVING] and stage.restarts.total == 0
+    with pytest.raises(WorkerDiedError, match=r"(?s)server 1 \(http://h:9001, pid 51\).*no server remains.*its log"):
+        stage.waiter.die(stage.actor(1))
+
+
+def test_too_many_deaths_end_the_run_with_who_died_how_often() -> None:
+    stage = Stage(FakeStarter(), most=2)
+    for _ in range(2):
+        stage.waiter.die(stage.actor(1))
+        stage.waiter.finish("stop")
+        stage.waiter.finish("start")
+    with pytest.raises(WorkerDiedError) as caught:
+        stage.waiter.die(stage.actor(0), "killed\nend of its log")
+    assert "rollout.max_restarts allows 2 within 60 minutes" in str(caught.value) and "end of its log" in str(
+        caught.value
+    )
+    assert "Deaths so far: sglang server 1 2, sglang server 0 1." in str(caught.value)
+
+
+def test_deaths_of_long_ago_do_not_count() -> None:
+    times = iter([0.0, 10.0, healing.WINDOW_S + 5.0, healing.WINDOW_S + 6.0])
+    restarts = Restarts(2, clock=lambda: next(times))
+    assert [restarts.count("one", "") for _ in range(3)] == [True, True, True]
+    with pytest.raises(WorkerDiedError, match="allows 2 within 60 minutes"):
+        restarts.count("one", "")
+    assert restarts.total == 3
+
+
+def test_a_server_on_a_node_that_is_lost_is_gone_for_good() -> None:
+    stage = Stage(FakeStarter())
+    stage.starter.lost_slots.add(1)
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    assert stage.states() == [State.SERVING, State.GONE] and stage.restarts.total == 0
+
+
+def test_a_server_of_an_offloaded_pool_starts_only_while_samples_are_made_and_sleeps_with_the_others() -> None:
+    """Its memory is the ranks' at all other times."""
+    stage = Stage(FakeStarter(offloaded=True))
+    pool = stage.pool
+    pool.sleep([*CACHE, *WEIGHTS], 1.0)
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    assert stage.states()[1] is State.GONE
+    pool.wake([*CACHE, *WEIGHTS], 1.0)
+    assert stage.states()[1] is State.GONE
+    with pool.traffic():
+        assert stage.states()[1] is State.STARTING
+    stage.waiter.idle = [lambda: stage.waiter.finish("start")]
+    pool.sleep([*CACHE, *WEIGHTS], 1.0)
+    assert stage.states()[1] is State.READY and stage.waiter.idle == []
+    assert stage.actor(1).calls("sleep") == [(("kv_cache", "weights"), 1.0)]
+    pool.wake(WEIGHTS, 1.0)
+    assert stage.actor(1).calls("wake") == [(("weights",), False, 1.0)]
+    pool.wake(CACHE, 1.0)
+    assert stage.actor(1).calls("wake")[-1] == (("kv_cache",), True, 1.0)
+
+
+def test_where_all_died_asleep_they_start_awake_for_the_push() -> None:
+    stage = Stage(FakeStarter(offloaded=True))
+    stage.pool.sleep([*CACHE, *WEIGHTS], 1.0)
+    for index in (0, 1):
+        stage.waiter.die(stage.actor(index))
+    stage.waiter.finish("stop")
+    assert stage.states() == [State.GONE, State.GONE]
+    stage.waiter.idle = [lambda: stage.waiter.finish("start")]
+    stage.pool.await_ready()
+    assert stage.states() == [State.READY, State.READY] and stage.pool.asleep == frozenset()
+
+
+def test_a_server_that_cannot_sleep_is_started_again() -> None:
+    stage = Stage(FakeStarter())
+    stage.actor(0).answers["sleep"] = "it answered 500"
+    stage.pool.sleep(CACHE, 1.0)
+    assert stage.states() == [State.SUSPECT, State.SERVING]
+
+
+def test_the_router_is_back_at_its_port_and_knows_who_serves() -> None:
+    stage = Stage(FakeStarter())
+    stage.waiter.die(stage.actor(1))
+    old = stage.router()
+    stage.waiter.die(old)
+    stage.waiter.finish("stop")
+    assert stage.starter.ports == [None, 9002] and old in stage.starter.ended
+    # What joins meanwhile is told to the router that comes.
+    stage.waiter.finish("start")
+    assert stage.router() is not old
+    assert [endpoint.name for (endpoint,) in stage.router().calls("add")] == ["sglang server 0"]
+    assert stage.restarts.deaths == {"sglang server 1": 1, "the router": 1}
+    assert stage.pool.endpoint.url == "http://h:9002"
+
+
+def test_a_router_that_comes_while_the_servers_sleep_is_told_of_them_once_they_are_awake() -> None:
+    stage = Stage(FakeStarter())
+    stage.pool.sleep(CACHE, 1.0)
+    stage.waiter.die(stage.router())
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start")
+    assert stage.router().calls("add") == []
+    stage.pool.wake(CACHE, 1.0)
+    assert len(stage.router().calls("add")) == 2
+
+
+def test_a_router_that_dies_while_it_takes_a_server_in_is_no_fault_of_the_server() -> None:
+    stage = Stage(FakeStarter())
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start")
+    router = stage.router()
+    wait = stage.waiter.wait
+
+    def dying(calls: Sequence[Call], **named: Any) -> list[Any]:
+        if calls[0].result.actor is router:
+            stage.waiter.die(router)
+            raise WorkerDiedError("the router's actor")
+        return list(wait(calls, **named))
+
+    stage.waiter.wait = dying
+    stage.push()
+    assert stage.states() == [State.SERVING, State.SERVING]
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start")
+    assert len(stage.router().calls("add")) == 2
+
+
+def test_a_router_without_restarts_ends_the_run() -> None:
+    stage = Stage(FakeStarter(), most=0)
+    with pytest.raises(WorkerDiedError, match=r"(?s)The router \(http://h:9002\) ended\. killed"):
+        stage.waiter.die(stage.router())
+
+
+def test_where_weights_never_change_a_server_that_is_up_may_serve() -> None:
+    """An evaluation of a model's files."""
+    stage = Stage(FakeStarter())
+    stage.pool.refresh = None
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start")
+    assert stage.states()[1] is State.READY
+    stage.waiter.finish("add")
+    assert stage.states()[1] is State.SERVING
+
+
+def test_closing_starts_nothing_and_ends_what_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.cluster import servers
+
+    stage = Stage(FakeStarter())
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    waited: list[Any] = []
+    monkeypatch.setattr(servers.ray, "wait", lambda refs, **_: waited.extend(refs))
+    stage.pool.close()
+    assert not stage.waiter.watches and not stage.waiter.followed
+    assert {ref.actor for ref in waited} == {stage.actor(0), stage.actor(1), stage.router()}
+    assert stage.states()[1] is State.STARTING and stage.actor(1).calls("stop") == [()]
