@@ -147,9 +147,18 @@ class RankActor:
         self._rank.export_adapters(role, target)
 
     def send_weights(
-        self, role: str, version: int, servers: Sequence[ServerEndpoint], bucket_bytes: int, timeout_s: float
+        self,
+        role: str,
+        version: int,
+        servers: Sequence[ServerEndpoint],
+        bucket_bytes: int,
+        timeout_s: float,
+        keep_kv: bool,
     ) -> SyncReport | None:
-        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 does, and reports."""
+        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 does, and reports.
+
+        keep_kv: servers keep what they computed with the old weights, for requests that they hold.
+        """
         if self._sender is None:
             platform = self._rank.platform
             self._sender = BroadcastSender(
@@ -161,7 +170,9 @@ class RankActor:
                 control=self._rank.everyone(),
             )
         with self._rank.watched(role, "send"):
-            return self._sender.send(lambda: self._rank.buckets(role, bucket_bytes), version, servers)
+            return self._sender.send(
+                lambda: self._rank.buckets(role, bucket_bytes), version, servers, flush_cache=not keep_kv
+            )
 
     def take_peaks(self) -> dict[str, int]:
         """Peak bytes of this rank by `role/operation`, since the last call."""

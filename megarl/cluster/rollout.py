@@ -188,12 +188,18 @@ class RolloutPool:
         if not self.beside:
             return  # nothing runs between two steps
         if mode == "in_place":
-            self.servers.pause(deadline_s)
+            self.servers.pause(keep_kv=self.recipe.rollout.keep_kv, deadline_s=deadline_s)
         elif mode == "finish":
             self._wait(self.coordinator.handle.hold.remote(), "sync", deadline_s)
             self._wait(self.coordinator.handle.idle.remote(), "sync", self.recipe.deadlines.rollout_s)
         else:
             self._cut(deadline_s)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether servers hold requests with the KV of the old weights while new ones come."""
+        settings = self.recipe.rollout
+        return self.beside and settings.in_flight == "in_place" and settings.keep_kv
 
     def arrived(self) -> None:
         """New weights have arrived: what was paused in place goes on."""

@@ -109,10 +109,10 @@ class ServerActor(_Supervisor):
         self._asleep.difference_update(parts)
         return trouble
 
-    async def pause(self, deadline_s: float) -> str:
-        """Have the server stop generating, with what it has in its place. Why it did not, where it did not."""
+    async def pause(self, keep_kv: bool, deadline_s: float) -> str:
+        """Have the server stop generating; its requests go on after `resume`. Why it did not, where it did not."""
         self._paused = True
-        return await self._told(lambda client: client.pause("in_place", deadline_s))
+        return await self._told(lambda client: client.pause("in_place" if keep_kv else "retract", deadline_s))
 
     async def resume(self, deadline_s: float) -> str:
         """Have the server go on after `pause`. Why it did not, where it did not."""

@@ -153,9 +153,9 @@ class ServerPool:
         if self._unrouted:
             self._route_all()
 
-    def pause(self, deadline_s: float) -> None:
-        """Have all servers stop generating, with what they have in its place, until `resume`."""
-        self._tell(lambda server: server.pause.remote(deadline_s), "pause", deadline_s)
+    def pause(self, *, keep_kv: bool, deadline_s: float) -> None:
+        """Have all servers stop generating until `resume`. keep_kv: they do not compute anew what they have."""
+        self._tell(lambda server: server.pause.remote(keep_kv, deadline_s), "pause", deadline_s)
 
     def resume(self, deadline_s: float) -> None:
         """Have all servers go on."""

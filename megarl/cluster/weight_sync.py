@@ -75,11 +75,11 @@ class WeightSync:
     def _send(self, weight_version: int) -> float:
         """Bytes that were sent to all servers that are up. Those that failed leave the pool."""
         servers, deadline_s = self.rollout.servers, self.recipe.deadlines.sync_s
-        bucket_bytes = self.recipe.sync.bucket_mb * 2**20
+        bucket_bytes, keep_kv = self.recipe.sync.bucket_mb * 2**20, self.rollout.keeps_kv
         endpoints = [server.endpoint for server in servers.receivers()]
         reports: list[SyncReport | None] = self.ranks.ask(
             lambda worker, _: worker.handle.send_weights.remote(
-                self.role, weight_version, endpoints, bucket_bytes, deadline_s
+                self.role, weight_version, endpoints, bucket_bytes, deadline_s, keep_kv
             ),
             "sync",
             self.role,
@@ -97,13 +97,14 @@ class WeightSync:
 
     def verify(self, weight_version: int) -> dict[str, float]:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
-        shard = self.rollout.probe()
+        plan, block = self.rollout.probe()
         column = self.ranks.ask_columns(
-            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, shard),
+            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, 1, plan, block),
             self.layout,
+            1,
             "sync",
             self.role,
             self.recipe.deadlines.sync_s,
-        ).wait()[0]
+        ).wait()[0][0]
         tolerance = self.recipe.sync.tolerance or TOLERANCES[self.recipe.model.dtype]
         return {"sync/probe_diff_max": self.rollout.verify(column, tolerance, weight_version)}

@@ -139,7 +139,9 @@ class Coordinator:
         """The second turn of a step's advantages, for each collector: see StepAdvantages. Again for the same step: anew."""
         samples = self.samples
         if samples.step != step:
-            raise MegarlError(f"Advantages of step {step} were asked for; the samples at hand are of step {samples.step}.")
+            raise MegarlError(
+                f"Advantages of step {step} were asked for; the samples at hand are of step {samples.step}."
+            )
         if self._before_settling is not None and self._before_settling[0] == step:
             self.advantages.load_state(self._before_settling[1])
         self._before_settling = step, self.advantages.state()

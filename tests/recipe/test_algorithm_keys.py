@@ -12,17 +12,19 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from megarl.rollout.advantages import Advantages
 
 from megarl.algorithms.inputs import LOSS_INPUTS, SAMPLE_INPUTS, TOKEN_INPUTS, wanted
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.core.types import Column, Sample, Shard
-from megarl.data.pack import pack
+from megarl.data.pack import assemble, join_columns, pack_samples, split_column
 from megarl.recipe.algorithm import Algorithm, PolicyLoss, SampleAdvantage, TokenAdvantage
 from megarl.recipe.check import check_recipe, fill_defaults
 from megarl.recipe.functions import ADVANTAGES
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.schema import Recipe
+from megarl.rollout import filters
+from megarl.rollout.local_advantages import LocalAdvantages, SampleNumbers
+from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.training.spec import PolicyObjective, ValueObjective
 from tests.rollout.samples import make_prompt
 from tests.support.dry.learning import column_of, learn, rounded
@@ -148,7 +150,7 @@ SAMPLES = samples()
 def learned(recipe: Recipe, louder: str = "") -> dict[str, Any]:
     """What two steps come to. louder: a role whose column is another one."""
     algorithm = recipe.algorithm
-    [shard] = pack(
+    [(plan, block)] = pack_samples(
         SAMPLES,
         num_shards=1,
         mini_batch_samples=len(SAMPLES),
@@ -156,19 +158,37 @@ def learned(recipe: Recipe, louder: str = "") -> dict[str, Any]:
         reduction=algorithm.reduction,
         max_response_tokens=MOST,
     )
+    shard = assemble(plan, [block])
     said = {COLUMNS[role]: says(role, shard, 1.3 if role == louder else 1.0) for role in role_layouts(recipe)}
     if algorithm.old_logprobs == "rollout":
         del said["old_logprobs"]
-    maker = Advantages(recipe)
+    local, whole = LocalAdvantages(recipe), StepAdvantages(recipe)
+    flat = {name: split_column(column, [plan], [[block]])[0] for name, column in said.items()}
     for _ in range(2):
-        learnable = maker.of_step(SAMPLES, [shard], {name: [column] for name, column in said.items()}, GREEDY)
-    columns = said | {name: column for name, [column] in learnable.columns.items()}
-    found = {name: rounded(value) for name, value in learnable.metrics.items()}
+        measured = local.measure(numbers(whole.kl_coef), [block], flat)
+        [settled] = whole.settle(FACTS, [measured])
+        learnable = local.finish(settled)
+    columns = said | {name: join_columns(plan, [block], column) for name, column in learnable.columns.items()}
+    found = {name: rounded(value) for name, value in whole.metrics([measured], [learnable.sums]).items()}
     found |= learn(PolicyObjective(algorithm), shard, columns)
     if recipe.critic is not None:
         values = learn(ValueObjective(recipe.critic.value_clip), shard, columns, role="later critic")
         found |= {f"critic: {name}": value for name, value in values.items()}
     return found
+
+
+FACTS = StepFacts(
+    filters.rewards(SAMPLES),
+    filters.group_index(SAMPLES),
+    np.array([len(sample.response_ids) for sample in SAMPLES], np.int64),
+    np.array([sample.loss_mask.sum() for sample in SAMPLES], np.int64),
+    filters.mean_nll(SAMPLES),
+    GREEDY,
+)
+
+
+def numbers(kl_coef: float) -> SampleNumbers:
+    return SampleNumbers(FACTS.rewards, FACTS.group_index, FACTS.response_tokens, FACTS.mean_nll, kl_coef, GREEDY)
 
 
 def says(role: str, shard: Shard, scale: float) -> Column:

@@ -14,7 +14,7 @@ from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.run import Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
 from megarl.rollout import filters
-from megarl.rollout.local_advantages import LocalAdvantages
+from megarl.rollout.local_advantages import LocalAdvantages, SampleNumbers
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from tests.rollout.samples import make_prompt, make_sample
 
@@ -127,6 +127,17 @@ def facts_of(step: Step) -> StepFacts:
     )
 
 
+def numbers_of(step: Step, indices: Sequence[int], kl_coef: float) -> SampleNumbers:
+    """What a collector has to know of these samples."""
+    facts = facts_of(step)
+    at = np.array(indices, np.int64)
+    samples = [step.samples[index] for index in indices]
+    numbers = filters.group_index(samples)  # counted where they are
+    return SampleNumbers(
+        facts.rewards[at], numbers, facts.response_tokens[at], facts.mean_nll[at], kl_coef, step.greedy_rewards
+    )
+
+
 Learnt = dict[str, dict[int, FloatArray]]  # column -> sample -> its positions
 
 
@@ -136,11 +147,9 @@ def learn(maker: StepAdvantages, recipe: Recipe, step: Step, roles: Sequence[str
     locals_ = [LocalAdvantages(recipe) for _ in here]
     measured = [
         local.measure(
-            [step.samples[index] for index in sorted(index for part in indices for index in part)],
+            numbers_of(step, sorted(index for part in indices for index in part), maker.kl_coef),
             [block_of(step, part) for part in indices],
             {name: [end_to_end([step.said[name][index] for index in part]) for part in indices] for name in roles},
-            kl_coef=maker.kl_coef,
-            greedy_rewards=step.greedy_rewards,
         )
         for local, indices in zip(locals_, here, strict=True)
     ]

@@ -262,9 +262,7 @@ def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> 
 
     async def go() -> None:
         async with fake() as server:
-            collector = LocalRollout(
-                recipe, model=PLAIN, prompts=prompts, server=server.endpoint, graders=Watched
-            )
+            collector = LocalRollout(recipe, model=PLAIN, prompts=prompts, server=server.endpoint, graders=Watched)
             await collector.start()
             try:
                 await call(collector, server)

@@ -20,7 +20,7 @@ from megarl.rollout.facts import GroupFacts
 from megarl.rollout.local_advantages import LocalAdvantages, column_names
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from tests.rollout.samples import make_prompt, make_sample
-from tests.rollout.steps import Step, block_of, facts_of, learn, recipe_of
+from tests.rollout.steps import Step, block_of, facts_of, learn, numbers_of, recipe_of
 
 # Two groups of two: prompts of 2 tokens, responses of 3, 1, 2 and 2. The collector of each, and its shard.
 RESPONSES, REWARDS = (3, 1, 2, 2), (1.0, 0.0, 0.0, 0.5)
@@ -323,7 +323,7 @@ def test_turns_come_in_pairs_and_every_sample_once() -> None:
     recipe = recipe_of(Algorithm(advantage="rloo"))
     step, local, maker = step_of({}), LocalAdvantages(recipe), StepAdvantages(recipe)
     blocks = [block_of(step, step.at(shard, 0)) for shard in range(2)]
-    measured = local.measure(step.samples, blocks, {}, kl_coef=0.0)
+    measured = local.measure(numbers_of(step, range(len(step.samples)), 0.0), blocks, {})
     with pytest.raises(AssertionError, match="not every sample was measured once"):
         maker.settle(facts_of(step), [measured, measured])
     [settled] = maker.settle(facts_of(step), [measured])
