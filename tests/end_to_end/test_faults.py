@@ -64,7 +64,7 @@ def test_the_only_server_killed_comes_back_and_killed_too_often_ends_the_run(lau
     }
     assert {frozenset(row) for row in rows[2:]} == {frozenset(rows[1])}
     kill(driver.pids(is_server))
-    code, out, error = driver.finish(60)
+    code, _, error = driver.finish(60)
     assert code == 1
     assert "sglang server 0 died, and rollout.max_restarts allows 1 within 60 minutes" in error
     assert "Deaths so far: sglang server 0 2." in error and "SIGKILL" in error
