@@ -82,8 +82,8 @@ class Restarts:
         if len(self._times) >= self.most:
             often = ", ".join(f"{who} {count}" for who, count in self.deaths.most_common())
             raise WorkerDiedError(
-                f"{name} died, and rollout.max_restarts allows {self.most} within {WINDOW_S / 60:g} minutes. Deaths so far: "
-                f"{often}. {reason}"
+                f"{name} died, and rollout.max_restarts allows {self.most} within {WINDOW_S / 60:g} minutes. "
+                f"Deaths so far: {often}. {reason}"
             )
         self._times.append(now)
         self.total += 1
