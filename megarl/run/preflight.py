@@ -33,6 +33,7 @@ from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
+from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
@@ -113,7 +114,12 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: b
             "rows."
         )
     eval_rows, notes = _eval_rows(recipe, model)
-    notes = (*_without_effect(recipe, platform), *_without_answer(recipe, recipe.data.train, prompts), *notes)
+    notes = (
+        *staleness_notes(recipe),
+        *_without_effect(recipe, platform),
+        *_without_answer(recipe, recipe.data.train, prompts),
+        *notes,
+    )
     check_server_args(recipe.rollout.server_args, platform)
     return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes)
 

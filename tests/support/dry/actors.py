@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.collectors import CollectorActor, ProbeResult
 from megarl.cluster.process import ProcessFacts, ProcessSpec
 from megarl.cluster.ranks import RankShards, merged
-from megarl.cluster.collectors import CollectorActor, ProbeResult
 from megarl.cluster.server_actors import Started
 from megarl.core.layout import is_lead
 from megarl.core.platform import get_platform
@@ -115,7 +115,13 @@ class Rank:
         self._book.note("export adapters", role)
 
     def send_weights(
-        self, role: str, version: int, servers: Sequence[ServerEndpoint], bucket_bytes: int, timeout_s: float, keep_kv: bool
+        self,
+        role: str,
+        version: int,
+        servers: Sequence[ServerEndpoint],
+        bucket_bytes: int,
+        timeout_s: float,
+        keep_kv: bool,
     ) -> SyncReport:
         self._book.note("send", role, version, len(servers), bucket_bytes, timeout_s, keep_kv)
         self._book.version = version

@@ -1,4 +1,4 @@
-"""What answers in a run without servers and graders: responses that follow from their prompts, and grades that follow from these."""
+"""What answers in a run without servers and graders: responses that follow from their prompts, and grades from these."""
 
 from __future__ import annotations
 
