@@ -5,8 +5,8 @@
 PPO with a critic and a reference on the quickstart's task, some steps for each placement on 4 ranks, from a policy that has
 already learned some of it (after its warm start, a little of GRPO), so that rewards differ. Named placements are searched for
 (`placement.name`) with the rates of `bench/results/plan_vs_measured.yaml`. So that all see the same rollouts, each sample has
-its own random numbers (`rollout.deterministic`). Differences of losses are to the first placement, relative where a loss is above 1.
-The last run is the explicit placement again, all roles and servers at rest between their turns: every
+its own random numbers (`rollout.deterministic`). Differences of losses are to the first placement, relative where a
+loss is above 1. The last run is the explicit placement again, all roles and servers at rest between their turns: every
 metric that is no time and no memory, and every sample, must be equal to the bit. Exit code 0 only where all that holds.
 """
 

@@ -91,6 +91,13 @@ UNREAD = [
         ["reward.graders={math: {kind: rule, fn: math}, b: {kind: rule, fn: exact}}"],
     ),
     (["train.async_save=true"], ["train.save_every=2"]),
+    (["rollout.late=drop"], ["rollout.max_staleness=1"]),
+    (["rollout.in_flight=finish"], ["rollout.max_staleness=1"]),
+    (["rollout.max_staleness=1", "rollout.oversample=1.5", "rollout.in_flight=finish"], ["rollout.oversample=1.0"]),
+    (["rollout.keep_kv=true"], ["rollout.max_staleness=1", "rollout.in_flight=in_place"]),
+    (["rollout.max_staleness=1", "rollout.keep_kv=true"], ["rollout.in_flight=in_place"]),
+    (["eval.overlap=true"], ["data.eval=held_out.jsonl"]),
+    (["data.eval=held_out.jsonl", "rollout.offload=[weights]", "eval.overlap=true"], ["rollout.offload=[]"]),
     ([REMOTE, "reward.workers=2"], ["reward.graders.y={kind: rule, fn: math}"]),
     ([REMOTE, "reward.timeout_s=2"], ["reward.graders.y={kind: rule, fn: math}"]),
     *(

@@ -52,32 +52,6 @@ def test_what_cannot_go_together_is_refused_in_a_paragraph(recipe_file: Path, ov
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key", "needs"),
-    [
-        (["rollout.late=drop"], "rollout.late", "set rollout.max_staleness to 1 or more"),
-        (["rollout.in_flight=finish"], "rollout.in_flight", "set rollout.max_staleness to 1 or more"),
-        (
-            [STALE, "rollout.oversample=1.5", "rollout.in_flight=finish"],
-            "rollout.in_flight",
-            "remove rollout.oversample",
-        ),
-        ([STALE, "rollout.keep_kv=true"], "rollout.keep_kv", "set rollout.in_flight to in_place"),
-        (["rollout.keep_kv=true"], "rollout.keep_kv", "set rollout.max_staleness to 1 or more"),
-        (["eval.overlap=true"], "eval.overlap", "set data.eval to a file"),
-        (
-            [STALE, "rollout.oversample=1.5", "data.eval=x", "eval.overlap=true"],
-            "eval.overlap",
-            "remove rollout.oversample",
-        ),
-    ],
-)
-def test_keys_that_nothing_reads_are_refused(recipe_file: Path, overrides: list[str], key: str, needs: str) -> None:
-    with pytest.raises(UserError) as caught:
-        loaded(recipe_file, *overrides)
-    assert f"`{key}` (on the command line) is read by nothing" in str(caught.value) and needs in str(caught.value)
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         [STALE],

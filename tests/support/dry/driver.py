@@ -107,7 +107,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(runtime.Runtime, "close", lambda self: None)
         patch.setattr(slots, "reserve", lambda platform, nodes, count, size=1: _slots(nodes[0], count, size))
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
-        patch.setattr(collector, "ServerClient", lambda endpoint: Client(book))
+        patch.setattr(collector, "ServerClient", lambda endpoint, **_: Client(book))
         patch.setattr(session, "Restarts", partial(_restarts, book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
         patch.setattr(combine, "JsonClient", partial(Poster, book))
