@@ -33,10 +33,10 @@ def test_servers_without_devices_of_their_own_only_carry_over(
 
     for overrides in ([STALE], [f"data.eval={tmp_path}/prompts2.jsonl", "eval.overlap=true"]):
         with pytest.raises(UserError, match=WORDS) as refused:
-            run(*overrides, name=str(len(told)))
+            run(*overrides, name=f"r{len(told)}")
         told.append(str(refused.value))
     assert all("\n" not in each for each in told)
-    started = (tmp_path / "runs" / "0").exists()
+    started = (tmp_path / "runs" / "r0").exists()
     assert started == joined, "before anything starts, where it can be known"
 
     book = run(STALE, "rollout.oversample=1.5", name="carried")

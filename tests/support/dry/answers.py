@@ -122,7 +122,7 @@ class Poster:
         """A judge's reply, or a number for each item."""
         self._in_flight += 1
         self._book.note("post", self.url, str(body), self._in_flight)
-        for _ in range(30):  # longer than most responses take
+        for _ in range(12):  # longer than most responses take
             await asyncio.sleep(0)
         self._in_flight -= 1
         if "items" in body:
