@@ -88,9 +88,12 @@ class FakeCollector:
     """A CollectorLink in virtual time. version: of the weights that its servers have, set by whoever syncs them.
 
     dies_at: the number of the call that kills it, before it has done anything or, where `dies_after`, when it has.
+    dies_in_s: seconds until it dies of itself.
     """
 
-    def __init__(self, world: World, *, dies_at: int | None = None, dies_after: bool = False) -> None:
+    def __init__(
+        self, world: World, *, dies_at: int | None = None, dies_after: bool = False, dies_in_s: float | None = None
+    ) -> None:
         self.world, self.version = world, 0
         self.groups: dict[int, _Group] = {}
         self.dead = False
@@ -98,6 +101,8 @@ class FakeCollector:
         self.asked: list[GroupTask] = []
         self._dies_at, self._dies_after, self._calls = dies_at, dies_after, 0
         self._loop = asyncio.get_running_loop()
+        if dies_in_s is not None:
+            self._loop.call_later(dies_in_s, self.die)
         self._random = np.random.default_rng((world.seed, 7))
         self._slots = [0.0] * world.slots
         self._held = False
@@ -134,7 +139,7 @@ class FakeCollector:
         await self._call(lambda: self._cancel(groups))
 
     async def forget(self, groups: Collection[int]) -> None:
-        await self._call(lambda: [self.groups.pop(group) for group in groups])
+        await self._call(lambda: [self.groups.pop(group, None) for group in groups])
 
     async def hold(self) -> None:
         await self._call(self._hold)
@@ -333,6 +338,7 @@ def facts_of(world: World, task: GroupTask, spans: Sequence[tuple[VersionSpan, .
     """What is told of a group whose responses were made by these versions."""
     draws, count = _draws(world, task, 1), task.count
     failed = draws.random(count) < world.failed
+    failed[0] = False  # a step has to have samples
     dull = draws.random() < world.dull
     rewards = np.zeros(count) if dull else draws.integers(0, 2, count)
     none = np.zeros(count, np.bool_)

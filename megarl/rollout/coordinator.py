@@ -169,13 +169,17 @@ class Coordinator:
         self.ledger.check_balance()
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, the groups that were asked for and not trained on, and the weight of the KL."""
+        """The place in the data, the groups asked for and not trained on, and the weight of the KL.
+
+        Also how many samples of a row were asked for in a step: without it a row that comes again would have its first seeds.
+        """
         waiting = [entry for entry in self.ledger.under_way() if entry.phase != "taken"]
         return {
             **self._cursor.state(),
             **self.advantages.state(),
             "step": self._step,
             "waiting": [*rows_of(waiting), *self._again],
+            "asked": [(step, row, count) for (step, row), count in self._asked.items()],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -184,6 +188,7 @@ class Coordinator:
         self.advantages.load_state(state)
         self._step = int(state.get("step", self._step))
         self._again = deque((int(row), int(step), int(first)) for row, step, first in state.get("waiting", ()))
+        self._asked = Counter({(int(step), int(row)): int(count) for step, row, count in state.get("asked", ())})
 
     @property
     def samples(self) -> StepSamples:
