@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -322,25 +324,24 @@ class FakeCollector:
         self._set_timer()
 
 
-def _draws(world: World, task: GroupTask, what: int) -> np.random.Generator:
-    return np.random.default_rng((world.seed, task.row, task.step, task.first, what))
+def _draws(world: World, task: GroupTask, what: int) -> random.Random:
+    return random.Random(hash((world.seed, task.row, task.step, task.first, what)))  # the same in every process
 
 
 def lengths_of(world: World, task: GroupTask) -> list[int]:
     """Tokens of each response of a group."""
-    mean = np.log(world.mean_tokens) - world.sigma**2 / 2
-    drawn = _draws(world, task, 0).lognormal(mean, world.sigma, task.count)
-    lengths: list[int] = drawn.clip(1, world.longest).astype(np.int64).tolist()
-    return lengths
+    mean = math.log(world.mean_tokens) - world.sigma**2 / 2
+    draws = _draws(world, task, 0)
+    return [min(world.longest, max(1, int(draws.lognormvariate(mean, world.sigma)))) for _ in range(task.count)]
 
 
 def facts_of(world: World, task: GroupTask, spans: Sequence[tuple[VersionSpan, ...]]) -> GroupFacts:
     """What is told of a group whose responses were made by these versions."""
     draws, count = _draws(world, task, 1), task.count
-    failed = draws.random(count) < world.failed
+    failed = np.array([draws.random() < world.failed for _ in range(count)])
     failed[0] = False  # a step has to have samples
     dull = draws.random() < world.dull
-    rewards = np.zeros(count) if dull else draws.integers(0, 2, count)
+    rewards = np.array([0 if dull else draws.randrange(2) for _ in range(count)], np.float32)
     none = np.zeros(count, np.bool_)
     kept = tuple(() if bad else each for each, bad in zip(spans, failed, strict=True))
     tokens = np.array([each[-1].end if each else 0 for each in kept], np.int64)
@@ -349,7 +350,7 @@ def facts_of(world: World, task: GroupTask, spans: Sequence[tuple[VersionSpan, .
         prompt_tokens=PROMPT_TOKENS,
         response_tokens=tokens,
         trained_tokens=tokens,
-        rewards=rewards.astype(np.float32),
+        rewards=rewards,
         mean_nll=np.ones(count, np.float32),
         usable=~failed,
         truncated=none,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.core.errors import MegarlError
@@ -92,19 +92,21 @@ Event = Admitted | Finished | Taken | Committed | Dropped | Lost | Returned
 
 @dataclass
 class Entry:
-    """What is known of a group that is not done with. order: of its finishing, among all; -1 while it runs."""
+    """What is known of a group that is not done with.
+
+    order: of its finishing, among all; -1 while it runs. oldest: the oldest version that a token of it may have.
+    """
 
     asked: Admitted
     phase: Phase = "running"
     facts: GroupFacts | None = None
     order: int = -1
     step: int = -1  # that took it
+    oldest: int = field(init=False)
 
-    @property
-    def oldest(self) -> int:
-        """The oldest version that a token of it may have."""
+    def __post_init__(self) -> None:
         known = self.facts.oldest if self.facts is not None else None
-        return self.asked.version if known is None else known
+        self.oldest = self.asked.version if known is None else known
 
 
 class Ledger:
@@ -131,8 +133,7 @@ class Ledger:
                 self.admitted += 1
             case Finished():
                 entry = self._left(event.facts.group, "running", event)
-                entry.facts, entry.order = event.facts, self._order
-                self._enter(entry, "finished")
+                self._enter(Entry(entry.asked, "finished", event.facts, self._order), "finished")
                 self._order += 1
             case Taken():
                 for group in event.groups:
