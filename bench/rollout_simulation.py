@@ -60,7 +60,7 @@ async def measure(name: str, servers: int, prompts: int, steps: int) -> dict[str
         rows=prompts * steps * 2,
         beside=beside,
         collectors=COLLECTORS,
-        shards=64,
+        shards=32,
         train_s=train_s,
         sync_s=SYNC_S,
     )
