@@ -122,16 +122,6 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ROLE_CONTRADICTIONS,
     *DETERMINISTIC_CONTRADICTIONS,
     Contradiction(
-        "rollout.max_staleness",
-        lambda r, _: r.rollout.max_staleness > 0,
-        lambda r: (
-            f"got {r.rollout.max_staleness}, and this is planned only: the asynchronous run is not there yet. `megarl plan` "
-            "says what it would gain; remove the key to run"
-        ),
-        (Recipe,),
-        planned=True,
-    ),
-    Contradiction(
         "rollout.top_k",
         lambda r, _: r.rollout.top_k == 0 or r.rollout.top_k < -1,
         lambda r: f"got {r.rollout.top_k}; allowed: -1 (off), or 1 and more",

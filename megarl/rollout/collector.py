@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,7 @@ from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
 from megarl.rollout.single_turn import Episode
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, News
-from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
 log = get_logger(__name__)
@@ -94,7 +95,8 @@ class Collector:
             recipe,
             prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
             eval_prompts=held_out,
-            client=ServerClient(router),
+            # As long as a router or the only server takes to come back.
+            client=ServerClient(router, attempts=ATTEMPTS + math.ceil(recipe.deadlines.start_s / LONGEST_BACKOFF_S)),
             graders=Graders.open(recipe.reward, notices.tell),
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             num_collectors=num_collectors,
