@@ -49,9 +49,7 @@ def balanced_train_s(world: World, prompts: int) -> float:
 
 async def measure(name: str, servers: int, prompts: int, steps: int) -> dict[str, Any]:
     beside, settings = ROWS[name]
-    world = World(
-        slots=servers * SLOTS // COLLECTORS, mean_tokens=1000.0, sigma=1.0, longest=LONGEST, token_s=TOKEN_S
-    )
+    world = World(slots=servers * SLOTS // COLLECTORS, mean_tokens=1000.0, sigma=1.0, longest=LONGEST, token_s=TOKEN_S)
     recipe = make_recipe(prompts=prompts, samples=SAMPLES, steps=steps, longest=LONGEST, rollout=settings)
     train_s = balanced_train_s(world, prompts)
     driver = Driver(

@@ -179,7 +179,7 @@ class FakeCollector:
         )
 
     def part(self, part: Part) -> list[tuple[VersionSpan, ...]]:
-        """The spans of each sample of a step, as it is handed to the ranks. Raises LinkLostError, KeyError where it has it not."""
+        """The spans of each sample of a step, as it is handed to the ranks. Raises LinkLostError, or KeyError without it."""
         self._alive()
         found = []
         for group, at in part.samples:
@@ -361,7 +361,9 @@ def facts_of(world: World, task: GroupTask, spans: Sequence[tuple[VersionSpan, .
     )
 
 
-def make_recipe(*, prompts: int, samples: int, steps: int, longest: int, rollout: Any = None, **sections: Any) -> Recipe:
+def make_recipe(
+    *, prompts: int, samples: int, steps: int, longest: int, rollout: Any = None, **sections: Any
+) -> Recipe:
     """A recipe with these numbers, not checked."""
     sizes = {"prompts_per_step": prompts, "samples_per_prompt": samples, "max_response_tokens": longest}
     return Recipe.model_validate(

@@ -150,3 +150,16 @@ def test_a_collector_is_replaced_in_the_middle_of_a_run(tmp_path: Path) -> None:
         return taken
 
     assert len(set(collect(tmp_path, call, 2, max_staleness=1))) == 12
+
+
+def test_what_nobody_foresaw_ends_the_step_and_is_not_waited_for(tmp_path: Path) -> None:
+    async def call(local: LocalRollout, _: SlowSglang) -> None:
+        async def broken(*_: Any) -> None:
+            raise ValueError("broken")
+
+        local.collectors[0]._graders.grade = broken  # type: ignore[method-assign,assignment]
+        await asyncio.wait_for(local.generate(1, 0), 10)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        collect(tmp_path, call)
+    assert str(caught.value.exceptions[0]) == "broken"

@@ -129,7 +129,11 @@ def test_a_commit_is_of_one_step() -> None:
 
 def test_ages_and_loads_are_those_of_the_groups() -> None:
     ledger = ledger_after(
-        admitted(0, 3), admitted(1, 3, owner=1), admitted(2, 4), Finished(facts(0, 4, 5)), Finished(facts(1, failed=True))
+        admitted(0, 3),
+        admitted(1, 3, owner=1),
+        admitted(2, 4),
+        Finished(facts(0, 4, 5)),
+        Finished(facts(1, failed=True)),
     )
     assert (dict(ledger.ages("running")), dict(ledger.ages("finished"))) == ({4: 1}, {4: 1, 3: 1})
     assert (ledger.load(0), ledger.load(1), ledger.load(2)) == (1, 0, 0)

@@ -30,10 +30,14 @@ def can_go_on(deadlines: list[int], size: int) -> bool:
     """Whether steps of `size` groups from the next one on take each by its deadline: 1 is the next step."""
     steps = max(deadlines, default=0)
     slots = [step for step in range(1, steps + 1) for _ in range(size)]
-    return any(
-        all(step <= deadline for step, deadline in zip(order, deadlines, strict=True))
-        for order in itertools.islice(itertools.permutations(slots, len(deadlines)), 100_000)
-    ) if deadlines else True
+    return (
+        any(
+            all(step <= deadline for step, deadline in zip(order, deadlines, strict=True))
+            for order in itertools.islice(itertools.permutations(slots, len(deadlines)), 100_000)
+        )
+        if deadlines
+        else True
+    )
 
 
 def schedulable(deadlines: list[int], size: int) -> bool:
