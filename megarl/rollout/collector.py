@@ -164,8 +164,9 @@ class Collector:
         self._gate.open()
 
     async def write(self, step: int, groups: Collection[int]) -> None:
-        """The first samples of these groups, for reading."""
-        self._write(f"step_{step:06d}.jsonl", [sample for group in groups for sample in self._groups[group].samples])
+        """The first samples of these groups, for reading; of those that are here."""
+        mine = [sample for group in groups if group in self._groups for sample in self._groups[group].samples]
+        self._write(f"step_{step:06d}.jsonl", mine)
 
     async def part(self, part: Part) -> tuple[Block, ...]:
         """This collector's block of each shard of a step."""

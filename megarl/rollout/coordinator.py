@@ -89,12 +89,12 @@ class Coordinator:
         Raises MegarlError where no sample can be trained on, or where tokens came from other weights.
         """
         again = [entry for entry in self.ledger.taken(step) if entry.asked.group in self._gone]
+        self._gone.clear()  # those of earlier steps have been trained on
         self.ledger.apply(Returned(step))
+        await self._anew(again)
         await self._commit(before=step)
         self._step, self._version, self._collecting = step, version, True
         self._refills = self._pace.refills
-        await self._anew(again)
-        self._gone.clear()
         size = self._recipe.rollout.samples_per_prompt * self._pace.groups_per_step
         with self._progress.of(size, "samples"):
             self._progress.advance(self.ledger.num("finished") * self._recipe.rollout.samples_per_prompt)
@@ -154,6 +154,10 @@ class Coordinator:
             samples.greedy_rewards,
         )
         return self.advantages.settle(facts, measured)
+
+    async def died(self, owner: int) -> None:
+        """A collector has died: what it had is made anew."""
+        await self._links.died(owner)
 
     async def replace(self, owner: int, link: CollectorLink) -> None:
         """A new collector in the place of one that has died: its groups are made anew."""
@@ -304,11 +308,12 @@ class Coordinator:
         self._changed.set()
 
     async def _anew(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            asked = entry.asked
+        tasks: dict[int, list[GroupTask]] = {}
+        for asked in [entry.asked for entry in entries]:
             owner = self._owner()
             self.ledger.apply(Lost(asked.group, owner, self._version))
-            await self._begin({owner: [self._task(asked.group, asked.row, asked.step, asked.first)]})
+            tasks.setdefault(owner, []).append(self._task(asked.group, asked.row, asked.step, asked.first))
+        await self._begin(tasks)
 
     def _fault(self, error: BaseException) -> None:
         self._trouble = error
@@ -323,7 +328,6 @@ class Coordinator:
             mine = [entry.asked.group for entry in done if entry.asked.owner == owner]
             if mine:
                 await self._links.forget(owner, mine)
-        self._gone -= {entry.asked.group for entry in done}
         self._asked = Counter({key: count for key, count in self._asked.items() if key[0] >= before - 1})
 
     async def _plan(self, entries: Sequence[Entry], version: int) -> StepPlan:

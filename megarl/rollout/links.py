@@ -51,6 +51,7 @@ class Links:
         self._told, self._lost, self._fault = told, lost, fault
         self._later: dict[int, list[GroupTask]] = {}
         self._held = False
+        self._came = asyncio.Event()  # a collector in the place of one that died
         self._listeners = {owner: asyncio.create_task(self._listen(owner, link)) for owner, link in enumerate(links)}
 
     def __len__(self) -> int:
@@ -62,8 +63,10 @@ class Links:
 
     async def begin(self, owner: int, tasks: Sequence[GroupTask]) -> None:
         """Have groups made; where the collector has died, by the one that replaces it."""
-        if self._links[owner] is None or not await self.tell(owner, lambda link: link.begin(tasks)):
+        if self._links[owner] is None:
             self._later.setdefault(owner, []).extend(tasks)
+        else:  # where it dies of this, whoever is told of that has all of its groups made anew, these too
+            await self.tell(owner, lambda link: link.begin(tasks))
 
     async def tell(self, owner: int, what: Callable[[CollectorLink], Awaitable[Any]]) -> bool:
         """Tell one collector something. Whether it has taken it; one that has died does not."""
@@ -79,6 +82,8 @@ class Links:
 
     async def cancel(self, owner: int, groups: Collection[int]) -> None:
         """Have a collector stop making groups and forget what there is of them."""
+        if owner in self._later:
+            self._later[owner] = [task for task in self._later[owner] if task.group not in groups]
         await self.tell(owner, lambda link: link.cancel(groups))
 
     async def forget(self, owner: int, groups: Collection[int]) -> None:
@@ -111,7 +116,9 @@ class Links:
         while left:
             living = self.living()
             if not living:
-                raise LinkLostError("All collectors died during the evaluation.")
+                self._came.clear()
+                await self._came.wait()
+                continue
             shares = {owner: left[at :: len(living)] for at, owner in enumerate(living)}
             left = []
 
@@ -125,13 +132,18 @@ class Links:
                 left += rest
         return found
 
+    async def died(self, owner: int) -> None:
+        """It is known of a collector that it has died; another one comes in its place."""
+        link = self._links[owner]
+        if link is not None:
+            await self._died(owner, link, LinkLostError("its process has ended"))
+
     async def replace(self, owner: int, link: CollectorLink) -> None:
         """A new collector in the place of one that has died."""
-        old = self._links[owner]
-        if old is not None:
-            await self._died(owner, old, LinkLostError("it was replaced"))
+        await self.died(owner)
         self._listeners[owner].cancel()
         self._links[owner] = link
+        self._came.set()
         self._listeners[owner] = asyncio.create_task(self._listen(owner, link))
         if self._held:
             await self.tell(owner, lambda link: link.hold())
