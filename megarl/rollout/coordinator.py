@@ -19,7 +19,6 @@ from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, EvalResult, ShardPlan
 from megarl.data.cursor import Cursor
 from megarl.models.config import ModelConfig
-from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rollout import batcher, held_out, step_metrics
 from megarl.rollout.batcher import Part, StepSamples
@@ -341,10 +340,9 @@ class Coordinator:
         step_metrics.check_grades(f"Step {step}", seen, recipe.reward.max_failed_share)
         oldest = version - self._pace.max_staleness
         greedy = self.advantages.needs_greedy
-        try:
-            metrics = step_metrics.sample_metrics(seen, greedy=greedy)
-        except MegarlError as error:
-            raise MegarlError(f"Step {step}: {error}") from None
+        if not any(batcher.usable(facts, 0, greedy=greedy).any() for facts in seen):
+            raise MegarlError(f"Step {step}: no sample can be used. {step_metrics.failure(seen)}")
+        metrics = step_metrics.sample_metrics(seen, greedy=greedy)
         samples = batcher.select(
             entries, step, oldest, greedy=greedy, drop_dull=recipe.algorithm.drop_zero_variance_groups
         )
@@ -359,7 +357,9 @@ class Coordinator:
         )
         metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
         metrics |= self._flow(seen)
-        info = self._info(samples, version, metrics, plans, seen)
+        info = step_metrics.batch_info(
+            samples, recipe, self._model, plans, version, metrics, step_metrics.failure(seen)
+        )
         return StepPlan(info, plans, parts, self._numbers(samples))
 
     def _flow(self, seen: Sequence[GroupFacts]) -> dict[str, float]:
@@ -385,29 +385,3 @@ class Coordinator:
             "rollout/groups_lost": float(self.ledger.lost),
             **{f"rollout/dropped/{why}": float(count) for why, count in sorted(self.ledger.dropped.items())},
         }
-
-    def _info(
-        self,
-        samples: StepSamples,
-        version: int,
-        metrics: dict[str, float],
-        plans: Sequence[ShardPlan],
-        seen: Sequence[GroupFacts],
-    ) -> BatchInfo:
-        actor = self._recipe.actor
-        flops = train_flops(self._model, samples.num_tokens.tolist(), weight_gradients=actor.lora is None)
-        return BatchInfo(
-            step=self._step,
-            weight_version=version,
-            num_samples=len(samples),
-            num_groups=samples.num_groups,
-            num_mini_batches=len(plans[0].counts),
-            prompt_tokens=int(samples.prompt_tokens.sum()),
-            response_tokens=int(samples.response_tokens.sum()),
-            metrics={
-                **metrics,
-                "rollout/num_samples": float(len(samples)),
-                "perf/train_flops": actor.epochs * flops,
-            },
-            failure=step_metrics.failure(seen),
-        )
