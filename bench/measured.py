@@ -77,6 +77,16 @@ def _collector(result: Result) -> str:
     return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB"
 
 
+def _rollout_simulation(result: Result) -> str:
+    first = result["rows"][0]
+    rows = "; ".join(
+        f"{row['name']}: {first['step_s'] / row['step_s']:.2f} times the speed, servers idle {row['servers_idle']:.0%}, ranks "
+        f"{row['ranks_idle']:.0%}, {row['staleness_mean']:.2f} versions behind"
+        for row in result["rows"]
+    )
+    return f"simulated: {rows}. The table took {result['cpu_s']:.1f} s of CPU time (limit {result['limit_s']:g} s)"
+
+
 def _driver_overhead(result: Result) -> str:
     outside = {name: each["outside_waits_s"] for name, each in result["results"].items()}
     shares = [each["cpu_s"] / result["real_step_s"] for each in result["results"].values()]
@@ -241,6 +251,7 @@ ROWS = (
     Row("learning_curves", "the same task before training", _learning_curves),
     Row("rollout_overhead", "a bare asyncio client on the same server, same prompts", _rollout_overhead),
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
+    Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),
