@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -16,12 +16,13 @@ from tests.end_to_end.harness import Driver, is_server
 VICTIMS: dict[str, Callable[[str], bool]] = {
     "server": is_server,
     "scheduler": lambda command: command.startswith("sglang::scheduler"),
-    "router": lambda command: "megarl.serving.sglang_router" in command,
+    "router": lambda command: command.startswith("sglang::router"),
     "collector": lambda command: command.startswith("ray::CollectorActor"),
 }
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-BACK = re.compile(
-    r"^(?P<time>[\d-]+ [\d:]+) \S+ \S+: (?P<who>sglang server \d+|the router|collector(?: \d+)?) is back", re.MULTILINE
+WHO = r"sglang server \d+|the router|collector(?: \d+)?"
+EVENT = re.compile(
+    rf"^(?P<time>[\d-]+ [\d:]+) \S+ \S+: (?P<who>{WHO}) (?P<what>left the pool|died|ended|is back)", re.MULTILINE
 )
 
 
@@ -85,14 +86,34 @@ def strike_all(driver: Driver, all_plans: list[Plan], told: Callable[[str], None
     return done
 
 
-def returns(driver: Driver) -> list[tuple[float, str]]:
-    """When the driver said of whom that it is back, in order: seconds since the epoch, to a second."""
+@dataclass(frozen=True)
+class Event:
+    """What the driver said of whom. at: seconds since the epoch, to a second."""
+
+    at: float
+    who: str
+    back: bool
+
+
+def events(driver: Driver) -> list[Event]:
+    """Who was lost and who came back, in order."""
     log = (driver.folder / "logs" / "driver.log").read_text()
-    return [(datetime.fromisoformat(found["time"]).timestamp(), found["who"]) for found in BACK.finditer(log)]
+    return [
+        Event(datetime.fromisoformat(found["time"]).timestamp(), found["who"], found["what"] == "is back")
+        for found in EVENT.finditer(log)
+    ]
 
 
-def back_after(struck: Strike, came: list[tuple[float, str]]) -> float | None:
-    """Seconds from a strike until the first of its kind was back; None where the run ended before."""
-    kind = "server" if struck.victim == "scheduler" else struck.victim
-    times = [at - struck.at for at, who in came if kind in who and at >= int(struck.at) + 1]
-    return min(times, default=None)
+def seconds_until_back(strikes: Sequence[Strike], seen: Sequence[Event]) -> list[float | None]:
+    """Of each strike, from it until the driver said that whom it had hit is back; None where the run ended before."""
+    left, found = [event for event in seen if not event.back], []
+    for strike in strikes:
+        kind = "server" if strike.victim == "scheduler" else strike.victim
+        hit = next((event for event in left if kind in event.who and event.at >= int(strike.at)), None)
+        if hit is not None:
+            left.remove(hit)
+            times = [event.at for event in seen if event.back and event.who == hit.who and event.at >= hit.at]
+            found.append(min(times) - strike.at if times else None)
+        else:
+            found.append(None)
+    return found

@@ -100,8 +100,8 @@ def test_ten_kills_and_freezes_cost_nothing_but_time(launch: Launch, tmp_path: P
     assert len(sampled(driver.metrics())) == 30
     assert {strike.victim for strike in strikes} == set(chaos.VICTIMS)
     assert {strike.signal for strike in strikes} == {"SIGKILL", "SIGSTOP"}
-    came = chaos.returns(driver)
-    for strike in strikes:
-        print(strike, chaos.back_after(strike, came))
-    assert {who.split()[0] for _, who in came} == {"sglang", "the", "collector"}
+    seen = chaos.events(driver)
+    for strike, seconds in zip(strikes, chaos.seconds_until_back(strikes, seen), strict=True):
+        print(strike, "" if seconds is None else f": back after {seconds:.0f} s")
+    assert {event.who.split()[0] for event in seen if event.back} == {"sglang", "the", "collector"}
     driver.assert_nothing_left()
