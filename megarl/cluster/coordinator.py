@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from megarl.algorithms.correction import WeightSums
+from megarl.cluster.collector_vigil import Silent, until_silent
 from megarl.cluster.collectors import RayLink
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.core.progress import Progress
@@ -76,6 +78,19 @@ class CoordinatorActor:
     async def evaluate(self, step: int, version: int) -> EvalResult:
         """Held-out answers, graded."""
         return await self._at_work().evaluate(step, version)
+
+    async def watch(self) -> str:
+        """Never returns: whoever waits for it learns of the end of this process."""
+        await asyncio.Event().wait()
+        return ""
+
+    async def vigil(self, handle: Any) -> Silent:
+        """Returns once a collector, which may still be starting, stands still or says nothing for too long."""
+        return await until_silent(handle, self._recipe.deadlines, self._facts.address)
+
+    async def died(self, owner: int) -> None:
+        """A collector has died: what it had is made anew."""
+        await self._at_work().died(owner)
 
     async def replace(self, owner: int, handle: Any, _: DataFacts) -> None:
         """A collector, which has started, in the place of one that died."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.cluster.waits import Worker
-from megarl.core.errors import WorkerDiedError
+from megarl.core.errors import GivenUpError
 from megarl.serving.client import ServerEndpoint
 
 WINDOW_S = 3600.0  # in which deaths are counted against rollout.max_restarts
@@ -61,7 +61,7 @@ class Member:
 
 @dataclass
 class Restarts:
-    """How often servers and router died, and whether they may be started once more.
+    """How often servers, router and collectors died, and whether they may be started once more.
 
     most: starts within WINDOW_S, over all of them; 0: nothing is started again. total: starts so far.
     """
@@ -73,7 +73,7 @@ class Restarts:
     _times: list[float] = field(default_factory=list)
 
     def count(self, name: str, reason: str) -> bool:
-        """Count a death; whether to start it again. Raises WorkerDiedError where there were too many."""
+        """Count a death; whether to start it again. Raises GivenUpError where there were too many."""
         self.deaths[name] += 1
         if not self.most:
             return False
@@ -81,7 +81,7 @@ class Restarts:
         self._times = [each for each in self._times if now - each < WINDOW_S]
         if len(self._times) >= self.most:
             often = ", ".join(f"{who} {count}" for who, count in self.deaths.most_common())
-            raise WorkerDiedError(
+            raise GivenUpError(
                 f"{name} died, and rollout.max_restarts allows {self.most} within {WINDOW_S / 60:g} minutes. "
                 f"Deaths so far: {often}. {reason}"
             )

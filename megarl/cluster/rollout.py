@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
 
+from megarl.cluster.collector_pool import CollectorPool
 from megarl.cluster.collectors import CollectorActor, ProbeResult
 from megarl.cluster.coordinator import CoordinatorActor
 from megarl.cluster.process import ProcessFacts
@@ -22,8 +22,8 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Pending, Waiter, Worker
-from megarl.core.errors import SyncError, WorkerDiedError
-from megarl.core.log import get_logger
+from megarl.core.errors import GivenUpError, SyncError, WorkerDiedError
+from megarl.core.log_tail import own_words
 from megarl.core.pending import Finished
 from megarl.core.protocols import Pending as AnyPending
 from megarl.core.types import BatchInfo, EvalResult
@@ -31,8 +31,6 @@ from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.rollout.local_advantages import column_names
-
-log = get_logger(__name__)
 
 # What servers can do without between answers. Their weights they cannot: nobody sends them again.
 CACHE: tuple[ServerPart, ...] = ("kv_cache",)
@@ -51,26 +49,19 @@ class Learnable:
 
 @dataclass
 class RolloutPool:
-    """Generation, as the loop sees it.
-
-    beside: the servers go on while the ranks train. start: starts a collector anew, by its number.
-    """
+    """Generation, as the loop sees it. beside: the servers go on while the ranks train."""
 
     coordinator: Worker
-    collectors: list[Worker]
+    collectors: CollectorPool
     servers: ServerPool
     waiter: Waiter
     recipe: Recipe
     num_shards: int
     beside: bool
-    start: Callable[[int], Worker]
     _evaluating: Pending[EvalResult] | None = None
-    _deaths: int = 0  # of collectors
-    _replaced_before: int = 0  # those that `_replaced` has told of
 
     def __post_init__(self) -> None:
-        for owner in range(len(self.collectors)):
-            self._watch(owner)
+        self.waiter.watches[self.coordinator.handle.watch.remote()] = self._coordinator_died
 
     def next(self, step: int, weight_version: int) -> Batch:
         """One step's samples, made while the last one trained where `beside`; the servers sleep until weights come else.
@@ -83,20 +74,21 @@ class RolloutPool:
                 try:
                     batch = self._next(step, weight_version, deadline_s)
                     break
-                except WorkerDiedError:
-                    if not self._replaced():
+                except WorkerDiedError as error:
+                    if not self.collectors.replaced(error):
                         raise
             if not self.beside and batch.info.metrics["rollout/groups_running"]:
                 self._cut(deadline_s)
         return batch
 
     def _next(self, step: int, weight_version: int, deadline_s: float) -> Batch:
-        shards, owners = self.num_shards, len(self.collectors)
+        # One that dies meanwhile takes what the step has of it along: who comes in its place has nothing to hand over.
+        collectors = list(self.collectors.workers)
+        shards, owners = self.num_shards, len(collectors)
         ask = self.coordinator.handle.next.options(num_returns=1 + shards + 2 * owners)
         info, *rest = ask.remote(step, weight_version)
         plans, parts, numbers = rest[:shards], rest[shards : shards + owners], rest[shards + owners :]
         counts: BatchInfo = self._wait(info, "rollout", deadline_s)
-        collectors = list(self.collectors)
         handed = [
             worker.handle.part.options(num_returns=1 + shards).remote(part)
             for worker, part in zip(collectors, parts, strict=True)
@@ -131,13 +123,13 @@ class RolloutPool:
         while True:
             try:
                 return self._advantages(batch, columns, made)
-            except WorkerDiedError:
-                if not self._replaced():
+            except WorkerDiedError as error:
+                if not self.collectors.replaced(error):
                     raise
 
     def _advantages(self, batch: Batch, columns: dict[str, ColumnRefs], made: tuple[str, ...]) -> Learnable:
-        deadline_s, owners, shards = self.recipe.deadlines.train_s, len(self.collectors), self.num_shards
-        collectors = list(self.collectors)
+        deadline_s, owners, shards = self.recipe.deadlines.train_s, len(self.collectors.workers), self.num_shards
+        collectors = list(self.collectors.workers)
         measuring = [
             worker.handle.measure.options(num_returns=2).remote(
                 batch.numbers[owner],
@@ -214,8 +206,9 @@ class RolloutPool:
 
     def probe(self) -> tuple[Any, Any]:
         """References to the plan and the block of sequences to verify a weight sync on."""
-        done, plan, block = self.collectors[0].handle.probe.options(num_returns=3).remote()
-        self._wait_all([Call(self.collectors[0], done)], "sync", self.recipe.deadlines.sync_s)
+        prober = self.collectors.workers[0]
+        done, plan, block = prober.handle.probe.options(num_returns=3).remote()
+        self._wait_all([Call(prober, done)], "sync", self.recipe.deadlines.sync_s)
         return plan, block
 
     def verify(self, trainer: Any, tolerance: float, version: int) -> float:
@@ -223,7 +216,7 @@ class RolloutPool:
 
         Those that pass serve from now on; those that give no answer leave the pool. Raises SyncError.
         """
-        deadline_s, prober = self.recipe.deadlines.sync_s, self.collectors[0]
+        deadline_s, prober = self.recipe.deadlines.sync_s, self.collectors.workers[0]
         with self._serving(then_sleep=CACHE):
             endpoints = [server.endpoint for server in self.servers.holding()]
             verify = prober.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
@@ -254,44 +247,12 @@ class RolloutPool:
         endpoints = [server.endpoint for server in self.servers.servers]
         self._wait(self.coordinator.handle.cut.remote(endpoints), "sync", deadline_s)
 
-    def _watch(self, owner: int) -> None:
-        worker = self.collectors[owner]
-        self.waiter.watches[worker.handle.watch.remote()] = partial(self._died, owner, worker)
-        self._listen(owner)
-
-    def _died(self, owner: int, worker: Worker, how: str) -> None:
-        """A collector has died: another one starts in its place, and the coordinator is told once it has."""
-        if self.collectors[owner] is not worker:
-            return
-        if not self.servers.restarts.count(worker.name, how):
-            raise WorkerDiedError(f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died. {how}")
-        log.warning("%s died, and is started again: its unfinished samples are made anew. %s", worker.name, how)
-        self._deaths += 1
-        new = self.start(owner)
-        self.collectors[owner] = new
-        self._watch(owner)
-        started = new.handle.start.remote()
-        told = self.coordinator.handle.replace.remote(owner, new.handle, started)
-        self.waiter.follow([Call(self.coordinator, told)], partial(self._joined, new))
-
-    def _joined(self, worker: Worker, results: list[Any], failure: str) -> None:
-        if failure:
-            raise WorkerDiedError(f"{worker.name} could not be started again: {failure}")
-        log.warning("%s is back", worker.name)
-
-    def _replaced(self) -> bool:
-        """Whether a collector has died and is replaced, so that it is worth asking again."""
-        before, self._replaced_before = self._replaced_before, self._deaths
-        return self._deaths > before
-
-    def _listen(self, owner: int) -> None:
-        """Show what a collector has to tell, also while it is waited for."""
-
-        def told(line: str) -> None:
-            log.warning("%s", line)
-            self._listen(owner)
-
-        self.waiter.notices[self.collectors[owner].handle.notice.remote()] = told
+    def _coordinator_died(self, how: str) -> None:
+        worker = self.coordinator
+        raise GivenUpError(
+            f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died, and nobody knows any more which samples "
+            f"there are. {how}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
+        )
 
     def _wait(self, ref: Any, phase: str, deadline_s: float) -> Any:
         return self._wait_all([Call(self.coordinator, ref)], phase, deadline_s)[0]
@@ -356,9 +317,8 @@ class LaunchingRollout:
         coordinator, *collectors = known
         begin = coordinator.handle.start.remote([worker.handle for worker in collectors], self.starts[-1].result)
         self.waiter.wait([Call(coordinator, begin)], phase="start", role="rollout", deadline_s=deadline_s)
-        return RolloutPool(
-            coordinator, collectors, servers, self.waiter, self.recipe, self.num_shards, self.beside, self.start
-        )
+        pool = CollectorPool(coordinator, collectors, servers.restarts, self.waiter, self.start)
+        return RolloutPool(coordinator, pool, servers, self.waiter, self.recipe, self.num_shards, self.beside)
 
 
 def num_collectors(recipe: Recipe) -> int:

@@ -20,7 +20,7 @@ from megarl.cluster.server_actors import Started
 from megarl.cluster.server_start import Starter
 from megarl.cluster.services import RayDiedError
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import WorkerDiedError
+from megarl.core.errors import GivenUpError, WorkerDiedError
 from megarl.core.log import get_logger
 from megarl.recipe.roles import ServerPart
 from megarl.serving.client import ServerEndpoint
@@ -191,7 +191,7 @@ class ServerPool:
             try:
                 answers = self._waiter.wait([call], phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
                 troubles.append(str(answers[0]))
-            except RayDiedError:
+            except (RayDiedError, GivenUpError):
                 raise
             except WorkerDiedError as error:
                 troubles.append(str(error))
@@ -212,7 +212,7 @@ class ServerPool:
         who = member.name if server is None else f"{server.endpoint.name} ({server.endpoint.url}, pid {server.pid})"
         if all(each.for_good for each in self.members):
             circumstances = self._waiter.circumstances()
-            raise WorkerDiedError(
+            raise GivenUpError(
                 f"{who} left the pool, and no server remains. {reason}"
                 + (f"\n{circumstances}" if circumstances else "")
             )
@@ -305,7 +305,7 @@ class ServerPool:
     def _router_ended(self, how: str) -> None:
         self._router_up = False
         if not self.restarts.count("the router", how):
-            raise WorkerDiedError(f"The router ({self.endpoint.url}) ended. {how}")
+            raise GivenUpError(f"The router ({self.endpoint.url}) ended. {how}")
         log.warning("the router ended, and is started again at the same address: %s", how.splitlines()[0])
         stop = Call(self.router, self.router.handle.stop.remote())
         self._waiter.follow([stop], self._start_router, patient=True)

@@ -204,9 +204,10 @@ class Waiter:
             return _fetch(call, phase, role)
         except MegarlError:
             # Where a watched process has ended, its end is the cause, and what its callers saw is not.
-            ended, _ = ray.wait(list(self.watches), timeout=WATCH_WAIT_S) if self.watches else ([], [])
-            for ref in ended:
-                self._watched(ref)
+            if self.watches and ray.wait(list(self.watches), timeout=WATCH_WAIT_S)[0]:
+                watched = list(self.watches)
+                for ref in ray.wait(watched, num_returns=len(watched), timeout=0)[0]:
+                    self._watched(ref)
             raise
 
     def _watched(self, ref: Any) -> None:

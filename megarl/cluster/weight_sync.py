@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.rollout import CACHE, RolloutPool
-from megarl.core.errors import SyncError
+from megarl.core.errors import SyncError, WorkerDiedError
 from megarl.core.layout import Layout
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
@@ -96,7 +96,18 @@ class WeightSync:
         return float(report.num_bytes)
 
     def verify(self, weight_version: int) -> dict[str, float]:
-        """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers."""
+        """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers.
+
+        A collector asks them; where it dies, the one in its place does.
+        """
+        while True:
+            try:
+                return self._verify(weight_version)
+            except WorkerDiedError as error:
+                if not self.rollout.collectors.replaced(error):
+                    raise
+
+    def _verify(self, weight_version: int) -> dict[str, float]:
         plan, block = self.rollout.probe()
         column = self.ranks.ask_columns(
             lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, 1, plan, block),

@@ -38,6 +38,10 @@ class WorkerDiedError(MegarlError):
     """A process of the run died: names it, how it ended, and shows the last lines of its log."""
 
 
+class GivenUpError(WorkerDiedError):
+    """Nothing is started again: too many processes died, or none that could do the work comes back."""
+
+
 class StoppedError(MegarlError):
     """The run has stopped before its end, as it was asked to, with a checkpoint of its last step: it can go on later."""
 

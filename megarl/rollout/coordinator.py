@@ -157,6 +157,10 @@ class Coordinator:
         )
         return self.advantages.settle(facts, measured)
 
+    async def died(self, owner: int) -> None:
+        """A collector has died: what it had is made anew."""
+        await self._links.died(owner)
+
     async def replace(self, owner: int, link: CollectorLink) -> None:
         """A new collector in the place of one that has died: its groups are made anew."""
         self._busy_s[owner] = 0.0

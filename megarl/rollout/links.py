@@ -138,11 +138,15 @@ class Links:
                 left += rest
         return found
 
+    async def died(self, owner: int) -> None:
+        """It is known of a collector that it has died; another one comes in its place."""
+        link = self._links[owner]
+        if link is not None:
+            await self._died(owner, link, LinkLostError("its process has ended"))
+
     async def replace(self, owner: int, link: CollectorLink) -> None:
         """A new collector in the place of one that has died."""
-        old = self._links[owner]
-        if old is not None:
-            await self._died(owner, old, LinkLostError("it was replaced"))
+        await self.died(owner)
         self._listeners[owner].cancel()
         self._links[owner] = link
         self._listeners[owner] = asyncio.create_task(self._listen(owner, link))

@@ -11,7 +11,7 @@ from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Sample, Status
 from megarl.rollout.pieces import Decode, extend, join, joined_text
 from megarl.serving.answers import AnswerError, Generation
-from megarl.serving.client import ServerClient, ServerError, ServerUnreachableError
+from megarl.serving.client import ServerClient, ServerError, ServerUnreachableError, nobody_there
 from megarl.serving.sampling import Sampling
 
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
@@ -49,10 +49,17 @@ class Episode:
         """
         try:
             ended = await extend(
-                client, self.prompt, self.sampling, self.pieces, deadline_s=deadline_s, piece_tokens=piece_tokens
+                client,
+                self.prompt,
+                self.sampling,
+                self.pieces,
+                deadline_s=deadline_s,
+                piece_tokens=piece_tokens,
+                gives_up=expects_cuts,
             )
         except (ServerUnreachableError, ServerError, AnswerError, DeadlineError) as error:
-            return self._failed(str(error))
+            # Who wants no request at the servers does not wait for one that comes back.
+            return None if nobody_there(error) and expects_cuts() else self._failed(str(error))
         if not ended:
             self.cuts += not expects_cuts()
             return self._failed("the server aborted it, again and again") if self.cuts > MOST_CUTS else None

@@ -6,7 +6,7 @@ Token ids in, token ids out. Errors name the server, the endpoint and what the s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -64,6 +64,11 @@ class ServerUnreachableError(MegarlError):
     """No connection to the server, or it broke."""
 
 
+def nobody_there(error: MegarlError) -> bool:
+    """Whether a request met no server at all: a connection that failed, or a router that sees none at the moment."""
+    return isinstance(error, ServerUnreachableError) or (isinstance(error, ServerError) and error.status == UNAVAILABLE)
+
+
 class ServerClient:
     """One server's HTTP interface. Belongs to the event loop that it is first used in; `close` ends its connections."""
 
@@ -94,6 +99,7 @@ class ServerClient:
         deadline_s: float = 3600.0,
         *,
         num_prompt: int | None = None,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> Generation:
         """Sample one response, or go on with one.
 
@@ -102,7 +108,8 @@ class ServerClient:
         tokens that it has.
 
         A connection that fails, and a router without a server at the moment, are tried again, the longer
-        the more `attempts`: sampling has no side effects.
+        the more `attempts`: sampling has no side effects. gives_up: asked before each try but the first; where it says so,
+        what went wrong is raised instead.
 
         Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
@@ -122,12 +129,12 @@ class ServerClient:
             for attempt in range(self._attempts - 1):
                 try:
                     return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
-                except ServerUnreachableError:
-                    await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
-                except ServerError as error:
-                    if error.status != UNAVAILABLE:
+                except (ServerUnreachableError, ServerError) as error:
+                    if not nobody_there(error):
                         raise
                     await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
+                    if gives_up():
+                        raise
             return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:

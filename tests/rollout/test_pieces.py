@@ -42,7 +42,7 @@ class Scripted:
         self.version = 0
 
     async def generate(
-        self, token_ids: IntArray, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None
+        self, token_ids: IntArray, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None, **_: object
     ) -> Generation:
         assert num_prompt == 3 and token_ids[:3].tolist() == [7, 8, 9]
         begun = len(token_ids) - 3

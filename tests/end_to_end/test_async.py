@@ -1,0 +1,107 @@
+"""Runs that generate while they train: every token is of the version that it says, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end import chaos
+from tests.end_to_end.harness import Driver, kill
+
+pytestmark = pytest.mark.slow
+
+Launch = Callable[..., Driver]
+
+# The weights stay as they are, and their versions count: what any of them said has to be what the trainer says.
+STILL = ("actor.optimizer.lr=1.0e-12", "algorithm.kl_coef=0", "algorithm.correction={}")
+SMALL = (*STILL, "rollout.max_response_tokens=32", "actor.micro_batch_tokens=1024")
+IN_PLACE = ("rollout.max_staleness=1", "rollout.in_flight=in_place", "rollout.keep_kv=true")
+TWO = ("rollout.servers=2", "rollout.collectors=2")
+EVALUATED = ("eval.every=2", "eval.overlap=true")
+SEED = 1
+SAME = 1e-4  # nats; other weights differ by far more
+
+
+def sampled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of steps, each of which is right."""
+    steps = [row for row in rows if row["step"]]
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    for row in steps:
+        assert row["rollout/logprob_diff_max"] < SAME and row["rollout/failed"] == 0, row
+        assert row["rollout/num_samples"] == 16 and row.get("rollout/staleness_max", 0) <= 1, row
+    return steps
+
+
+def samples(driver: Driver, step: int) -> set[str]:
+    """Prompts of a step's samples, with the step that they were asked for: those that were written, of one collector."""
+    lines = (driver.folder / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return {json.loads(line)["id"].rpartition("/")[0] for line in lines}
+
+
+def test_samples_of_several_versions_and_a_resume_that_goes_on_with_what_was_under_way(launch: Launch) -> None:
+    setting = ("run.name=beside", *SMALL, *IN_PLACE, *TWO, *EVALUATED, "train.save_every=3")
+    driver = launch(*setting, "train.steps=1000")
+    driver.wait_for_step(5)
+    driver.process.send_signal(signal.SIGINT)
+    code, _, error = driver.finish(60)
+    assert code == 130, error
+    driver.assert_nothing_left()
+    last = max((driver.folder / "checkpoints").glob("step_*"))
+    saved = json.loads((last / "state.json").read_text())
+    waiting = saved["data"]["waiting"]
+    assert len(waiting) == 4, "groups of the next step are under way while one is saved"
+    first = int(last.name[5:]) + 1
+    again = launch(*setting, f"train.steps={first + 2}", "--resume")
+    code, _, error = again.finish()
+    assert code == 0, error
+    steps = sampled(again.metrics())
+    assert len(steps) == first + 2
+    assert max(row["rollout/versions_per_sample"] for row in steps) > 1
+    assert max(row["rollout/staleness_max"] for row in steps) == 1
+    rows = (again.folder.parents[1] / "data" / "train.jsonl").read_text().splitlines()
+    asked = {row: json.loads(rows[row]) for row, _, _ in waiting}
+    assert len(asked) == 4
+    # What was asked for before is trained on first: its samples have the seeds of the step that they were meant for.
+    meant = {int(name.partition("/")[0]) for name in samples(again, first)}
+    assert meant <= {step for _, step, _ in waiting}, (meant, waiting)
+    evaluated = {row["step"] for row in again.metrics() if "eval/accuracy" in row}
+    assert evaluated >= {0, 2, 4}
+    again.assert_nothing_left()
+
+
+def test_groups_are_carried_over_and_the_end_of_the_coordinator_is_named(launch: Launch) -> None:
+    carried = ("rollout.max_staleness=1", "rollout.oversample=1.5", "rollout.offload=[kv_cache]")
+    driver = launch("run.name=carried", *SMALL, *carried, "train.steps=1000", "train.save_every=1000", "data.eval=null")
+    driver.wait_for_step(5)
+    steps = sampled(driver.metrics())
+    assert all(row["rollout/groups_running"] + row["rollout/groups_finished"] == 2 for row in steps)
+    assert max(row["rollout/carried_tokens"] for row in steps) > 0
+    kill(driver.pids(lambda command: command.startswith("ray::CoordinatorActor")))
+    code, _, error = driver.finish(60)
+    assert code == 1
+    said = error.partition("--- end of")[0]
+    assert "coordinator (pid " in said and "died, and nobody knows any more which samples there are" in said
+    assert "Traceback" not in said
+    driver.assert_nothing_left()
+
+
+def test_ten_kills_and_freezes_cost_nothing_but_time(launch: Launch, tmp_path: Path) -> None:
+    patient = ("rollout.max_restarts=100", "train.save_every=1000", "data.eval=null")
+    driver = launch("run.name=chaos", *SMALL, *IN_PLACE, *TWO, *patient, "train.steps=30")
+    print(f"seed {SEED}")
+    strikes = chaos.strike_all(driver, chaos.plans(SEED, count=10, first=1, last=26))
+    code, _, error = driver.finish()
+    assert code == 0, (strikes, error)
+    assert len(sampled(driver.metrics())) == 30
+    assert {strike.victim for strike in strikes} == set(chaos.VICTIMS)
+    assert {strike.signal for strike in strikes} == {"SIGKILL", "SIGSTOP"}
+    seen = chaos.events(driver)
+    for strike, seconds in zip(strikes, chaos.seconds_until_back(strikes, seen), strict=True):
+        print(strike, "" if seconds is None else f": back after {seconds:.0f} s")
+    assert {event.who.split()[0] for event in seen if event.back} == {"sglang", "the", "collector"}
+    driver.assert_nothing_left()
