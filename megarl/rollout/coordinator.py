@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from megarl.rollout.links import CollectorLink, Links
 from megarl.rollout.local_advantages import Measured, SampleNumbers, Settled
 from megarl.rollout.producer import Pace, choose, owner_of, room
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
-from megarl.rollout.tasks import DataFacts, GroupTask, News
+from megarl.rollout.tasks import DataFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
 
 
@@ -74,9 +74,8 @@ class Coordinator:
         self._step, self._version, self._collecting, self._refills = 0, 0, False, 0
         self._dull: list[GroupFacts] = []  # replaced since the last step, because they teach nothing
         self._samples: StepSamples | None = None
-        self._busy_s = [0.0] * len(links)
-        self._queued = [0] * len(links)
-        self._last_look = (clock(), 0.0)
+        self._last_look = clock()
+        self._busy_s = [0.0] * len(links)  # seconds that each collector's servers had worked by then
         self._began: float | None = None  # groups have been under way since
         self._worked_s = 0.0  # seconds with groups under way since the last step
         self.advantages = StepAdvantages(recipe)
@@ -270,7 +269,6 @@ class Coordinator:
 
     async def _told(self, owner: int, news: News) -> None:
         """Take in what a collector has to tell."""
-        self._busy_s[owner], self._queued[owner] = news.busy_s, news.queued
         for facts in news.finished:
             entry = self.ledger.get(facts.group)
             if entry is not None and entry.phase == "running" and entry.asked.owner == owner:
@@ -354,22 +352,23 @@ class Coordinator:
             groups=entries,
         )
         metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
-        metrics |= self._flow(seen)
+        metrics |= self._flow(seen, await self._links.loads())
         info = self._info(samples, version, metrics, plans, seen)
         return StepPlan(info, plans, parts, self._numbers(samples))
 
-    def _flow(self, seen: Sequence[GroupFacts]) -> dict[str, float]:
+    def _flow(self, seen: Sequence[GroupFacts], loads: Mapping[int, Load]) -> dict[str, float]:
         """How the producer fares: rates, queues, idle servers, the place in the data."""
         now, place = self._clock(), self._cursor.state()
         worked_s = self._worked_s + (now - self._began if self._began is not None else 0.0)
         self._worked_s = 0.0
         if self._began is not None:
             self._began = now
-        since, busy_before = self._last_look
-        busy_s = sum(self._busy_s) / len(self._busy_s)
-        self._last_look = (now, busy_s)
+        busy_s = [load.busy_s - self._busy_s[owner] for owner, load in loads.items()]
+        idle = 1 - sum(busy_s) / max(1, len(busy_s)) / max(1e-9, now - self._last_look)
+        self._last_look = now
+        for owner, load in loads.items():
+            self._busy_s[owner] = load.busy_s
         tokens = sum(int(facts.response_tokens.sum()) for facts in seen)
-        idle = 1 - max(0.0, busy_s - busy_before) / max(1e-9, now - since)
         return {
             "data/epoch": place["epoch"] + place["position"] / self._data.rows,
             "data/dropped_prompts": float(self._data.dropped),
@@ -377,7 +376,7 @@ class Coordinator:
             "perf/servers_idle": min(1.0, max(0.0, idle)),
             "rollout/groups_running": float(self.ledger.num("running")),
             "rollout/groups_finished": float(self.ledger.num("finished")),
-            "rollout/requests_queued": float(sum(self._queued)),
+            "rollout/requests_queued": float(sum(load.queued for load in loads.values())),
             "rollout/groups_lost": float(self.ledger.lost),
             **{f"rollout/dropped/{why}": float(count) for why, count in sorted(self.ledger.dropped.items())},
         }
