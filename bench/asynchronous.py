@@ -39,7 +39,7 @@ from bench.support.quickstart import ROOT, accuracy, call, metrics, train, warm_
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import END, make_tiny_model, make_tokenizer
 
-SIGMA, MEDIAN, LONGEST = 1.0, 40, 400  # of responses, in tokens
+SIGMA, MEDIAN, LONGEST = 1.0, 32, 400  # of responses, in tokens
 SPLIT, COLOCATED = "split, synchronous", "colocated, synchronous"
 BESIDE = ["rollout.max_staleness=1"]
 IN_PLACE = [*BESIDE, "rollout.in_flight=in_place"]
@@ -75,7 +75,7 @@ class Size:
     layers: int
 
 
-FULL, QUICK = Size(12, 32, 2, 256, 2), Size(3, 8, 2, 64, 1)
+FULL, QUICK = Size(10, 32, 2, 320, 2), Size(3, 8, 2, 64, 1)
 
 
 def luck(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -122,8 +122,8 @@ def recipe_of(folder: Path, name: str, size: Size) -> dict[str, Any]:
             "prompts_per_step": size.prompts,
             "samples_per_prompt": size.samples,
             "max_response_tokens": LONGEST,
-            "max_running_requests": size.prompts * size.samples,
-            "kv_tokens": 2 * size.prompts * size.samples * LONGEST,
+            "max_running_requests": 2 * size.prompts * size.samples,
+            "kv_tokens": size.prompts * size.samples * LONGEST,
         },
         "reward": {"fn": "bench.asynchronous:luck"},
         "algorithm": {"kl_coef": 0.0, "correction": {}},

@@ -32,7 +32,7 @@ from bench.support.measure import write
 from bench.support.stub_server import PROMPT_TOKENS, VARIANTS, VERSION, answer, stub_server
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.pack import pack
-from megarl.rollout.single_turn import generate_sample
+from megarl.rollout.single_turn import Episode
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
@@ -61,20 +61,16 @@ class Spent:
 async def collect(
     client: ServerClient, prompt: Prompt, first: int, count: int, tokens: int, in_flight: int
 ) -> list[Sample]:
-    """So many samples: where a collector of the product plugs in."""
+    """So many samples, as a collector makes them."""
     room = asyncio.Semaphore(in_flight)
     sampling = Sampling(tokens)
 
     async def one(index: int) -> Sample:
         async with room:
-            return await generate_sample(
-                client,
-                prompt,
-                sampling,
-                sample_id=f"1/{prompt.id}/{index}",
-                group_id=f"1/{prompt.id}",
-                deadline_s=600.0,
-            )
+            episode = Episode(prompt, sampling, f"1/{prompt.id}/{index}", f"1/{prompt.id}")
+            sample = await episode.go_on(client, lambda _: "", deadline_s=600.0)
+            assert sample is not None, "the stub cut a request off"
+            return sample
 
     return list(await asyncio.gather(*(one(first + index) for index in range(count))))
 

@@ -19,7 +19,6 @@ from megarl.core.progress import Progress
 from megarl.core.types import BatchInfo, EvalResult, ShardPlan
 from megarl.data.cursor import Cursor
 from megarl.models.config import ModelConfig
-from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rollout import batcher, held_out, step_metrics
 from megarl.rollout.batcher import Part, StepSamples
@@ -72,6 +71,7 @@ class Coordinator:
         self._changed = asyncio.Event()
         self._trouble: BaseException | None = None
         self._step, self._version, self._collecting, self._refills = 0, 0, False, 0
+        self._renewed = False  # whether the weights of the next step are there, and that has not begun
         self._dull: list[GroupFacts] = []  # replaced since the last step, because they teach nothing
         self._samples: StepSamples | None = None
         self._last_look = clock()
@@ -90,7 +90,7 @@ class Coordinator:
         again = [entry for entry in self.ledger.taken(step) if entry.asked.group in self._gone]
         self.ledger.apply(Returned(step))
         await self._commit(before=step)
-        self._step, self._version, self._collecting = step, version, True
+        self._step, self._version, self._collecting, self._renewed = step, version, True, False
         self._refills = self._pace.refills
         await self._anew(again)
         self._gone.clear()
@@ -123,6 +123,8 @@ class Coordinator:
     async def release(self, version: int) -> None:
         """Requests begin again; the servers have weights of this version."""
         self._version = version
+        # What comes before the next step, an evaluation or a checkpoint, need not keep servers waiting for its groups.
+        self._renewed = self._beside and self._pace.ahead > 0
         await self._links.release()
         await self._admit()
 
@@ -229,7 +231,8 @@ class Coordinator:
         steps = max(self._collecting, self._recipe.train.steps - self._step + self._collecting)
         left = steps * self._pace.groups_per_step + (self._pace.ahead if not self._beside else 0)
         tasks: dict[int, list[GroupTask]] = {}
-        while room(self.ledger, self._pace, collecting=self._collecting) and self.ledger.waiting() < left:
+        collecting = self._collecting or self._renewed
+        while room(self.ledger, self._pace, collecting=collecting) and self.ledger.waiting() < left:
             row, step, first = self._next_row()
             owner = self._owner()
             number = self.ledger.admitted
@@ -335,10 +338,9 @@ class Coordinator:
         step_metrics.check_grades(f"Step {step}", seen, recipe.reward.max_failed_share)
         oldest = version - self._pace.max_staleness
         greedy = self.advantages.needs_greedy
-        try:
-            metrics = step_metrics.sample_metrics(seen, greedy=greedy)
-        except MegarlError as error:
-            raise MegarlError(f"Step {step}: {error}") from None
+        if not any(batcher.usable(facts, 0, greedy=greedy).any() for facts in seen):
+            raise MegarlError(f"Step {step}: no sample can be used. {step_metrics.failure(seen)}")
+        metrics = step_metrics.sample_metrics(seen, greedy=greedy)
         samples = batcher.select(
             entries, step, oldest, greedy=greedy, drop_dull=recipe.algorithm.drop_zero_variance_groups
         )
@@ -353,7 +355,9 @@ class Coordinator:
         )
         metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
         metrics |= self._flow(seen, await self._links.loads())
-        info = self._info(samples, version, metrics, plans, seen)
+        info = step_metrics.batch_info(
+            samples, recipe, self._model, plans, version, metrics, step_metrics.failure(seen)
+        )
         return StepPlan(info, plans, parts, self._numbers(samples))
 
     def _flow(self, seen: Sequence[GroupFacts], loads: Mapping[int, Load]) -> dict[str, float]:
@@ -380,29 +384,3 @@ class Coordinator:
             "rollout/groups_lost": float(self.ledger.lost),
             **{f"rollout/dropped/{why}": float(count) for why, count in sorted(self.ledger.dropped.items())},
         }
-
-    def _info(
-        self,
-        samples: StepSamples,
-        version: int,
-        metrics: dict[str, float],
-        plans: Sequence[ShardPlan],
-        seen: Sequence[GroupFacts],
-    ) -> BatchInfo:
-        actor = self._recipe.actor
-        flops = train_flops(self._model, samples.num_tokens.tolist(), weight_gradients=actor.lora is None)
-        return BatchInfo(
-            step=self._step,
-            weight_version=version,
-            num_samples=len(samples),
-            num_groups=samples.num_groups,
-            num_mini_batches=len(plans[0].counts),
-            prompt_tokens=int(samples.prompt_tokens.sum()),
-            response_tokens=int(samples.response_tokens.sum()),
-            metrics={
-                **metrics,
-                "rollout/num_samples": float(len(samples)),
-                "perf/train_flops": actor.epochs * flops,
-            },
-            failure=step_metrics.failure(seen),
-        )

@@ -27,7 +27,6 @@ from megarl.core.types import FloatArray, IntArray
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.functions import advantage_function, asked, is_per_token, settings
 from megarl.recipe.schema import Recipe
-from megarl.rollout.facts import GroupFacts
 from megarl.rollout.local_advantages import Measured, Settled, checked, sample_rewards
 from megarl.rollout.sequences import joined
 
@@ -47,23 +46,6 @@ class StepFacts:
     trained_tokens: IntArray
     mean_nll: FloatArray
     greedy_rewards: FloatArray
-
-    @classmethod
-    def of(cls, groups: Sequence[GroupFacts]) -> StepFacts:
-        """Of a step made of the usable samples of these groups, group by group in the given order.
-
-        A group without usable samples is no group of the step, and has no number.
-        """
-        groups = [group for group in groups if group.usable.any()]
-        sizes = [int(group.usable.sum()) for group in groups]
-        return cls(
-            rewards=joined([group.rewards[group.usable] for group in groups]).astype(np.float32),
-            group_index=np.repeat(np.arange(len(groups)), sizes),
-            response_tokens=joined([group.response_tokens[group.usable] for group in groups]).astype(np.int64),
-            trained_tokens=joined([group.trained_tokens[group.usable] for group in groups]).astype(np.int64),
-            mean_nll=joined([group.mean_nll[group.usable] for group in groups]).astype(np.float32),
-            greedy_rewards=np.array([group.greedy_reward for group in groups], np.float32),
-        )
 
 
 class StepAdvantages:

@@ -8,22 +8,23 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megarl.core.errors import MegarlError
-from megarl.core.types import FloatArray
-from megarl.rollout.batcher import teaches
+from megarl.core.types import BatchInfo, FloatArray, ShardPlan
+from megarl.models.config import ModelConfig
+from megarl.models.flops import train_flops
+from megarl.recipe.schema import Recipe
+from megarl.rollout.batcher import StepSamples, teaches
 from megarl.rollout.facts import GroupFacts
 
 
 def sample_metrics(seen: Sequence[GroupFacts], *, greedy: bool) -> dict[str, float]:
     """Of all groups that a step has seen, those that were replaced because they teach nothing among them.
 
-    Raises MegarlError where no sample can be used.
+    At least one of their samples can be used.
     """
     kept = [facts.usable & (not greedy or not np.isnan(facts.greedy_reward)) for facts in seen]
     rewards = _joined(facts.rewards[flags] for facts, flags in zip(seen, kept, strict=True))
     lengths = _joined(facts.response_tokens[flags] for facts, flags in zip(seen, kept, strict=True))
     prompts = _joined(np.full(int(flags.sum()), facts.prompt_tokens) for facts, flags in zip(seen, kept, strict=True))
-    if not len(rewards):
-        raise MegarlError(f"no sample can be used. {failure(seen)}")
     groups = [facts for facts, flags in zip(seen, kept, strict=True) if flags.any()]
     return {
         "reward/mean": float(rewards.mean()),
@@ -37,6 +38,34 @@ def sample_metrics(seen: Sequence[GroupFacts], *, greedy: bool) -> dict[str, flo
         "rollout/failed": float(sum(facts.failed.sum() for facts in seen)),
         "rollout/zero_variance_groups": float(np.mean([not teaches(facts) for facts in groups])),
     }
+
+
+def batch_info(
+    samples: StepSamples,
+    recipe: Recipe,
+    model: ModelConfig,
+    plans: Sequence[ShardPlan],
+    version: int,
+    metrics: dict[str, float],
+    failure: str,
+) -> BatchInfo:
+    """What the driver knows of a step. metrics: what is known already, beside the work to train on it."""
+    flops = train_flops(model, samples.num_tokens.tolist(), weight_gradients=recipe.actor.lora is None)
+    return BatchInfo(
+        step=samples.step,
+        weight_version=version,
+        num_samples=len(samples),
+        num_groups=samples.num_groups,
+        num_mini_batches=len(plans[0].counts),
+        prompt_tokens=int(samples.prompt_tokens.sum()),
+        response_tokens=int(samples.response_tokens.sum()),
+        metrics={
+            **metrics,
+            "rollout/num_samples": float(len(samples)),
+            "perf/train_flops": recipe.actor.epochs * flops,
+        },
+        failure=failure,
+    )
 
 
 def version_metrics(taken: Sequence[GroupFacts], version: int, oldest: int) -> dict[str, float]:

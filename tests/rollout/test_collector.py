@@ -477,15 +477,21 @@ def test_a_prompt_that_comes_twice_is_two_groups_of_other_samples(tmp_path: Path
 def test_the_place_in_the_data_is_kept_and_restored(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, rollout={"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 8})
 
-    async def call(collector: LocalRollout, fake: FakeSglang) -> list[int]:
+    async def before(collector: LocalRollout, fake: FakeSglang) -> Any:
         await collector.generate(1, 0)
         place = collector.coordinator.state()
         await collector.generate(2, 0)
+        return place, [body["input_ids"][0] for body in fake.bodies("/generate")]
+
+    place, asked = collect(alternating, recipe, before)
+    assert asked == [10, 11]
+
+    async def after(collector: LocalRollout, fake: FakeSglang) -> list[int]:
         collector.coordinator.load_state(place)
         await collector.generate(2, 0)
         return [body["input_ids"][0] for body in fake.bodies("/generate")]
 
-    assert collect(alternating, recipe, call) == [10, 11, 11]
+    assert collect(alternating, recipe, after) == [11]
 
 
 def test_a_probe_is_short_and_of_the_last_step(tmp_path: Path) -> None:

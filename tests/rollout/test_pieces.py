@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megarl.core.types import IntArray, Prompt, Status, VersionSpan
 from megarl.rollout.pieces import extend, join, num_tokens
-from megarl.rollout.single_turn import generate_sample
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerUnreachableError
 from megarl.serving.sampling import Sampling
+from tests.support.sampled import generate_sample
 
 PROMPT = Prompt("p:0", np.array([7, 8, 9]), "", "")
 LONGEST = 24

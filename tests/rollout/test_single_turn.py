@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
-from megarl.rollout.single_turn import generate_sample
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import FakeSglang, generation
+from tests.support.sampled import generate_sample
 
 PROMPT = Prompt("train.jsonl:7", np.array([7, 8, 9]), "seven", "42")
 

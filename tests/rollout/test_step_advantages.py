@@ -16,9 +16,8 @@ from megarl.core.types import Block, FloatArray
 from megarl.recipe.algorithm import Algorithm, Correction, KlControl
 from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.roles import Critic, RewardModel, Teacher
-from megarl.rollout.facts import GroupFacts
 from megarl.rollout.local_advantages import LocalAdvantages, column_names
-from megarl.rollout.step_advantages import StepAdvantages, StepFacts
+from megarl.rollout.step_advantages import StepAdvantages
 from tests.rollout.samples import make_prompt, make_sample
 from tests.rollout.steps import Step, block_of, facts_of, learn, numbers_of, recipe_of
 
@@ -340,36 +339,3 @@ def test_an_empty_step_is_none_the_worse() -> None:
         found, metrics = learn(StepAdvantages(recipe), recipe, step, [])
         assert found == {"advantages": {}}
         assert metrics == {"rollout/correction_ess": 0.0, "rollout/correction_touched": 0.0}
-
-
-def group_facts(name: str, usable: list[bool], greedy: float) -> GroupFacts:
-    num = len(usable)
-    return GroupFacts(
-        group=name,
-        prompt_tokens=2,
-        response_tokens=np.arange(num) + 10,
-        trained_tokens=np.arange(num) + 5,
-        rewards=np.arange(num, dtype=np.float32) / 2,
-        mean_nll=np.arange(num, dtype=np.float32),
-        usable=np.array(usable),
-        truncated=np.zeros(num, np.bool_),
-        failed=~np.array(usable),
-        spans=((),) * num,
-        greedy_reward=greedy,
-    )
-
-
-def test_facts_of_a_step_are_those_of_its_usable_samples() -> None:
-    facts = StepFacts.of(
-        [
-            group_facts("a", [True, False, True], 0.5),
-            group_facts("b", [False, False], 7.0),
-            group_facts("c", [True], 1.0),
-        ]
-    )
-    assert facts.rewards.tolist() == [0.0, 1.0, 0.0] and facts.rewards.dtype == np.float32
-    assert facts.group_index.tolist() == [0, 0, 1]
-    assert facts.response_tokens.tolist() == [10, 12, 10] and facts.trained_tokens.tolist() == [5, 7, 5]
-    assert facts.mean_nll.tolist() == [0.0, 2.0, 0.0] and facts.greedy_rewards.tolist() == [0.5, 1.0]
-    nothing = StepFacts.of([])
-    assert len(nothing.rewards) == len(nothing.group_index) == len(nothing.greedy_rewards) == 0

@@ -9,11 +9,11 @@ import pytest
 
 from megarl.core.types import Prompt, Sample, Status
 from megarl.data.chat import load_tokenizer
-from megarl.rollout.single_turn import generate_sample
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient
 from megarl.serving.external import identify, probe_ids
 from megarl.serving.sampling import Sampling
+from tests.support.sampled import generate_sample
 from tests.support.served import Pool
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,11 @@ import pytest
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Status
-from megarl.rollout.single_turn import generate_sample
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient
 from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
+from tests.support.sampled import generate_sample
 from tests.support.served import KEY, HfModel, Pool
 from tests.support.tiny import SPECIAL
 
