@@ -193,5 +193,7 @@ def test_a_row_bounds_its_own_response(tmp_path: Path, plain_tokenizer: Any) -> 
 @pytest.mark.parametrize("bound", [0, -3, 1.5, "7", True])
 def test_a_bound_that_is_no_number_of_tokens_is_named(tmp_path: Path, bound: Any) -> None:
     path = write(tmp_path, {"prompt": "1?", "answer": "1", "max_response_tokens": bound})
-    with pytest.raises(UserError, match=r"train.jsonl, line 1.*'max_response_tokens'.*whole number of tokens, at least 1"):
+    with pytest.raises(
+        UserError, match=r"train.jsonl, line 1.*'max_response_tokens'.*whole number of tokens, at least 1"
+    ):
         check_rows(path, data(path))
