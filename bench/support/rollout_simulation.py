@@ -25,7 +25,7 @@ from megarl.rollout.batcher import Part
 from megarl.rollout.coordinator import Coordinator, StepPlan
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.links import LinkLostError
-from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, News
+from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
 
 MODEL = ModelConfig(
@@ -135,7 +135,10 @@ class FakeCollector:
             await self._told.wait()
         self._alive()
         told, self._news = self._news, []
-        return News(told, self.busy_slot_s / self.world.slots, 0)
+        return News(told)
+
+    async def load(self) -> Load:
+        return Load(self.busy_slot_s / self.world.slots, 0)
 
     async def cancel(self, groups: Collection[int]) -> None:
         await self._call(lambda: self._cancel(groups))

@@ -17,7 +17,7 @@ from megarl.rollout.batcher import Part
 from megarl.rollout.collector import Collector
 from megarl.rollout.links import LinkLostError
 from megarl.rollout.local_advantages import LocalAdvantages, Measured, SampleNumbers, Settled
-from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, News
+from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
 
@@ -61,6 +61,10 @@ class CollectorActor:
     async def news(self) -> News:
         """Groups that have finished since, once there is one."""
         return await self._collector.news()
+
+    async def load(self) -> Load:
+        """What its requests do at the servers, as of now."""
+        return await self._collector.load()
 
     async def cancel(self, groups: Collection[int]) -> None:
         """Stop making these groups."""
@@ -150,6 +154,10 @@ class RayLink:
     async def news(self) -> News:  # noqa: D102
         news: News = await _answer(self._handle.news.remote())
         return news
+
+    async def load(self) -> Load:  # noqa: D102
+        load: Load = await _answer(self._handle.load.remote())
+        return load
 
     async def cancel(self, groups: Collection[int]) -> None:  # noqa: D102
         await _answer(self._handle.cancel.remote(groups))

@@ -45,6 +45,7 @@ class Prompt:
     text: str  # what the ids decode to: for rewards and people
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    max_response_tokens: int | None = None  # a bound of its own, beside the recipe's
 
 
 @dataclass

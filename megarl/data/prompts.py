@@ -27,6 +27,9 @@ METADATA_KEY = "metadata"
 # Graders get the prompt as text that the template rendered; this field of their metadata has the messages behind it.
 MESSAGES_KEY = "prompt_messages"
 
+# A row may bound its own response, below rollout.max_response_tokens.
+BOUND_KEY = "max_response_tokens"
+
 # Enough rows at once to keep the tokenizer's threads busy.
 ROWS_PER_BATCH = 1024
 
@@ -56,6 +59,7 @@ class PromptRow:
     prompt: str | list[Message]
     answer: str
     metadata: dict[str, Any]
+    max_response_tokens: int | None = None
 
     @property
     def messages(self) -> list[Message]:
@@ -95,7 +99,8 @@ def parse_row(row: Row, data: Data) -> PromptRow:
     if data.final_answer:
         answer = _final_answer(str(answer), row, answer_key)
     metadata = _metadata(row, (data.prompt_key, answer_key))
-    return PromptRow(row, _with_suffix(prompt, data.prompt_suffix), str(answer), metadata)
+    bound = _bound(row)
+    return PromptRow(row, _with_suffix(prompt, data.prompt_suffix), str(answer), metadata, bound)
 
 
 def check_rows(path: Path, data: Data, limit: int | None = None) -> int:
@@ -123,7 +128,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer, data: Data) -> PromptSet:
             raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")
         if len(ids) <= data.max_prompt_tokens:
             metadata = {**parsed.metadata, MESSAGES_KEY: parsed.messages}
-            prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, metadata))
+            prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, metadata, parsed.max_response_tokens))
         elif data.over_length == "drop":
             num_dropped += 1
         else:
@@ -189,6 +194,19 @@ def _final_answer(answer: str, row: Row, key: str) -> str:
             "what is marked so. Mark it, or set data.final_answer to false."
         )
     return found
+
+
+def _bound(row: Row) -> int | None:
+    """Most tokens of this row's responses, where it says so."""
+    bound = row.fields.get(BOUND_KEY)
+    if bound is None:
+        return None
+    if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
+        raise UserError(
+            f"{row.where}, field {BOUND_KEY!r}: it is {bound!r}; wanted is a whole number of tokens, at least 1: the longest "
+            "response to this row. Mend it, or leave the field out: rollout.max_response_tokens bounds all rows."
+        )
+    return bound
 
 
 def _answer_key(row: Row, data: Data) -> str:

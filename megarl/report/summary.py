@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.core.metrics import PHASES, format_value
+from megarl.report.bottleneck import bottleneck
 from megarl.report.history import Row, series
 
 BEFORE_AND_AFTER = (
@@ -68,7 +69,8 @@ def summary_table(
     """
     places = [f"weights  {export}  (HF)", f"curve    {curve}"]
     lost = [Text(f"failures {failure}", style="yellow")] if failure else []
-    return Group(_results(rows), _seconds(totals, elapsed_s), *lost, "\n".join(places))
+    side = bottleneck(rows)
+    return Group(_results(rows), _seconds(totals, elapsed_s), *([side] if side else []), *lost, "\n".join(places))
 
 
 def _results(rows: list[Row]) -> Table:

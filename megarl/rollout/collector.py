@@ -31,7 +31,7 @@ from megarl.rollout.pieces import Decode
 from megarl.rollout.samples_file import write_samples
 from megarl.rollout.seeds import Purpose, request_seed
 from megarl.rollout.single_turn import Episode
-from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, News
+from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
@@ -131,7 +131,11 @@ class Collector:
             if isinstance(each, BaseException):
                 raise each
             finished.append(each)
-        return News(finished, self._gate.busy_s(), self._gate.queued)
+        return News(finished)
+
+    async def load(self) -> Load:
+        """What its requests do at the servers, as of now."""
+        return Load(self._gate.busy_s(), self._gate.queued)
 
     async def cancel(self, groups: Collection[int]) -> None:
         """Stop making these groups and forget what there is of them."""
@@ -237,6 +241,8 @@ class Collector:
             alone=settings.deterministic,
         )
         prompt = self._prompts.prompts[task.row]
+        if prompt.max_response_tokens is not None:
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, prompt.max_response_tokens))
         async with asyncio.TaskGroup() as tasks:
             making = [
                 tasks.create_task(

@@ -23,6 +23,7 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout import batcher, held_out, step_metrics
 from megarl.rollout.batcher import Part, StepSamples
 from megarl.rollout.facts import GroupFacts
+from megarl.rollout.flow import Flow
 from megarl.rollout.ledger import Admitted, Committed, Dropped, Entry, Finished, Ledger, Lost, Returned, Taken, rows_of
 from megarl.rollout.links import CollectorLink, Links
 from megarl.rollout.local_advantages import Measured, SampleNumbers, Settled
@@ -60,7 +61,7 @@ class Coordinator:
         self._recipe, self._data, self._model = recipe, data, model
         self._num_shards, self._beside = num_shards, beside
         self._pace = Pace.of(recipe, beside=beside)
-        self._progress, self._clock = progress or Progress(None), clock
+        self._progress = progress or Progress(None)
         self.ledger = Ledger()
         self._links = Links(links, self._told, self._lost, self._fault)
         self._gone: set[int] = set()  # groups of a step that has them, whose samples died with their collector
@@ -71,13 +72,10 @@ class Coordinator:
         self._changed = asyncio.Event()
         self._trouble: BaseException | None = None
         self._step, self._version, self._collecting, self._refills = 0, 0, False, 0
+        self._renewed = False  # whether the weights of the next step are there, and that has not begun
         self._dull: list[GroupFacts] = []  # replaced since the last step, because they teach nothing
         self._samples: StepSamples | None = None
-        self._busy_s = [0.0] * len(links)
-        self._queued = [0] * len(links)
-        self._last_look = (clock(), 0.0)
-        self._began: float | None = None  # groups have been under way since
-        self._worked_s = 0.0  # seconds with groups under way since the last step
+        self._flow = Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
         self._before_settling: tuple[int, dict[str, float]] | None = None  # a step, and the KL's weight before it
 
@@ -91,7 +89,7 @@ class Coordinator:
             before = self.ledger.taken(step)
             again = [entry for entry in before if entry.asked.group in self._gone]
             self._gone.clear()
-            self._step, self._version, self._collecting = step, version, True
+            self._step, self._version, self._collecting, self._renewed = step, version, True, False
             self._refills = self._pace.refills
             self.ledger.apply(Returned(step))
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
@@ -126,6 +124,8 @@ class Coordinator:
     async def release(self, version: int) -> None:
         """Requests begin again; the servers have weights of this version."""
         self._version = version
+        # What comes before the next step, an evaluation or a checkpoint, need not keep servers waiting for its groups.
+        self._renewed = self._beside and self._pace.ahead > 0
         await self._links.release()
         await self._admit()
 
@@ -163,7 +163,7 @@ class Coordinator:
 
     async def replace(self, owner: int, link: CollectorLink) -> None:
         """A new collector in the place of one that has died: its groups are made anew."""
-        self._busy_s[owner] = 0.0
+        self._flow.forget(owner)
         await self._links.replace(owner, link)
 
     async def close(self) -> None:
@@ -241,7 +241,8 @@ class Coordinator:
         """Ask for as many groups as there is room for."""
         steps = max(self._collecting, self._recipe.train.steps - self._step + self._collecting)
         left = steps * self._pace.groups_per_step + (self._pace.ahead if not self._beside else 0)
-        while room(self.ledger, self._pace, collecting=self._collecting) and self.ledger.waiting() < left:
+        collecting = self._collecting or self._renewed
+        while room(self.ledger, self._pace, collecting=collecting) and self.ledger.waiting() < left:
             row, step, first = self._next_row()
             owner = self._owner()
             number = self.ledger.admitted
@@ -250,8 +251,7 @@ class Coordinator:
         await self._links.flush()
 
     def _post(self, owner: int, task: GroupTask) -> None:
-        if self._began is None:
-            self._began = self._clock()
+        self._flow.begins()
         self._links.post(owner, task)
 
     def _next_row(self) -> tuple[int, int, int]:
@@ -279,7 +279,6 @@ class Coordinator:
 
     async def _told(self, owner: int, news: News) -> None:
         """Take in what a collector has to tell."""
-        self._busy_s[owner], self._queued[owner] = news.busy_s, news.queued
         dull = []
         for facts in news.finished:
             entry = self.ledger.get(facts.group)
@@ -300,8 +299,8 @@ class Coordinator:
         self._progress.advance(len(facts.rewards))
         if facts.usable.any():
             self._lengths[entry.asked.row] = float(facts.response_tokens[facts.usable].mean())
-        if not self.ledger.num("running") and self._began is not None:
-            self._worked_s, self._began = self._worked_s + self._clock() - self._began, None
+        if not self.ledger.num("running"):
+            self._flow.ends()
 
     async def _drop(self, groups: Collection[int], why: str) -> None:
         owners: dict[int, list[int]] = {}
@@ -371,32 +370,20 @@ class Coordinator:
             groups=entries,
         )
         metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
-        metrics |= self._flow(seen)
+        metrics |= self._flow.metrics(seen, await self._links.loads()) | self._place()
         info = step_metrics.batch_info(
             samples, recipe, self._model, plans, version, metrics, step_metrics.failure(seen)
         )
         return StepPlan(info, plans, parts, self._numbers(samples))
 
-    def _flow(self, seen: Sequence[GroupFacts]) -> dict[str, float]:
-        """How the producer fares: rates, queues, idle servers, the place in the data."""
-        now, place = self._clock(), self._cursor.state()
-        worked_s = self._worked_s + (now - self._began if self._began is not None else 0.0)
-        self._worked_s = 0.0
-        if self._began is not None:
-            self._began = now
-        since, busy_before = self._last_look
-        busy_s = sum(self._busy_s) / len(self._busy_s)
-        self._last_look = (now, busy_s)
-        tokens = sum(int(facts.response_tokens.sum()) for facts in seen)
-        idle = 1 - max(0.0, busy_s - busy_before) / max(1e-9, now - since)
+    def _place(self) -> dict[str, float]:
+        """Where the run is in its data, and what is under way."""
+        place = self._cursor.state()
         return {
             "data/epoch": place["epoch"] + place["position"] / self._data.rows,
             "data/dropped_prompts": float(self._data.dropped),
-            "perf/rollout_tokens_per_s": tokens / max(worked_s, 1e-9),
-            "perf/servers_idle": min(1.0, max(0.0, idle)),
             "rollout/groups_running": float(self.ledger.num("running")),
             "rollout/groups_finished": float(self.ledger.num("finished")),
-            "rollout/requests_queued": float(sum(self._queued)),
             "rollout/groups_lost": float(self.ledger.lost),
             **{f"rollout/dropped/{why}": float(count) for why, count in sorted(self.ledger.dropped.items())},
         }

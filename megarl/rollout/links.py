@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.rollout.tasks import EvalFacts, GroupTask, News
+from megarl.rollout.tasks import EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
 
 log = get_logger(__name__)
@@ -19,6 +19,7 @@ class CollectorLink(Protocol):
 
     async def begin(self, tasks: Sequence[GroupTask]) -> None: ...  # noqa: D102
     async def news(self) -> News: ...  # noqa: D102
+    async def load(self) -> Load: ...  # noqa: D102
     async def cancel(self, groups: Collection[int]) -> None: ...  # noqa: D102
     async def forget(self, groups: Collection[int]) -> None: ...  # noqa: D102
     async def hold(self) -> None: ...  # noqa: D102
@@ -113,6 +114,19 @@ class Links:
         """Requests begin again."""
         self._held = False
         await self.everyone(lambda link: link.release())
+
+    async def loads(self) -> dict[int, Load]:
+        """What each living collector's requests do at the servers, as of now."""
+        found: dict[int, Load] = {}
+
+        async def ask(owner: int) -> None:
+            async def one(link: CollectorLink) -> None:
+                found[owner] = await link.load()
+
+            await self.tell(owner, one)
+
+        await asyncio.gather(*(ask(owner) for owner in self.living()))
+        return found
 
     async def evaluate(self, rows: Sequence[int], step: int) -> list[EvalFacts]:
         """Held-out rows answered, each living collector its share; what one that dies leaves is done by the others.

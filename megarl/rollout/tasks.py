@@ -37,12 +37,15 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class News:
-    """Groups that have finished since the last news; busy_s: seconds that this collector's servers have worked so far.
-
-    queued: requests that wait for their turn.
-    """
+    """Groups that have finished since the last news."""
 
     finished: list[GroupFacts]
+
+
+@dataclass(frozen=True)
+class Load:
+    """busy_s: seconds that a collector's servers have worked so far. queued: its requests that wait for their turn."""
+
     busy_s: float
     queued: int
 

@@ -182,3 +182,18 @@ def test_a_suffix_stands_behind_the_prompt_or_behind_the_last_message(tmp_path: 
     first, second = load_prompts(path, chat_tokenizer, data(path, prompt_suffix=" Now!")).prompts
     assert first.text.startswith("<|im_start|>user\n1+1? Now!<|im_end|>")
     assert "system\ns<|im_end|>" in second.text and "user\n1+1? Now!<|im_end|>" in second.text
+
+
+def test_a_row_bounds_its_own_response(tmp_path: Path, plain_tokenizer: Any) -> None:
+    path = write(tmp_path, {"prompt": "1?", "answer": "1", "max_response_tokens": 7}, {"prompt": "2?", "answer": "2"})
+    first, second = load_prompts(path, plain_tokenizer, data(path)).prompts
+    assert (first.max_response_tokens, second.max_response_tokens) == (7, None)
+
+
+@pytest.mark.parametrize("bound", [0, -3, 1.5, "7", True])
+def test_a_bound_that_is_no_number_of_tokens_is_named(tmp_path: Path, bound: Any) -> None:
+    path = write(tmp_path, {"prompt": "1?", "answer": "1", "max_response_tokens": bound})
+    with pytest.raises(
+        UserError, match=r"train.jsonl, line 1.*'max_response_tokens'.*whole number of tokens, at least 1"
+    ):
+        check_rows(path, data(path))

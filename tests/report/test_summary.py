@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megarl.report.history import Row
-from megarl.report.summary import duration, mean_rate
+from megarl.report.summary import duration, mean_rate, summary_table
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,12 @@ def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
     table = [line.split() for line in shown.stdout.splitlines()]
     assert ["reward", "0.250", "0.750"] in table and ["update", "3.0", "s", "75.0%"] in table
     assert (tmp_path / "curve.png").exists()
+    assert "servers were idle" not in shown.stdout
+
+
+def test_the_end_says_which_side_was_the_bottleneck(tmp_path: Path) -> None:
+    step = {"perf/step_s": 10.0, "perf/rollout_s": 6.0, "perf/servers_idle": 0.4}
+    rows: list[Row] = [{"step": number, **step} for number in (1, 2, 3)]
+    out = Console(width=300, record=True, file=io.StringIO())
+    out.print(summary_table(rows, {"rollout": 18.0}, 30.0, tmp_path, tmp_path))
+    assert "ranks waited for samples 60% of the time, servers were idle 40%" in out.export_text()

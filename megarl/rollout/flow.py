@@ -1,0 +1,50 @@
+"""How busy generation is: tokens a second while groups are under way, and servers without a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megarl.rollout.facts import GroupFacts
+from megarl.rollout.tasks import Load
+
+
+class Flow:
+    """Told when groups begin to be under way and when none is any more. clock: seconds that only go up."""
+
+    def __init__(self, num_collectors: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._looked = clock()
+        self._busy_s = [0.0] * num_collectors  # seconds that each collector's servers had worked by then
+        self._began: float | None = None  # groups have been under way since
+        self._worked_s = 0.0  # seconds with groups under way since the last step, until `_began`
+
+    def begins(self) -> None:
+        """A group is asked for."""
+        if self._began is None:
+            self._began = self._clock()
+
+    def ends(self) -> None:
+        """No group is under way any more."""
+        if self._began is not None:
+            self._worked_s, self._began = self._worked_s + self._clock() - self._began, None
+
+    def forget(self, owner: int) -> None:
+        """Another collector is in the place of this one."""
+        self._busy_s[owner] = 0.0
+
+    def metrics(self, seen: Sequence[GroupFacts], loads: Mapping[int, Load]) -> dict[str, float]:
+        """Of the time since the last step. seen: its groups. loads: of each collector that lives, as of now."""
+        now = self._clock()
+        worked_s = self._worked_s + (now - self._began if self._began is not None else 0.0)
+        self._worked_s, self._began = 0.0, None if self._began is None else now
+        busy_s = [load.busy_s - self._busy_s[owner] for owner, load in loads.items()]
+        idle = 1 - sum(busy_s) / max(1, len(busy_s)) / max(1e-9, now - self._looked)
+        self._looked = now
+        for owner, load in loads.items():
+            self._busy_s[owner] = load.busy_s
+        tokens = sum(int(facts.response_tokens.sum()) for facts in seen)
+        return {
+            "perf/rollout_tokens_per_s": tokens / max(worked_s, 1e-9),
+            "perf/servers_idle": min(1.0, max(0.0, idle)),
+            "rollout/requests_queued": float(sum(load.queued for load in loads.values())),
+        }
