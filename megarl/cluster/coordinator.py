@@ -90,7 +90,7 @@ class CoordinatorActor:
 
     async def died(self, owner: int) -> None:
         """A collector has died: what it had is made anew."""
-        await self._at_work().died(owner)
+        await self._at_work().replace(owner, None)
 
     async def replace(self, owner: int, handle: Any, _: DataFacts) -> None:
         """A collector, which has started, in the place of one that died."""

@@ -7,7 +7,7 @@ to the object store, from where the ranks fetch them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Pending, Waiter, Worker
 from megarl.core.errors import GivenUpError, SyncError, WorkerDiedError
+from megarl.core.log import get_logger
 from megarl.core.log_tail import own_words
 from megarl.core.pending import Finished
 from megarl.core.protocols import Pending as AnyPending
@@ -31,6 +32,8 @@ from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.rollout.local_advantages import column_names
+
+log = get_logger(__name__)
 
 # What servers can do without between answers. Their weights they cannot: nobody sends them again.
 CACHE: tuple[ServerPart, ...] = ("kv_cache",)
@@ -47,6 +50,37 @@ class Learnable:
     metrics: dict[str, float]
 
 
+class Overlapping:
+    """An evaluation that goes on beside training. ask: begins one at a weight version. traffic: as of ServerPool."""
+
+    def __init__(
+        self,
+        ask: Callable[[int], Pending[EvalResult]],
+        weight_version: int,
+        traffic: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._ask, self._traffic = ask, traffic
+        self._asked = ask(weight_version)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its result is there."""
+        return self.poll() is not None
+
+    def restart(self, weight_version: int) -> None:
+        """Begin anew at another version; nobody hears of what was asked before."""
+        self._asked = self._ask(weight_version)
+
+    def poll(self) -> EvalResult | None:
+        """The result, once it is there."""
+        return self._asked.poll()
+
+    def wait(self) -> EvalResult:
+        """The result. While the ranks have its weights still: whoever comes in a server's place gets them."""
+        with self._traffic():
+            return self._asked.wait()
+
+
 @dataclass
 class RolloutPool:
     """Generation, as the loop sees it. beside: the servers go on while the ranks train."""
@@ -58,7 +92,7 @@ class RolloutPool:
     recipe: Recipe
     num_shards: int
     beside: bool
-    _evaluating: Pending[EvalResult] | None = None
+    _evaluating: Overlapping | None = None
 
     def __post_init__(self) -> None:
         self.waiter.watches[self.coordinator.handle.watch.remote()] = self._coordinator_died
@@ -163,20 +197,37 @@ class RolloutPool:
         """Held-out answers, graded. Where the recipe says so, they come while training goes on, before the next weights."""
         handle, deadline_s = self.coordinator.handle, self.recipe.deadlines.rollout_s
         if self.recipe.eval.overlap and self.beside:
-            call = Call(self.coordinator, handle.evaluate.remote(step, weight_version))
-            self._evaluating = Pending(
-                self.waiter, [call], "eval", "rollout", deadline_s + MARGIN_S, lambda results: results[0]
+            self._evaluating = Overlapping(
+                lambda version: self._evaluation(step, version), weight_version, self.servers.traffic
             )
             return self._evaluating
         with self._serving(then_sleep=CACHE), self.servers.traffic():
             result: EvalResult = self._wait(handle.evaluate.remote(step, weight_version), "eval", deadline_s)
         return Finished(result)
 
+    def _evaluation(self, step: int, weight_version: int) -> Pending[EvalResult]:
+        call = Call(self.coordinator, self.coordinator.handle.evaluate.remote(step, weight_version))
+        deadline_s = self.recipe.deadlines.rollout_s + MARGIN_S
+        self.waiter.follow([call], lambda _, failure: None)  # so that its end is seen at once; `poll` has its result
+        return Pending(self.waiter, [call], "eval", "rollout", deadline_s, lambda results: results[0])
+
+    def _end_evaluation(self) -> None:
+        """Wait for an evaluation that overlaps: it is of the weights that the servers still have.
+
+        Where none of these is left, nobody has the weights any more: it is asked anew of those that come.
+        """
+        evaluating = self._evaluating
+        if evaluating is not None:
+            deadline_s = self.recipe.deadlines.rollout_s + MARGIN_S
+            self.waiter.until(lambda: evaluating.ended or not self.servers.servers, "An evaluation", deadline_s)
+            if evaluating.ended:
+                self._evaluating = None
+            else:
+                log.warning("no server is left of those that were evaluated: the evaluation is of the next weights")
+
     def pause(self) -> None:
         """Before new weights: nothing that runs at the servers is in their way, as rollout.in_flight says."""
-        evaluating, self._evaluating = self._evaluating, None
-        if evaluating is not None:
-            evaluating.wait()  # it is of the weights that the servers still have
+        self._end_evaluation()
         mode, deadline_s = self.recipe.rollout.in_flight, self.recipe.deadlines.sync_s
         if not self.beside:
             return  # nothing runs between two steps
@@ -203,6 +254,8 @@ class RolloutPool:
         """New weights are verified: samples are asked for again."""
         release = self.coordinator.handle.release.remote(weight_version)
         self._wait(release, "sync", self.recipe.deadlines.sync_s)
+        if self._evaluating is not None:
+            self._evaluating.restart(weight_version)
 
     def probe(self) -> tuple[Any, Any]:
         """References to the plan and the block of sequences to verify a weight sync on."""

@@ -157,14 +157,10 @@ class Coordinator:
         )
         return self.advantages.settle(facts, measured)
 
-    async def died(self, owner: int) -> None:
-        """A collector has died: what it had is made anew."""
-        await self._links.died(owner)
-
-    async def replace(self, owner: int, link: CollectorLink) -> None:
-        """A new collector in the place of one that has died: its groups are made anew."""
+    async def replace(self, owner: int, link: CollectorLink | None) -> None:
+        """A collector has died: its groups are made anew. link: to the one in its place; None while that is to come."""
         self._flow.forget(owner)
-        await self._links.replace(owner, link)
+        await (self._links.died(owner) if link is None else self._links.replace(owner, link))
 
     async def close(self) -> None:
         """Listen no more. Raises LedgerError where the book does not add up."""

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
+from megarl.rollout.single_turn import Episode
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import FakeSglang, generation
-from tests.support.sampled import generate_sample
+from tests.support.sampled import generate_sample, no_text
 
 PROMPT = Prompt("train.jsonl:7", np.array([7, 8, 9]), "seven", "42")
 
@@ -67,3 +68,19 @@ def test_what_no_server_answers_is_a_failed_sample_that_says_why(kind: str, reas
     assert sample.status is Status.FAILED
     assert reason in sample.metadata["failure"]
     assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.rollout_logprobs) == 0
+
+
+@pytest.mark.parametrize("kind", ["refuses", "drops"])
+def test_without_a_server_a_request_that_is_not_wanted_now_goes_on_later(kind: str) -> None:
+    """A pause must neither wait for a server that is started again, nor lose the sample."""
+
+    async def go() -> tuple[Sample | None, Sample | None]:
+        async with fake_with(kind) as fake, ServerClient(fake.endpoint, backoff_s=0.001) as client:
+            episode = Episode(PROMPT, Sampling(3), "1/p/0", "1/p")
+            first = await episode.go_on(client, no_text, deadline_s=60.0, expects_cuts=lambda: True)
+            fake.refuse.clear()
+            fake.drop_next = 0
+            return first, await episode.go_on(client, no_text, deadline_s=60.0)
+
+    first, then = asyncio.run(go())
+    assert first is None and then is not None and then.status is Status.COMPLETED

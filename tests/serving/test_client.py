@@ -239,3 +239,22 @@ def test_cached_prefixes_are_kept_for_requests_that_are_held() -> None:
         "/continue_generation",
     ]
     assert fake.calls[0][1] == {"mode": "in_place"} and fake.calls[1][1]["flush_cache"] is False
+
+
+@pytest.mark.parametrize("lost", ["drops", "refuses"])
+def test_whoever_wants_no_request_any_more_does_not_wait_for_a_server(lost: str) -> None:
+    def prepare(fake: FakeSglang) -> None:
+        if lost == "drops":
+            fake.drop_next = 99
+        else:
+            fake.refuse["/generate"] = (503, "no workers are available")
+
+    asked = iter([False, False, True])
+
+    async def call(client: ServerClient) -> str:
+        with pytest.raises((ServerUnreachableError, ServerError)):
+            await client.generate([7], Sampling(4), gives_up=lambda: next(asked))
+        return "gave up"
+
+    assert talk(call, prepare)[0] == "gave up"
+    assert next(asked, None) is None, "after the third try"
