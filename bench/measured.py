@@ -94,6 +94,16 @@ def _asynchronous_learn(result: Result) -> str:
     return f"held-out accuracy after {result['steps']} steps, by seed: {sides}"
 
 
+def _rollout_simulation(result: Result) -> str:
+    first = result["rows"][0]
+    rows = "; ".join(
+        f"{row['name']}: {first['step_s'] / row['step_s']:.2f} times the speed, servers idle {row['servers_idle']:.0%}, ranks "
+        f"{row['ranks_idle']:.0%}, {row['staleness_mean']:.2f} versions behind"
+        for row in result["rows"]
+    )
+    return f"simulated: {rows}. The table took {result['cpu_s']:.1f} s of CPU time (limit {result['limit_s']:g} s)"
+
+
 def _driver_overhead(result: Result) -> str:
     outside = {name: each["outside_waits_s"] for name, each in result["results"].items()}
     shares = [each["cpu_s"] / result["real_step_s"] for each in result["results"].values()]
@@ -260,6 +270,7 @@ ROWS = (
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
     Row("asynchronous", "tokens/s of the synchronous run of the same turn; targets 1.5 and 1.2", _asynchronous),
     Row("asynchronous_learn", "the synchronous run of the same seed", _asynchronous_learn),
+    Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),

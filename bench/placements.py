@@ -4,9 +4,9 @@
 
 PPO with a critic and a reference on the quickstart's task, some steps for each placement on 4 ranks, from a policy that has
 already learned some of it (after its warm start, a little of GRPO), so that rewards differ. Named placements are searched for
-(`placement.name`) with the rates of `bench/results/plan_vs_measured.yaml`. So that all see the same rollouts, every sample is
-the likeliest answer (`rollout.top_k: 1`). Differences of losses are to the first placement, relative where a loss is above 1.
-The last run is the explicit placement again, all roles and servers at rest between their turns: every
+(`placement.name`) with the rates of `bench/results/plan_vs_measured.yaml`. So that all see the same rollouts, each sample has
+its own random numbers (`rollout.deterministic`). Differences of losses are to the first placement, relative where a
+loss is above 1. The last run is the explicit placement again, all roles and servers at rest between their turns: every
 metric that is no time and no memory, and every sample, must be equal to the bit. Exit code 0 only where all that holds.
 """
 
@@ -28,7 +28,7 @@ from bench.support.quickstart import ROOT, metrics, train, warm_start
 FOLDER = ROOT / ".cache" / "placements"
 CLUSTER = Path(__file__).parent / "results" / "plan_vs_measured.yaml"
 SEED, FIRST_STEPS, STEPS, LIMIT = 1, 3, 6, 1e-5
-COMMON = ["algorithm.kl_coef=0.01", "rollout.top_k=1", "critic.warmup_steps=1", f"train.steps={STEPS}"]
+COMMON = ["algorithm.kl_coef=0.01", "rollout.deterministic=true", "critic.warmup_steps=1", f"train.steps={STEPS}"]
 COMMON += ["eval.max_prompts=8", "report.samples=512", "report.tensorboard=false", "cluster.devices=4"]
 POOLS = (
     "placement.pools={a: {devices: 2, roles: [actor]}, b: {devices: 1, roles: [critic]}, "

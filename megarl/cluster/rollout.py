@@ -27,6 +27,7 @@ from megarl.core.log import get_logger
 from megarl.core.pending import Finished
 from megarl.core.protocols import Pending as AnyPending
 from megarl.core.types import BatchInfo, EvalResult
+from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.rollout.local_advantages import column_names
@@ -361,5 +362,11 @@ class LaunchingRollout:
 
 
 def num_collectors(recipe: Recipe) -> int:
-    """Processes that ask and grade: as the recipe says, or one for every 32 servers."""
-    return recipe.rollout.collectors or -(-recipe.rollout.servers // SERVERS_A_COLLECTOR)
+    """Processes that ask and grade: as the recipe says, or one for every 32 servers.
+
+    One alone where the advantage has to see all tokens of a step.
+    """
+    if recipe.rollout.collectors is not None:
+        return recipe.rollout.collectors
+    count = -(-recipe.rollout.servers // SERVERS_A_COLLECTOR)
+    return 1 if count > 1 and needs_one_collector(recipe.algorithm) else count

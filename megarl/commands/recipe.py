@@ -65,6 +65,8 @@ def show(
     from megarl.recipe import reference
     from megarl.recipe.batch import plan_batches
     from megarl.recipe.load import KINDS, command_of, detect_kind, load_recipe
+    from megarl.recipe.sampling_rules import staleness_notes
+    from megarl.recipe.schema import Recipe
     from megarl.recipe.source import dump_yaml
 
     if kind and kind not in KINDS:
@@ -81,3 +83,5 @@ def show(
     else:
         console.print(Syntax(dump_yaml(loaded.resolved), "yaml", background_color="default"))
     console.print(plan_batches(loaded.recipe).describe(), highlight=False)
+    for note in staleness_notes(loaded.recipe) if isinstance(loaded.recipe, Recipe) else ():
+        console.print(note, highlight=False)

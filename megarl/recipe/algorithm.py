@@ -85,5 +85,7 @@ class Algorithm(Section):
         "trainer", description="of the policy that sampled: computed again by the trainer, or the rollout's own"
     )
     correction: Correction | None = Field(
-        None, description="importance weights between rollout and trainer; default: none"
+        None,
+        description="importance weights between rollout and trainer; default: none, or truncated ones where "
+        "rollout.max_staleness is above 0 (decoupled PPO); null: none at all",
     )

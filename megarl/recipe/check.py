@@ -18,6 +18,7 @@ from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import Critic
 from megarl.recipe.rule import Unread
 from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES, longest_sample
+from megarl.recipe.sampling_rules import correction_by_default
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 
@@ -30,14 +31,12 @@ def unread_keys(recipe: AnyRecipe) -> list[str]:
     return list(dict.fromkeys(key for rule in _unread(recipe, _asked(recipe, "may ask for all")) for key in rule.keys))
 
 
-def check_recipe(
-    recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = False, planned: bool = False
-) -> list[str]:
+def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = False) -> list[str]:
     """What is wrong, one sentence each; empty when nothing is.
 
     sources: dotted path of every value that the user gave, to where. A default that nothing reads is no mistake.
-    planned: for a plan alone, which some keys are for. look: at functions named by import path, too; else they may ask for
-    everything, and may do without it. Raises UserError then, where a path leads nowhere.
+    look: at functions named by import path, too; else they may ask for everything, and may do without it. Raises UserError
+    then, where a path leads nowhere.
     """
     may_ask, asks = (_asked(recipe, "look" if look else own) for own in ("may ask for all", "asks for nothing"))
     unread: dict[str, str] = {}
@@ -50,8 +49,6 @@ def check_recipe(
             where = f"`{given}` ({sources[given]})"
             unread[given] = f"{where} is read by nothing in this configuration: {needs}, or remove the key."
     for contradiction in CONTRADICTIONS:
-        if planned and contradiction.planned:
-            continue
         if isinstance(recipe, contradiction.kinds) and contradiction.wrong(recipe, asks):
             at = _given(contradiction.key, sources)
             where = "by default" if at is None else sources[at]
@@ -101,15 +98,20 @@ def fill_defaults(recipe: R) -> R:
     """The recipe with the defaults that follow from other keys.
 
     What nothing reads is at its default, wherever a preset said otherwise: nobody downstream has to ask. An advantage
-    that asks for values has a critic. Where SGLang cannot size its cache by itself, rollout.kv_tokens holds
+    that asks for values has a critic. Samples of older weights are weighed where nothing else is said
+    (sampling_rules.correction_by_default). Where SGLang cannot size its cache by itself, rollout.kv_tokens holds
     rollout.max_running_requests whole samples.
     """
-    for key in unread_keys(recipe):
+    unread = unread_keys(recipe)
+    for key in unread:
         recipe = _with_default(recipe, key.split("."))
     if not isinstance(recipe, Recipe):
         return recipe
     if recipe.critic is None and "values" in _asked(recipe, "asks for nothing").advantage:
         recipe = recipe.model_copy(update={"critic": Critic()})
+    correction = correction_by_default(recipe)
+    if "algorithm.correction" not in unread and correction != recipe.algorithm.correction:
+        recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"correction": correction})})
     if recipe.rollout.kv_tokens is not None or not get_platform(recipe.cluster.platform).needs_kv_tokens:
         return recipe
     tokens = recipe.rollout.max_running_requests * longest_sample(recipe)

@@ -54,8 +54,8 @@ ENTRIES = (
     Entry("rollout.samples_per_prompt", "n", "n_samples_per_prompt", "num_generations", "n_samples_per_prompt"),
     Entry("rollout.max_response_tokens", "max_response_length response_length", "rollout_max_response_len", "max_completion_length", "generate_max_len max_new_tokens"),
     Entry("rollout.temperature", "temperature", "rollout_temperature", "temperature", "temperature", "the trainer divides its logits by it too"),
-    Entry("rollout.top_p", "top_p", "rollout_top_p", "top_p", "top_p"),
-    Entry("rollout.top_k", "top_k", "rollout_top_k", "top_k", ""),
+    Entry("rollout.top_p", "top_p", "rollout_top_p", "top_p", "top_p", "1.0 alone: the trainer's log-probs are of the whole distribution"),
+    Entry("rollout.top_k", "top_k", "rollout_top_k", "top_k", "", "-1 alone, as with top_p"),
     Entry("rollout.stop", "", "rollout_stop", "", ""),
     Entry("rollout.servers", "", "rollout_num_gpus", "", "vllm_num_engines", "servers, not devices"),
     Entry("rollout.tp", "tensor_model_parallel_size", "rollout_num_gpus_per_engine", "vllm_tensor_parallel_size", "vllm_tensor_parallel_size"),
@@ -63,6 +63,11 @@ ENTRIES = (
     Entry("rollout.max_running_requests", "max_num_seqs", "sglang_max_running_requests", "", "", "SGLang's name"),
     Entry("rollout.concurrency", "", "sglang_server_concurrency", "", ""),
     Entry("rollout.offload", "free_cache_engine", "offload_rollout", "vllm_enable_sleep_mode", "vllm_enable_sleep", "vLLM's sleep, SGLang's release_memory_occupation"),
+    Entry("rollout.max_staleness", "staleness_threshold", "", "max_staleness", "async_queue_size", "weight versions; NeMo-RL: max_trajectory_age_steps; verl's is a share of a step's samples"),
+    Entry("rollout.in_flight", "partial_rollout", "partial_rollout", "", "partial_rollout", "abort goes on with partial answers; NeMo-RL's in_flight_weight_updates is in_place"),
+    Entry("rollout.keep_kv", "", "", "", "", "NeMo-RL: recompute_kv_cache_after_weight_updates, the other way round"),
+    Entry("rollout.oversample", "", "over_sampling_batch_size", "", "vllm_generate_batch_size", "a factor; unfinished groups are carried over, never thrown away"),
+    Entry("rollout.collectors", "num_workers", "", "", "", "processes"),
     Entry("rollout.server_args", "engine_kwargs", "", "", "", "SGLang's own flags; slime takes them as --sglang-*"),
     Entry("reward.fn", "custom_reward_function compute_score", "custom_rm_path rm_type", "reward_funcs", "remote_rm_url", "remote rewards: reward.graders"),
     Entry("reward.graders", "", "", "reward_weights", "", "several, each with a weight"),
@@ -153,9 +158,12 @@ where the last column says so, and often elsewhere: `megarl recipe show` prints 
 | server | rollout replica | engine | vLLM server | one SGLang server; all of them and the router: the *server pool* |
 | weight sync | update_weights | update_weights | sync | the actor's weights go to the servers; verified by log-probs |
 | weight version | global step | weight version | | how often the weights were sent; every sample names its own |
+| staleness | staleness | | max_staleness | how many weight versions a sample's oldest trained token is behind |
+| carried over | partial rollout | partial rollout | | begun in one step and trained on in a later one, with the tokens that it has |
 | correction | rollout correction | TIS | importance sampling correction | weights for samples whose rollout log-probs differ from the trainer's |
 | grader | reward function, reward manager | rm | reward function | what gives a response its reward |
-| collector | agent loop worker | rollout manager | | the process that asks the servers, grades and packs |
+| collector | agent loop worker | rollout manager | | a process that asks the servers, grades, and keeps the samples |
+| coordinator | rollouter, message queue | rollout manager | | the process that decides what is asked for and what a step takes: numbers only |
 | shard | data-parallel chunk | data-parallel partition | | one data-parallel rank's part of a step |
 | column | tensor of a DataProto | | | one number a token beside the samples: log-probs, values, advantages |
 | layout | parallel sizes | parallel sizes | | tp, pp, cp, ep, etp and vpp of one role |

@@ -62,12 +62,9 @@ class Loaded(Generic[R]):
 @overload
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Loaded[Recipe]: ...
 @overload
-def load_recipe(path: Path, overrides: Sequence[str], kind: type[R], *, planned: bool = ...) -> Loaded[R]: ...
-def load_recipe(path: Path, overrides: Sequence[str] = (), kind: Any = Recipe, *, planned: bool = False) -> Loaded[Any]:
-    """Read, validate and check a recipe of that kind. Raises UserError that lists everything wrong with it.
-
-    planned: for a plan and not for a run, so that keys which only plans know are taken.
-    """
+def load_recipe(path: Path, overrides: Sequence[str], kind: type[R]) -> Loaded[R]: ...
+def load_recipe(path: Path, overrides: Sequence[str] = (), kind: Any = Recipe) -> Loaded[Any]:
+    """Read, validate and check a recipe of that kind. Raises UserError that lists everything wrong with it."""
     tree = _read(path, overrides)
     try:
         recipe = kind.model_validate(tree.values)
@@ -75,7 +72,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), kind: Any = Recipe, *
         _refuse_other_kind(path, tree, kind)
         raise UserError(_problems(path, explain(error.errors(), tree, kind))) from None
     sources = {".".join(keys): str(tree.origins[keys]) for keys in tree.given()}
-    problems = check_recipe(recipe, sources, planned=planned)
+    problems = check_recipe(recipe, sources)
     if problems:
         raise UserError(_problems(path, problems))
     recipe = fill_defaults(recipe)

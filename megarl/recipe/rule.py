@@ -26,13 +26,9 @@ class Unread:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A key whose value cannot go with the others when `wrong(recipe, asked)`; `says(recipe)` names values and way out.
-
-    planned: whether a plan may be made of it all the same.
-    """
+    """A key whose value cannot go with the others when `wrong(recipe, asked)`; `says(recipe)` names values and way out."""
 
     key: str
     wrong: Callable[[Any, Asked], bool]
     says: Callable[[Any], str]
     kinds: tuple[type[AnyRecipe], ...] = (Recipe, SupervisedRecipe)
-    planned: bool = False

@@ -12,6 +12,7 @@ from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
 from megarl.recipe.rollout_rules import DETERMINISTIC_CONTRADICTIONS
 from megarl.recipe.rollout_rules import longest_sample as longest_sample  # noqa: PLC0414
 from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
 
@@ -55,6 +56,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
     *SUPERVISED_UNREAD,
     *ROLE_UNREAD,
     *DATA_UNREAD,
+    *SAMPLING_UNREAD,
     *(
         Unread(
             keys,
@@ -121,10 +123,11 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ALGORITHM_CONTRADICTIONS,
     *ROLE_CONTRADICTIONS,
     *DETERMINISTIC_CONTRADICTIONS,
+    *SAMPLING_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",
         lambda r, _: r.rollout.top_k == 0 or r.rollout.top_k < -1,
-        lambda r: f"got {r.rollout.top_k}; allowed: -1 (off), or 1 and more",
+        lambda r: f"got {r.rollout.top_k}; set it to -1 (off)",
         (Recipe,),
     ),
     Contradiction(

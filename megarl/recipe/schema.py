@@ -53,8 +53,10 @@ class Rollout(Section):
     samples_per_prompt: PositiveInt = Field(description="samples in one group")
     max_response_tokens: PositiveInt = Field(description="longest response, in tokens")
     temperature: PositiveFloat = Field(1.0, description="sampling temperature; the trainer applies the same")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling")
-    top_k: int = Field(-1, description="top-k sampling; -1 is off")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="nucleus sampling; 1.0 alone: the trainer's log-probs are of the whole distribution"
+    )
+    top_k: int = Field(-1, description="top-k sampling; -1 (off) alone, as with top_p")
     stop: tuple[str, ...] = Field(
         (), strict=False, description="strings that end a response, beside the end-of-sequence token"
     )

@@ -76,7 +76,7 @@ class Collector:
         concurrency = max(1, recipe.rollout.concurrency // num_collectors)
         self._gate = Gate(concurrency, max(1, recipe.rollout.servers) / num_collectors)
         self._groups: dict[int, _Group] = {}
-        self._finished: asyncio.Queue[GroupFacts] = asyncio.Queue()
+        self._finished: asyncio.Queue[GroupFacts | BaseException] = asyncio.Queue()
         self._probe: list[Sample] = []
         self.notices = notices or Notices()
 
@@ -118,13 +118,19 @@ class Collector:
         """Begin to make these groups."""
         for task in tasks:
             making = asyncio.create_task(self._make(task))
+            making.add_done_callback(self._made)
             self._groups[task.group] = _Group(task, making, [], [])
 
     async def news(self) -> News:
-        """Groups that have finished since, once there is one."""
-        finished = [await self._finished.get()]
+        """Groups that have finished since, once there is one. Raises what ended the making of one."""
+        told = [await self._finished.get()]
         while not self._finished.empty():
-            finished.append(self._finished.get_nowait())
+            told.append(self._finished.get_nowait())
+        finished = []
+        for each in told:
+            if isinstance(each, BaseException):
+                raise each
+            finished.append(each)
         return News(finished)
 
     async def load(self) -> Load:
@@ -169,7 +175,8 @@ class Collector:
 
     async def write(self, step: int, groups: Collection[int]) -> None:
         """The first samples of these groups, for reading."""
-        self._write(f"step_{step:06d}.jsonl", [sample for group in groups for sample in self._groups[group].samples])
+        here = [self._groups[group] for group in groups if group in self._groups]  # not all, where this one is new
+        self._write(f"step_{step:06d}.jsonl", [sample for group in here for sample in group.samples])
 
     async def part(self, part: Part) -> tuple[Block, ...]:
         """This collector's block of each shard of a step."""
@@ -215,6 +222,11 @@ class Collector:
         # Neighbours are of the same group and say much the same: spread over the step.
         chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
         return [[int(token) for token in sequence] for sequence in chosen]
+
+    def _made(self, making: asyncio.Task[None]) -> None:
+        """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
+        if not making.cancelled() and (error := making.exception()) is not None:
+            self._finished.put_nowait(error)
 
     async def _make(self, task: GroupTask) -> None:
         """A group's samples; grading one overlaps with generating others."""

@@ -87,26 +87,29 @@ class Coordinator:
         Asked again for the step that it gave last, it makes it again of what is left.
         Raises MegarlError where no sample can be trained on, or where tokens came from other weights.
         """
-        again = [entry for entry in self.ledger.taken(step) if entry.asked.group in self._gone]
-        self.ledger.apply(Returned(step))
-        await self._commit(before=step)
-        self._step, self._version, self._collecting, self._renewed = step, version, True, False
-        self._refills = self._pace.refills
-        await self._anew(again)
-        self._gone.clear()
-        size = self._recipe.rollout.samples_per_prompt * self._pace.groups_per_step
-        with self._progress.of(size, "samples"):
-            self._progress.advance(self.ledger.num("finished") * self._recipe.rollout.samples_per_prompt)
-            chosen = await self._collect()
-        self._collecting = False
-        self.ledger.apply(Taken(step, chosen))
-        entries = self.ledger.taken(step)
-        if not self._beside:
-            await self._links.hold()
-        await self._admit()
-        plan = await self._plan(entries, version)
-        self._dull = []
-        return plan
+        while True:
+            before = self.ledger.taken(step)
+            again = [entry for entry in before if entry.asked.group in self._gone]
+            self._gone.clear()
+            self._step, self._version, self._collecting, self._renewed = step, version, True, False
+            self._refills = self._pace.refills
+            self.ledger.apply(Returned(step))
+            await self._anew(again)  # before all else: those that are returned could be lost meanwhile
+            await self._commit(before=step)
+            if before:
+                await self._links.release()  # they were held once the step was made
+            size = self._recipe.rollout.samples_per_prompt * self._pace.groups_per_step
+            with self._progress.of(size, "samples"):
+                self._progress.advance(self.ledger.num("finished") * self._recipe.rollout.samples_per_prompt)
+                await self._collect()
+            entries = self.ledger.taken(step)
+            if not self._beside:
+                await self._links.hold()
+            await self._admit()
+            plan = await self._plan(entries, version)
+            if self._gone.isdisjoint(entry.asked.group for entry in entries):
+                self._dull = []
+                return plan
 
     async def hold(self) -> None:
         """No further request begins until `release`."""
@@ -167,13 +170,17 @@ class Coordinator:
         self.ledger.check_balance()
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, the groups that were asked for and not trained on, and the weight of the KL."""
+        """The place in the data, the groups asked for and not trained on, and the weight of the KL.
+
+        Also how many samples of a row were asked for in a step: without it a row that comes again would have its first seeds.
+        """
         waiting = [entry for entry in self.ledger.under_way() if entry.phase != "taken"]
         return {
             **self._cursor.state(),
             **self.advantages.state(),
             "step": self._step,
             "waiting": [*rows_of(waiting), *self._again],
+            "asked": [(step, row, count) for (step, row), count in self._asked.items()],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -182,6 +189,7 @@ class Coordinator:
         self.advantages.load_state(state)
         self._step = int(state.get("step", self._step))
         self._again = deque((int(row), int(step), int(first)) for row, step, first in state.get("waiting", ()))
+        self._asked = Counter({(int(step), int(row)): int(count) for step, row, count in state.get("asked", ())})
 
     @property
     def samples(self) -> StepSamples:
@@ -207,16 +215,17 @@ class Coordinator:
             )
         return tuple(found)
 
-    async def _collect(self) -> tuple[int, ...]:
-        """The groups that the step takes, once they are there."""
+    async def _collect(self) -> None:
+        """Take the groups of the step, once they are there."""
         while True:
             await self._admit()
             choice = choose(self.ledger, self._pace, self._version)
-            await self._drop(choice.drop, "late")
             if choice.groups:
-                return choice.groups
-            if not choice.drop:
-                await self._change()
+                # In one go with the choice: a moment later a collector may have died with some of them.
+                self.ledger.apply(Taken(self._step, choice.groups))
+                self._collecting = False
+                return await self._drop(choice.drop, "late")
+            await self._change()
 
     async def _change(self) -> None:
         """Wait until something has finished, or died."""
@@ -230,21 +239,19 @@ class Coordinator:
         """Ask for as many groups as there is room for."""
         steps = max(self._collecting, self._recipe.train.steps - self._step + self._collecting)
         left = steps * self._pace.groups_per_step + (self._pace.ahead if not self._beside else 0)
-        tasks: dict[int, list[GroupTask]] = {}
         collecting = self._collecting or self._renewed
         while room(self.ledger, self._pace, collecting=collecting) and self.ledger.waiting() < left:
             row, step, first = self._next_row()
             owner = self._owner()
             number = self.ledger.admitted
             self.ledger.apply(Admitted(number, row, step, first, self._version, owner))
-            tasks.setdefault(owner, []).append(self._task(number, row, step, first))
-        await self._begin(tasks)
+            self._post(owner, self._task(number, row, step, first))
+        await self._links.flush()
 
-    async def _begin(self, tasks: dict[int, list[GroupTask]]) -> None:
-        if tasks and self._began is None:
+    def _post(self, owner: int, task: GroupTask) -> None:
+        if self._began is None:
             self._began = self._clock()
-        for owner, some in tasks.items():
-            await self._links.begin(owner, some)
+        self._links.post(owner, task)
 
     def _next_row(self) -> tuple[int, int, int]:
         if self._again:
@@ -265,37 +272,44 @@ class Coordinator:
         return GroupTask(group, row, step, first, count, self.advantages.needs_greedy, expected)
 
     def _owner(self) -> int:
-        """Which collector the next group goes to; the first where all have died: one comes in its place."""
-        loads = Counter(entry.asked.owner for entry in self.ledger.running())
-        living = self._links.living() or [0]
-        return living[owner_of([loads[owner] for owner in living])]
+        """Which collector the next group goes to; where all have died, those that come in their place share them."""
+        living = self._links.living() or range(len(self._links))
+        return living[owner_of([self.ledger.load(owner) for owner in living])]
 
     async def _told(self, owner: int, news: News) -> None:
         """Take in what a collector has to tell."""
+        dull = []
         for facts in news.finished:
             entry = self.ledger.get(facts.group)
-            if entry is not None and entry.phase == "running" and entry.asked.owner == owner:
-                await self._finish(entry, facts)  # otherwise it has been dropped meanwhile
+            if entry is None or entry.phase != "running" or entry.asked.owner != owner:
+                continue  # it has been dropped meanwhile
+            self._finish(entry, facts)
+            if self._refills > 0 and not batcher.teaches(facts):
+                self._refills -= 1
+                self._dull.append(facts)
+                dull.append(facts.group)
         self._changed.set()
+        if dull:
+            await self._drop(dull, "zero_variance")
+            await self._admit()  # in their place, also while no step waits for them
 
-    async def _finish(self, entry: Entry, facts: GroupFacts) -> None:
+    def _finish(self, entry: Entry, facts: GroupFacts) -> None:
         self.ledger.apply(Finished(facts))
         self._progress.advance(len(facts.rewards))
         if facts.usable.any():
             self._lengths[entry.asked.row] = float(facts.response_tokens[facts.usable].mean())
-        if self._refills > 0 and not batcher.teaches(facts):
-            self._refills -= 1
-            self._dull.append(facts)
-            await self._drop((facts.group,), "zero_variance")
         if not self.ledger.num("running") and self._began is not None:
             self._worked_s, self._began = self._worked_s + self._clock() - self._began, None
 
     async def _drop(self, groups: Collection[int], why: str) -> None:
+        owners: dict[int, list[int]] = {}
         for group in groups:
             entry = self.ledger.get(group)
             self.ledger.apply(Dropped(group, why))
             if entry is not None:
-                await self._links.cancel(entry.asked.owner, [group])
+                owners.setdefault(entry.asked.owner, []).append(group)
+        for owner, some in owners.items():
+            await self._links.cancel(owner, some)
 
     async def _lost(self, owner: int) -> None:
         """A collector has died with its samples: what no step has taken is made anew, by those that live."""
@@ -309,7 +323,8 @@ class Coordinator:
             asked = entry.asked
             owner = self._owner()
             self.ledger.apply(Lost(asked.group, owner, self._version))
-            await self._begin({owner: [self._task(asked.group, asked.row, asked.step, asked.first)]})
+            self._post(owner, self._task(asked.group, asked.row, asked.step, asked.first))
+        await self._links.flush()
 
     def _fault(self, error: BaseException) -> None:
         self._trouble = error
@@ -367,11 +382,10 @@ class Coordinator:
         self._worked_s = 0.0
         if self._began is not None:
             self._began = now
-        busy_s = [load.busy_s - self._busy_s[owner] for owner, load in loads.items()]
-        idle = 1 - sum(busy_s) / max(1, len(busy_s)) / max(1e-9, now - self._last_look)
+        worked = sum(load.busy_s - self._busy_s[owner] for owner, load in loads.items()) / max(1, len(loads))
+        idle = 1 - worked / max(1e-9, now - self._last_look)
         self._last_look = now
-        for owner, load in loads.items():
-            self._busy_s[owner] = load.busy_s
+        self._busy_s = [loads[owner].busy_s if owner in loads else before for owner, before in enumerate(self._busy_s)]
         tokens = sum(int(facts.response_tokens.sum()) for facts in seen)
         return {
             "data/epoch": place["epoch"] + place["position"] / self._data.rows,

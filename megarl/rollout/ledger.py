@@ -11,8 +11,8 @@ versions and rewards, never tokens. A group's samples stay together: all of them
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.core.errors import MegarlError
@@ -92,19 +92,21 @@ Event = Admitted | Finished | Taken | Committed | Dropped | Lost | Returned
 
 @dataclass
 class Entry:
-    """What is known of a group that is not done with. order: of its finishing, among all; -1 while it runs."""
+    """What is known of a group that is not done with.
+
+    order: of its finishing, among all; -1 while it runs. oldest: the oldest version that a token of it may have.
+    """
 
     asked: Admitted
     phase: Phase = "running"
     facts: GroupFacts | None = None
     order: int = -1
     step: int = -1  # that took it
+    oldest: int = field(init=False)
 
-    @property
-    def oldest(self) -> int:
-        """The oldest version that a token of it may have."""
+    def __post_init__(self) -> None:
         known = self.facts.oldest if self.facts is not None else None
-        return self.asked.version if known is None else known
+        self.oldest = self.asked.version if known is None else known
 
 
 class Ledger:
@@ -117,6 +119,9 @@ class Ledger:
         self.lost = 0
         self._order = 0
         self._in: dict[Phase, dict[int, Entry]] = {"running": {}, "finished": {}, "taken": {}}
+        # Counts that are asked for at each event, when thousands of groups are under way.
+        self._loads: Counter[int] = Counter()
+        self._ages: dict[Phase, Counter[int]] = {"running": Counter(), "finished": Counter(), "taken": Counter()}
 
     def apply(self, event: Event) -> None:
         """Take an event in. Raises LedgerError where it does not follow."""
@@ -124,33 +129,32 @@ class Ledger:
             case Admitted():
                 if event.group != self.admitted:
                     raise LedgerError(f"{event}: the next group's number is {self.admitted}.")
-                self._in["running"][event.group] = Entry(event)
+                self._enter(Entry(event), "running")
                 self.admitted += 1
             case Finished():
-                entry = self._moved(event.facts.group, "running", "finished", event)
-                entry.facts, entry.order = event.facts, self._order
+                entry = self._left(event.facts.group, "running", event)
+                self._enter(Entry(entry.asked, "finished", event.facts, self._order), "finished")
                 self._order += 1
             case Taken():
                 for group in event.groups:
-                    self._moved(group, "finished", "taken", event).step = event.step
+                    entry = self._left(group, "finished", event)
+                    entry.step = event.step
+                    self._enter(entry, "taken")
             case Committed():
                 done = self.taken(event.step)
                 for entry in done:
-                    del self._in["taken"][entry.asked.group]
+                    self._left(entry.asked.group, "taken", event)
                 self.committed += len(done)
             case Dropped():
-                entry = self._found(event.group, event)
-                del self._in[entry.phase][event.group]
+                self._left(event.group, self._found(event.group, event).phase, event)
                 self.dropped[event.why] += 1
             case Lost():
-                entry = self._found(event.group, event)
-                del self._in[entry.phase][event.group]
-                again = replace(entry.asked, owner=event.owner, version=event.version)
-                self._in["running"][event.group] = Entry(again)
+                entry = self._left(event.group, self._found(event.group, event).phase, event)
+                self._enter(Entry(replace(entry.asked, owner=event.owner, version=event.version)), "running")
                 self.lost += 1
             case Returned():
                 for entry in self.taken(event.step):
-                    self._moved(entry.asked.group, "taken", "finished", event)
+                    self._enter(self._left(entry.asked.group, "taken", event), "finished")
 
     def get(self, group: int) -> Entry | None:
         """A group that is not done with."""
@@ -178,6 +182,14 @@ class Ledger:
         """How many groups are in a phase."""
         return len(self._in[phase])
 
+    def load(self, owner: int) -> int:
+        """How many groups this collector is making."""
+        return self._loads[owner]
+
+    def ages(self, phase: Phase) -> Mapping[int, int]:
+        """How many groups of a phase there are by the oldest version that a token of them may have."""
+        return self._ages[phase]
+
     def waiting(self) -> int:
         """Groups that no step has taken: running or finished."""
         return self.num("running") + self.num("finished")
@@ -198,14 +210,23 @@ class Ledger:
             raise LedgerError(f"{event}: group {group} is not under way: never admitted, or trained on, or dropped.")
         return entry
 
-    def _moved(self, group: int, old: Phase, new: Phase, event: Event) -> Entry:
+    def _left(self, group: int, phase: Phase, event: Event) -> Entry:
+        """The group, taken out of its phase."""
         entry = self._found(group, event)
-        if entry.phase != old:
-            raise LedgerError(f"{event}: group {group} is {entry.phase}, not {old}.")
-        del self._in[old][group]
-        entry.phase = new
-        self._in[new][group] = entry
+        if entry.phase != phase:
+            raise LedgerError(f"{event}: group {group} is {entry.phase}, not {phase}.")
+        del self._in[phase][group]
+        self._ages[phase][entry.oldest] -= 1
+        if not self._ages[phase][entry.oldest]:
+            del self._ages[phase][entry.oldest]
+        self._loads[entry.asked.owner] -= phase == "running"
         return entry
+
+    def _enter(self, entry: Entry, phase: Phase) -> None:
+        entry.phase = phase
+        self._in[phase][entry.asked.group] = entry
+        self._ages[phase][entry.oldest] += 1
+        self._loads[entry.asked.owner] += phase == "running"
 
 
 def rows_of(entries: Iterable[Entry]) -> list[tuple[int, int, int]]:

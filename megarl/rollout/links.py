@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
 from megarl.core.errors import MegarlError
@@ -44,14 +44,16 @@ class Links:
     def __init__(
         self,
         links: Sequence[CollectorLink],
-        told: Callable[[int, News], Awaitable[None]],
+        told: Callable[[int, News], Coroutine[Any, Any, None]],
         lost: Callable[[int], Awaitable[None]],
         fault: Callable[[BaseException], None],
     ) -> None:
         self._links: list[CollectorLink | None] = list(links)
         self._told, self._lost, self._fault = told, lost, fault
-        self._later: dict[int, list[GroupTask]] = {}
+        self._posted: list[list[GroupTask]] = [[] for _ in links]
         self._held = False
+        self._came = asyncio.Event()
+        self._working: set[asyncio.Task[None]] = set()
         self._listeners = {owner: asyncio.create_task(self._listen(owner, link)) for owner, link in enumerate(links)}
 
     def __len__(self) -> int:
@@ -61,10 +63,16 @@ class Links:
         """Numbers of those that answer."""
         return [owner for owner, link in enumerate(self._links) if link is not None]
 
-    async def begin(self, owner: int, tasks: Sequence[GroupTask]) -> None:
-        """Have groups made; where the collector has died, by the one that replaces it."""
-        if self._links[owner] is None or not await self.tell(owner, lambda link: link.begin(tasks)):
-            self._later.setdefault(owner, []).extend(tasks)
+    def post(self, owner: int, task: GroupTask) -> None:
+        """A group for `flush` to have made; where the collector has died, by the one that replaces it.
+
+        At once, so that it goes with the ledger's event: one that dies before it is told has lost the group like any other.
+        """
+        self._posted[owner].append(task)
+
+    async def flush(self) -> None:
+        """Tell all that live what was posted for them."""
+        await asyncio.gather(*(self._send(owner) for owner in self.living() if self._posted[owner]))
 
     async def tell(self, owner: int, what: Callable[[CollectorLink], Awaitable[Any]]) -> bool:
         """Tell one collector something. Whether it has taken it; one that has died does not."""
@@ -80,6 +88,8 @@ class Links:
 
     async def cancel(self, owner: int, groups: Collection[int]) -> None:
         """Have a collector stop making groups and forget what there is of them."""
+        gone = set(groups)
+        self._posted[owner] = [task for task in self._posted[owner] if task.group not in gone]
         await self.tell(owner, lambda link: link.cancel(groups))
 
     async def forget(self, owner: int, groups: Collection[int]) -> None:
@@ -119,13 +129,16 @@ class Links:
         return found
 
     async def evaluate(self, rows: Sequence[int], step: int) -> list[EvalFacts]:
-        """Held-out rows answered, each living collector its share; what one that dies leaves is done by the others."""
+        """Held-out rows answered, each living collector its share; what one that dies leaves is done by the others.
+
+        Where none lives, those that come in their place do it.
+        """
         found: list[EvalFacts] = []
         left = list(rows)
         while left:
-            living = self.living()
-            if not living:
-                raise LinkLostError("All collectors died during the evaluation.")
+            while not (living := self.living()):
+                self._came.clear()
+                await self._came.wait()
             shares = {owner: left[at :: len(living)] for at, owner in enumerate(living)}
             left = []
 
@@ -147,29 +160,53 @@ class Links:
         self._listeners[owner].cancel()
         self._links[owner] = link
         self._listeners[owner] = asyncio.create_task(self._listen(owner, link))
+        self._came.set()
         if self._held:
             await self.tell(owner, lambda link: link.hold())
-        if tasks := self._later.pop(owner, []):
-            await self.begin(owner, tasks)
+        await self._send(owner)
 
     async def close(self) -> None:
         """Listen no more."""
-        for listener in self._listeners.values():
-            listener.cancel()
-        await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+        tasks = [*self._listeners.values(), *self._working]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _listen(self, owner: int, link: CollectorLink) -> None:
         """Take in what a collector has to tell, until it answers no more."""
         try:
             while True:
-                await self._told(owner, await link.news())
+                news = await link.news()
+                if self._links[owner] is not link:
+                    return  # its groups are being made anew: what it has told is of no use
+                await self._whole(self._told(owner, news))
         except LinkLostError as error:
-            await self._died(owner, link, error)
+            await self._whole(self._died(owner, link, error))
         except Exception as error:  # whoever waits for the step raises it
             self._fault(error)
+
+    async def _whole(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that is not left half done where the listener ends meanwhile, because its collector was replaced."""
+        task = asyncio.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._worked)
+        await asyncio.shield(task)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._working.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fault(error)
+
+    async def _send(self, owner: int) -> None:
+        if self._links[owner] is None:
+            return
+        tasks, self._posted[owner] = self._posted[owner], []
+        if tasks:
+            await self.tell(owner, lambda link: link.begin(tasks))
 
     async def _died(self, owner: int, link: CollectorLink, error: LinkLostError) -> None:
         if self._links[owner] is link:
             log.warning("collector %d answers no more: %s", owner, error)
             self._links[owner] = None
+            self._posted[owner] = []  # lost with the rest of its groups, which are given to others now
             await self._lost(owner)

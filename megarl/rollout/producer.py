@@ -16,11 +16,11 @@ ahead = 0 and max_staleness = 0 is the synchronous run: a step's groups are aske
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.recipe.schema import Late, Recipe
-from megarl.rollout.ledger import Entry, Ledger
+from megarl.rollout.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -65,34 +65,50 @@ def choose(ledger: Ledger, pace: Pace, version: int) -> Choice:
 
     It waits until it can take as many groups as it is due, or as there are. Deterministic given the order of finishing.
     """
-    finished, running = ledger.finished(), ledger.running()
-    size = min(pace.groups_per_step, len(finished) + len(running))
-    drop: tuple[int, ...] = ()
-    if pace.late == "drop" and pace.max_staleness:
-        drop = tuple(entry.asked.group for entry in running if _left(entry, pace, version) <= 0)
-        gone = set(drop)
-        running = [entry for entry in running if entry.asked.group not in gone]
-    if len(finished) < size:
-        return Choice(drop=drop)
+    size = min(pace.groups_per_step, ledger.waiting())
+    drops = pace.late == "drop" and pace.max_staleness > 0
+    if ledger.num("finished") < size or not _can_take(ledger, pace, version, size, drops=drops):
+        return Choice()
+    finished = ledger.finished()
     chosen: dict[int, None] = {}
     if pace.late != "resume":
+        late = _due(ledger.ages("running"), pace, version, 0) if drops else 0
         for distance in range(pace.max_staleness + 1):
-            due = [entry for entry in finished if _left(entry, pace, version) <= distance]
-            num_due = len(due) + sum(_left(entry, pace, version) <= distance for entry in running)
-            needed = min(size, num_due - distance * pace.groups_per_step)
-            taken = sum(entry.asked.group in chosen for entry in due)
-            more = [entry.asked.group for entry in due if entry.asked.group not in chosen][: max(0, needed - taken)]
-            if taken + len(more) < needed:
-                return Choice(drop=drop)  # one of those that have to be taken still runs
-            chosen |= dict.fromkeys(more)
+            due = [entry.asked.group for entry in finished if _left(entry.oldest, pace, version) <= distance]
+            num_running = _due(ledger.ages("running"), pace, version, distance) - late
+            needed = min(size, len(due) + num_running - distance * pace.groups_per_step) - len(chosen)
+            chosen |= dict.fromkeys([group for group in due if group not in chosen][: max(0, needed)])
     rest = [entry.asked.group for entry in finished if entry.asked.group not in chosen]
     chosen |= dict.fromkeys(rest[: size - len(chosen)])
-    return Choice(tuple(sorted(chosen)), drop)
+    drop = [entry.asked.group for entry in ledger.running() if _left(entry.oldest, pace, version) <= 0] if drops else []
+    return Choice(tuple(sorted(chosen)), tuple(drop))
 
 
-def _left(entry: Entry, pace: Pace, version: int) -> int:
-    """Steps after this one in which the group may still be trained on; below 0 it is too old."""
-    return pace.max_staleness - (version - entry.oldest)
+def _can_take(ledger: Ledger, pace: Pace, version: int, size: int, *, drops: bool) -> bool:
+    """Whether all groups that this step has to take have finished. By counts alone: asked each time that one finishes.
+
+    drops: those that run in their last step are not waited for.
+    """
+    if pace.late == "resume":
+        return True
+    finished, running = ledger.ages("finished"), ledger.ages("running")
+    late = _due(running, pace, version, 0) if drops else 0
+    for distance in range(pace.max_staleness + 1):
+        ready = _due(finished, pace, version, distance)
+        ahead = distance * pace.groups_per_step
+        if ready < min(size, ready + _due(running, pace, version, distance) - late - ahead):
+            return False
+    return True
+
+
+def _due(ages: Mapping[int, int], pace: Pace, version: int, distance: int) -> int:
+    """How many groups have their last step within `distance` steps after this one."""
+    return sum(count for oldest, count in ages.items() if _left(oldest, pace, version) <= distance)
+
+
+def _left(oldest: int, pace: Pace, version: int) -> int:
+    """Steps after this one in which a group may still be trained on; below 0 it is too old."""
+    return pace.max_staleness - (version - oldest)
 
 
 def owner_of(loads: Sequence[int]) -> int:

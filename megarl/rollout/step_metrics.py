@@ -73,14 +73,19 @@ def version_metrics(taken: Sequence[GroupFacts], version: int, oldest: int) -> d
     behind: list[int] = []
     counts: list[int] = []
     old = new = 0
+    used: dict[int, int]  # version -> tokens
     for facts in taken:
         for spans, ok in zip(facts.spans, facts.usable, strict=True):
-            used = [span for span in spans if span.version >= oldest]
-            if ok and used:
-                behind.append(version - min(span.version for span in used))
-                counts.append(len({span.version for span in used}))
-                old += sum(span.end - span.start for span in used if span.version < version)
-                new += sum(span.end - span.start for span in used if span.version == version)
+            used = {}
+            for span in spans if ok else ():
+                if span.version >= oldest:
+                    used[span.version] = used.get(span.version, 0) + span.end - span.start
+            if used:
+                behind.append(version - min(used))
+                counts.append(len(used))
+                current = used.get(version, 0)
+                old += sum(used.values()) - current
+                new += current
     if not behind:
         return {}
     shares = {f"rollout/staleness/{number}": count / len(behind) for number, count in sorted(Counter(behind).items())}

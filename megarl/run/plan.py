@@ -77,7 +77,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     """Plan and print: first how sure the lengths are, and what that means for the seconds."""
     if options.html is not None:
         check_writable(options.html, "--html")
-    recipe = load_recipe(path, overrides, Recipe, planned=True).recipe
+    recipe = load_recipe(path, overrides, Recipe).recipe
     console = Console(stderr=options.as_text)
     models = PlannedModels(recipe)
     workload = recipe_workload(recipe, models.policy, read=models)

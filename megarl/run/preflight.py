@@ -33,6 +33,7 @@ from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
+from megarl.recipe.sampling_rules import check_beside, staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
@@ -95,6 +96,7 @@ def preflight(
 
 def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: bool) -> Preflight:
     plan, platform = check_start(recipe, resume=resume, here=here)
+    _check_beside(recipe, platform, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data)
     model = _check_generation(recipe)
@@ -113,7 +115,12 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: b
             "rows."
         )
     eval_rows, notes = _eval_rows(recipe, model)
-    notes = (*_without_effect(recipe, platform), *_without_answer(recipe, recipe.data.train, prompts), *notes)
+    notes = (
+        *staleness_notes(recipe),
+        *_without_effect(recipe, platform),
+        *_without_answer(recipe, recipe.data.train, prompts),
+        *notes,
+    )
     check_server_args(recipe.rollout.server_args, platform)
     return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes)
 
@@ -230,7 +237,7 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
     here: off where the devices are other machines', as they are for a run that joins a Ray which runs.
     """
     platform = get_platform(recipe.cluster.platform)
-    there = num_local_devices(platform) if here and RAY_ADDRESS_VARIABLE not in os.environ else None
+    there = _local_devices(platform, here=here)
     wanted = recipe.cluster.devices
     if there is not None and there < wanted:
         fewer = f"Set it to at most {there}, make more visible," if there else "Make some visible,"
@@ -239,6 +246,18 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
             f"{fewer} or set cluster.platform to cpu."
         )
     return platform
+
+
+def _local_devices(platform: Platform, *, here: bool) -> int | None:
+    """This machine's, where they are all that the run has; None where nobody knows yet."""
+    return num_local_devices(platform) if here and RAY_ADDRESS_VARIABLE not in os.environ else None
+
+
+def _check_beside(recipe: Recipe, platform: Platform, *, here: bool) -> None:
+    """Devices for ranks and servers, where both work at once. Raises UserError."""
+    there, servers = _local_devices(platform, here=here), recipe.rollout.servers * recipe.rollout.tp
+    few = there is not None and platform.has_device_memory and there < recipe.cluster.devices + servers
+    check_beside(recipe, beside=not few)
 
 
 def _check_generation(recipe: Recipe) -> ModelConfig:

@@ -27,6 +27,7 @@ from megarl.core.timing import PhaseTimer
 from megarl.data.rows import data_files
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.rules import longest_sample
+from megarl.recipe.sampling_rules import beside_ranks, check_beside
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
 from megarl.run.preflight import Preflight
@@ -157,8 +158,7 @@ def _launch_rollout(
 
 def beside(runtime: Runtime, recipe: Recipe, slots: Sequence[ServerSlot]) -> bool:
     """Whether the servers go on while the ranks train: they share no device with them, and nothing says otherwise."""
-    alone = share_no_device(runtime.slots, slots)
-    return alone and not recipe.rollout.offload and recipe.rollout.oversample == 1
+    return share_no_device(runtime.slots, slots) and beside_ranks(recipe)
 
 
 def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe: AnyRecipe) -> dict[str, Role]:
@@ -180,6 +180,7 @@ def train_session(
     with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe), scratch) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         slots = _server_slots(runtime, recipe)
+        check_beside(recipe, beside=share_no_device(runtime.slots, slots))
         launching = _launch_rollout(runtime, recipe, slots, num_shards(recipe), waiter)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)

@@ -32,7 +32,7 @@ MIXED = replace(make_cluster("H100", 2), others=(make_cluster("H20", 4),))
 
 def recipe(folder: Path, *overrides: str) -> Recipe:
     words = [f"model.path={write_config(folder)}", *LONG, "model.dtype=bfloat16", *overrides]
-    return load_recipe(Path("recipes/quickstart.yaml"), words, Recipe, planned=True).recipe
+    return load_recipe(Path("recipes/quickstart.yaml"), words, Recipe).recipe
 
 
 def own(folder: Path, cluster: Cluster, *overrides: str) -> tuple[Own, Plan]:
@@ -162,13 +162,6 @@ def test_asynchronous_plans_are_asked_for_in_a_recipe_and_on_the_command_line(tm
         assert best["asynchronous"] == (more in (["--max-staleness", "1"], ["rollout.max_staleness=1"]))
         steps.append(best["step_s"])
     assert steps[1] == steps[2] < steps[0] == steps[3]
-
-
-def test_a_run_refuses_staleness_for_now(tmp_path: Path) -> None:
-    words = [f"model.path={write_config(tmp_path)}", "rollout.max_staleness=1"]
-    with pytest.raises(UserError, match="planned only: the asynchronous run is not there yet") as caught:
-        load_recipe(Path("recipes/quickstart.yaml"), words)
-    assert "\n" not in str(caught.value) and "remove the key" in str(caught.value)
 
 
 def test_a_model_that_nothing_is_known_of_is_refused_with_those_that_are_known(tmp_path: Path) -> None:

@@ -108,6 +108,13 @@ TRAIN: dict[str, Sequence[str]] = {
             "deterministic": ["true"],
             "concurrency": ["2"],
             "max_staleness": ["1"],
+            "in_flight": ["finish", "in_place"],
+            "keep_kv": ["true"],
+            "oversample": ["1.5"],
+            "late": ["drop", "resume"],
+            "longest_first": ["false"],
+            "collectors": ["2"],
+            "piece_tokens": ["3"],
             "max_restarts": ["3", "0"],
             "offload": ["[weights]", "[kv_cache]"],
             "server_args": ["[--chunked-prefill-size, '512']"],
@@ -189,7 +196,13 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under("sync", {"bucket_mb": ["1"], "tolerance": ["0.5"]}),
     **_under(
         "eval",
-        {"temperature": ["0.5"], "samples_per_prompt": ["2"], "max_prompts": ["2"], "grader": ["rule", "math"]},
+        {
+            "temperature": ["0.5"],
+            "samples_per_prompt": ["2"],
+            "max_prompts": ["2"],
+            "grader": ["rule", "math"],
+            "overlap": ["true"],
+        },
     ),
 }
 _ROWS = {**COMMON, **_under("data", {"max_tokens": ["24"], "prompt_key": ["question"]}), "train.batch_samples": ["2"]}
@@ -222,6 +235,7 @@ _GRADERS = (
     "reward.graders.remote={kind: remote, url: 'http://a', batch: 4}",
     "reward.graders.judge={kind: judge, url: 'http://a', model: m}",
 )
+_ASYNCHRONOUS = ("rollout.max_staleness=1",)
 _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
 
@@ -268,6 +282,12 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "latent attention": [f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, _CUDA],
         "held out": [_HELD_OUT],
+        "asynchronous": _ASYNCHRONOUS,
+        "asynchronous, in place": [*_ASYNCHRONOUS, "rollout.in_flight=in_place"],
+        "asynchronous, held out": [*_ASYNCHRONOUS, _HELD_OUT],
+        "carried over": [*_ASYNCHRONOUS, "rollout.oversample=1.5", "rollout.concurrency=1", "train.steps=4"],
+        "two servers": ["rollout.servers=2"],
+        "few at a time": ["rollout.concurrency=2", "train.steps=4"],
         "set": _set("prompts"),
         "marked answers": ["data.answer_key=marked"],
         "sampled": [_HELD_OUT, "eval.temperature=0.5"],
@@ -334,13 +354,19 @@ SWEEPS: dict[str, Sequence[str]] = {
     "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched"),
+    "rollout.in_flight": ("plain", "asynchronous", "carried over"),
+    "rollout.keep_kv": ("plain", "asynchronous", "asynchronous, in place"),
+    "rollout.late": ("plain", "carried over"),
+    "rollout.oversample": ("plain", "asynchronous"),
+    "rollout.collectors": ("plain", "two servers"),
+    "rollout.longest_first": ("few at a time",),
     "reward": ("plain", "graders"),
     **dict.fromkeys(("reward.workers", "reward.timeout_s"), ("plain", "graders", "no rule")),
     # All combinations of its functions are in test_algorithm_keys.py.
     "algorithm": ("plain", "critic", "KL steered", "distilled", "dapo", "own loss", "own advantage"),
     **dict.fromkeys(("algorithm.kl_in", "algorithm.kl_kind"), ("plain", "KL in the loss", "KL steered")),
     "algorithm.kl_coef": ("plain", "KL in the loss", "preset of a KL in the reward, distilled", "distilled advantages"),
-    "algorithm.correction": ("plain", "corrected", "masked", "distilled"),
+    "algorithm.correction": ("plain", "corrected", "masked", "distilled", "asynchronous"),
     "actor": ("plain", "adapters", "experts"),
     "actor.routing_replay": ("plain", "experts", "experts on cuda"),
     "reference": ("plain", "KL in the loss", "adapters", "distilled"),
@@ -349,6 +375,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "teacher": ("plain", "distilled", "distilled advantages"),
     "placement": ("plain", "KL on two", "searched, KL on two"),
     "eval": ("plain", "held out", "sampled", "graders"),
+    "eval.overlap": ("plain", "held out", "asynchronous, held out"),
     "train": ("plain", "saves"),
     "dpo": ("plain", "ipo"),
     "report": ("plain", "wandb"),
@@ -359,7 +386,10 @@ _OF_TRAIN = "a section that runs of `megarl train` have too: the key is refused 
 NEVER: dict[str, dict[str, str]] = {
     "train": {
         "data.over_length": "error refuses a run whose rows are too long, as the world's are: that is its effect",
-        "rollout.max_staleness": "it is for plans alone, until there are asynchronous runs",
+        **dict.fromkeys(
+            ("rollout.top_p", "rollout.top_k"),
+            "samples from a part of the distribution are refused: that, said with the reason, is their effect",
+        ),
         **dict.fromkeys(
             (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge")),
             "it says which keys stand beside it: alone it cannot change",

@@ -44,8 +44,9 @@ class LocalRollout:
         client: Any = None,
     ) -> None:
         self.recipe, self._model, self._num_shards, self._beside = recipe, model, num_shards, beside
-        self.collectors = [
-            Collector(
+
+        def collector() -> Collector:
+            return Collector(
                 recipe,
                 prompts=prompts,
                 eval_prompts=eval_prompts,
@@ -54,8 +55,9 @@ class LocalRollout:
                 decode=lambda ids: " ".join(map(str, ids)),
                 num_collectors=num_collectors,
             )
-            for _ in range(num_collectors)
-        ]
+
+        self._collector = collector
+        self.collectors = [collector() for _ in range(num_collectors)]
         self._turns = [LocalAdvantages(recipe) for _ in self.collectors]
         self.coordinator: Any = None
         self._plan: StepPlan | None = None
@@ -78,6 +80,14 @@ class LocalRollout:
         await self.coordinator.close()
         for collector in self.collectors:
             await collector.close()
+
+    async def replace(self, owner: int) -> None:
+        """A new collector in the place of one that has died."""
+        old, new = self.collectors[owner], self._collector()
+        await new.start()
+        self.collectors[owner] = new
+        await self.coordinator.replace(owner, new)
+        await old.close()
 
     async def generate(self, step: int, version: int) -> tuple[list[Shard], BatchInfo]:
         """A step's shards, as the ranks put them together."""

@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.cluster import feeder, ranks, rollout, runtime, server_start, servers, slots, waits
+from megarl.cluster import collectors, coordinator, feeder, ranks, rollout, runtime, server_start, slots, waits
 from megarl.cluster.healing import Restarts
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
@@ -34,8 +34,10 @@ from megarl.rewards import combine
 from megarl.rollout import collector
 from megarl.run import begin, preflight, session, supervised, train
 from megarl.training import run_checkpoints
-from tests.support.dry.actors import Book, Client, Collector, Pool, Poster, Rank, Ray, Router, Server
+from tests.support.dry.actors import Book, Collector, Rank, Router, Server
+from tests.support.dry.answers import Client, Pool, Poster
 from tests.support.dry.learning import rounded
+from tests.support.dry.ray import Ray
 
 DEVICES = 64  # of the only node
 TOKENIZERS = cache(load_tokenizer)
@@ -82,28 +84,30 @@ class _Silent:
 @contextmanager
 def stage(book: Book, folder: Path) -> Iterator[None]:
     """Everything outside of this process replaced."""
-    with pytest.MonkeyPatch.context() as patch, closing(asyncio.new_event_loop()) as loop:
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         fake = Ray(
             {
                 ranks.RankActor: partial(Rank, book),
                 server_start.ServerActor: partial(Server, book),
                 server_start.RouterActor: partial(Router, book),
                 rollout.CollectorActor: partial(Collector, book),
+                rollout.CoordinatorActor: rollout.CoordinatorActor,
                 feeder.FeederActor: feeder.FeederActor,
             },
-            loop,
+            asyncio.new_event_loop(),
         )
-        for module in (ranks, server_start, rollout, feeder):
-            patch.setattr(module.ray, "remote", fake.remote)  # type: ignore[attr-defined]
-        patch.setattr(servers.ray, "wait", lambda references, **_: (references, []))  # type: ignore[attr-defined]
-        for module in (rollout, feeder):
+        stack.callback(fake.close)
+        patch.setattr(rollout.ray, "remote", fake.remote)  # type: ignore[attr-defined]
+        patch.setattr(rollout.ray, "wait", fake.wait)  # type: ignore[attr-defined]
+        for module in (collectors, coordinator, feeder):
             patch.setattr(module, "configure_process", lambda spec: ProcessFacts(1, "host"))
-        patch.setattr(waits.Waiter, "wait", _method(_waited, book))
+        patch.setattr(waits.Waiter, "wait", _method(_waited, book, fake))
         patch.setattr(session.Runtime, "start", partial(_started, book, folder))
         patch.setattr(runtime.Runtime, "close", lambda self: None)
         patch.setattr(slots, "reserve", lambda platform, nodes, count, size=1: _slots(nodes[0], count, size))
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
-        patch.setattr(collector, "ServerClient", lambda router, attempts: Client(book))
+        patch.setattr(collector, "ServerClient", lambda endpoint, **_: Client(book))
         patch.setattr(session, "Restarts", partial(_restarts, book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
         patch.setattr(combine, "JsonClient", partial(Poster, book))
@@ -130,14 +134,14 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         yield
 
 
-def _method(function: Callable[..., Any], book: Book) -> Any:
-    """A method that is given the book behind its object."""
-    return lambda self, *arguments, **named: function(book, *arguments, **named)
+def _method(function: Callable[..., Any], *first: Any) -> Any:
+    """A method that is given these in the place of its object."""
+    return lambda self, *arguments, **named: function(*first, *arguments, **named)
 
 
-def _waited(book: Book, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float) -> list[Any]:
+def _waited(book: Book, fake: Ray, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float) -> list[Any]:
     book.note("wait", phase, role, deadline_s)
-    return [call.result.value for call in calls]
+    return fake.results([call.result for call in calls])
 
 
 def _restarts(book: Book, most: int) -> Restarts:

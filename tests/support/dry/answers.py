@@ -1,0 +1,133 @@
+"""What answers in a run without servers and graders: responses that follow from their prompts, and grades from these."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from megarl.core.types import VersionSpan
+from megarl.rewards.grade import Grade, failed
+from megarl.serving.answers import Generation
+from megarl.serving.sampling import Sampling
+from tests.support.dry.actors import Book
+
+END, LETTERS, VOCAB = 2, 20, 60
+
+
+class Client:
+    """In the place of a client of router or server: responses out of the prompt and how often it was asked, a token at a time."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def generate(
+        self, token_ids: Any, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None
+    ) -> Generation:
+        """A response whose log-probs and end follow from its tokens. Each token is of the weights that are there by then."""
+        book, ids = self._book, np.asarray(token_ids)
+        book.in_flight += 1
+        book.note("generate", tuple(ids.tolist()), str(sampling.body()), sampling.routing, deadline_s, book.in_flight)
+        key = ids.tobytes()
+        seed = int(np.sum(ids)) * 7 + (book.asked[key] if sampling.temperature else 0) * 5
+        book.asked[key] += 1
+        length = 1 + seed % sampling.max_tokens
+        versions = await self._versions(length)
+        book.in_flight -= 1
+        finish = "stop" if seed % 3 else "length"
+        if len(versions) < length:
+            finish, length = "abort", len(versions)
+        tokens = np.array([LETTERS + (seed + 3 * at) % VOCAB for at in range(length)], np.int64)
+        if finish == "stop":
+            tokens[-1] = END
+        return Generation(
+            token_ids=tokens,
+            logprobs=(-1.5 + np.sin(seed + np.arange(length))).astype(np.float32),
+            text=f"{seed % 4}",
+            finish=finish,
+            finish_message="",
+            versions=_spans(versions),
+            prompt_tokens=len(ids),
+            cached_tokens=0,
+            routing=np.zeros((len(ids) + length - 1, 6), np.int16) if sampling.routing else None,
+        )
+
+    async def _versions(self, length: int) -> list[int]:
+        """The version of each token; fewer tokens where the request is cut off."""
+        cuts, versions = self._book.cuts, []
+        while len(versions) < length and self._book.cuts == cuts:
+            await asyncio.sleep(0)
+            if not self._book.paused:
+                versions.append(self._book.version)
+        return versions
+
+    async def abort(self, deadline_s: float) -> None:
+        """Cut off all that runs."""
+        self._book.note("abort", self._book.in_flight, deadline_s)
+        self._book.cuts += 1
+
+    async def close(self) -> None:
+        return None
+
+
+def _spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+    starts = [at for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
+    ends = [*starts[1:], len(versions)]
+    return tuple(VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=True))
+
+
+class Pool:
+    """In the place of the processes of a rule."""
+
+    def __init__(self, book: Book, fn: str, workers: int, timeout_s: float, *, key: str) -> None:
+        self._fn = fn
+        book.note("rule", fn, workers, timeout_s)
+
+    async def start(self) -> None:
+        return None
+
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+        """Two functions differ, and a response's score depends on it, but for prompts that all answer equally badly.
+
+        Some responses to one prompt get no grade.
+        """
+        if answer in ("6", "1009") and int(response) == 1:
+            return failed("error: ValueError: no grade for this one")
+        if sum(map(ord, answer)) % 3 == 0:
+            return Grade(0.25)
+        return Grade(((len(prompt) + len(answer) + int(response)) % 4 + len(self._fn) % 3) / 4)
+
+    def oldest(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+class Poster:
+    """In the place of what posts to remote graders and judges."""
+
+    def __init__(self, book: Book, url: str, key: str | None, *, timeout_s: float, retries: int) -> None:
+        self.url, self._book, self._in_flight = url, book, 0
+        book.note("poster", url, key, timeout_s, retries)
+
+    async def post(self, body: dict[str, Any]) -> Any:
+        """A judge's reply, or a number for each item."""
+        self._in_flight += 1
+        self._book.note("post", self.url, str(body), self._in_flight)
+        for _ in range(12):  # longer than most responses take
+            await asyncio.sleep(0)
+        self._in_flight -= 1
+        if "items" in body:
+            return {"rewards": [int(item["response"]) / 2 for item in body["items"]]}
+        return {"choices": [{"message": {"content": f'Score: 4, mark 5, or {{"points": {len(str(body)) % 5}}}'}}]}
+
+    async def close(self) -> None:
+        return None
