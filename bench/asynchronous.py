@@ -75,7 +75,7 @@ class Size:
     layers: int
 
 
-FULL, QUICK = Size(10, 32, 2, 320, 2), Size(3, 8, 2, 64, 1)
+FULL, QUICK = Size(8, 32, 2, 320, 2), Size(3, 8, 2, 64, 1)
 
 
 def luck(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -122,7 +122,9 @@ def recipe_of(folder: Path, name: str, size: Size) -> dict[str, Any]:
             "prompts_per_step": size.prompts,
             "samples_per_prompt": size.samples,
             "max_response_tokens": LONGEST,
-            "max_running_requests": 2 * size.prompts * size.samples,
+            # As many as a step has: what comes ahead of it takes the places of those that are done, not of those that are due.
+            "max_running_requests": size.prompts * size.samples,
+            "concurrency": size.prompts * size.samples,
             "kv_tokens": size.prompts * size.samples * LONGEST,
         },
         "reward": {"fn": "bench.asynchronous:luck"},

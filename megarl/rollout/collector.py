@@ -267,7 +267,7 @@ class Collector:
         episode = Episode(prompt, replace(sampling, seed=seed), f"{group}/{index}", group)
         sample = None
         while sample is None:
-            async with self._gate.request(expected):
+            async with self._gate.request(step, expected):
                 sample = await episode.go_on(
                     self._client,
                     self._decode,

@@ -11,7 +11,10 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """At most `most` requests at once, the longest expected first, none while it is closed.
+    """At most `most` requests at once, those of the earliest step first, of these the longest expected; none while it is closed.
+
+    The step comes first because others wait for its last request: one that a weight sync cut off must not queue behind the
+    groups of the step after.
 
     servers: that these requests share; where fewer run than there are servers, the rest are idle. clock: seconds that only go up.
     """
@@ -21,7 +24,7 @@ class Gate:
         self._open = True
         self._running = 0
         self._order = itertools.count()
-        self._queue: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._queue: list[tuple[int, float, int, asyncio.Future[None]]] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._busy_s = 0.0
@@ -48,10 +51,10 @@ class Gate:
         return self._busy_s
 
     @asynccontextmanager
-    async def request(self, expected_tokens: float = 0.0) -> AsyncIterator[None]:
-        """A request's time at the servers: begins when it is its turn."""
+    async def request(self, step: int = 0, expected_tokens: float = 0.0) -> AsyncIterator[None]:
+        """A request's time at the servers: begins when it is its turn. step: that waits for it."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (-expected_tokens, next(self._order), turn)
+        entry = (step, -expected_tokens, next(self._order), turn)
         heapq.heappush(self._queue, entry)
         self._admit()
         try:
@@ -83,7 +86,7 @@ class Gate:
 
     def _admit(self) -> None:
         while self._open and self._queue and self._running < self._most:
-            _, _, turn = heapq.heappop(self._queue)
+            *_, turn = heapq.heappop(self._queue)
             if turn.cancelled():
                 continue
             self._count(1)

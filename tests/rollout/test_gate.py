@@ -14,8 +14,10 @@ def gate_of(most: int, servers: float = 1.0) -> Gate:
     return Gate(most, servers, asyncio.get_running_loop().time)
 
 
-async def asks(gate: Gate, name: str, began: list[str], expected: float = 0.0, seconds: float = 1.0) -> None:
-    async with gate.request(expected):
+async def asks(
+    gate: Gate, name: str, began: list[str], expected: float = 0.0, seconds: float = 1.0, step: int = 0
+) -> None:
+    async with gate.request(step, expected):
         began.append(name)
         await asyncio.sleep(seconds)
 
@@ -37,6 +39,24 @@ def test_the_longest_expected_go_first_and_no_more_than_may() -> None:
     assert began == ["a", "b", "d", "c", "e"]
     assert most == [2, 2, 1]
     assert busy_s == pytest.approx(3.0)
+
+
+def test_a_request_that_was_cut_off_goes_before_those_of_the_step_after() -> None:
+    async def go() -> list[str]:
+        gate, began = gate_of(1), []
+        first = asyncio.create_task(asks(gate, "due", began, step=1))
+        await asyncio.sleep(0.1)
+        ahead = asyncio.create_task(asks(gate, "ahead, and long", began, expected=9.0, step=2))
+        await asyncio.sleep(0.1)
+        gate.close()
+        await first
+        again = asyncio.create_task(asks(gate, "due, again", began, step=1))
+        await asyncio.sleep(0.1)
+        gate.open()
+        await asyncio.gather(ahead, again)
+        return began
+
+    assert run_virtual(go()) == ["due", "due, again", "ahead, and long"]
 
 
 def test_a_closed_gate_lets_those_end_that_run() -> None:
