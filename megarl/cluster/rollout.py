@@ -342,12 +342,13 @@ class LaunchingRollout:
         """Start the collectors, for servers that are starting; returns at once, so that ranks can start meanwhile."""
         count = num_collectors(recipe)
         nodes = runtime.nodes.members
+        endpoint = servers.endpoint()  # asked once: a router that is started again is another actor at the same address
 
         def start(owner: int) -> Worker:
             node = nodes[owner % len(nodes)] if count > 1 else runtime.here
             spec = runtime.process("collector" if count == 1 else f"collector {owner}", node)
             actor = ray.remote(CollectorActor).options(**slot_on(node).options)
-            return Worker(actor.remote(spec, recipe, servers.endpoint(), count), spec, UNKNOWN)
+            return Worker(actor.remote(spec, recipe, endpoint, count), spec, UNKNOWN)
 
         collectors = [start(owner) for owner in range(count)]
         spec = runtime.process("coordinator")
