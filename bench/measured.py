@@ -87,23 +87,6 @@ def _rollout_simulation(result: Result) -> str:
     return f"simulated: {rows}. The table took {result['cpu_s']:.1f} s of CPU time (limit {result['limit_s']:g} s)"
 
 
-def _asynchronous(result: Result) -> str:
-    rows = []
-    for name, ratios in result["ratios"].items():
-        idle = statistics.median(one["servers_idle"] for one in result["turns"][name])
-        rows.append(f"{name}: {statistics.median(ratios):.2f} ({_range(ratios)}), servers idle {idle:.0%}")
-    loads = _range(result["loads"], ".0f")
-    return f"{'; '.join(rows)}. Machine's load before each run: {loads}"
-
-
-def _asynchronous_learn(result: Result) -> str:
-    sides = "; ".join(
-        f"{name} {', '.join(f'{found:.3f}' for found in by_seed.values())}"
-        for name, by_seed in result["accuracy"].items()
-    )
-    return f"held-out accuracy after {result['steps']} steps, by seed: {sides}"
-
-
 def _driver_overhead(result: Result) -> str:
     outside = {name: each["outside_waits_s"] for name, each in result["results"].items()}
     shares = [each["cpu_s"] / result["real_step_s"] for each in result["results"].values()]
@@ -269,8 +252,6 @@ ROWS = (
     Row("rollout_overhead", "a bare asyncio client on the same server, same prompts", _rollout_overhead),
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
     Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
-    Row("asynchronous", "tokens/s of the synchronous run of the same turn; targets 1.5 and 1.2", _asynchronous),
-    Row("asynchronous_learn", "the synchronous run of the same seed", _asynchronous_learn),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),
@@ -293,9 +274,6 @@ ROWS = (
     Row("algorithms", "plain loops", _algorithms),
 )  # fmt: skip
 
-# Of results that are not made by the module of their name.
-COMMANDS = {"submit": "python bench/submit.py", "asynchronous_learn": "python -m bench.asynchronous --learn"}
-
 
 def render(folder: Path = RESULTS) -> str:
     """The page."""
@@ -304,7 +282,7 @@ def render(folder: Path = RESULTS) -> str:
         result = json.loads((folder / f"{row.name}.json").read_text())
         host = result.get("host") if isinstance(result, dict) else None
         machine, date = _machine(host if isinstance(host, dict) else {})
-        command = COMMANDS.get(row.name, f"python -m bench.{row.name}")
+        command = "python bench/submit.py" if row.name == "submit" else f"python -m bench.{row.name}"
         lines.append(f"| `{command}` | {row.against} | {row.seen(result)} | {machine} | {date} |\n")
     return HEAD + "".join(lines)
 

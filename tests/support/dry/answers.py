@@ -29,7 +29,7 @@ class Client:
         return None
 
     async def generate(
-        self, token_ids: Any, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None
+        self, token_ids: Any, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None, **_: object
     ) -> Generation:
         """A response whose log-probs and end follow from its tokens. Each token is of the weights that are there by then."""
         book, ids = self._book, np.asarray(token_ids)
