@@ -71,8 +71,8 @@ class Rollout(Section):
     concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
     max_restarts: Annotated[int, Field(ge=0)] = Field(
         8,
-        description="most times within an hour that servers and router, together, are started again where one dies or "
-        "hangs; one more death ends the run. 0: a server that dies is gone for good",
+        description="most times within an hour that servers, router and collectors, together, are started again where one "
+        "dies or hangs; one more death ends the run. 0: a server that dies is gone for good",
     )
     offload: tuple[ServerPart, ...] = Field(
         (),
