@@ -124,6 +124,8 @@ def calibrated(run: PastRun, cluster: Cluster) -> Cluster:
     cluster = replace(cluster, rates=rates)
     names = [name for name in (*_TRAINING, *_SERVING) if getattr(rates, name) > 0]
     cluster = fit(cluster, [name for name in names if name in _TRAINING], pairs("prepare", "train"))
+    if run.workload.staleness:
+        return cluster  # what the ranks waited for is not what the servers took
     return fit(cluster, [name for name in names if name in _SERVING], pairs("rollout"))
 
 
@@ -144,15 +146,26 @@ def compare(run: PastRun, cluster: Cluster) -> Table:
 def advice(folder: Path, cluster: Cluster | None = None) -> str | None:
     """A line where another placement on the run's own devices is predicted faster, calibrated by the run; else None.
 
+    Placements of a synchronous run are compared with asynchronous ones as well (one version behind), and the other way
+    round.
+
     cluster: that it was on; default: by the table of devices. Raises UserError where nothing is known of it.
     """
     run = read_run(folder)
     known = calibrated(run, cluster or cluster_of_run(run))
-    best: PlacementPlan = plan_recipe(run.recipe, run.workload, known, top=1).best
     mine = predict_recipe(run.recipe, run.workload, known).step_s
+    best: PlacementPlan = plan_recipe(run.recipe, run.workload, known, top=1).best
+    staleness = 0 if run.workload.staleness else 1
+    other: PlacementPlan = plan_recipe(run.recipe, replace(run.workload, staleness=staleness), known, top=1).best
+    way = ""
+    # Samples of older weights are a price, which little does not pay; nor is the way to them worth it.
+    if other.step_s < WORTH * min(best.step_s, mine):
+        best = other
+        way = f" with rollout.max_staleness={staleness}"
     if best.step_s >= WORTH * mine:
         return None
     return (
-        f"Another placement is predicted to take {best.step_s:.3g} s a step instead of {mine:.3g} s: {best.describe()}. "
+        f"Another placement is predicted to take {best.step_s:.3g} s a step instead of {mine:.3g} s{way}: {best.describe()}. "
         f"See it by: megarl plan {folder / RECIPE_FILE} --from-run {folder}"
+        + (f" --max-staleness {staleness}" if way else "")
     )

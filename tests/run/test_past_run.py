@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,17 @@ def test_advice_comes_where_another_placement_is_faster(tmp_path: Path) -> None:
     said = advice(folder)
     assert said is not None
     assert "a step instead of" in said and f"--from-run {folder}" in said
+
+
+@pytest.mark.parametrize(("staleness", "way"), [(0, " with rollout.max_staleness=1: "), (1, " s: ")])
+def test_advice_compares_a_synchronous_run_with_asynchronous_ones(tmp_path: Path, staleness: int, way: str) -> None:
+    """Four devices, of which two can generate while two train; the asynchronous run is advised of its own kind alone."""
+    cluster = host_cluster(4)
+    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=12e9))
+    folder = run_folder(tmp_path, "cluster.devices=4", f"rollout.max_staleness={staleness}", rows=[MEASURED] * 3)
+    said = advice(folder, cluster)
+    assert said is not None and f"{way}" in said and "asynchronous: actor" in said
+    assert said.endswith(" --max-staleness 1") == (staleness == 0)
 
 
 def test_no_advice_for_the_best_placement(tmp_path: Path) -> None:
