@@ -83,12 +83,15 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/carried_tokens": MetricSpec(
         "fraction", "trained tokens of older versions than the newest / trained tokens", ".3f"
     ),
+    "rollout/stale_samples": MetricSpec(
+        "samples", "left out of the step because all of their trained tokens are too old", ".0f"
+    ),
     "rollout/groups_running": MetricSpec("groups", "under way once the step had its own", ".0f"),
     "rollout/groups_finished": MetricSpec("groups", "finished and left over once the step had its own", ".0f"),
     "rollout/requests_queued": MetricSpec("requests", "that waited for their turn at the collectors", ".0f"),
     "rollout/dropped/REASON": MetricSpec(
         "groups",
-        "not trained on, because of REASON, since the run or its resume began: zero_variance, late, stale",
+        "not trained on, because of REASON, since the run or its resume began: zero_variance, late",
         ".0f",
     ),
     "rollout/groups_lost": MetricSpec(

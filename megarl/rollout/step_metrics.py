@@ -72,7 +72,7 @@ def version_metrics(taken: Sequence[GroupFacts], version: int, oldest: int) -> d
     """How old the tokens are that a step trains on. version: of the weights that it trains."""
     behind: list[int] = []
     counts: list[int] = []
-    old = new = 0
+    old = new = stale = 0
     used: dict[int, int]  # version -> tokens
     for facts in taken:
         for spans, ok in zip(facts.spans, facts.usable, strict=True):
@@ -86,8 +86,9 @@ def version_metrics(taken: Sequence[GroupFacts], version: int, oldest: int) -> d
                 current = used.get(version, 0)
                 old += sum(used.values()) - current
                 new += current
+            stale += bool(ok and spans and not used)
     if not behind:
-        return {}
+        return {"rollout/stale_samples": float(stale)}
     shares = {f"rollout/staleness/{number}": count / len(behind) for number, count in sorted(Counter(behind).items())}
     return {
         "rollout/staleness_mean": float(np.mean(behind)),
@@ -95,6 +96,7 @@ def version_metrics(taken: Sequence[GroupFacts], version: int, oldest: int) -> d
         **shares,
         "rollout/versions_per_sample": float(np.mean(counts)),
         "rollout/carried_tokens": old / max(1, old + new),
+        "rollout/stale_samples": float(stale),
     }
 
 

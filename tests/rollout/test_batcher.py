@@ -117,6 +117,7 @@ def test_how_far_behind_a_step_is() -> None:
             "rollout/staleness/1": 1 / 3,
             "rollout/versions_per_sample": 4 / 3,
             "rollout/carried_tokens": 2 / (2 + 3 + 3),
+            "rollout/stale_samples": 1,
         }
     )
-    assert version_metrics([replace(MIXED, usable=np.zeros(2, np.bool_))], 5, 4) == {}
+    assert version_metrics([replace(MIXED, usable=np.zeros(2, np.bool_))], 5, 4) == {"rollout/stale_samples": 0}
