@@ -22,6 +22,7 @@ from megarl.serving.vigil import Vigil
 
 LOOK_S = 2.0  # between two looks at whether a process stands still
 ASK_S = 30.0  # most seconds between two questions whether it answers
+REGISTER_S = 0.5  # between two looks at the shared memory of a process that starts
 HEALTH_S = 20.0  # longest wait for one such answer
 
 
@@ -53,8 +54,15 @@ class _Supervisor:
     async def start(self, deadline_s: float) -> Started:
         """Start the subprocess and wait until it is ready."""
         self._process.start()
-        await asyncio.to_thread(self._process.wait_ready, deadline_s)
-        register_segments(self._registry, self._process.shm_names())
+        ready = asyncio.create_task(asyncio.to_thread(self._process.wait_ready, deadline_s))
+        known: set[str] = set()
+        while not ready.done():
+            # Also of one that is killed as it starts: its segments are found by its processes alone.
+            await asyncio.wait([ready], timeout=REGISTER_S)
+            names = set(self._process.shm_names())
+            register_segments(self._registry, sorted(names - known))
+            known |= names
+        await ready
         return Started(self._process.pid, self._facts, self._endpoint)
 
     async def watch(self) -> str:

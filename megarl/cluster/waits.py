@@ -156,7 +156,8 @@ class Waiter:
 
     def _look(self, pending: Sequence[Any], timeout_s: float) -> list[Any]:
         """What is ready first, of all that somebody waits for, watches or follows; nothing where the time is over."""
-        everything = [*pending, *self.watches, *self.notices, *self.followed]
+        # A call may be waited for and followed at once; Ray takes each reference once.
+        everything = list(dict.fromkeys([*pending, *self.watches, *self.notices, *self.followed]))
         ready, _ = ray.wait(everything, num_returns=1, timeout=timeout_s)
         self._check_ray()
         return list(ready)

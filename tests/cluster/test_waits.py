@@ -176,6 +176,17 @@ def test_what_is_followed_goes_on_during_another_wait(workers: list[Worker], wai
         waiter.until(lambda: len(done) == 3, "a third end", 30)  # nothing can bring it about any more
 
 
+def test_a_call_may_be_followed_and_waited_for_at_once(workers: list[Worker], waiter: Waiter) -> None:
+    first, second = workers
+    done: list[list[int]] = []
+    call = Call(first, first.handle.answer.remote(7))
+    waiter.follow([call], lambda results, failure: done.append(results))
+    assert waiter.wait([call], phase="p", role="r", deadline_s=30) == [7]
+    waiter.wait([Call(second, second.handle.answer.remote(8))], phase="p", role="r", deadline_s=30)
+    waiter.until(lambda: bool(done), "an end", 30)
+    assert done == [[7]] and waiter.followed == {}
+
+
 def test_who_is_patient_hears_of_a_failure_once_all_have_ended(workers: list[Worker], waiter: Waiter) -> None:
     done: list[str] = []
     calls = [Call(workers[0], workers[0].handle.raise_user_error.remote())]
