@@ -356,7 +356,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "rollout": ("plain", "cuda", "searched"),
     "rollout.in_flight": ("plain", "asynchronous", "carried over"),
     "rollout.keep_kv": ("plain", "asynchronous", "asynchronous, in place"),
-    "rollout.late": ("plain", "carried over"),
+    "rollout.late": ("plain",),
     "rollout.oversample": ("plain", "asynchronous"),
     "rollout.collectors": ("plain", "two servers"),
     "rollout.longest_first": ("few at a time",),
@@ -390,6 +390,7 @@ NEVER: dict[str, dict[str, str]] = {
             ("rollout.top_p", "rollout.top_k"),
             "samples from a part of the distribution are refused: that, said with the reason, is their effect",
         ),
+        "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",
         **dict.fromkeys(
             (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge")),
             "it says which keys stand beside it: alone it cannot change",

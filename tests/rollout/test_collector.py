@@ -17,6 +17,7 @@ from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
+from megarl.rollout.producer import Pace
 from megarl.rollout.seeds import request_seed
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
@@ -531,3 +532,11 @@ def test_every_request_has_the_seed_of_its_sample(tmp_path: Path, deterministic:
     assert found == sorted(wanted)
     assert len({seed for _, seed in found}) == 14
     assert all(("extra_key" in body) is deterministic for body in bodies)
+
+
+def test_what_a_recipe_says_of_pace_is_what_the_producer_goes_by(tmp_path: Path) -> None:
+    stale = make_recipe(tmp_path, rollout={"max_staleness": 1, "oversample": 1.5, "late": "drop"})
+    assert Pace.of(stale, beside=True) == Pace(4, max_staleness=1, ahead=4, late="drop")
+    assert Pace.of(stale, beside=False) == Pace(4, max_staleness=1, ahead=2, late="drop")
+    dapo = make_recipe(tmp_path, algorithm={"refill_rounds": 2, "drop_zero_variance_groups": True})
+    assert Pace.of(dapo, beside=False) == Pace(4, refills=8)
