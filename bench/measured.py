@@ -87,6 +87,14 @@ def _rollout_simulation(result: Result) -> str:
     return f"simulated: {rows}. The table took {result['cpu_s']:.1f} s of CPU time (limit {result['limit_s']:g} s)"
 
 
+def _asynchronous(result: Result) -> str:
+    rows = []
+    for name, ratios in result["ratios"].items():
+        idle = statistics.median(one["servers_idle"] for one in result["turns"][name])
+        rows.append(f"{name}: {statistics.median(ratios):.2f} ({_range(ratios)}), servers idle {idle:.0%}")
+    return f"{'; '.join(rows)}. Load before each run: {_range(result['loads'], '.0f')}"
+
+
 def _driver_overhead(result: Result) -> str:
     outside = {name: each["outside_waits_s"] for name, each in result["results"].items()}
     shares = [each["cpu_s"] / result["real_step_s"] for each in result["results"].values()]
@@ -252,6 +260,7 @@ ROWS = (
     Row("rollout_overhead", "a bare asyncio client on the same server, same prompts", _rollout_overhead),
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
     Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
+    Row("asynchronous", "tokens/s of the synchronous run of the same turn; target 1.5", _asynchronous),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),
