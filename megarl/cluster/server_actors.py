@@ -22,7 +22,7 @@ from megarl.serving.vigil import Vigil
 
 LOOK_S = 2.0  # between two looks at whether a process stands still
 ASK_S = 30.0  # most seconds between two questions whether it answers
-REGISTER_S = 0.5  # between two looks at the shared memory of a process that starts
+REGISTER_S = 0.2  # between two looks at the shared memory of a process that starts
 HEALTH_S = 20.0  # longest wait for one such answer
 
 
