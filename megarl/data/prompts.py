@@ -17,7 +17,6 @@ from megarl.core.errors import UserError
 from megarl.core.types import IntArray, Prompt
 from megarl.data.answers import final_answer
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, render
-from megarl.data.cursor import Cursor
 from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.schema import Data
 
@@ -143,31 +142,6 @@ def load_prompts(path: Path, tokenizer: Tokenizer, data: Data) -> PromptSet:
             "Raise the limit."
         )
     return PromptSet(tuple(prompts), num_dropped, max(len(prompt.token_ids) for prompt in prompts))
-
-
-class PromptSource:
-    """Hands out prompts, epoch after epoch; its place can be saved."""
-
-    def __init__(self, prompts: PromptSet, seed: int, *, shuffle: bool = True) -> None:
-        self._prompts = prompts.prompts
-        self._cursor = Cursor(len(prompts.prompts), seed, shuffle=shuffle, what="prompts")
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes handed out so far."""
-        return self._cursor.epoch
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, crossing epochs where needed."""
-        return [self._prompts[index] for index in self._cursor.take(count)]
-
-    def state(self) -> dict[str, Any]:
-        """The place, for a checkpoint."""
-        return self._cursor.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place. Raises UserError where the data or the seed have changed."""
-        self._cursor.load_state(state)
 
 
 def _check_prompt_type(prompt: object, row: Row, key: str) -> list[Message]:

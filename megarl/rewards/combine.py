@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import Sample
 from megarl.recipe.reward import Grader as Settings
 from megarl.recipe.reward import HttpGrader, Judge, Reward, Rule
 from megarl.rewards.check import read_key
@@ -148,18 +145,6 @@ class Graders:
                     f"{member.timeout_s:g} s"
                 )
         self._look_later()
-
-
-def part_metrics(samples: Sequence[Sample], kept: Sequence[Sample]) -> dict[str, float]:
-    """Of each grader: mean and population deviation of its scores over the samples kept, and its failures over all."""
-    metrics: dict[str, float] = {}
-    for name in sorted({name for sample in samples for name in sample.reward_parts}):
-        scores = np.array([sample.reward_parts[name] for sample in kept], np.float64)
-        failures = sum(sample.reward_parts.get(name, 0.0) is None for sample in samples)
-        metrics[f"reward/by/{name}/mean"] = float(scores.mean())
-        metrics[f"reward/by/{name}/std"] = float(scores.std())
-        metrics[f"reward/by/{name}/failures"] = float(failures)
-    return metrics
 
 
 def _open(settings: Settings, reward: Reward, key: str) -> Grader:

@@ -1,4 +1,4 @@
-"""Which of a step's samples are trained on. Every sample left out is counted; none is replaced."""
+"""Samples as numbers, and which of them can be trained on at all. What a step takes is batcher.py's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.algorithms.advantage import zero_variance_groups
 from megarl.core.types import FloatArray, IntArray, Sample, Status
 
 
@@ -40,39 +39,3 @@ def scores(samples: Sequence[Sample], grader: str | None) -> FloatArray:
     if grader is None:
         return rewards(samples)
     return np.array([sample.reward_parts.get(grader) or 0.0 for sample in samples], dtype=np.float32)
-
-
-def zero_variance_share(samples: Sequence[Sample]) -> float:
-    """Groups whose rewards are all equal over groups; 0 where there are no samples."""
-    if not samples:
-        return 0.0
-    return float(zero_variance_groups(rewards(samples), group_index(samples)).mean())
-
-
-def drop_zero_variance(samples: Sequence[Sample]) -> list[Sample]:
-    """Only groups whose rewards differ; all of them where none differ, because a step needs samples."""
-    if not samples:
-        return []
-    groups = group_index(samples)
-    dull = zero_variance_groups(rewards(samples), groups)
-    if dull.all():
-        return list(samples)
-    return [sample for sample, group in zip(samples, groups, strict=True) if not dull[group]]
-
-
-def num_teaching_groups(samples: Sequence[Sample]) -> int:
-    """Groups whose rewards differ."""
-    return int((~zero_variance_groups(rewards(samples), group_index(samples))).sum()) if samples else 0
-
-
-def with_greedy(samples: Sequence[Sample], greedy: Sequence[Sample]) -> list[Sample]:
-    """Without the samples of prompts whose greedy answer has no grade: there is nothing to compare them with."""
-    known = {sample.group_id for sample in usable(greedy)}
-    return [sample for sample in samples if sample.group_id in known]
-
-
-def greedy_rewards(samples: Sequence[Sample], greedy: Sequence[Sample]) -> FloatArray:
-    """The reward of the greedy answer to each group's prompt, by `group_index` of the samples: [G]; empty without any."""
-    by_group = {sample.group_id: sample.reward for sample in usable(greedy)}
-    groups = dict.fromkeys(sample.group_id for sample in samples)
-    return np.array([by_group[group] for group in groups] if by_group else [], dtype=np.float32)

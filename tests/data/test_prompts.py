@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.data.prompts import PromptSource, check_rows, load_prompts
+from megarl.data.prompts import check_rows, load_prompts
 from megarl.recipe.schema import Data
 
 
@@ -152,18 +152,6 @@ def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, A
     assert f"{path}, line 2" in str(caught.value)
     assert says in str(caught.value)
     assert check_rows(path, data(path), limit=1) == 1
-
-
-def test_a_source_goes_on_where_it_was(tmp_path: Path, plain_tokenizer: Any) -> None:
-    path = write(tmp_path, *({"prompt": f"q{index}", "answer": "a"} for index in range(10)))
-    prompts = load_prompts(path, plain_tokenizer, data(path))
-    source, resumed = PromptSource(prompts, seed=3), PromptSource(prompts, seed=3)
-    first = [prompt.id for prompt in source.take(7)]
-    assert len(set(first)) == 7
-    resumed.load_state(source.state())
-    assert [p.id for p in source.take(8)] == [p.id for p in resumed.take(8)]
-    assert source.epoch == resumed.epoch == 1
-    assert [p.id for p in PromptSource(prompts, seed=3, shuffle=False).take(2)] == ["train.jsonl:1", "train.jsonl:2"]
 
 
 def test_the_final_answer_is_taken_from_a_worked_one(tmp_path: Path, plain_tokenizer: Any) -> None:

@@ -8,10 +8,8 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.core.metrics import check_names
 from megarl.recipe.reward import Reward
-from megarl.rewards.combine import Combined, Graders, part_metrics
-from tests.rollout.samples import make_sample
+from megarl.rewards.combine import Combined, Graders
 from tests.support.fake_graders import HANG, FakeGrader, FakeJudge, FakeRemote
 
 T = TypeVar("T")
@@ -164,26 +162,3 @@ def test_what_waits_for_a_server_that_hangs_is_given_up() -> None:
     # One at the start, three at the same time, and at most one in the place of each of these before all have timed out.
     assert 4 <= len(judge.bodies) <= 7
     assert sum("grades in a row were lost before it" in str(each.failure) for each in graded) >= 34
-
-
-def test_scores_and_failures_of_each_grader() -> None:
-    samples = [make_sample(f"g{index}") for index in range(5)]
-    parts: list[dict[str, float | None]] = [
-        {"a": 1.0, "b": 0.5},
-        {"a": 0.0, "b": -0.5},
-        {"a": None, "b": 0.9},
-        {"a": None, "b": None},
-        {},  # never generated
-    ]
-    for sample, each in zip(samples, parts, strict=True):
-        sample.reward_parts = each
-    metrics = part_metrics(samples, samples[:2])
-    assert metrics == {
-        "reward/by/a/mean": 0.5,
-        "reward/by/a/std": 0.5,
-        "reward/by/a/failures": 2.0,
-        "reward/by/b/mean": 0.0,
-        "reward/by/b/std": 0.5,
-        "reward/by/b/failures": 1.0,
-    }
-    check_names(metrics)

@@ -16,20 +16,3 @@ def test_failed_and_ungraded_samples_are_left_out() -> None:
 def test_groups_are_numbered_as_they_appear() -> None:
     samples = [make_sample(group) for group in ("b", "a", "b", "c")]
     assert filters.group_index(samples).tolist() == [0, 1, 0, 2]
-
-
-def test_share_of_groups_without_variance() -> None:
-    samples = [make_sample("a", 1), make_sample("a", 1), make_sample("b", 1), make_sample("b", 0), make_sample("c", 0)]
-    assert filters.zero_variance_share(samples) == 2 / 3
-    assert filters.zero_variance_share([]) == 0.0
-
-
-def test_only_groups_with_variance_are_kept() -> None:
-    samples = [make_sample("a", 1), make_sample("b", 1), make_sample("a", 1), make_sample("b", 0)]
-    assert filters.drop_zero_variance(samples) == [samples[1], samples[3]]
-
-
-def test_where_no_group_has_variance_all_are_kept() -> None:
-    samples = [make_sample("a", 1), make_sample("a", 1), make_sample("b", 0)]
-    assert filters.drop_zero_variance(samples) == samples
-    assert filters.drop_zero_variance([]) == []
