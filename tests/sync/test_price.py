@@ -102,6 +102,8 @@ def test_no_plan_is_below_its_bound_and_no_rank_holds_a_third_bucket(plan: SyncP
     for before, after in pairwise(times):
         assert before.gathered <= before.send_from <= before.sent <= before.load_from <= before.loaded
         assert before.sent <= after.send_from and before.loaded <= after.load_from + 1e-12
+    # Nor does a server: it has loaded the last but one before another comes in.
+    assert all(first.loaded <= third.send_from + 1e-12 for first, third in zip(times, times[2:], strict=False))
 
 
 def test_the_disk_is_not_priced() -> None:
