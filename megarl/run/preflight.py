@@ -255,7 +255,7 @@ def _local_devices(platform: Platform, *, here: bool) -> int | None:
 
 def _check_beside(recipe: Recipe, platform: Platform, *, here: bool) -> None:
     """Devices for ranks and servers, where both work at once. Raises UserError."""
-    there, servers = _local_devices(platform, here=here), recipe.rollout.servers * recipe.rollout.tp
+    there, servers = _local_devices(platform, here=here), recipe.rollout.server_devices
     few = there is not None and platform.has_device_memory and there < recipe.cluster.devices + servers
     check_beside(recipe, beside=not few)
 
