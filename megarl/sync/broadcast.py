@@ -110,6 +110,15 @@ class BroadcastSender:
             self._group.close()
             self._group = None
 
+    def leave(self, deadline_s: float) -> dict[str, str]:
+        """Leave the group, and have its servers give up what they hold of it; who did not, and why.
+
+        For servers that go on without this process. Rank 0's alone to do.
+        """
+        group = self._group
+        self.close()
+        return {} if group is None else asyncio.run(_end_group(group.name, group.servers, deadline_s))
+
     def _gather_again(self, again: bool) -> bool:
         """Rank 0's word, on every rank; what the others pass is not heard."""
         if self._control is None:
@@ -283,7 +292,7 @@ class BroadcastSender:
         """Bring the servers that did not fail back to where an attempt starts; those that cannot, fail too."""
         self.close()
         others = {name: client for name, client in clients.items() if name not in failures}
-        return failures | await _everyone(others, lambda client: _close_session(client, self._grace_s))
+        return failures | await _everyone(others, lambda client: client.close_weight_update(self._grace_s))
 
 
 async def _commit(client: ServerClient, version: int, end: float) -> None:
@@ -292,13 +301,11 @@ async def _commit(client: ServerClient, version: int, end: float) -> None:
     await client.set_weight_version(version, _left(end))
 
 
-async def _close_session(client: ServerClient, deadline_s: float) -> None:
-    """Close the update session; a server that has none says so, and is well."""
-    try:
-        await client.end_weight_update(deadline_s)
-    except ServerError as error:
-        if "no weight-update session is open" not in str(error):
-            raise
+async def _end_group(group: str, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+    async with AsyncExitStack() as stack:
+        clients = {server.name: await stack.enter_async_context(ServerClient(server)) for server in servers}
+        failures = await _everyone(clients, lambda client: client.destroy_group(group, deadline_s))
+    return {name: str(error) for name, error in failures.items()}
 
 
 async def _everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[None]]) -> Failures:

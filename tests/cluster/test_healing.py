@@ -94,8 +94,10 @@ class FakeStarter:
 
     deadline_s = 60.0
 
-    def __init__(self, parts: int = 1, *, offloaded: bool = False) -> None:
+    def __init__(self, parts: int = 1, *, offloaded: bool = False, external: bool = False) -> None:
         self.parts, self.offloaded = parts, offloaded
+        self.comes_back, self.retries = ("is looked for again", False) if external else ("is started again", True)
+        self.source = self
         self.made: list[FakeActor] = []
         self.ended: list[FakeActor] = []
         self.lost_slots: set[int] = set()
