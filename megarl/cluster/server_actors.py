@@ -28,7 +28,10 @@ HEALTH_S = 20.0  # longest wait for one such answer
 
 @dataclass(frozen=True)
 class Started:
-    """A subprocess that is ready. pid: its own, 0 where nobody here knows it. facts: of the actor beside it. endpoint: where it answers."""
+    """A server or router that is ready. pid: its own, 0 where nobody here knows it. endpoint: where it answers.
+
+    facts: of the actor beside it.
+    """
 
     pid: int
     facts: ProcessFacts

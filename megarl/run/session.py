@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from megarl.cluster.critic import LearningCritic, SyncAfterCritic
-from megarl.cluster.feeder import Feeder
 from megarl.cluster.external import Found
+from megarl.cluster.feeder import Feeder
 from megarl.cluster.healing import Restarts
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
