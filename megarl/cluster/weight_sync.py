@@ -81,9 +81,14 @@ class WeightSync:
 
         What goes wrong is only said: the run has ended, or ends of something else.
         """
+        endpoints = [server.endpoint for server in self.rollout.servers.receivers()]
         try:
             [failed] = self.ranks.ask(
-                lambda worker, _: worker.handle.leave_servers.remote(LEAVE_S), "end", self.role, 2 * LEAVE_S, only=[0]
+                lambda worker, _: worker.handle.leave_servers.remote(endpoints, LEAVE_S),
+                "end",
+                self.role,
+                2 * LEAVE_S,
+                only=[0],
             ).wait()
         except MegarlError as error:
             failed = {"the first rank": str(error).splitlines()[0]}

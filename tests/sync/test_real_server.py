@@ -66,7 +66,7 @@ def test_a_server_that_goes_on_alone_holds_nothing_of_a_sender_that_left(served:
     sender.send(HfModel(served.model).buckets, 1, [server])
     assert sender._group is not None
     group = sender._group.name
-    assert sender.leave(10.0) == {} and sender.leave(10.0) == {}
+    assert sender.leave([server], 10.0) == {} and sender.leave([server], 10.0) == {}
 
     async def twice() -> None:
         async with ServerClient(server) as client:

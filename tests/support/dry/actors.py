@@ -128,8 +128,8 @@ class Rank:
         self._book.version = version
         return SyncReport(version, tuple(server.name for server in servers), {}, 1, 1.0, 1)
 
-    def leave_servers(self, deadline_s: float) -> dict[str, str]:
-        self._book.note("leave")
+    def leave_servers(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        self._book.note("leave", len(servers))
         return {}
 
     def take_peaks(self) -> dict[str, int]:
