@@ -94,8 +94,8 @@ SERVER_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("rollout.tp", "rollout.max_running_requests", "rollout.kv_tokens", "rollout.server_args", "rollout.offload"),
         lambda r, _: r.rollout.external is None,
-        "rollout.servers.urls names servers that somebody else started, and whoever starts a server says it by flags of "
-        "sglang.launch_server: docs/rollout.md has them",
+        "rollout.servers.urls names servers that somebody else started: say it by the flags that they are started with "
+        "(docs/rollout.md)",
         (Recipe,),
     ),
 )
