@@ -95,12 +95,13 @@ def test_one_that_does_not_come_is_given_up_with_what_was_wrong(beside: Callable
 def test_the_end_of_a_server_is_seen_and_so_is_its_silence(beside: Callable[..., ExternalActor]) -> None:
     async def go() -> None:
         async with Server() as server:
-            ending = asyncio.create_task(beside(server.endpoint.url).watch())
+            url = server.endpoint.url
+            ending = asyncio.create_task(beside(url).watch())
             while not server.calls:
                 await asyncio.sleep(0.01)
             assert not ending.done()
         how = await asyncio.wait_for(ending, 30.0)
-        assert how.startswith(f"Nobody listens at {server.endpoint.url} any more") and KEY not in how
+        assert how.startswith(f"Nobody listens at {url} any more") and KEY not in how
         async with Server() as silent:
             silent.refuse["/health"] = (503, "")
             paused = beside(silent.endpoint.url, answer_s=0.05)
