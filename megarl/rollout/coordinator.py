@@ -236,7 +236,7 @@ class Coordinator:
     async def _admit(self) -> None:
         """Ask for as many groups as there is room for."""
         steps = max(self._collecting, self._recipe.train.steps - self._step + self._collecting)
-        left = steps * self._pace.groups_per_step + (self._pace.ahead if not self._beside else 0)
+        left = steps * self._pace.groups_per_step  # what no step would train on is not asked for
         collecting = self._collecting or self._renewed
         while room(self.ledger, self._pace, collecting=collecting) and self.ledger.waiting() < left:
             row, step, first = self._next_row()

@@ -215,9 +215,11 @@ class ServerClient:
         Weights are not kept: after `wake` they are garbage until all are sent anew. A part that is offloaded already breaks the
         server.
         """
-        # It dies when asked while anything runs, and a request that was ended takes a moment to be gone.
-        await self.pause(deadline_s=deadline_s)
+        # It dies when asked while anything runs, and a request that was ended takes a moment to be gone. Pausing by "abort"
+        # would wait for that, too, but looks again only after a second, which every step would lose.
+        await self.abort(deadline_s)
         await self.flush_cache(deadline_s / 2, deadline_s)
+        await self.pause("retract", deadline_s)
         await self._post("/release_memory_occupation", {"tags": list(parts)}, deadline_s)
 
     async def wake(self, parts: Sequence[ServerPart], *, serve: bool, deadline_s: float = CALL_S) -> None:
