@@ -11,17 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from urllib.parse import urlsplit
 
-from megarl.core.errors import DeadlineError, MegarlError, UserError
+from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, UserError
 from megarl.serving.answers import AnswerError, field
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 
 ANSWER_S = 10.0
 # What a tokenizer makes of this tells tokenizers apart: words, digits, code, spaces, several scripts, what is rare.
 PROBE = "The 1,234 wolves\tran;\n\n  return x**2  # naïve Größe 東京は晴れ नमस्ते 🙂 <|im_end|>"
-
-
-class UnfitServerError(MegarlError):
-    """A server cannot be used: the message says which, why and what to do, in one paragraph."""
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,8 @@ def test_servers_of_somebody_else_come_and_go_and_outlive_the_run(
     rows = driver.metrics()
     assert [row["step"] for row in rows] == list(range(len(rows)))
     for row in rows[1:]:
-        assert row["rollout/logprob_diff_max"] < 1e-3 and row["rollout/failed"] == 0, row
-        assert row["sync/probe_diff_max"] < 1e-4, row
-    assert rows[-1]["sync/servers"] == 1
+        assert row["rollout/failed"] == 0 and row["sync/probe_diff_max"] < 1e-4, row
+    assert rows[-1]["sync/servers"] == 1 and rows[-1]["actor/kl_loss"] > 0, "the weights that came are others by then"
     said = (driver.folder / "logs" / "driver.log").read_text()
     assert "external server 1 left the pool, 1 remain, and is looked for again (restart 1)" in said
     assert "external server 1 is back after" in said and "external server 0 is back" not in said

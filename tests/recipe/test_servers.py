@@ -61,7 +61,10 @@ def test_a_section_is_servers_of_somebody_else(recipe_file: Path, tmp_path: Path
         ([TWO, "rollout.servers.key_env=sk-secret"], "the key itself belongs in no recipe"),
         ([TWO, "rollout.collectors=3"], "3 processes for 2 servers"),
         ([TWO, "rollout.tp=2"], "`rollout.tp` (on the command line) is read by nothing in this configuration"),
-        ([TWO, "rollout.kv_tokens=4096"], "say it by the flags that they are started with (docs/rollout.md), or remove"),
+        (
+            [TWO, "rollout.kv_tokens=4096"],
+            "say it by the flags that they are started with (docs/rollout.md), or remove",
+        ),
         ([TWO, "rollout.max_running_requests=8"], "say it by the flags"),
         ([TWO, "rollout.server_args=[--log-level, info]"], "say it by the flags"),
         ([TWO, "rollout.offload=[kv_cache]"], "say it by the flags"),
