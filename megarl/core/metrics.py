@@ -201,7 +201,9 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/step_s": MetricSpec("s", "wall time of the step", ".2f"),
     **{f"perf/{name}_s": MetricSpec("s", f"phase `{name}`: {what}", ".2f") for name, what in PHASES.items()},
     "perf/rollout_tokens_per_s": MetricSpec(
-        "tokens/s", "response tokens / seconds of generation, over all servers", ".0f"
+        "tokens/s",
+        "response tokens that were finished since the last step / seconds of generation, over all servers",
+        ".0f",
     ),
     "perf/train_tokens_per_s": MetricSpec(
         "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
