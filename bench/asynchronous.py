@@ -68,8 +68,6 @@ ROWS: dict[str, list[str]] = {
 }
 TARGETS = {"split": 1.5, "colocated": 1.2}
 MOST_IDLE = 0.1  # of the servers, in the best asynchronous row
-# What the ranks do, of a step's phases.
-RANKS = ("logprobs", "reference", "values", "update")
 PHASES = ("rollout", "logprobs", "advantages", "update", "sync")
 SEEDS = (1, 2, 3)
 LEARN = _stale(2, *KEPT)
@@ -172,15 +170,18 @@ def digest(rows: Sequence[dict[str, Any]], size: Size) -> dict[str, Any]:
     tokens = round(sum(row["rollout/response_len_mean"] * samples for row in rows))
     between = rows[1:-1] or rows
     between_s = sum(row["perf/step_s"] for row in between)
-    busy_s = sum(row.get(f"perf/{phase}_s", 0.0) for row in between for phase in RANKS)
+
+    def share(key: str) -> float:
+        return float(sum(row[key] * row["perf/step_s"] for row in between) / between_s)
+
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "steps": len(rows),
         "phases": {phase: sum(row.get(f"perf/{phase}_s", 0.0) for row in rows) / len(rows) for phase in PHASES},
-        "servers_idle": sum(row["perf/servers_idle"] * row["perf/step_s"] for row in between) / between_s,
-        "ranks_idle": 1 - busy_s / between_s,
+        "servers_idle": share("perf/servers_idle"),
+        "ranks_idle": share("perf/ranks_idle"),
         "staleness_mean": statistics.mean(row.get("rollout/staleness_mean", 0.0) for row in rows),
         "staleness_max": max(row.get("rollout/staleness_max", 0.0) for row in rows),
         "carried": statistics.mean(row.get("rollout/carried_tokens", 0.0) for row in rows),

@@ -34,7 +34,7 @@ def turn(rate: float, *, tokens: int = 100, steps: int = 3, idle: float = 0.05) 
 
 def test_a_row_is_digested_from_its_steps() -> None:
     def step(number: int, step_s: float, idle: float, length: float) -> dict[str, Any]:
-        learning = {"perf/logprobs_s": 1.0, "perf/update_s": 2.0}
+        learning = {"perf/update_s": 2.0, "perf/ranks_idle": 1 - 3.0 / step_s}
         return {
             "step": number,
             "perf/step_s": step_s,
