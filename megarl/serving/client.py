@@ -130,14 +130,14 @@ class ServerClient:
         async with _deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
-                    return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+                    return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
                 except (ServerUnreachableError, ServerError) as error:
                     if not nobody_there(error):
                         raise
                     await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                     if gives_up():
                         raise
-            return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+            return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
@@ -326,6 +326,17 @@ class ServerClient:
             text = told.decode("utf-8", "replace")[:ANSWER_SHOWN]
             raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
         return told
+
+
+def _read(body: bytes, what: str, num_prompt: int, sampling: Sampling) -> Generation:
+    """An answer of /generate, with all that was asked for. Raises AnswerError."""
+    generation = answers.read_generation(body, what, num_prompt)
+    if sampling.routing and generation.routing is None and generation.finish != "abort":
+        raise answers.AnswerError(
+            f"{what} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
+            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
+        )
+    return generation
 
 
 class _deadline:
