@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import Block, Prompt, Sample, Status, VersionSpan
+from megarl.core.types import Block, Prompt, Sample, Status, TokenArray, VersionSpan
 from megarl.data.blocks import sample_block
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
@@ -39,6 +39,7 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
+NO_TOKENS: TokenArray = np.zeros(0, np.int32)
 CUT_S, CUT_AGAIN_S = 10.0, 0.5
 
 
@@ -215,13 +216,13 @@ class Collector:
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
         if self._probe:
-            sequences = [[*sample.prompt.token_ids, *sample.response_ids] for sample in self._probe]
+            sequences = [(sample.prompt.token_ids, sample.response_ids) for sample in self._probe]
         else:
-            sequences = [list(prompt.token_ids) for prompt in self._prompts.prompts]
-        usable = [sequence[-PROBE_TOKENS:] for sequence in sequences if len(sequence) > 1]
+            sequences = [(prompt.token_ids, NO_TOKENS) for prompt in self._prompts.prompts]
+        usable = [parts for parts in sequences if sum(map(len, parts)) > 1]
         # Neighbours are of the same group and say much the same: spread over the step.
         chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
-        return [[int(token) for token in sequence] for sequence in chosen]
+        return [np.concatenate(parts)[-PROBE_TOKENS:].tolist() for parts in chosen]
 
     def _made(self, making: asyncio.Task[None]) -> None:
         """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
@@ -355,7 +356,7 @@ def _masked(sample: Sample, oldest: int) -> Sample:
     mask = sample.loss_mask.copy()
     for span in old:
         mask[span.start : span.end] = 0
-    return replace(sample, loss_mask=mask)
+    return replace(sample, loss_mask=mask, memory=None)
 
 
 def _trained_spans(sample: Sample) -> tuple[VersionSpan, ...]:
