@@ -3,7 +3,7 @@
     python -m bench.collector
 
 Each collector is a process that asks a stub server (bench/support/stub_server.py) for responses of 8,192 tokens, so many in
-flight, through the client and the sampler of the product, and packs every so many samples into shards. Counted are CPU
+flight, through the client and the sampler of the product, and deals every so many samples to blocks. Counted are CPU
 seconds of the collector's own process, user and system: with few cores its neighbours take turns with it, and the clock
 would show theirs. Every sample's tokens, log-probs and versions are checked against what the stub sent.
 
@@ -35,7 +35,7 @@ from bench.support.collected_step import MICRO_BATCH_TOKENS, Size, measure_steps
 from bench.support.measure import write
 from bench.support.stub_server import PROMPT_TOKENS, VARIANTS, VERSION, answer, stub_server
 from megarl.core.types import FloatArray, Prompt, Sample, Status, VersionSpan
-from megarl.data.pack import pack
+from megarl.data.pack import pack_samples
 from megarl.rollout.single_turn import Episode
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
@@ -114,7 +114,7 @@ async def run(url: str, samples: int, tokens: int, in_flight: int, part: int) ->
             began, before = time.monotonic(), time.process_time()
             got = await collect(client, prompt, first, min(part, samples - first), tokens, in_flight)
             before_pack = time.process_time()
-            pack(
+            pack_samples(
                 got,
                 num_shards=2,
                 mini_batch_samples=len(got),
@@ -146,7 +146,7 @@ def measure(collectors: int, samples: int, tokens: int, in_flight: int, part: in
 
 def show(results: dict[int, list[Spent]]) -> None:
     """The table."""
-    table = Table(title="A collector's CPU, from a server's answer to shards")
+    table = Table(title="A collector's CPU, from a server's answer to blocks")
     columns = ("collectors", "tokens", "M tokens / CPU s of each", "of it packing", "M tokens/s of all", "peak GiB")
     for column in columns:
         table.add_column(column, justify="right")
@@ -164,27 +164,29 @@ def show(results: dict[int, list[Spent]]) -> None:
     Console().print(table)
 
 
-def steps(collectors: int, samples: int, tokens: int, in_flight: int) -> list[dict[str, float]]:
-    """A whole step, which so many collectors share."""
+def steps(collectors: int, samples: int, tokens: int, in_flight: int) -> list[list[dict[str, float]]]:
+    """Whole steps, which so many collectors share: [collector][step]."""
     bodies = sent_by_stub(tokens)
     sent = {first: (np.array(body["output_ids"]), logprobs_of(body)) for first, body in bodies.items()}
     return measure_steps(collectors, Size(samples // collectors, tokens, in_flight), sent)
 
 
-def bounded(step: dict[str, float]) -> bool:
-    """Whether a collector held no more than its samples and what it may hold beside."""
-    return step["peak_bytes"] <= step["sample_bytes"] + step["text_bytes"] + BESIDE_BYTES
+def within(made: list[dict[str, float]]) -> bool:
+    """Whether a collector held no more than its samples and what it may hold beside, and was ready in time at the end."""
+    last = made[-1]
+    bound = last["sample_bytes"] + last["text_bytes"] + BESIDE_BYTES
+    return last["peak_bytes"] <= bound and last["ready_s"] <= MOST_READY_S
 
 
-def show_steps(found: dict[str, list[dict[str, float]]]) -> None:
+def show_steps(found: dict[str, list[list[dict[str, float]]]]) -> None:
     """The table of whole steps."""
     table = Table(title="A whole step: what a collector holds, and from its last answer to blocks that can be fetched")
-    columns = ("step", "M tokens", "bytes a token", "with texts", "most held", "GiB", "planned s", "ready s", "CPU s")
+    columns = ("step", "M tokens", "bytes a token", "with texts", "most held", "GiB", "planned s", "ready s", "first")
     for column in columns:
         table.add_column(column, justify="right")
     for name, each in found.items():
-        for step in each:
-            num = step["num_tokens"]
+        for made in each:
+            step, num = made[-1], made[-1]["num_tokens"]
             table.add_row(
                 name,
                 f"{num / 1e6:.1f}",
@@ -194,7 +196,7 @@ def show_steps(found: dict[str, list[dict[str, float]]]) -> None:
                 f"{step['peak_bytes'] / 2**30:.2f}",
                 f"{step['plan_s']:.2f}",
                 f"{step['ready_s']:.2f}",
-                f"{step['cpu_s']:.1f}",
+                f"{made[0]['ready_s']:.2f}",
             )
     Console().print(table)
 
@@ -228,7 +230,7 @@ def main(
     everyone = [one for spent in results.values() for one in spent]
     if any(one.peak_bytes > MOST_BYTES or (one.rate < TARGET and not quick) for one in everyone):
         sys.exit(1)
-    if not all(bounded(step) and step["ready_s"] <= MOST_READY_S for each in whole.values() for step in each):
+    if not quick and not all(within(made) for each in whole.values() for made in each):
         sys.exit(1)
 
 

@@ -3,6 +3,9 @@
 Collector and coordinator are the product's. In a run the coordinator is a process of its own; here each collector has one
 in its process, and its time counts. Grading takes no time. Blocks are handed over as in a run: an actor's call returns them,
 and each is ready once any process can fetch it.
+
+Two steps, one after the other: in the first the object store takes memory that nobody has touched before, which the kernel
+has to clear; later ones find it there.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from tests.models.configs import PLAIN
 
 import ray  # isort: skip  (after megarl.cluster, which decides how Ray authenticates)
 
+STEPS = 2
 GROUP = 8
 SHARDS = 8
 MICRO_BATCH_TOKENS = 32768
@@ -54,9 +58,9 @@ class Size:
 class Held:
     """One collector's step, when its blocks have been made; `last_s` is on the machine's clock, the rest is bytes and seconds.
 
-    sample_bytes, text_bytes: of what waits for the step. peak_bytes: most memory of its own that the process held beyond
-    what it had before the first answer. plan_s, blocks_s: from the last answer until the coordinator had made the step,
-    and until the collector had made its blocks. cpu_s: of the process, from the first answer on.
+    sample_bytes, text_bytes: of what waits for the step. peak_bytes: most memory of its own that the process held so far
+    beyond what it had before the first answer. plan_s, blocks_s: from the last answer until the coordinator had made the
+    step, and until the collector had made its blocks. cpu_s: of the process so far, from the first answer on.
     """
 
     num_tokens: int
@@ -137,8 +141,8 @@ class StepCollector:
         """Where this process runs."""
         return self._facts
 
-    async def make(self, url: str, folder: Path, size: Size) -> None:
-        """A step, until it is known what goes where."""
+    async def open(self, url: str, folder: Path, size: Size) -> None:
+        """Get ready."""
         self._client = TimedClient(ServerEndpoint("stub", url, "bench"))
         groups = size.samples // GROUP
         prompts = [Prompt(f"p:{row}", np.arange(PROMPT_TOKENS, dtype=np.int32), "", "") for row in range(groups)]
@@ -152,11 +156,14 @@ class StepCollector:
             decode=lambda _: "",
         )
         data = await self._collector.start()
-        coordinator = Coordinator(recipe, [self._collector], data, model=PLAIN, num_shards=SHARDS, beside=False)
+        self._coordinator = Coordinator(recipe, [self._collector], data, model=PLAIN, num_shards=SHARDS, beside=False)
         self._peak, self._cpu_s = PeakBytes(), time.process_time()
         self._peak.start()
-        await coordinator.release(VERSION)
-        self._plan = await coordinator.next(1, VERSION)
+
+    async def make(self, step: int) -> None:
+        """A step, until it is known what goes where."""
+        await self._coordinator.release(VERSION)
+        self._plan = await self._coordinator.next(step, VERSION)
         self._plan_s = time.monotonic() - self._client.last_s
 
     async def part(self) -> tuple[None, *tuple[Block, ...]]:
@@ -196,13 +203,13 @@ def step_recipe(folder: Path, size: Size) -> Recipe:
                 "concurrency": size.in_flight,
             },
             "actor": {"micro_batch_tokens": max(MICRO_BATCH_TOKENS, PROMPT_TOKENS + size.tokens)},
-            "train": {"steps": 1},
+            "train": {"steps": STEPS},
         }
     )
 
 
-def measure_steps(collectors: int, size: Size, sent: Mapping[int, tuple[Any, Any]]) -> list[dict[str, float]]:
-    """A step of this size of each of so many collectors side by side, each with a stub server: what it took each.
+def measure_steps(collectors: int, size: Size, sent: Mapping[int, tuple[Any, Any]]) -> list[list[dict[str, float]]]:
+    """Steps of this size of each of so many collectors side by side, each with a stub server: [collector][step].
 
     sent: what the stubs answer, by the first token: ids and log-probs. `ready_s`: from the last answer until all blocks can
     be fetched; `block_bytes`: of these.
@@ -216,8 +223,12 @@ def measure_steps(collectors: int, size: Size, sent: Mapping[int, tuple[Any, Any
         actors = [ray.remote(StepCollector).options(num_cpus=0).remote(spec) for spec in specs]
         ray.get([actor.facts.remote() for actor in actors])  # processes take a moment to start
 
-        def one(actor: Any, url: str) -> dict[str, float]:
-            ray.get(actor.make.remote(url, folder, size))
+        def one(actor: Any, url: str) -> list[dict[str, float]]:
+            ray.get(actor.open.remote(url, folder, size))
+            return [made(actor, 1 + index) for index in range(STEPS)]
+
+        def made(actor: Any, step: int) -> dict[str, float]:
+            ray.get(actor.make.remote(step))
             [done, *blocks] = actor.part.options(num_returns=1 + SHARDS).remote()
             ray.wait([done, *blocks], num_returns=1 + SHARDS, fetch_local=False)
             ready = time.monotonic()

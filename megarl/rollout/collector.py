@@ -39,7 +39,6 @@ log = get_logger(__name__)
 
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
-NO_TOKENS: TokenArray = np.zeros(0, np.int32)
 CUT_S, CUT_AGAIN_S = 10.0, 0.5
 
 
@@ -78,7 +77,7 @@ class Collector:
         self._gate = Gate(concurrency, max(1, recipe.rollout.servers) / num_collectors)
         self._groups: dict[int, _Group] = {}
         self._finished: asyncio.Queue[GroupFacts | BaseException] = asyncio.Queue()
-        self._probe: list[Sample] = []
+        self._probe: list[list[int]] = []
         self.notices = notices or Notices()
 
     @classmethod
@@ -183,7 +182,8 @@ class Collector:
         """This collector's block of each shard of a step."""
         samples = [_masked(self._groups[group].samples[at], part.oldest) for group, at in part.samples]
         if samples:
-            self._probe = samples
+            # No more than these: the samples themselves are let go once they have been trained on.
+            self._probe = _some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
         number = {int(index): at for at, index in enumerate(part.indices)}
         blocks = []
         for indices in part.blocks:
@@ -215,14 +215,7 @@ class Collector:
 
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
-        if self._probe:
-            sequences = [(sample.prompt.token_ids, sample.response_ids) for sample in self._probe]
-        else:
-            sequences = [(prompt.token_ids, NO_TOKENS) for prompt in self._prompts.prompts]
-        usable = [parts for parts in sequences if sum(map(len, parts)) > 1]
-        # Neighbours are of the same group and say much the same: spread over the step.
-        chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
-        return [np.concatenate(parts)[-PROBE_TOKENS:].tolist() for parts in chosen]
+        return self._probe or _some([(prompt.token_ids,) for prompt in self._prompts.prompts])
 
     def _made(self, making: asyncio.Task[None]) -> None:
         """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
@@ -315,6 +308,14 @@ async def _abort(server: ServerEndpoint) -> None:
             await client.abort(CUT_S)
         except MegarlError as error:
             log.warning("%s", error)
+
+
+def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
+    """The last tokens of a few of these, each given in pieces."""
+    usable = [pieces for pieces in sequences if sum(map(len, pieces)) > 1]
+    # Neighbours are of the same group and say much the same: spread over the step.
+    chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
+    return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]
 
 
 def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.types import Block, Prompt, Sample, ShardPlan, Status
-from megarl.data.blocks import sample_block
+from megarl.data.blocks import laid, sample_block
 from megarl.data.deal import Dealt, deal, deal_step
 from megarl.data.pack import assemble, join_columns, merge_columns, merge_shards, pack, split_column
 from tests.data.slow_pack import plain, slow_deal, slow_shards
@@ -53,7 +53,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Sample], list[int], int, dict[str, Any]
         first += sample.num_tokens
         if told == "always" or (told == "at times" and draw(st.booleans())):
             sample = replace(sample, routing=np.arange(3 * sample.num_tokens - 3, dtype=np.int16).reshape(-1, 3))
-        samples.append(sample)
+        samples.append(laid(sample) if draw(st.booleans()) else sample)
     num_owners = draw(st.integers(1, 4))
     owners = [draw(st.integers(0, num_owners - 1)) for _ in samples]
     options = {
