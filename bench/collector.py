@@ -31,7 +31,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.support.collected_step import MICRO_BATCH_TOKENS, Size, measure_steps
 from bench.support.measure import write
 from bench.support.stub_server import PROMPT_TOKENS, VARIANTS, VERSION, answer, stub_server
 from megarl.core.types import FloatArray, Prompt, Sample, Status, VersionSpan
@@ -41,6 +40,7 @@ from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
 TARGET = 2e6  # tokens a CPU second
+MICRO_BATCH_TOKENS = 32768
 # What a collector may hold beside the samples of one part: answers in flight in their bytes and lists, and what it imports.
 MOST_BYTES = 3 * 2**30
 # Of a whole step: beside its samples and their texts, and from the last answer until its blocks can be fetched.
@@ -166,6 +166,9 @@ def show(results: dict[int, list[Spent]]) -> None:
 
 def steps(collectors: int, samples: int, tokens: int, in_flight: int) -> list[list[dict[str, float]]]:
     """Whole steps, which so many collectors share: [collector][step]."""
+    # Not where processes of the first measurement would import Ray as well.
+    from bench.support.collected_step import Size, measure_steps
+
     bodies = sent_by_stub(tokens)
     sent = {first: (np.array(body["output_ids"]), logprobs_of(body)) for first, body in bodies.items()}
     return measure_steps(collectors, Size(samples // collectors, tokens, in_flight), sent)

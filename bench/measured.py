@@ -74,8 +74,8 @@ def _collector(result: Result) -> str:
     each = ", ".join(
         f"{_range(rates, '.2f')} ({count} collector{'s' * (count != '1')})" for count, rates in by_count.items()
     )
-    whole = "; ".join(f"{name}, {_collected(made)}" for name, made in result["steps"].items())
-    return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB. Steps of {whole}"
+    whole = "".join(f"; a step of {name}: {_collected(made)}" for name, made in result.get("steps", {}).items())
+    return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB{whole}"
 
 
 def _collected(made: Sequence[Sequence[Mapping[str, float]]]) -> str:

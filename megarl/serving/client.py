@@ -113,7 +113,7 @@ class ServerClient:
 
         Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
-        ids = np.ascontiguousarray(token_ids, np.int64)
+        ids = np.ascontiguousarray(token_ids, np.int32)
         body = orjson.dumps(
             {
                 "input_ids": ids,
