@@ -13,6 +13,7 @@ from hypothesis import settings
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 if TYPE_CHECKING:
+    from tests.support.forked_ranks import Ranks
     from tests.support.served import Pool
 
 # No deadline for a single example: on a busy machine the first one, which warms caches, would fail by the clock alone.
@@ -27,3 +28,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
     with serving(tmp_path_factory.mktemp("served")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Starts several ranks, for all tests that look at what they compute."""
+    from tests.support.forked_ranks import forked_ranks
+
+    with forked_ranks() as made:
+        yield made

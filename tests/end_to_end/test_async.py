@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end import chaos
-from tests.end_to_end.harness import Driver, kill
+from tests.end_to_end.harness import Driver, assert_says_how_to_go_on, kill
 
 pytestmark = pytest.mark.slow
 
@@ -44,14 +45,15 @@ def samples(driver: Driver, step: int) -> set[str]:
 
 
 def test_samples_of_several_versions_and_a_resume_that_goes_on_with_what_was_under_way(launch: Launch) -> None:
+    """The first run is ended by Ctrl-C."""
     setting = ("run.name=beside", *SMALL, *IN_PLACE, *TWO, *EVALUATED, "train.save_every=3")
     driver = launch(*setting, "train.steps=1000")
     driver.wait_for_step(5)
-    driver.process.send_signal(signal.SIGINT)
-    code, _, error = driver.finish(60)
+    os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
+    code, _, error = driver.finish(30)
     assert code == 130, error
     driver.assert_nothing_left()
-    last = max((driver.folder / "checkpoints").glob("step_*"))
+    last = assert_says_how_to_go_on(driver, signal.SIGINT, error, (*setting, "train.steps=1000"))
     saved = json.loads((last / "state.json").read_text())
     waiting = saved["data"]["waiting"]
     assert len(waiting) == 8, "groups of the next two steps are under way while one is saved"

@@ -1,6 +1,6 @@
 """What each rank of a world does for test_invariance.
 
-python -m tests.training.invariance_ranks <rank> <ranks> <port> <root> tests|thorough
+Its arguments: <rank> <ranks> <port> <root> tests|thorough
 """
 
 from __future__ import annotations
@@ -231,7 +231,3 @@ def main() -> None:
     if size == 1:
         torch.save(reference, stored)
     rank.close()
-
-
-if __name__ == "__main__":
-    main()
