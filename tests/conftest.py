@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from megarl.core.loading import without_collection
 
 # No test asks the real hub, also not where a path that leads nowhere looks like a name on it.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +22,15 @@ if TYPE_CHECKING:
 # No deadline for a single example: on a busy machine the first one, which warms caches, would fail by the clock alone.
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported for the tests stays to the end: nobody looks for garbage in it."""
+    with without_collection():
+        found = yield
+        gc.freeze()
+    return found
 
 
 @pytest.fixture(scope="session")

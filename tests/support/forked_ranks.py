@@ -20,6 +20,10 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from megarl.core.loading import without_collection
+from megarl.core.platform import get_platform
+from megarl.models.bootstrap import prepare_megatron
+
 GRACE_S = 10.0  # for the others to end by themselves, once a rank has failed
 LOADED = ("megarl.training.engine", "megarl.training.checkpoint", "transformers")
 
@@ -101,17 +105,13 @@ def _run_all(module: str, count: int, words: list[str], log: str) -> list[int | 
 
 def main() -> None:
     """Load, then fork whatever is asked for on standard input."""
-    from megarl.core.platform import get_platform
-    from megarl.models.bootstrap import prepare_megatron
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    gc.disable()
-    prepare_megatron(get_platform("cpu"))
-    for name in LOADED:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    with without_collection():
+        prepare_megatron(get_platform("cpu"))
+        for name in LOADED:
+            importlib.import_module(name)
+        gc.freeze()  # the ranks share it
     for line in sys.stdin:
         print(json.dumps(_run_all(**json.loads(line))), file=answers, flush=True)
 

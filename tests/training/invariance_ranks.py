@@ -201,7 +201,8 @@ def run_cases(world: World, reference: Reference, cases_alone: list[Case]) -> No
             expected = reference[balance_of(micro_batches * case.layout.dp) if kind == "balance" else model]
             append(path, difference(kind, name, case, micro_batches, found, expected))
 
-    for case in cases_alone:
+    # Process groups are made anew for each other layout.
+    for case in sorted(cases_alone, key=lambda case: str(case.layout)):
         for micro_batches, found in world.alone(case).items() if case.layout.world_size == size else ():
             reference.setdefault(case.model, found)
             report("alone", str(case), case, micro_batches, found)
