@@ -58,7 +58,10 @@ def _auto_tokenizer() -> Any:
         with without_collection(), as_if_missing("torch"):
             from transformers import AutoTokenizer
     finally:
-        os.environ.pop(told) if before is None else os.environ.update({told: before})
+        if before is None:
+            del os.environ[told]
+        else:
+            os.environ[told] = before
     return AutoTokenizer
 
 

@@ -25,14 +25,17 @@ from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
 
 GRACE_S = 10.0  # for the others to end by themselves, once a rank has failed
-LOADED = ("megarl.training.engine", "megarl.training.checkpoint", "transformers")
+LOADED = ("megarl.training.engine", "megarl.training.checkpoint")
 
 
 class Ranks:
     """Starts ranks, one group of them after the other."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.support.forked_ranks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -53,6 +56,7 @@ class Ranks:
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], deadline_s)[0]:
             self.close()
+            self._process = self._start()  # for the next
             return f"not done after {deadline_s:g} s: {log.read_text()}"
         codes = json.loads(self._process.stdout.readline() or b'["the process that starts ranks has ended"]')
         return "" if codes == [0] * count else f"exit codes {codes}: {log.read_text()}"
