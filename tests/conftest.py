@@ -15,6 +15,9 @@ from megarl.core.loading import without_collection
 # No test asks the real hub, also not where a path that leads nowhere looks like a name on it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Ray has its workers, and so ranks and servers, stand back for everybody else: beside other tests they would get nothing done.
+os.environ["RAY_worker_niceness"] = "0"
+
 if TYPE_CHECKING:
     from tests.support.forked_ranks import Ranks
     from tests.support.served import Pool

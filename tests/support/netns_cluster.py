@@ -187,6 +187,7 @@ def nodes(count: int) -> Iterator[Nodes]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # as in tests/conftest.py
     }
     with ExitStack() as ended:
         bridge = f"mgb{mark}"
