@@ -16,7 +16,7 @@ from megarl.core.loading import without_collection
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Ray has its workers, and so ranks and servers, stand back for everybody else: beside other tests they would get nothing done.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ.update(RAY_worker_niceness="0")
 
 if TYPE_CHECKING:
     from tests.support.forked_ranks import Ranks
