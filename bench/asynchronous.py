@@ -8,9 +8,13 @@ by a length drawn once (log-normal, sigma 1), and the model never ends a respons
 prompts, the same tokens and the same number of optimizer steps; that they did is checked. Rows of a kind run in turns, and
 ratios are of the same turn: a machine that slows down meanwhile favours nobody.
 
-Rows `split` have a server beside the rank; in rows `colocated` they take turns, as on devices that they share. Everything
-from the first step's beginning to the last one's end counts, also the first step, which no asynchronous run can overlap.
-Idle shares are of the steps between the first and the last. Ranks are busy while they compute log-probs or learn.
+Rows `split` have a server beside the rank, and a model for which both take about as long. In rows `colocated` they take
+turns, as on devices that they share; what a step loses there is its longest answers, which run alone at last. A GPU makes few
+tokens hardly faster than many; so that this core does, too, the model is small and a step has few, long answers.
+
+Everything from the first step's beginning to the last one's end counts, also the first step, which no asynchronous run can
+overlap, and the last, which waits for all that is left. Idle shares are of the steps between the first and the last. Ranks are
+busy while they compute log-probs or learn.
 
 Exit code 0 only where the tokens are the same and the targets are reached.
 """
@@ -24,7 +28,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,43 +43,52 @@ from bench.support.quickstart import ROOT, accuracy, call, metrics, train, warm_
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import END, make_tiny_model, make_tokenizer
 
-SIGMA, MEDIAN, LONGEST = 1.0, 32, 400  # of responses, in tokens
+SIGMA = 1.0  # of the logarithm of responses' lengths
 SPLIT, COLOCATED = "split, synchronous", "colocated, synchronous"
-BESIDE = ["rollout.max_staleness=1"]
-IN_PLACE = [*BESIDE, "rollout.in_flight=in_place"]
+KEPT = ["rollout.in_flight=in_place", "rollout.keep_kv=true"]
 ALONE = ["rollout.offload=[kv_cache]"]
+
+
+def _stale(versions: int, *words: str) -> list[str]:
+    return [f"rollout.max_staleness={versions}", *words]
+
+
 ROWS: dict[str, list[str]] = {
     SPLIT: [],
-    "split, staleness 1, abort": [*BESIDE, "rollout.in_flight=abort"],
-    "split, staleness 1, in place": IN_PLACE,
-    "split, staleness 1, in place, KV kept": [*IN_PLACE, "rollout.keep_kv=true"],
-    "split, staleness 1, finish": [*BESIDE, "rollout.in_flight=finish"],
-    "split, staleness 2, abort": ["rollout.max_staleness=2"],
+    "split, staleness 1, in place, KV kept": _stale(1, *KEPT),
+    "split, staleness 2, finish": _stale(2, "rollout.in_flight=finish"),
+    "split, staleness 2, abort": _stale(2, "rollout.in_flight=abort"),
+    "split, staleness 2, in place": _stale(2, "rollout.in_flight=in_place"),
+    "split, staleness 2, in place, KV kept": _stale(2, *KEPT),
+    "split, staleness 4, in place, KV kept": _stale(4, *KEPT),
     COLOCATED: ALONE,
-    "colocated, oversample 1.25": [*ALONE, *BESIDE, "rollout.oversample=1.25"],
-    "colocated, oversample 1.5": [*ALONE, *BESIDE, "rollout.oversample=1.5"],
+    "colocated, oversample 1.25, staleness 1": [*ALONE, *_stale(1, "rollout.oversample=1.25")],
+    "colocated, oversample 1.5, staleness 2": [*ALONE, *_stale(2, "rollout.oversample=1.5")],
+    "colocated, oversample 2, staleness 4": [*ALONE, *_stale(4, "rollout.oversample=2.0")],
 }
 TARGETS = {"split": 1.5, "colocated": 1.2}
 MOST_IDLE = 0.1  # of the servers, in the best asynchronous row
-# What the ranks do, of a step's phases.
-RANKS = ("logprobs", "reference", "values", "update")
 PHASES = ("rollout", "logprobs", "advantages", "update", "sync")
 SEEDS = (1, 2, 3)
-LEARN = ["rollout.max_staleness=1", "rollout.in_flight=abort"]
+LEARN = _stale(2, *KEPT)
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the runs. tokens of a response are drawn; hidden and layers make generation and training take about as long."""
+    """Of the runs. prompts: of a step. hidden, layers: of the model. median, longest: tokens of a response."""
 
     steps: int
     prompts: int
     samples: int
     hidden: int
     layers: int
+    median: int
+    longest: int
 
 
-FULL, QUICK = Size(8, 32, 2, 320, 2), Size(3, 8, 2, 64, 1)
+# By kind of rows, as their names begin.
+FULL = {"split": Size(16, 32, 2, 320, 2, 32, 400), "colocated": Size(16, 8, 2, 96, 2, 96, 1200)}
+QUICK = dict.fromkeys(FULL, Size(3, 8, 2, 64, 1, 32, 400))
 
 
 def luck(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -85,7 +98,7 @@ def luck(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> f
 
 def make_model(folder: Path, size: Size) -> None:
     """A random model which never ends a response: one channel of its residual stream tells the head so."""
-    make_tiny_model(folder, hidden_size=size.hidden, layers=size.layers, context=2 * LONGEST)
+    make_tiny_model(folder, hidden_size=size.hidden, layers=size.layers, context=2 * size.longest)
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
@@ -96,11 +109,12 @@ def make_model(folder: Path, size: Size) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
 
 
-def make_data(folder: Path, rows: int) -> Path:
-    """Prompts, each with the length of its responses."""
+def make_data(folder: Path, size: Size) -> Path:
+    """Prompts for all steps, each with the length of its responses."""
+    rows = size.prompts * size.steps
     make_arithmetic(folder, num_train=rows, num_eval=1, num_sft=1)
-    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, rows)
-    lengths = np.clip(np.rint(drawn), 1, LONGEST).astype(int)
+    drawn = np.random.default_rng(0).lognormal(np.log(size.median), SIGMA, rows)
+    lengths = np.clip(np.rint(drawn), 1, size.longest).astype(int)
     lines = (folder / "train.jsonl").read_text().splitlines()
     bounded = [
         json.dumps({**json.loads(line), "max_response_tokens": int(length)})
@@ -121,11 +135,11 @@ def recipe_of(folder: Path, name: str, size: Size) -> dict[str, Any]:
         "rollout": {
             "prompts_per_step": size.prompts,
             "samples_per_prompt": size.samples,
-            "max_response_tokens": LONGEST,
+            "max_response_tokens": size.longest,
             # As many as a step has: what comes ahead of it takes the places of those that are done, not of those that are due.
             "max_running_requests": size.prompts * size.samples,
             "concurrency": size.prompts * size.samples,
-            "kv_tokens": size.prompts * size.samples * LONGEST,
+            "kv_tokens": size.prompts * size.samples * size.longest,
         },
         "reward": {"fn": "bench.asynchronous:luck"},
         "algorithm": {"kl_coef": 0.0, "correction": {}},
@@ -156,24 +170,32 @@ def digest(rows: Sequence[dict[str, Any]], size: Size) -> dict[str, Any]:
     tokens = round(sum(row["rollout/response_len_mean"] * samples for row in rows))
     between = rows[1:-1] or rows
     between_s = sum(row["perf/step_s"] for row in between)
-    busy_s = sum(row.get(f"perf/{phase}_s", 0.0) for row in between for phase in RANKS)
+
+    def share(key: str) -> float:
+        return float(sum(row[key] * row["perf/step_s"] for row in between) / between_s)
+
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "steps": len(rows),
         "phases": {phase: sum(row.get(f"perf/{phase}_s", 0.0) for row in rows) / len(rows) for phase in PHASES},
-        "servers_idle": sum(row["perf/servers_idle"] * row["perf/step_s"] for row in between) / between_s,
-        "ranks_idle": 1 - busy_s / between_s,
+        "servers_idle": share("perf/servers_idle"),
+        "ranks_idle": share("perf/ranks_idle"),
         "staleness_mean": statistics.mean(row.get("rollout/staleness_mean", 0.0) for row in rows),
         "staleness_max": max(row.get("rollout/staleness_max", 0.0) for row in rows),
         "carried": statistics.mean(row.get("rollout/carried_tokens", 0.0) for row in rows),
     }
 
 
+def kind(name: str) -> str:
+    """Of a row: a key of FULL."""
+    return name.partition(",")[0]
+
+
 def baseline(name: str) -> str:
     """Of the row, the synchronous one of its kind."""
-    return SPLIT if name.startswith("split") else COLOCATED
+    return SPLIT if kind(name) == "split" else COLOCATED
 
 
 def compare(turns: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
@@ -187,13 +209,11 @@ def compare(turns: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
 
 
 def same_work(turns: dict[str, list[dict[str, Any]]]) -> bool:
-    """Whether all split rows trained on the same tokens, in as many steps.
-
-    Colocated rows leave groups behind which have not finished when the last step has its own: those, and no more, may miss.
-    """
-    everything = [one for found in turns.values() for one in found]
-    split = {one["tokens"] for name, found in turns.items() if name.startswith("split") for one in found}
-    return len({one["steps"] for one in everything}) == 1 and len(split) <= 1
+    """Whether all rows of a kind trained on the same tokens, in as many steps."""
+    kinds: dict[str, set[tuple[int, int]]] = {}
+    for name, found in turns.items():
+        kinds.setdefault(baseline(name), set()).update((one["tokens"], one["steps"]) for one in found)
+    return all(len(work) == 1 for work in kinds.values())
 
 
 def show(turns: dict[str, list[dict[str, Any]]], ratios: dict[str, list[float]]) -> None:
@@ -219,35 +239,39 @@ def show(turns: dict[str, list[dict[str, Any]]], ratios: dict[str, list[float]])
 
 
 def reached(turns: dict[str, list[dict[str, Any]]], ratios: dict[str, list[float]]) -> dict[str, bool]:
-    """Of each target whose rows ran, whether the best row reaches it."""
+    """Of each target whose rows ran, whether a row reaches it; idle servers are asked of those that are fast enough.
+
+    A row that works far ahead has idle servers at last: all that the run will need is there some steps before its end.
+    """
     found = {}
-    for kind, target in TARGETS.items():
-        rows = {name: statistics.median(each) for name, each in ratios.items() if name.startswith(kind)}
-        rows.pop(baseline(kind), None)
+    for each, target in TARGETS.items():
+        rows = {name: statistics.median(some) for name, some in ratios.items() if kind(name) == each}
+        rows.pop(baseline(each), None)
         if rows:
-            best = max(rows, key=lambda name: rows[name])
-            found[f"{kind}: {target}x"] = rows[best] >= target
-            if kind == "split":
-                idle = statistics.median(one["servers_idle"] for one in turns[best])
-                found[f"idle servers under {MOST_IDLE:.0%}"] = idle < MOST_IDLE
+            fast = [name for name, rate in rows.items() if rate >= target]
+            found[f"{each}: {target}x"] = bool(fast)
+            if each == "split":
+                idle = [statistics.median(one["servers_idle"] for one in turns[name]) for name in fast or rows]
+                found[f"idle servers under {MOST_IDLE:.0%}"] = min(idle) < MOST_IDLE
     return found
 
 
-def measure(names: Sequence[str], size: Size, turns: int) -> dict[str, Any]:
+def measure(names: Sequence[str], sizes: Mapping[str, Size], turns: int) -> dict[str, Any]:
     """Run the rows in turns."""
     chosen = [name for name in ROWS if name in names or name in {baseline(each) for each in names}]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     loads = []
     # Ray's sockets have long names.
     with tempfile.TemporaryDirectory(prefix="ba-", dir="/tmp") as temporary:
-        folder = Path(temporary)
-        make_model(folder / "model", size)
-        (folder / "data").mkdir()
-        make_data(folder / "data", size.prompts * (size.steps + 4))
+        folders = {kind(name): Path(temporary) / kind(name) for name in chosen}
+        for each, folder in folders.items():
+            make_model(folder / "model", sizes[each])
+            (folder / "data").mkdir()
+            make_data(folder / "data", sizes[each])
         for turn in range(turns):
             for name in chosen if turn % 2 == 0 else reversed(chosen):
                 loads.append(os.getloadavg()[0])
-                one = run(folder, name, size)
+                one = run(folders[kind(name)], name, sizes[kind(name)])
                 found[name].append(one)
                 print(f"turn {turn + 1}, {name}: {one['tokens_per_s']:,.0f} tokens/s, load {loads[-1]:.1f}", flush=True)
     return {"turns": found, "ratios": compare(found), "loads": loads, "same_work": same_work(found)}
@@ -255,7 +279,7 @@ def measure(names: Sequence[str], size: Size, turns: int) -> dict[str, Any]:
 
 def learn(folder: Path, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Held-out accuracy after GRPO from the same warm start, synchronous and asynchronous, by seed."""
-    sides: dict[str, list[str]] = {"synchronous": [], "staleness 1": LEARN}
+    sides: dict[str, list[str]] = {"synchronous": [], "staleness 2": LEARN}
     found: dict[str, dict[int, float]] = {name: {} for name in sides}
     for seed in seeds:
         here = folder / f"seed-{seed}"
@@ -271,7 +295,7 @@ def learn(folder: Path, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
 
 def within(found: dict[str, dict[int, float]]) -> bool:
     """Whether the asynchronous mean lies within the spread of the synchronous seeds, or above."""
-    return statistics.mean(found["staleness 1"].values()) >= min(found["synchronous"].values())
+    return statistics.mean(found["staleness 2"].values()) >= min(found["synchronous"].values())
 
 
 def main(
@@ -282,12 +306,12 @@ def main(
     out: Path | None = None,
 ) -> None:
     """Measure and show; writes asynchronous.json. Exits where the rows did other work, or a target is missed."""
-    size = QUICK if quick else FULL
-    result = measure(rows, size, 1 if quick else turns)
+    sizes = QUICK if quick else FULL
+    result = measure(rows, sizes, 1 if quick else turns)
     show(result["turns"], result["ratios"])
     result["targets"] = reached(result["turns"], result["ratios"])
     print(f"same tokens and steps: {result['same_work']}; {result['targets']}")
-    write("asynchronous", {**result, "size": vars(size), "median": MEDIAN, "sigma": SIGMA}, out)
+    write("asynchronous", {**result, "sizes": {each: vars(size) for each, size in sizes.items()}, "sigma": SIGMA}, out)
     if not result["same_work"] or not (quick or all(result["targets"].values())):
         sys.exit(1)
 

@@ -128,14 +128,14 @@ class ServerClient:
         async with _deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
-                    return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+                    return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
                 except (ServerUnreachableError, ServerError) as error:
                     if not nobody_there(error):
                         raise
                     await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                     if gives_up():
                         raise
-            return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+            return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
@@ -205,9 +205,11 @@ class ServerClient:
         Weights are not kept: after `wake` they are garbage until all are sent anew. A part that is offloaded already breaks the
         server.
         """
-        # It dies when asked while anything runs, and a request that was ended takes a moment to be gone.
-        await self.pause(deadline_s=deadline_s)
+        # It dies when asked while anything runs, and a request that was ended takes a moment to be gone. Pausing by "abort"
+        # would wait for that, too, but looks again only after a second, which every step would lose.
+        await self.abort(deadline_s)
         await self.flush_cache(deadline_s / 2, deadline_s)
+        await self.pause("retract", deadline_s)
         await self._post("/release_memory_occupation", {"tags": list(parts)}, deadline_s)
 
     async def wake(self, parts: Sequence[ServerPart], *, serve: bool, deadline_s: float = CALL_S) -> None:
@@ -305,6 +307,17 @@ class ServerClient:
             text = told.decode("utf-8", "replace")[:ANSWER_SHOWN]
             raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
         return told
+
+
+def _read(body: bytes, what: str, num_prompt: int, sampling: Sampling) -> Generation:
+    """An answer of /generate, with all that was asked for. Raises AnswerError."""
+    generation = answers.read_generation(body, what, num_prompt)
+    if sampling.routing and generation.routing is None and generation.finish != "abort":
+        raise answers.AnswerError(
+            f"{what} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
+            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
+        )
+    return generation
 
 
 class _deadline:
