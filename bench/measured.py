@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,19 @@ def _collector(result: Result) -> str:
     each = ", ".join(
         f"{_range(rates, '.2f')} ({count} collector{'s' * (count != '1')})" for count, rates in by_count.items()
     )
-    return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB"
+    whole = "".join(f"; a step of {name}: {_collected(made)}" for name, made in result.get("steps", {}).items())
+    return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB{whole}"
+
+
+def _collected(made: Sequence[Sequence[Mapping[str, float]]]) -> str:
+    """Of each collector its steps, the first ones in memory that nobody has touched before."""
+    held = max(steps[-1]["peak_bytes"] / steps[-1]["num_tokens"] for steps in made)
+    least = max((steps[-1]["sample_bytes"] + steps[-1]["text_bytes"]) / steps[-1]["num_tokens"] for steps in made)
+    ready, first = (_range([steps[at]["ready_s"] for steps in made]) for at in (-1, 0))
+    return (
+        f"{held:.1f} bytes a token held at most (samples and texts {least:.1f}), blocks ready {ready} s after the last answer "
+        f"({first} s in the first step)"
+    )
 
 
 def _rollout_simulation(result: Result) -> str:

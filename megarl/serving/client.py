@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from megarl.core.errors import DeadlineError, MegarlError
-from megarl.core.types import FloatArray, IntArray
+from megarl.core.types import FloatArray, TokenArray
 from megarl.recipe.roles import ServerPart
 from megarl.serving import answers
 from megarl.serving.answers import Generation
@@ -94,7 +94,7 @@ class ServerClient:
 
     async def generate(
         self,
-        token_ids: Sequence[int] | IntArray,
+        token_ids: Sequence[int] | TokenArray,
         sampling: Sampling,
         deadline_s: float = 3600.0,
         *,
@@ -113,7 +113,7 @@ class ServerClient:
 
         Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
-        ids = np.ascontiguousarray(token_ids, np.int64)
+        ids = np.ascontiguousarray(token_ids, np.int32)
         body = orjson.dumps(
             {
                 "input_ids": ids,
@@ -137,7 +137,7 @@ class ServerClient:
                         raise
             return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
 
-    async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:
+    async def prompt_logprobs(self, token_ids: Sequence[int] | TokenArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
         body = {
             "input_ids": np.asarray(token_ids).tolist(),
