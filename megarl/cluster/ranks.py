@@ -174,6 +174,10 @@ class RankActor:
                 lambda: self._rank.buckets(role, bucket_bytes), version, servers, flush_cache=not keep_kv
             )
 
+    def leave_servers(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Leave the group with the servers, and have these leave it too; who did not, and why. For rank 0."""
+        return {} if self._sender is None else self._sender.leave(servers, deadline_s)
+
     def take_peaks(self) -> dict[str, int]:
         """Peak bytes of this rank by `role/operation`, since the last call."""
         return self._rank.take_peaks()

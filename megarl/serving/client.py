@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from megarl.core.errors import DeadlineError, MegarlError
-from megarl.core.types import FloatArray, IntArray
+from megarl.core.types import FloatArray, TokenArray
 from megarl.recipe.roles import ServerPart
 from megarl.serving import answers
 from megarl.serving.answers import Generation
@@ -42,7 +42,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 class ServerEndpoint:
     """Where a server (or the router) answers. tp: its tensor-parallel size: its ranks in a weight sync.
 
-    shares_devices: its devices are ranks' as well.
+    api_key: empty for one that wants none. shares_devices: its devices are ranks' as well. since: what tells one that came back
+    at the same address from the one before.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ServerEndpoint:
     api_key: str = field(repr=False)
     tp: int = 1
     shares_devices: bool = False
+    since: float = 0.0
 
 
 class ServerError(MegarlError):
@@ -94,7 +96,7 @@ class ServerClient:
 
     async def generate(
         self,
-        token_ids: Sequence[int] | IntArray,
+        token_ids: Sequence[int] | TokenArray,
         sampling: Sampling,
         deadline_s: float = 3600.0,
         *,
@@ -113,7 +115,7 @@ class ServerClient:
 
         Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
-        ids = np.ascontiguousarray(token_ids, np.int64)
+        ids = np.ascontiguousarray(token_ids, np.int32)
         body = orjson.dumps(
             {
                 "input_ids": ids,
@@ -128,16 +130,16 @@ class ServerClient:
         async with _deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
-                    return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+                    return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
                 except (ServerUnreachableError, ServerError) as error:
                     if not nobody_there(error):
                         raise
                     await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                     if gives_up():
                         raise
-            return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+            return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
 
-    async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:
+    async def prompt_logprobs(self, token_ids: Sequence[int] | TokenArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
         body = {
             "input_ids": np.asarray(token_ids).tolist(),
@@ -150,10 +152,18 @@ class ServerClient:
     async def health(self, deadline_s: float = 5.0) -> bool:
         """Whether the server answers that it is well."""
         try:
-            async with _deadline(deadline_s, self._what("/health")), self._open().get("/health") as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, OSError, DeadlineError):
+            return await self.well(deadline_s)
+        except ServerUnreachableError:
             return False
+
+    async def well(self, deadline_s: float) -> bool:
+        """Whether the server answers that it is well. Raises ServerUnreachableError where nobody listens."""
+        try:
+            async with _deadline(deadline_s, self._what("/health")):
+                await self._send("GET", "/health", None)
+        except (ServerError, DeadlineError):
+            return False
+        return True
 
     async def weight_version(self, deadline_s: float = CALL_S) -> str:
         """Version of the weights that the server says it serves."""
@@ -244,6 +254,14 @@ class ServerClient:
         """Close the session."""
         await self._post("/end_weight_update", {}, deadline_s)
 
+    async def close_weight_update(self, deadline_s: float = CALL_S) -> None:
+        """Close the session if there is one; a server that has none says so, and is well."""
+        try:
+            await self.end_weight_update(deadline_s)
+        except ServerError as error:
+            if "no weight-update session is open" not in str(error):
+                raise
+
     async def update_from_distributed(
         self,
         names: Sequence[str],
@@ -282,9 +300,10 @@ class ServerClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
+            key = self.endpoint.api_key
             self._session = aiohttp.ClientSession(
                 self.endpoint.url,
-                headers={"Authorization": f"Bearer {self.endpoint.api_key}"},
+                headers={"Authorization": f"Bearer {key}"} if key else {},
                 # The caller bounds what is in flight; deadlines are per call.
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -307,6 +326,17 @@ class ServerClient:
             text = told.decode("utf-8", "replace")[:ANSWER_SHOWN]
             raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
         return told
+
+
+def _read(body: bytes, what: str, num_prompt: int, sampling: Sampling) -> Generation:
+    """An answer of /generate, with all that was asked for. Raises AnswerError."""
+    generation = answers.read_generation(body, what, num_prompt)
+    if sampling.routing and generation.routing is None and generation.finish != "abort":
+        raise answers.AnswerError(
+            f"{what} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
+            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
+        )
+    return generation
 
 
 class _deadline:

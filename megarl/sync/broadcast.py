@@ -110,6 +110,33 @@ class BroadcastSender:
             self._group.close()
             self._group = None
 
+    def leave(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Leave the group, and have these servers give up whatever they hold of this sender; who did not, and why.
+
+        For servers that go on without this process. Rank 0's alone to do.
+        """
+        self.close()
+        return asyncio.run(self._end_groups(servers, deadline_s))
+
+    async def _end_groups(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Also those that a server was in before it went and came back."""
+
+        async def end(client: ServerClient) -> None:
+            for number in range(self._groups_made, 0, -1):
+                try:
+                    await client.destroy_group(self._group_name(number), deadline_s)
+                except ServerError as error:
+                    if "does not exist" not in str(error):
+                        raise
+
+        async with AsyncExitStack() as stack:
+            clients = {server.name: await stack.enter_async_context(ServerClient(server)) for server in servers}
+            failures = await _everyone(clients, end)
+        return {name: str(error) for name, error in failures.items()}
+
+    def _group_name(self, number: int) -> str:
+        return f"megarl-{self._name}-{number}"
+
     def _gather_again(self, again: bool) -> bool:
         """Rank 0's word, on every rank; what the others pass is not heard."""
         if self._control is None:
@@ -166,7 +193,7 @@ class BroadcastSender:
             self.close()
             await _everyone(clients, lambda client: client.destroy_group(old, _left(end)))
         self._groups_made += 1
-        name = f"megarl-{self._name}-{self._groups_made}"
+        name = self._group_name(self._groups_made)
         backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
         places, world_size = slots(servers)
         place = MeetingPlace(self._host, world_size, _left(end))
@@ -283,22 +310,13 @@ class BroadcastSender:
         """Bring the servers that did not fail back to where an attempt starts; those that cannot, fail too."""
         self.close()
         others = {name: client for name, client in clients.items() if name not in failures}
-        return failures | await _everyone(others, lambda client: _close_session(client, self._grace_s))
+        return failures | await _everyone(others, lambda client: client.close_weight_update(self._grace_s))
 
 
 async def _commit(client: ServerClient, version: int, end: float) -> None:
     """Make a server serve what it received."""
     await client.end_weight_update(_left(end))
     await client.set_weight_version(version, _left(end))
-
-
-async def _close_session(client: ServerClient, deadline_s: float) -> None:
-    """Close the update session; a server that has none says so, and is well."""
-    try:
-        await client.end_weight_update(deadline_s)
-    except ServerError as error:
-        if "no weight-update session is open" not in str(error):
-            raise
 
 
 async def _everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[None]]) -> Failures:
