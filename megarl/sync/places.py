@@ -65,7 +65,7 @@ def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
 
     Raises UserError where the ranks alone are more than the cluster's devices.
     """
-    pools, per_node, tp = pools_of(recipe), cluster.devices_per_node, recipe.rollout.tp
+    pools, per_node = pools_of(recipe), cluster.devices_per_node
     first, ranks = 0, sum(pool.devices for pool in pools.values())
     for pool in pools.values():
         if "actor" in pool.roles:
@@ -79,22 +79,32 @@ def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
         bytes_each=4 if recipe.model.dtype == "float32" else 2,
         fused=cluster.device.kernels.fused,
     )
-    count, servers = recipe.rollout.servers, recipe.rollout.servers * tp
-    if not cluster.device.offloads_to_host:
-        # Where processes stand for devices servers have none: they are on the ranks' nodes.
-        receivers = tuple(Receiver(f"server {index}", (trainer.nodes[0],) * tp) for index in range(count))
-        is_beside = True
-    elif cluster.num_devices - ranks >= servers:
-        receivers = servers_apart(count, tp, per_node, ranks)
-        is_beside = False
-    elif cluster.num_devices >= ranks:
-        shared = next(iter(pools.values())).devices
-        receivers = servers_beside(count, tp, trainer, per_node=per_node, first_device=first, devices=shared)
-        is_beside = all(receiver.ranks for receiver in receivers)
-    else:
-        raise UserError(
-            f"The recipe's ranks take {ranks} devices, and there are {cluster.num_devices}: {cluster.describe()}. Give as many "
-            f"nodes as it asks for: {ranks + servers} devices for ranks and servers, or {ranks} that they share."
-        )
+    receivers = _servers_of(recipe, trainer, cluster, ranks, first)
+    without_devices = not cluster.device.offloads_to_host and recipe.rollout.external is None
+    is_beside = without_devices or all(receiver.ranks for receiver in receivers)
     transport: Transport = "shared_memory" if is_beside else "broadcast"
     return plan_sync(trainer, receivers, transport, recipe.sync.bucket_mb * MIB)
+
+
+def _servers_of(recipe: Recipe, trainer: Trainer, cluster: Cluster, ranks: int, first: int) -> tuple[Receiver, ...]:
+    """Where a recipe's servers stand. ranks: of all pools. first: device of the trainer's first rank."""
+    per_node, tp, count, used = (
+        cluster.devices_per_node,
+        recipe.rollout.tp,
+        recipe.rollout.num_servers,
+        recipe.rollout.server_devices,
+    )
+    if cluster.num_devices < ranks:
+        raise UserError(
+            f"The recipe's ranks take {ranks} devices, and there are {cluster.num_devices}: {cluster.describe()}. Give as many "
+            f"nodes as it asks for: {ranks + used} devices for ranks and servers, or {ranks} that they share."
+        )
+    if recipe.rollout.external is not None:
+        return servers_apart(count, tp, per_node, cluster.num_devices)
+    if not cluster.device.offloads_to_host:
+        # Where processes stand for devices servers have none: they are on the ranks' nodes.
+        return tuple(Receiver(f"server {index}", (trainer.nodes[0],) * tp) for index in range(count))
+    if cluster.num_devices - ranks >= used:
+        return servers_apart(count, tp, per_node, ranks)
+    shared = next(iter(pools_of(recipe).values())).devices
+    return servers_beside(count, tp, trainer, per_node=per_node, first_device=first, devices=shared)

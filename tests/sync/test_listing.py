@@ -15,6 +15,7 @@ from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.workload import read_model
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.recipe.servers import ExternalServers
 from megarl.sync.places import plan_of
 from megarl.sync.plan import SyncPlan
 
@@ -22,9 +23,11 @@ LLAMA = "recipes/llama31_70b_ppo_128.yaml"
 FOLDER = known_config("Qwen/Qwen3-4B")
 
 
-def plan(cluster: Cluster, *overrides: str) -> SyncPlan:
+def plan(cluster: Cluster, *overrides: str, servers: ExternalServers | None = None) -> SyncPlan:
     assert FOLDER is not None
     recipe = load_recipe(Path(LLAMA), list(overrides), Recipe).recipe
+    if servers is not None:
+        recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"servers": servers, "tp": 1})})
     return plan_of(recipe, read_model(FOLDER.parent), cluster)
 
 
@@ -66,6 +69,14 @@ def test_where_processes_stand_for_devices_servers_are_on_the_ranks_node() -> No
     found = plan(make_cluster("cpu", 1, 64))
     assert found.transport == "shared_memory" and found.hosts == (0,) and len(found.served(0)) == 16
     assert found.trainer.spec == "torch"
+
+
+def test_servers_that_somebody_else_started_are_on_other_nodes() -> None:
+    servers = ExternalServers(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    for cluster in (make_cluster("H100", 8), make_cluster("cpu", 1, 64)):
+        found = plan(cluster, servers=servers)
+        assert found.transport == "broadcast" and len(found.receivers) == 2
+        assert not {node for each in found.receivers for node in each.nodes} & set(found.trainer.nodes)
 
 
 def test_too_few_devices_are_refused_with_what_is_needed() -> None:
