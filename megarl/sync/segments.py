@@ -2,14 +2,15 @@
 
 torch gives every such file a reference count and a small process (torch_shm_manager) that knows its name; SGLang's
 unpickler lets through what torch pickles for it. A segment is removed by who made it, or by the run's janitor, which has
-its name; the count never comes to nothing before, because the maker holds one.
+its name. torch would remove it as well, where the count comes to nothing, and end a process that finds it removed already:
+the maker counts itself twice.
 """
 
 from __future__ import annotations
 
 import base64
-import os
 import pickle
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY, register_segments
 from megarl.models.hf_pieces import Entry
 
+NUM_SEGMENTS = 2  # of a sync: one is written while the other is loaded
 Handle = tuple[bytes, bytes, int]  # the manager's socket, the segment's name, its bytes
 
 
@@ -39,22 +41,20 @@ class Segment:
 
         Raises SyncError where there is no room for it.
         """
-        storage: Any = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
-        segment = cls(storage, storage._share_filename_cpu_(), owned=True)
-        register_segments(registry, [segment.path.name])
-        file = os.open(segment.path, os.O_RDWR)
+        free = shutil.disk_usage(SHARED_MEMORY).free
         try:
-            # Without this a page that is not to be had ends the process that first touches it.
-            os.posix_fallocate(file, 0, os.fstat(file).st_size)
-        except OSError as error:
-            segment.close()
+            if num_bytes > free:
+                raise RuntimeError(f"{free / 2**20:,.0f} MiB are free")
+            storage: Any = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # takes all of its pages
+        except RuntimeError as error:
             raise SyncError(
-                f"The weight sync needs {2 * num_bytes / 2**20:,.0f} MiB of shared memory, and {SHARED_MEMORY} has no room "
-                f"for them: {error}. Make it larger (docker run --shm-size), lower sync.bucket_mb, or set sync.transport "
-                "to broadcast."
+                f"The weight sync needs {NUM_SEGMENTS} x {num_bytes / 2**20:,.0f} MiB of shared memory, and {SHARED_MEMORY} has "
+                f"no room for them: {error}. Make it larger (docker run --shm-size), lower sync.bucket_mb, or set "
+                "sync.transport to broadcast."
             ) from error
-        finally:
-            os.close(file)
+        segment = cls(storage, storage._share_filename_cpu_(), owned=True)
+        storage._shared_incref()
+        register_segments(registry, [segment.path.name])
         return segment
 
     @classmethod

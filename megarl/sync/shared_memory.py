@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.core.errors import MegarlError, SyncError
 from megarl.models.hf_pieces import Entry, size_of
 from megarl.serving.client import ServerClient, ServerEndpoint
-from megarl.sync.segments import Handle, Segment
+from megarl.sync.segments import NUM_SEGMENTS, Handle, Segment
 from megarl.sync.session import (
     JOIN_S,
     Clients,
@@ -36,7 +36,6 @@ from megarl.sync.session import (
     left,
 )
 
-NUM_SEGMENTS = 2
 STOP = -1
 
 

@@ -18,8 +18,9 @@ from megarl.core.errors import UserError
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.group import BackendName
+from megarl.sync.segments import NUM_SEGMENTS
 from megarl.sync.session import SyncReport
-from megarl.sync.shared_memory import NUM_SEGMENTS, Pieces, SharedMemorySender
+from megarl.sync.shared_memory import Pieces, SharedMemorySender
 
 TransportName = Literal["broadcast", "shared_memory"]
 
