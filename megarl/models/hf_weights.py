@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -182,7 +182,7 @@ def export_buckets(
         yield exporter.bucket(bucket)
 
 
-def units_of(exported: Sequence[Rule]) -> list[Unit]:
+def units_of(exported: Iterable[Rule]) -> list[Unit]:
     """All HF tensors of these rules, in their order: those of a rule follow each other."""
     return [Unit(rule, source) for rule in exported for source in range(len(rule.sources))]
 
