@@ -70,7 +70,7 @@ class RankActor:
     def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int) -> None:
         self._facts = configure_process(spec)
         self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None))
-        self._transport: Transport | None = None
+        self._sending: tuple[Sending, Transport] | None = None
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -160,18 +160,27 @@ class RankActor:
 
         keep_kv: servers keep what they computed with the old weights, for requests that they hold.
         """
-        if self._transport is None:
-            platform = self._rank.platform
-            self._transport = make_transport(
-                sending,
-                rank=self._rank.rank,
-                host=self._facts.address,
-                device=platform.device,
-                backend=platform.backend,
-                control=self._rank.everyone(),
-            )
+        transport = self._transport(sending)
         with self._rank.watched(role, "send"):
-            return self._transport.send(self._rank.engine(role), version, servers, flush_cache=not keep_kv)
+            return transport.send(self._rank.engine(role), version, servers, flush_cache=not keep_kv)
+
+    def _transport(self, sending: Sending) -> Transport:
+        """What is kept from sync to sync, as long as it is to send the same way."""
+        if self._sending is not None and self._sending[0] == sending:
+            return self._sending[1]
+        if self._sending is not None:
+            self._sending[1].close()
+        platform = self._rank.platform
+        made = make_transport(
+            sending,
+            rank=self._rank.rank,
+            host=self._facts.address,
+            device=platform.device,
+            backend=platform.backend,
+            control=self._rank.everyone(),
+        )
+        self._sending = sending, made
+        return made
 
     def take_peaks(self) -> dict[str, int]:
         """Peak bytes of this rank by `role/operation`, since the last call."""
