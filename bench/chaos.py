@@ -11,7 +11,6 @@ Writes bench/results/chaos.json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -21,12 +20,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.measure import write
 from tests.end_to_end import chaos
 from tests.end_to_end.harness import Driver, start
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 
-RESULTS = Path(__file__).resolve().parent / "results"
 LAST = 20  # steps whose rewards are compared
 LONGEST_S = 4 * 3600.0
 SETTING = (
@@ -102,8 +101,7 @@ def main() -> None:
     make_arithmetic(folder / "data", num_train=64, num_eval=8, num_sft=64)
     runs = {name: run(folder, name, args, strikes) for name, strikes in (("struck", args.strikes), ("in_peace", 0))}
     show(runs)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "chaos.json").write_text(json.dumps({"seed": args.seed, **runs}, indent=1) + "\n")
+    write("chaos", {"seed": args.seed, **runs}, None)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
     python -m bench.collector
 
 Each collector is a process that asks a stub server (bench/support/stub_server.py) for responses of 8,192 tokens, so many in
-flight, through the client and the sampler of the product, and packs every so many samples into shards. Counted are CPU
+flight, through the client and the sampler of the product, and deals every so many samples to blocks. Counted are CPU
 seconds of the collector's own process, user and system: with few cores its neighbours take turns with it, and the clock
-would show theirs. Every sample's tokens, log-probs and versions are checked against what the stub sent. Exit code 0 only
-where every collector is at or above the target.
+would show theirs. Every sample's tokens, log-probs and versions are checked against what the stub sent.
+
+Then whole steps of 16,384 samples, long and short ones, through collectors in Ray actors (bench/support/collected_step.py): the
+most memory that a collector holds, and the seconds of the clock from its last answer until all its blocks can be
+fetched. Exit code 0 only where every collector is within all targets.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from rich.table import Table
 
 from bench.support.measure import write
 from bench.support.stub_server import PROMPT_TOKENS, VARIANTS, VERSION, answer, stub_server
-from megarl.core.types import Prompt, Sample, Status, VersionSpan
-from megarl.data.pack import pack
+from megarl.core.types import FloatArray, Prompt, Sample, Status, VersionSpan
+from megarl.data.pack import pack_samples
 from megarl.rollout.single_turn import Episode
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
@@ -40,6 +43,10 @@ TARGET = 2e6  # tokens a CPU second
 MICRO_BATCH_TOKENS = 32768
 # What a collector may hold beside the samples of one part: answers in flight in their bytes and lists, and what it imports.
 MOST_BYTES = 3 * 2**30
+# Of a whole step: beside its samples and their texts, and from the last answer until its blocks can be fetched.
+BESIDE_BYTES = 512 * 2**20
+MOST_READY_S = 1.0
+SHORT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -81,15 +88,25 @@ def check(samples: list[Sample], sent: dict[int, dict[str, Any]], tokens: int) -
         assert sample.status is Status.COMPLETED, sample.metadata
         expected = sent[int(sample.response_ids[0])]
         assert np.array_equal(sample.response_ids, expected["output_ids"])
-        rows = expected["meta_info"]["output_token_logprobs"]
-        assert np.array_equal(sample.rollout_logprobs, np.array([row[0] for row in rows], np.float32))
+        assert np.array_equal(sample.rollout_logprobs, logprobs_of(expected))
         assert sample.versions == (VersionSpan(VERSION, 0, tokens),)
+
+
+def sent_by_stub(tokens: int) -> dict[int, dict[str, Any]]:
+    """The stub's answers, by their first token."""
+    bodies = (orjson.loads(answer(tokens, seed)) for seed in range(VARIANTS))
+    return {body["output_ids"][0]: body for body in bodies}
+
+
+def logprobs_of(body: dict[str, Any]) -> FloatArray:
+    """[R]."""
+    return np.array([row[0] for row in body["meta_info"]["output_token_logprobs"]], np.float32)
 
 
 async def run(url: str, samples: int, tokens: int, in_flight: int, part: int) -> Spent:
     """Collect, check and pack part by part; checking is not counted."""
-    prompt = Prompt("p:0", np.arange(PROMPT_TOKENS, dtype=np.int64), "", "")
-    sent = {body["output_ids"][0]: body for body in (orjson.loads(answer(tokens, seed)) for seed in range(VARIANTS))}
+    prompt = Prompt("p:0", np.arange(PROMPT_TOKENS, dtype=np.int32), "", "")
+    sent = sent_by_stub(tokens)
     cpu_s = pack_cpu_s = seconds = 0.0
     async with ServerClient(ServerEndpoint("stub", url, "bench")) as client:
         await collect(client, prompt, 0, in_flight, tokens, in_flight)  # connections and caches
@@ -97,7 +114,7 @@ async def run(url: str, samples: int, tokens: int, in_flight: int, part: int) ->
             began, before = time.monotonic(), time.process_time()
             got = await collect(client, prompt, first, min(part, samples - first), tokens, in_flight)
             before_pack = time.process_time()
-            pack(
+            pack_samples(
                 got,
                 num_shards=2,
                 mini_batch_samples=len(got),
@@ -129,7 +146,7 @@ def measure(collectors: int, samples: int, tokens: int, in_flight: int, part: in
 
 def show(results: dict[int, list[Spent]]) -> None:
     """The table."""
-    table = Table(title="A collector's CPU, from a server's answer to shards")
+    table = Table(title="A collector's CPU, from a server's answer to blocks")
     columns = ("collectors", "tokens", "M tokens / CPU s of each", "of it packing", "M tokens/s of all", "peak GiB")
     for column in columns:
         table.add_column(column, justify="right")
@@ -147,9 +164,50 @@ def show(results: dict[int, list[Spent]]) -> None:
     Console().print(table)
 
 
+def steps(collectors: int, samples: int, tokens: int, in_flight: int) -> list[list[dict[str, float]]]:
+    """Whole steps, which so many collectors share: [collector][step]."""
+    # Not where processes of the first measurement would import Ray as well.
+    from bench.support.collected_step import Size, measure_steps
+
+    bodies = sent_by_stub(tokens)
+    sent = {first: (np.array(body["output_ids"]), logprobs_of(body)) for first, body in bodies.items()}
+    return measure_steps(collectors, Size(samples // collectors, tokens, in_flight), sent)
+
+
+def within(made: list[dict[str, float]]) -> bool:
+    """Whether a collector held no more than its samples and what it may hold beside, and was ready in time at the end."""
+    last = made[-1]
+    bound = last["sample_bytes"] + last["text_bytes"] + BESIDE_BYTES
+    return last["peak_bytes"] <= bound and last["ready_s"] <= MOST_READY_S
+
+
+def show_steps(found: dict[str, list[list[dict[str, float]]]]) -> None:
+    """The table of whole steps."""
+    table = Table(title="A whole step: what a collector holds, and from its last answer to blocks that can be fetched")
+    columns = ("step", "M tokens", "bytes a token", "with texts", "most held", "GiB", "planned s", "ready s", "first")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, each in found.items():
+        for made in each:
+            step, num = made[-1], made[-1]["num_tokens"]
+            table.add_row(
+                name,
+                f"{num / 1e6:.1f}",
+                f"{step['sample_bytes'] / num:.2f}",
+                f"{(step['sample_bytes'] + step['text_bytes']) / num:.2f}",
+                f"{step['peak_bytes'] / num:.2f}",
+                f"{step['peak_bytes'] / 2**30:.2f}",
+                f"{step['plan_s']:.2f}",
+                f"{step['ready_s']:.2f}",
+                f"{made[0]['ready_s']:.2f}",
+            )
+    Console().print(table)
+
+
 def main(
     *,
     samples: Annotated[int, typer.Option(min=2, help="Responses of all collectors together.")] = 2048,
+    step_samples: Annotated[int, typer.Option(min=16, help="Responses of a whole step.")] = 16384,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response.")] = 8192,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight of each collector.")] = 64,
     part: Annotated[int, typer.Option(min=1, help="Samples that are packed together, and then let go.")] = 256,
@@ -158,14 +216,24 @@ def main(
 ) -> None:
     """Measure what a collector spends on a token."""
     if quick:
-        samples, tokens, in_flight, part = 8, 32, 2, 3
+        samples, step_samples, tokens, in_flight, part = 8, 16, 32, 2, 3
     results = {count: measure(count, samples, tokens, in_flight, part) for count in (1, 2)}
     show(results)
+    lengths = (tokens,) if quick else (tokens, SHORT_TOKENS)
+    whole = {
+        f"{count} x {step_samples // count:,} of {length:,} tokens": steps(count, step_samples, length, in_flight)
+        for length in lengths
+        for count in (1, 2)
+    }
+    show_steps(whole)
     collectors = {str(count): [asdict(one) | {"rate": one.rate} for one in spent] for count, spent in results.items()}
     sizes = {"samples": samples, "response_tokens": tokens, "in_flight": in_flight, "part": part}
-    write("collector", {"collectors": collectors, **sizes}, out)
+    bounds = {"beside_bytes": BESIDE_BYTES, "ready_s": MOST_READY_S}
+    write("collector", {"collectors": collectors, **sizes, "steps": whole, "bounds": bounds}, out)
     everyone = [one for spent in results.values() for one in spent]
     if any(one.peak_bytes > MOST_BYTES or (one.rate < TARGET and not quick) for one in everyone):
+        sys.exit(1)
+    if not quick and not all(within(made) for each in whole.values() for made in each):
         sys.exit(1)
 
 

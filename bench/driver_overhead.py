@@ -38,6 +38,7 @@ from megarl.core.platform import get_platform
 from megarl.core.protocols import Handles, State
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, Block, EvalResult, FloatArray, ShardPlan
+from megarl.data.blocks import memory_of
 from megarl.recipe.run import Deadlines, Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
 from megarl.train import train
@@ -56,22 +57,15 @@ def make_shard(samples: int) -> tuple[ShardPlan, Block]:
     """One mini-batch of so many samples, in micro-batches of MICRO_BATCH_TOKENS."""
     per_micro = MICRO_BATCH_TOKENS // TOKENS_PER_SAMPLE
     counts = tuple(min(per_micro, samples - first) for first in range(0, samples, per_micro))
-    length, each = samples * TOKENS_PER_SAMPLE, np.arange(samples, dtype=np.int64)
-    ones = np.ones(length, np.float32)
-    block = Block(
-        lengths=np.full(samples, TOKENS_PER_SAMPLE, np.int64),
-        tokens=np.zeros(length, np.int64),
-        labels=np.zeros(length, np.int64),
-        loss_mask=ones,
-        weights=ones / length,
-        rollout_logprobs=-ones,
-        sample_index=each,
-    )
+    each = np.arange(samples, dtype=np.int64)
+    tokens, mask = np.zeros(TOKENS_PER_SAMPLE, np.int32), np.ones(TOKENS_PER_SAMPLE, np.uint8)
+    memories = tuple(memory_of((tokens,), 0, mask, -mask.astype(np.float32)) for _ in range(samples))
+    block = Block(memories, np.full(samples, 1 / (samples * TOKENS_PER_SAMPLE), np.float32), each)
     return ShardPlan((counts,), np.zeros(samples, np.int64), each), block
 
 
 def column_of(block: Block) -> FloatArray:
-    return np.zeros(len(block.tokens), np.float32)
+    return np.zeros(block.num_tokens, np.float32)
 
 
 class StubRank:
@@ -101,7 +95,7 @@ class StubRank:
         *columns: FloatArray,
     ) -> dict[str, float]:
         time.sleep(self._delay_s)
-        return {"actor/loss": float(len(block.tokens))}
+        return {"actor/loss": float(block.num_tokens)}
 
 
 class StubCollector:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class Row:
     name: str
     against: str
     seen: Callable[[Result], str]
+    command: str = ""  # where it is not the module of that name
 
 
 def _range(values: Iterable[float], form: str = ".2f") -> str:
@@ -74,7 +75,19 @@ def _collector(result: Result) -> str:
     each = ", ".join(
         f"{_range(rates, '.2f')} ({count} collector{'s' * (count != '1')})" for count, rates in by_count.items()
     )
-    return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB"
+    whole = "".join(f"; a step of {name}: {_collected(made)}" for name, made in result.get("steps", {}).items())
+    return f"M tokens a CPU second of each collector: {each}; most held {peak / 2**30:.2f} GiB{whole}"
+
+
+def _collected(made: Sequence[Sequence[Mapping[str, float]]]) -> str:
+    """Of each collector its steps, the first ones in memory that nobody has touched before."""
+    held = max(steps[-1]["peak_bytes"] / steps[-1]["num_tokens"] for steps in made)
+    least = max((steps[-1]["sample_bytes"] + steps[-1]["text_bytes"]) / steps[-1]["num_tokens"] for steps in made)
+    ready, first = (_range([steps[at]["ready_s"] for steps in made]) for at in (-1, 0))
+    return (
+        f"{held:.1f} bytes a token held at most (samples and texts {least:.1f}), blocks ready {ready} s after the last answer "
+        f"({first} s in the first step)"
+    )
 
 
 def _rollout_simulation(result: Result) -> str:
@@ -93,6 +106,33 @@ def _asynchronous(result: Result) -> str:
         idle = statistics.median(one["servers_idle"] for one in result["turns"][name])
         rows.append(f"{name}: {statistics.median(ratios):.2f} ({_range(ratios)}), servers idle {idle:.0%}")
     return f"{'; '.join(rows)}. Load before each run: {_range(result['loads'], '.0f')}"
+
+
+def _asynchronous_learn(result: Result) -> str:
+    sides = "; ".join(
+        f"{side}: {', '.join(f'{value:.3f}' for value in by_seed.values())}"
+        for side, by_seed in result["accuracy"].items()
+    )
+    return f"held-out accuracy after {result['steps']} steps, by seed: {sides}"
+
+
+def _chaos(result: Result) -> str:
+    struck, peace = result["struck"], result["in_peace"]
+    back = [each["back_after_s"] for each in struck["strikes"] if each["back_after_s"] is not None]
+    return (
+        f"{len(struck['strikes'])} kills and freezes over {struck['steps']} steps: {struck['samples_lost']:.0f} samples lost, "
+        f"back after {_range(back, '.0f')} s (median {statistics.median(back):.0f} s); reward {struck['reward_after']:.3f} "
+        f"(in peace {peace['reward_after']:.3f}), held-out reward {struck['eval_reward']:.3f} ({peace['eval_reward']:.3f}); "
+        f"{struck['seconds']:.0f} s ({peace['seconds']:.0f} s)"
+    )
+
+
+def _sample_store(result: Result) -> str:
+    rates = "; ".join(
+        f"{name}: {each['write']:.2f} GB/s written, {each['read']:.2f} read and summed up"
+        for name, each in result["rates"].items()
+    )
+    return f"{result['blocks']} blocks of {result['bytes'] / 2**20:.0f} MiB: {rates}"
 
 
 def _driver_overhead(result: Result) -> str:
@@ -270,8 +310,20 @@ ROWS = (
     Row("learning_curves", "the same task before training", _learning_curves),
     Row("rollout_overhead", "a bare asyncio client on the same server, same prompts", _rollout_overhead),
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
+    Row("sample_store", "straw-queue, on the same blocks", _sample_store),
+    Row("chaos", "the same run in peace", _chaos),
     Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
-    Row("asynchronous", "tokens/s of the synchronous run of the same turn; target 1.5", _asynchronous),
+    Row(
+        "asynchronous",
+        "tokens/s of the synchronous run of the same turn; targets 1.5 split, 1.2 colocated, servers idle below 10%",
+        _asynchronous,
+    ),
+    Row(
+        "asynchronous_learn",
+        "the synchronous seeds' spread, on the quickstart's task",
+        _asynchronous_learn,
+        "python -m bench.asynchronous --learn",
+    ),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),
@@ -285,7 +337,12 @@ ROWS = (
     Row("hybridflow", "HybridFlow's 16 published winners ([placement](placement.md))", _hybridflow),
     Row("plan", "limits of the search for PPO's five roles", _plan),
     Row("placements", "the first of four named placements, same rollouts", _placements),
-    Row("submit", "90 s from `megarl submit` to the first token, SLURM over three nodes (namespaces)", _submit),
+    Row(
+        "submit",
+        "90 s from `megarl submit` to the first token, SLURM over three nodes (namespaces)",
+        _submit,
+        "python bench/submit.py",
+    ),
     Row("balance", "lower bounds, 16,384 samples over 128 ranks", _balance),
     Row("header_fuzz", "the safetensors library, on files with broken headers", _header_fuzz),
     Row("memory_predicted", "the engine's own live bytes ([placement](placement.md))", _memory_predicted),
@@ -303,7 +360,7 @@ def render(folder: Path = RESULTS) -> str:
         result = json.loads((folder / f"{row.name}.json").read_text())
         host = result.get("host") if isinstance(result, dict) else None
         machine, date = _machine(host if isinstance(host, dict) else {})
-        command = "python bench/submit.py" if row.name == "submit" else f"python -m bench.{row.name}"
+        command = row.command or f"python -m bench.{row.name}"
         lines.append(f"| `{command}` | {row.against} | {row.seen(result)} | {machine} | {date} |\n")
     return HEAD + "".join(lines)
 

@@ -201,7 +201,9 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/step_s": MetricSpec("s", "wall time of the step", ".2f"),
     **{f"perf/{name}_s": MetricSpec("s", f"phase `{name}`: {what}", ".2f") for name, what in PHASES.items()},
     "perf/rollout_tokens_per_s": MetricSpec(
-        "tokens/s", "response tokens / seconds of generation, over all servers", ".0f"
+        "tokens/s",
+        "response tokens that were finished since the last step / seconds of generation, over all servers",
+        ".0f",
     ),
     "perf/train_tokens_per_s": MetricSpec(
         "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
@@ -212,6 +214,11 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/tflops_per_device": MetricSpec("TFLOP/s", "perf/train_flops / perf/update_s / devices", ".3f"),
     "perf/mfu": MetricSpec("fraction", "perf/tflops_per_device / cluster.peak_tflops, where that is given", ".3f"),
     "perf/tokens_per_s": MetricSpec("tokens/s", "prompt and response tokens / perf/step_s", ".0f"),
+    "perf/ranks_idle": MetricSpec(
+        "fraction",
+        "of perf/step_s, outside of the phases in which ranks compute; a critic beside them does not count",
+        ".3f",
+    ),
     "perf/driver_s": MetricSpec("s", "perf/step_s less the time that the driver spent waiting for others", ".4f"),
     "perf/driver_fraction": MetricSpec("fraction", "perf/driver_s / perf/step_s", ".4f"),
     "perf/rank_peak_bytes": MetricSpec("bytes", "the largest memory/ROLE/OPERATION of the step", ".3e"),

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from megarl.core.metrics import PHASES
 from megarl.core.progress import Done
 
+# Phases in which the ranks compute.
+OF_RANKS = ("logprobs", "reference", "teacher", "values", "reward_model", "critic", "update")
+
 
 @dataclass(frozen=True)
 class Span:
@@ -130,6 +133,8 @@ class PhaseTimer:
         if step_s > 0:
             metrics["perf/driver_fraction"] = driver_s / step_s
             metrics["perf/tokens_per_s"] = num_tokens / step_s
+            busy_s = sum(self._phases.get(name, 0.0) for name in OF_RANKS)
+            metrics["perf/ranks_idle"] = max(0.0, 1 - busy_s / step_s)
         if update_s > 0:
             metrics["perf/train_tokens_per_s"] = num_tokens / update_s
         return metrics

@@ -8,6 +8,7 @@ an output at the last position as well: where a loss reads that one, the mask ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -16,8 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+TokenArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 RoutingArray = NDArray[np.int16]
+
+# What a token of a record takes: its id, its log-prob, its mask.
+RECORD_BYTES = 4 + 4 + 1
 
 
 class Status(StrEnum):
@@ -41,7 +46,7 @@ class Prompt:
     """One row of data, tokenised. `id` is stable between runs: `<file name>:<row number>`."""
 
     id: str
-    token_ids: IntArray  # [P]
+    token_ids: TokenArray  # [P]
     text: str  # what the ids decode to: for rewards and people
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +63,7 @@ class Sample:
     id: str
     group_id: str
     prompt: Prompt
-    response_ids: IntArray  # [R]
+    response_ids: TokenArray  # [R]
     response_text: str
     loss_mask: NDArray[np.uint8]  # [R]: 1 where the policy chose the token
     rollout_logprobs: FloatArray  # [R], natural log, of the temperature-scaled distribution that was sampled from
@@ -70,11 +75,35 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     # [P + R - 1, layers x k], the experts that the rollout chose for each token but the last; None where it does not say.
     routing: RoutingArray | None = None
+    # The memory of the Record whose parts the arrays above are, where they have been put into one (data/blocks.py).
+    memory: NDArray[np.uint8] | None = None
 
     @property
     def num_tokens(self) -> int:
         """Prompt and response tokens together."""
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+
+class Record(NamedTuple):
+    """One sequence of L tokens, label-aligned, in one piece of memory: 9 bytes a token.
+
+    What else a MicroBatch says of a token follows from these.
+    """
+
+    tokens: TokenArray  # [L]
+    rollout_logprobs: FloatArray  # [L], 0 outside the mask
+    loss_mask: NDArray[np.uint8]  # [L], 1 where the label is trained on
+
+    @classmethod
+    def of(cls, memory: NDArray[np.uint8]) -> Record:
+        """The record that lies in this memory, [9 L]; no copy."""
+        length, rest = divmod(len(memory), RECORD_BYTES)
+        assert rest == 0, f"{len(memory)} bytes are no record"
+        return cls(
+            memory[: 4 * length].view(np.int32),
+            memory[4 * length : 8 * length].view(np.float32),
+            memory[8 * length :],
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +134,7 @@ class MicroBatch:
 class MiniBatch:
     """One data-parallel shard's part of the samples of one optimizer step."""
 
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: Sequence[MicroBatch]  # of a shard that was assembled, each is made whenever it is looked at
 
 
 @dataclass(frozen=True)
@@ -124,20 +153,31 @@ class Shard:
 class Block:
     """The sequences of one shard that lie in one process: what ranks fetch, and put together to a Shard by its ShardPlan.
 
-    n sequences end to end, T tokens; columns are label-aligned and mean what they mean in a MicroBatch.
+    n sequences, each in memory of its own: it goes to the object store as it lies, and nothing is joined before.
     """
 
-    lengths: IntArray  # [n], tokens of each sequence
-    tokens: IntArray  # [T]
-    labels: IntArray  # [T]
-    loss_mask: FloatArray  # [T]
-    weights: FloatArray  # [T]
-    rollout_logprobs: FloatArray  # [T]
+    memories: tuple[NDArray[np.uint8], ...]  # [n], of a Record each
+    weights: FloatArray  # [n], what each trained token of a sequence counts for
     sample_index: IntArray  # [n], index of the sample in the step
-    routing: RoutingArray | None = None  # [T, layers x k]
-    margins: FloatArray | None = (
-        None  # [n]: at the first sequence of a pair, how far it shall be ahead; 0 at the second
-    )
+    # [n], each [L or less, layers x k]: unknown behind its end, and where it is None; None where it is of all.
+    routing: tuple[RoutingArray | None, ...] | None = None
+    # [n]: at the first sequence of a pair, how far it shall be ahead; 0 at the second.
+    margins: FloatArray | None = None
+
+    @property
+    def records(self) -> list[Record]:
+        """The sequences, [n]."""
+        return [Record.of(memory) for memory in self.memories]
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each sequence: [n]."""
+        return np.array([len(memory) for memory in self.memories], np.int64) // RECORD_BYTES
+
+    @property
+    def num_tokens(self) -> int:
+        """Over all sequences."""
+        return sum(len(memory) for memory in self.memories) // RECORD_BYTES
 
 
 @dataclass(frozen=True)

@@ -1,47 +1,72 @@
-"""Samples, and rows of supervised training, as blocks: sequences end to end with their label-aligned columns.
+"""Samples, and rows of supervised training, as blocks: a record of 9 bytes a token for each sequence.
 
-A block holds what one process has of a shard. Not for what shards are made of (deal.py), nor for shards (pack.py).
+A block holds what one process has of a shard. A sample's record is made as it arrives; a block only refers to it, so that
+nothing is copied between the last answer and the object store. Not for what shards are made of (deal.py), nor for shards
+(pack.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megarl.core.types import Block, FloatArray, IntArray, RoutingArray, Sample
+from megarl.core.types import RECORD_BYTES, Block, FloatArray, IntArray, Record, RoutingArray, Sample
 from megarl.data.sft import Demonstration
 
 # An expert that nobody chose: the routing of a token that is not known.
 UNKNOWN_EXPERT = -1
 
 
+def memory_of(
+    tokens: Sequence[NDArray[np.integer[Any]]],
+    first: int,
+    mask: NDArray[np.uint8],
+    logprobs: FloatArray | None = None,
+) -> NDArray[np.uint8]:
+    """The memory of a new Record: [9 L].
+
+    tokens: its token ids, in pieces. mask, logprobs: [m], of the labels at positions `first` to `first + m`; 0 elsewhere.
+    """
+    length, here = sum(map(len, tokens)), slice(first, first + len(mask))
+    assert first >= 0 and here.stop <= length, (first, len(mask), length)
+    memory = np.zeros(RECORD_BYTES * length, np.uint8)
+    record = Record.of(memory)
+    np.concatenate(tokens, out=record.tokens, casting="same_kind")
+    record.loss_mask[here] = mask
+    if logprobs is not None:
+        np.copyto(record.rollout_logprobs[here], logprobs, where=mask > 0)
+    return memory
+
+
+def laid(sample: Sample) -> Sample:
+    """The sample with its arrays in one record: what it holds is what its block refers to. Not an empty prompt.
+
+    Its log-probs are 0 outside of its mask.
+    """
+    _check(sample)
+    prompt = sample.prompt.token_ids
+    response = slice(len(prompt) - 1, sample.num_tokens - 1)
+    memory = memory_of((prompt, sample.response_ids), response.start, sample.loss_mask, sample.rollout_logprobs)
+    record = Record.of(memory)
+    return replace(
+        sample,
+        response_ids=record.tokens[len(prompt) :],
+        loss_mask=record.loss_mask[response],
+        rollout_logprobs=record.rollout_logprobs[response],
+        memory=memory,
+    )
+
+
 def sample_block(samples: Sequence[Sample], indices: IntArray, weights: FloatArray) -> Block:
-    """Samples as they lie in one process, in the given order. None may have an empty prompt.
+    """Samples as they lie in one process, in the given order. None may have an empty prompt. Those laid are not copied.
 
     indices, weights: [n], of each sample: its number in the step, and what each of its trained tokens counts for.
     """
-    for sample in samples:
-        _check(sample)
-    pieces = [piece for sample in samples for piece in (sample.prompt.token_ids, sample.response_ids)]
-    sizes = np.array([len(piece) for piece in pieces], np.int64)
-    in_response = np.repeat(np.arange(len(pieces)) % 2 == 1, sizes)
-    mask, logprobs = np.zeros(len(in_response), np.float32), np.zeros(len(in_response), np.float32)
-    mask[in_response] = joined([sample.loss_mask for sample in samples], np.float32)
-    logprobs[in_response] = joined([sample.rollout_logprobs for sample in samples], np.float32)
-    lengths = sizes.reshape(-1, 2).sum(axis=1)
-    mask, logprobs = _shift(mask, lengths), _shift(logprobs, lengths)
-    return _block(
-        lengths,
-        joined(pieces, np.int64),
-        mask,
-        indices,
-        weights,
-        rollout_logprobs=np.where(mask > 0, logprobs, np.float32(0)),
-        routing=_routing(samples, lengths),
-    )
+    return _block([_memory(sample) for sample in samples], indices, weights, routing=_routing(samples))
 
 
 def row_block(
@@ -53,30 +78,19 @@ def row_block(
     scored: bool = False,
 ) -> Block:
     """Rows of supervised training, as `sample_block`. margins: [n] of pairs, see Block; scored: see `pack_pairs`."""
-    lengths = np.array([len(row.token_ids) for row in rows], np.int64)
-    mask = joined([row.loss_mask for row in rows], np.float32)
-    if scored:
-        mask = np.zeros_like(mask)
-        mask[np.cumsum(lengths) - 1] = 1
-    else:
-        mask = _shift(mask, lengths)
-    tokens = joined([row.token_ids for row in rows], np.int64)
-    return _block(lengths, tokens, mask, indices, weights, rollout_logprobs=np.zeros_like(mask), margins=margins)
+    last = np.ones(1, np.uint8)
+    memories = [
+        memory_of((row.token_ids,), len(row.token_ids) - 1, last)
+        if scored
+        else memory_of((row.token_ids,), 0, row.loss_mask[1:])
+        for row in rows
+    ]
+    return _block(memories, indices, weights, margins=margins)
 
 
-def _block(
-    lengths: IntArray, tokens: IntArray, mask: FloatArray, indices: IntArray, weights: FloatArray, **others: Any
-) -> Block:
-    assert len(lengths) == len(indices) == len(weights), (len(lengths), len(indices), len(weights))
-    return Block(
-        lengths=lengths,
-        tokens=tokens,
-        labels=_shift(tokens, lengths),
-        loss_mask=mask,
-        weights=mask * np.repeat(weights.astype(np.float32), lengths),
-        sample_index=indices.astype(np.int64),
-        **others,
-    )
+def _block(memories: Sequence[NDArray[np.uint8]], indices: IntArray, weights: FloatArray, **others: Any) -> Block:
+    assert len(memories) == len(indices) == len(weights), (len(memories), len(indices), len(weights))
+    return Block(tuple(memories), weights.astype(np.float32), indices.astype(np.int64), **others)
 
 
 def _check(sample: Sample) -> None:
@@ -87,27 +101,29 @@ def _check(sample: Sample) -> None:
     )
 
 
-def _routing(samples: Sequence[Sample], lengths: IntArray) -> RoutingArray | None:
-    """The routing of all; unknown for samples without, and for last tokens, which no server has put through the model."""
-    widths = {sample.routing.shape[1] for sample in samples if sample.routing is not None}
+def _memory(sample: Sample) -> NDArray[np.uint8]:
+    """Of the sample's record; a new one where it has none."""
+    _check(sample)
+    if sample.memory is None:
+        sample = laid(sample)
+    memory = sample.memory
+    assert memory is not None
+    parts = (sample.response_ids, sample.loss_mask, sample.rollout_logprobs)
+    assert all(part.base is memory for part in parts), f"sample {sample.id}: an array was replaced beside its record"
+    return memory
+
+
+def _routing(samples: Sequence[Sample]) -> tuple[RoutingArray | None, ...] | None:
+    """What each says of its tokens; None where none does. Of last tokens no server knows: none has put them through."""
+    routing = tuple(sample.routing for sample in samples)
+    widths = {each.shape[1] for each in routing if each is not None}
     if not widths:
         return None
-    [width] = widths
-    whole = np.full((int(lengths.sum()), width), UNKNOWN_EXPERT, np.int16)
-    for sample, first in zip(samples, np.cumsum(lengths) - lengths, strict=True):
-        if sample.routing is not None:
-            rows = len(sample.routing)
-            assert rows <= sample.num_tokens, (sample.id, rows, sample.num_tokens)
-            whole[first : first + rows] = sample.routing
-    return whole
-
-
-def _shift(column: NDArray[Any], lengths: IntArray) -> NDArray[Any]:
-    """From token-aligned [T] (position t speaks of token t) to label-aligned [T]; the last of a sequence predicts nothing."""
-    shifted = np.zeros_like(column)
-    shifted[:-1] = column[1:]
-    shifted[np.cumsum(lengths) - 1] = 0
-    return shifted
+    assert len(widths) == 1, widths
+    for sample in samples:
+        rows = 0 if sample.routing is None else len(sample.routing)
+        assert rows <= sample.num_tokens, (sample.id, rows, sample.num_tokens)
+    return routing
 
 
 def joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.errors import UserError
-from megarl.core.types import IntArray
+from megarl.core.types import TokenArray
 from megarl.data.rows import Row, json_type
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase, which has no type information
@@ -100,12 +100,12 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, gener
     return str(text)
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[IntArray]:
-    """Token ids of each text, [tokens] int64.
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[TokenArray]:
+    """Token ids of each text, [tokens] int32.
 
     special_tokens: add what the tokenizer puts around plain text; a rendered chat template holds them already.
     """
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False)
-    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+    return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +28,7 @@ from megarl.core.types import (
     IntArray,
     MicroBatch,
     MiniBatch,
+    Record,
     RoutingArray,
     Sample,
     Shard,
@@ -151,40 +153,46 @@ def _packed(dealt: Dealt, block: Callable[[IntArray, FloatArray], Block]) -> lis
 
 
 def assemble(plan: ShardPlan, blocks: Sequence[Block]) -> Shard:
-    """The shard whose sequences lie in these blocks, one an owner. Blocks of a single owner are not copied."""
+    """The shard whose sequences lie in these blocks, one an owner.
+
+    A micro-batch is put together whenever it is looked at: a shard takes no more memory than its blocks.
+    """
     order = _Order.of(plan, blocks)
-    column = {
-        name: order.gather([getattr(block, name) for block in blocks])
-        for name in ("tokens", "labels", "loss_mask", "weights", "rollout_logprobs")
-    }
-    sample_index = order.of_sequences([block.sample_index for block in blocks])
-    margins = None if blocks[0].margins is None else order.of_sequences([block.margins for block in blocks])
-    routing = _routing(order, blocks)
+    sequences = _Sequences.of(order, blocks)
 
-    def micro(first: int, last: int) -> MicroBatch:
-        """Of sequences [first, last)."""
-        if first == last:
-            return _filler()
-        begin, end = int(order.bounds[first]), int(order.bounds[last])
-        return MicroBatch(
-            **{name: values[begin:end] for name, values in column.items()},
-            cu_seqlens=(order.bounds[first : last + 1] - begin).astype(np.int32),
-            sample_index=sample_index[first:last],
-            routing=None if routing is None or not routing.known[first:last].all() else routing.experts[begin:end],
-            margins=None if margins is None else margins[first:last:2],
-        )
+    def mini(spans: Sequence[tuple[int, int]]) -> MiniBatch:
+        return MiniBatch(MadeBatches([partial(_micro, sequences, *span) for span in spans]))
 
-    return Shard(tuple(MiniBatch(tuple(micro(*span) for span in spans)) for spans in _spans(plan)))
+    return Shard(tuple(mini(spans) for spans in _spans(plan)))
+
+
+class MadeBatches(Sequence[MicroBatch]):
+    """Micro-batches that are made anew whenever they are looked at. makers: one for each."""
+
+    def __init__(self, makers: Sequence[Callable[[], MicroBatch]]) -> None:
+        self._makers = tuple(makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> MadeBatches: ...
+
+    def __getitem__(self, index: int | slice) -> MicroBatch | MadeBatches:
+        return MadeBatches(self._makers[index]) if isinstance(index, slice) else self._makers[index]()
 
 
 def merge_shards(shards: Sequence[Shard]) -> Shard:
     """Several shards of a step as one: each mini-batch has the micro-batches of all, shard by shard."""
-    return Shard(
-        tuple(
-            MiniBatch(tuple(micro for mini in minis for micro in mini.micro_batches))
-            for minis in zip(*(shard.mini_batches for shard in shards), strict=True)
-        )
-    )
+
+    def merged(minis: Sequence[MiniBatch]) -> MiniBatch:
+        batches = [mini.micro_batches for mini in minis]
+        return MiniBatch(MadeBatches([partial(each.__getitem__, at) for each in batches for at in range(len(each))]))
+
+    return Shard(tuple(merged(minis) for minis in zip(*(shard.mini_batches for shard in shards), strict=True)))
 
 
 def merge_columns(columns: Sequence[Column]) -> Column:
@@ -257,9 +265,10 @@ class _Order:
 
     @classmethod
     def of(cls, plan: ShardPlan, blocks: Sequence[Block]) -> _Order:
-        counts = np.array([len(block.lengths) for block in blocks])
+        counts = np.array([len(block.memories) for block in blocks])
         assert counts.sum() == len(plan.positions), (counts.tolist(), len(plan.positions))
-        lengths, sizes = _end_to_end([block.lengths for block in blocks]), [len(block.tokens) for block in blocks]
+        each = [block.lengths for block in blocks]
+        lengths, sizes = _end_to_end(each), [int(mine.sum()) for mine in each]
         sequences = (np.cumsum(counts) - counts)[plan.owners] + plan.positions
         if np.array_equal(sequences, np.arange(len(sequences))):
             return cls(None, None, np.append(0, np.cumsum(lengths)), sizes)
@@ -303,27 +312,71 @@ def _spans(plan: ShardPlan) -> list[list[tuple[int, int]]]:
 
 
 @dataclass(frozen=True)
-class _Routing:
-    """experts: [T, layers x k]; known: [S], whether the rollout told those of the sequence."""
+class _Sequences:
+    """A shard's sequences in their order, as they lie in its blocks: S of them. width: of the routing, where any block has it."""
 
-    experts: RoutingArray
-    known: NDArray[np.bool_]
+    records: Sequence[Record]
+    weights: FloatArray
+    sample_index: IntArray
+    margins: FloatArray | None
+    routing: Sequence[RoutingArray | None]
+    width: int | None
+
+    @classmethod
+    def of(cls, order: _Order, blocks: Sequence[Block]) -> _Sequences:
+        records = [record for block in blocks for record in block.records]
+        routing = [each for block in blocks for each in block.routing or [None] * len(block.memories)]
+        widths = {each.shape[1] for each in routing if each is not None}
+        assert len(widths) <= 1, widths
+        places = range(len(records)) if order.sequences is None else order.sequences.tolist()
+        return cls(
+            [records[place] for place in places],
+            order.of_sequences([block.weights for block in blocks]),
+            order.of_sequences([block.sample_index for block in blocks]),
+            None if blocks[0].margins is None else order.of_sequences([block.margins for block in blocks]),
+            [routing[place] for place in places],
+            next(iter(widths), None),
+        )
 
 
-def _routing(order: _Order, blocks: Sequence[Block]) -> _Routing | None:
-    """None where no block has any."""
-    widths = {block.routing.shape[1] for block in blocks if block.routing is not None}
-    if not widths:
+def _micro(of: _Sequences, first: int, last: int) -> MicroBatch:
+    """A micro-batch of sequences [first, last); a filler where these are none."""
+    if first == last:
+        return _filler()
+    records = of.records[first:last]
+    lengths = np.array([len(record.tokens) for record in records], np.int64)
+    bounds = np.append(0, np.cumsum(lengths))
+    tokens = joined([record.tokens for record in records], np.int64)
+    labels = np.empty_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[bounds[1:] - 1] = 0  # the last of a sequence predicts nothing
+    mask = joined([record.loss_mask for record in records], np.float32)
+    return MicroBatch(
+        tokens=tokens,
+        labels=labels,
+        cu_seqlens=bounds.astype(np.int32),
+        loss_mask=mask,
+        weights=mask * np.repeat(of.weights[first:last], lengths),
+        rollout_logprobs=joined([record.rollout_logprobs for record in records], np.float32),
+        sample_index=of.sample_index[first:last],
+        routing=_routing(of, first, bounds),
+        margins=None if of.margins is None else of.margins[first:last:2],
+    )
+
+
+def _routing(of: _Sequences, first: int, bounds: IntArray) -> RoutingArray | None:
+    """[T, layers x k] of the sequences from `first` on, whose bounds these are; None unless the rollout told all of them."""
+    if of.width is None:
         return None
-    [width] = widths
-    parts = [
-        np.full((len(block.tokens), width), UNKNOWN_EXPERT, np.int16) if block.routing is None else block.routing
-        for block in blocks
-    ]
-    experts = order.gather(parts)
-    # Nobody knows the last token's; a sequence of more whose first token's is unknown has none at all.
-    known = (experts[order.bounds[:-1]] != UNKNOWN_EXPERT).any(axis=1) | (np.diff(order.bounds) == 1)
-    return _Routing(experts, known)
+    experts = np.full((int(bounds[-1]), of.width), UNKNOWN_EXPERT, np.int16)
+    for at, (start, end) in enumerate(pairwise(bounds.tolist()), first):
+        told = of.routing[at]
+        if told is not None:
+            experts[start : start + len(told)] = told
+        # Nobody knows the last token's; a sequence of more whose first token's is unknown has none at all.
+        if end - start > 1 and (experts[start] == UNKNOWN_EXPERT).all():
+            return None
+    return experts
 
 
 def _filler() -> MicroBatch:

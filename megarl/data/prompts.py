@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.core.types import IntArray, Prompt
+from megarl.core.types import Prompt, TokenArray
 from megarl.data.answers import final_answer
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, render
 from megarl.data.rows import Row, json_type, read_rows
@@ -217,7 +217,7 @@ def _metadata(row: Row, used: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _tokenised(path: Path, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[PromptRow, IntArray, str]]:
+def _tokenised(path: Path, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[PromptRow, TokenArray, str]]:
     """Each row with its ids and the text that they stand for."""
     templated = has_chat_template(tokenizer)
     rows = (parse_row(row, data) for row in read_rows(path))

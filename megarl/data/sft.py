@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.errors import UserError
-from megarl.core.types import IntArray
+from megarl.core.types import TokenArray
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, load_tokenizer, render
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
@@ -36,7 +36,7 @@ class Demonstration:
     """One exchange, tokenised. `id` is `<file name>:<row number>`."""
 
     id: str
-    token_ids: IntArray  # [T]
+    token_ids: TokenArray  # [T]
     loss_mask: NDArray[np.uint8]  # [T]: 1 where the token is the assistant's, its end-of-turn token included
 
 
@@ -140,7 +140,7 @@ def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet
 def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demonstration]:
     """Exchanges as tokens and masks; each ends with the last token that is trained on."""
     pieces = [(index, piece) for index, each in enumerate(exchanges) for piece in _pieces(each, tokenizer)]
-    ids: list[list[IntArray]] = [[] for _ in exchanges]
+    ids: list[list[TokenArray]] = [[] for _ in exchanges]
     masks: list[list[NDArray[np.uint8]]] = [[] for _ in exchanges]
     for (index, piece), tokens in zip(pieces, _encode_pieces([piece for _, piece in pieces], tokenizer), strict=True):
         mask = np.zeros(len(tokens), np.uint8)
@@ -151,7 +151,7 @@ def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demons
     return [_join(each.row, its_ids, its) for each, its_ids, its in zip(exchanges, ids, masks, strict=True)]
 
 
-def _join(row: Row, ids: list[IntArray], masks: list[NDArray[np.uint8]]) -> Demonstration:
+def _join(row: Row, ids: list[TokenArray], masks: list[NDArray[np.uint8]]) -> Demonstration:
     mask = np.concatenate(masks)
     trained = np.flatnonzero(mask)
     if not len(trained):
@@ -160,7 +160,7 @@ def _join(row: Row, ids: list[IntArray], masks: list[NDArray[np.uint8]]) -> Demo
     return Demonstration(row.id, np.concatenate(ids)[:length], mask[:length])
 
 
-def _encode_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[IntArray]:
+def _encode_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[TokenArray]:
     """Token ids of each piece; those that need the same treatment go to the tokenizer at once."""
     encoded = {
         special: iter(
@@ -170,7 +170,7 @@ def _encode_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[In
     }
     for piece in pieces:
         tokens = next(encoded[piece.special_tokens])
-        yield np.append(tokens, tokenizer.eos_token_id) if piece.append_eos else tokens
+        yield np.append(tokens, np.int32(tokenizer.eos_token_id)) if piece.append_eos else tokens
 
 
 def _pieces(exchange: Exchange, tokenizer: Tokenizer) -> list[Piece]:
@@ -211,7 +211,7 @@ def _turns(row: Row, messages: list[Message], tokenizer: Tokenizer, *, first: in
     return pieces
 
 
-def _turn_length(tokens: IntArray, tokenizer: Tokenizer) -> int:
+def _turn_length(tokens: TokenArray, tokenizer: Tokenizer) -> int:
     """Tokens of an assistant's turn up to its end-of-turn token; what a template adds after that is not generated."""
     special = np.flatnonzero(np.isin(tokens, tokenizer.all_special_ids))
     return int(special[-1]) + 1 if len(special) else len(tokens)

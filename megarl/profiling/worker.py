@@ -150,7 +150,7 @@ def _shards(case: Case, algorithm: Algorithm, vocab: int) -> list[Shard]:
     half = case.tokens // 2
     samples = []
     for index in range(case.sequences):
-        ids = random.integers(0, vocab, case.tokens)
+        ids = random.integers(0, vocab, case.tokens).astype(np.int32)
         response = ids[half:]
         samples.append(
             Sample(

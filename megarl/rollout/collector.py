@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import Block, Prompt, Sample, Status, VersionSpan
+from megarl.core.types import Block, Prompt, Sample, Status, TokenArray, VersionSpan
 from megarl.data.blocks import sample_block
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
@@ -77,7 +77,7 @@ class Collector:
         self._gate = Gate(concurrency, max(1, recipe.rollout.servers) / num_collectors)
         self._groups: dict[int, _Group] = {}
         self._finished: asyncio.Queue[GroupFacts | BaseException] = asyncio.Queue()
-        self._probe: list[Sample] = []
+        self._probe: list[list[int]] = []
         self.notices = notices or Notices()
 
     @classmethod
@@ -182,7 +182,8 @@ class Collector:
         """This collector's block of each shard of a step."""
         samples = [_masked(self._groups[group].samples[at], part.oldest) for group, at in part.samples]
         if samples:
-            self._probe = samples
+            # No more than these: the samples themselves are let go once they have been trained on.
+            self._probe = _some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
         number = {int(index): at for at, index in enumerate(part.indices)}
         blocks = []
         for indices in part.blocks:
@@ -214,14 +215,7 @@ class Collector:
 
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
-        if self._probe:
-            sequences = [[*sample.prompt.token_ids, *sample.response_ids] for sample in self._probe]
-        else:
-            sequences = [list(prompt.token_ids) for prompt in self._prompts.prompts]
-        usable = [sequence[-PROBE_TOKENS:] for sequence in sequences if len(sequence) > 1]
-        # Neighbours are of the same group and say much the same: spread over the step.
-        chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
-        return [[int(token) for token in sequence] for sequence in chosen]
+        return self._probe or _some([(prompt.token_ids,) for prompt in self._prompts.prompts])
 
     def _made(self, making: asyncio.Task[None]) -> None:
         """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
@@ -316,6 +310,14 @@ async def _abort(server: ServerEndpoint) -> None:
             log.warning("%s", error)
 
 
+def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
+    """The last tokens of a few of these, each given in pieces."""
+    usable = [pieces for pieces in sequences if sum(map(len, pieces)) > 1]
+    # Neighbours are of the same group and say much the same: spread over the step.
+    chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
+    return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]
+
+
 def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:
     """What is told of a finished group."""
     names = sorted({name for sample in samples for name in sample.reward_parts})
@@ -355,7 +357,7 @@ def _masked(sample: Sample, oldest: int) -> Sample:
     mask = sample.loss_mask.copy()
     for span in old:
         mask[span.start : span.end] = 0
-    return replace(sample, loss_mask=mask)
+    return replace(sample, loss_mask=mask, memory=None)
 
 
 def _trained_spans(sample: Sample) -> tuple[VersionSpan, ...]:

@@ -293,6 +293,7 @@ class Coordinator:
     def _finish(self, entry: Entry, facts: GroupFacts) -> None:
         self.ledger.apply(Finished(facts))
         self._progress.advance(len(facts.rewards))
+        self._flow.made(int(facts.response_tokens.sum()))
         if facts.usable.any():
             self._lengths[entry.asked.row] = float(facts.response_tokens[facts.usable].mean())
         if not self.ledger.num("running"):
@@ -366,7 +367,7 @@ class Coordinator:
             groups=entries,
         )
         metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
-        metrics |= self._flow.metrics(seen, await self._links.loads()) | self._place()
+        metrics |= self._flow.metrics(await self._links.loads()) | self._place()
         info = step_metrics.batch_info(
             samples, recipe, self._model, plans, version, metrics, step_metrics.failure(seen)
         )

@@ -239,7 +239,7 @@ class LocalAdvantages:
             "mean_nll": samples.mean_nll,
             "greedy_rewards": samples.greedy_rewards,
             "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token,
-            "mask": at.mask,
+            "mask": at.mask.astype(np.float32),
             "cu_seqlens": at.cu_seqlens,
             "logprobs": flat["old_logprobs"],
             **{name: flat[name] for name in ("values", "ref_logprobs", "teacher_logprobs") if name in flat},

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.core.types import IntArray, Prompt, RoutingArray, VersionSpan
+from megarl.core.types import Prompt, RoutingArray, TokenArray, VersionSpan
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
@@ -94,7 +94,7 @@ def join(pieces: Sequence[Generation]) -> Generation:
     )
 
 
-def joined_text(prompt: IntArray, whole: Generation, stop: Sequence[str], decode: Decode) -> Generation:
+def joined_text(prompt: TokenArray, whole: Generation, stop: Sequence[str], decode: Decode) -> Generation:
     """A joined generation with the text that one request would have had, cut where that would have ended.
 
     A server looks for a stop string in what it generates itself: one that begins in a piece and ends in the next is found

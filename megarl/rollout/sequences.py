@@ -18,14 +18,15 @@ class Sequences:
     """A collector's sequences of a step end to end, shard by shard: T positions; n of them, one of each sample."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        self.mask = joined([block.loss_mask for block in blocks])  # [T]
-        self.rollout_logprobs = joined([block.rollout_logprobs for block in blocks])  # [T]
+        records = [record for block in blocks for record in block.records]
+        self.mask = joined([record.loss_mask for record in records])  # [T]
+        self.rollout_logprobs = joined([record.rollout_logprobs for record in records])  # [T]
         lengths = joined([block.lengths for block in blocks]).astype(np.int64)
         self.cu_seqlens = np.concatenate([[0], lengths]).cumsum()  # [n + 1]
         order = joined([block.sample_index for block in blocks]).astype(np.int64)
         self.sample_index = np.sort(order)  # [n]: index in the step of each of this collector's samples
         self._sample = np.searchsorted(self.sample_index, order)  # [n]: which of these samples each sequence is
-        self._cuts = np.cumsum([len(block.tokens) for block in blocks])[:-1]
+        self._cuts = np.cumsum([block.num_tokens for block in blocks])[:-1]
 
     def flat(self, column: Sequence[FloatArray]) -> FloatArray:
         """A column as [T], 0 outside of the mask."""

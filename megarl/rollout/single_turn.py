@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Sample, Status
+from megarl.data.blocks import laid
 from megarl.rollout.pieces import Decode, extend, join, joined_text
 from megarl.serving.answers import AnswerError, Generation
 from megarl.serving.client import ServerClient, ServerError, ServerUnreachableError, nobody_there
@@ -76,17 +77,19 @@ class Episode:
 
 def to_sample(prompt: Prompt, generation: Generation, *, sample_id: str, group_id: str) -> Sample:
     """A Sample of what a server generated; every token of the response was the policy's choice."""
-    return Sample(
-        id=sample_id,
-        group_id=group_id,
-        prompt=prompt,
-        response_ids=generation.token_ids,
-        response_text=generation.text,
-        loss_mask=np.ones(len(generation.token_ids), np.uint8),
-        rollout_logprobs=generation.logprobs,
-        versions=generation.versions,
-        status=_STATUS[generation.finish],
-        routing=generation.routing,
+    return laid(
+        Sample(
+            id=sample_id,
+            group_id=group_id,
+            prompt=prompt,
+            response_ids=generation.token_ids,
+            response_text=generation.text,
+            loss_mask=np.ones(len(generation.token_ids), np.uint8),
+            rollout_logprobs=generation.logprobs,
+            versions=generation.versions,
+            status=_STATUS[generation.finish],
+            routing=generation.routing,
+        )
     )
 
 
@@ -96,7 +99,7 @@ def failed_sample(prompt: Prompt, failure: str, *, sample_id: str, group_id: str
         id=sample_id,
         group_id=group_id,
         prompt=prompt,
-        response_ids=np.zeros(0, np.int64),
+        response_ids=np.zeros(0, np.int32),
         response_text="",
         loss_mask=np.zeros(0, np.uint8),
         rollout_logprobs=np.zeros(0, np.float32),

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
-from megarl.core.types import IntArray
+from megarl.core.types import TokenArray
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, check_rows, load_prompts
 from megarl.data.rows import place_of
@@ -369,7 +369,7 @@ def _load_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
     return prompts
 
 
-def _check_tokens(path: Path, rows: Iterable[tuple[str, IntArray]], model: ModelConfig, folder: Path) -> None:
+def _check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: ModelConfig, folder: Path) -> None:
     """A tokenizer may have more tokens than the model; a row that has one of these is refused. Raises UserError."""
     for name, ids in rows:
         largest = int(ids.max(initial=0))

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from megarl.core.errors import MegarlError
-from megarl.core.types import FloatArray, IntArray, RoutingArray, VersionSpan
+from megarl.core.types import FloatArray, RoutingArray, TokenArray, VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -49,7 +49,7 @@ class Generation:
     looked at any more: it may be an end token.
     """
 
-    token_ids: IntArray
+    token_ids: TokenArray
     logprobs: FloatArray
     text: str
     finish: FinishReason
@@ -143,10 +143,10 @@ def shown(body: bytes) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _token_ids(ids: list[Any], where: str) -> IntArray:
+def _token_ids(ids: list[Any], where: str) -> TokenArray:
     try:
         # Unlike numpy, this refuses a float.
-        return np.frombuffer(array("q", ids), np.int64)
+        return np.frombuffer(array("i", ids), np.int32)
     except (TypeError, OverflowError) as error:
         raise AnswerError(f"{where}: output_ids are no token ids: {error}") from error
 

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from megarl.core.errors import DeadlineError, MegarlError
-from megarl.core.types import FloatArray, IntArray
+from megarl.core.types import FloatArray, TokenArray
 from megarl.recipe.roles import ServerPart
 from megarl.serving import answers
 from megarl.serving.answers import Generation
@@ -94,7 +94,7 @@ class ServerClient:
 
     async def generate(
         self,
-        token_ids: Sequence[int] | IntArray,
+        token_ids: Sequence[int] | TokenArray,
         sampling: Sampling,
         deadline_s: float = 3600.0,
         *,
@@ -113,7 +113,7 @@ class ServerClient:
 
         Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
-        ids = np.ascontiguousarray(token_ids, np.int64)
+        ids = np.ascontiguousarray(token_ids, np.int32)
         body = orjson.dumps(
             {
                 "input_ids": ids,
@@ -128,16 +128,16 @@ class ServerClient:
         async with _deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
-                    return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+                    return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
                 except (ServerUnreachableError, ServerError) as error:
                     if not nobody_there(error):
                         raise
                     await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                     if gives_up():
                         raise
-            return answers.read_generation(await self._send("POST", "/generate", body), what, len(ids))
+            return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
 
-    async def prompt_logprobs(self, token_ids: Sequence[int] | IntArray, deadline_s: float = CALL_S) -> FloatArray:
+    async def prompt_logprobs(self, token_ids: Sequence[int] | TokenArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
         body = {
             "input_ids": np.asarray(token_ids).tolist(),
@@ -322,6 +322,17 @@ class ServerClient:
             text = told.decode("utf-8", "replace")[:ANSWER_SHOWN]
             raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
         return told
+
+
+def _read(body: bytes, what: str, num_prompt: int, sampling: Sampling) -> Generation:
+    """An answer of /generate, with all that was asked for. Raises AnswerError."""
+    generation = answers.read_generation(body, what, num_prompt)
+    if sampling.routing and generation.routing is None and generation.finish != "abort":
+        raise answers.AnswerError(
+            f"{what} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
+            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
+        )
+    return generation
 
 
 class _deadline:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.types import IntArray
+from megarl.core.types import TokenArray
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,6 @@ class Sampling:
         return body
 
 
-def prompt_key(token_ids: Sequence[int] | IntArray) -> str:
+def prompt_key(token_ids: Sequence[int] | TokenArray) -> str:
     """What requests of one prompt have in common, and no others: a digest of its tokens."""
     return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()

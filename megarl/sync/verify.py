@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError, SyncError
 from megarl.core.types import Block, FloatArray, ShardPlan
+from megarl.data.blocks import memory_of
 from megarl.serving.client import ServerClient, ServerEndpoint
 
 Probe = Sequence[Sequence[int]]
@@ -25,19 +26,11 @@ class ProbeAnswers:
 
 def probe_shard(probe: Probe) -> tuple[ShardPlan, Block]:
     """The probe as a shard of one micro-batch, for the trainer's log-prob pass. Sequences of at least two tokens."""
-    rows = [np.asarray(sequence, dtype=np.int64) for sequence in probe]
-    masks = [np.append(np.ones(len(row) - 1, np.float32), np.float32(0)) for row in rows]
-    mask = np.concatenate(masks)
-    block = Block(
-        lengths=np.array([len(row) for row in rows], np.int64),
-        tokens=np.concatenate(rows),
-        labels=np.concatenate([np.append(row[1:], 0) for row in rows]),
-        loss_mask=mask,
-        weights=np.zeros_like(mask),
-        rollout_logprobs=np.zeros_like(mask),
-        sample_index=np.arange(len(rows), dtype=np.int64),
-    )
-    return ShardPlan(((len(rows),),), np.zeros(len(rows), np.int64), np.arange(len(rows), dtype=np.int64)), block
+    rows = [np.asarray(sequence, dtype=np.int32) for sequence in probe]
+    memories = tuple(memory_of((row,), 0, np.ones(len(row) - 1, np.uint8)) for row in rows)
+    number = np.arange(len(rows), dtype=np.int64)
+    block = Block(memories, weights=np.zeros(len(rows), np.float32), sample_index=number)
+    return ShardPlan(((len(rows),),), np.zeros(len(rows), np.int64), number), block
 
 
 def split_column(column: FloatArray, probe: Probe) -> list[FloatArray]:

@@ -19,6 +19,7 @@ from megarl.core.layout import Layout
 from megarl.core.types import FloatArray, IntArray, MicroBatch, RoutingArray
 
 PADDING = -1
+Bounds = NDArray[np.int32]  # cu_seqlens
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from torch import Tensor
 from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
 from megarl.core.progress import Progress
-from megarl.core.types import Column, FloatArray, MicroBatch, MiniBatch, Shard
+from megarl.core.types import Column, FloatArray, MiniBatch, Shard
 from megarl.models.config import ModelConfig
 from megarl.models.hf_pieces import Pieces
 from megarl.models.hf_weights import Bucket, Value, export_buckets
 from megarl.models.lora import adapters_off
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.peft import save_peft
-from megarl.training.batch import DeviceBatch, cut_sequences, to_device
+from megarl.training.batch import Bounds, DeviceBatch, cut_sequences, to_device
 from megarl.training.build import build_role
 from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
 from megarl.training.exports import exported
@@ -144,29 +144,35 @@ class Engine:
             chunk.eval()
         with self._awake("params"), torch.no_grad(), self._counted(shard):
             for mini in shard.mini_batches:
-                outputs = self._run(self._to_device(mini, {}), evaluate, forward_only=True)
-                pairs = zip(mini.micro_batches, outputs, strict=self._groups.is_last_stage)
-                found.append([[self._whole(part, micro) for part in parts] for micro, parts in pairs])
+                batches, bounds = self._to_device(mini, {})
+                outputs = self._run(batches, evaluate, forward_only=True)
+                pairs = zip(bounds, outputs, strict=self._groups.is_last_stage)
+                found.append([[self._whole(part, each) for part in parts] for each, parts in pairs])
         if not self._groups.is_last_stage:
             return [None]
         num_columns = max((len(parts) for mini in found for parts in mini), default=1)
         return [[[parts[index] for parts in mini] for mini in found] for index in range(num_columns)]
 
-    def _whole(self, part: Tensor, micro: MicroBatch) -> FloatArray:
-        """A column [T] of the micro-batch from the parts of all context-parallel ranks."""
+    def _whole(self, part: Tensor, cu_seqlens: Bounds) -> FloatArray:
+        """A column [T] of a micro-batch of these sequences from the parts of all context-parallel ranks."""
         layout, parts = self._groups.layout, [part]
         if layout.cp > 1:
             parts = [torch.empty_like(part) for _ in range(layout.cp)]
             dist.all_gather(parts, part.contiguous(), group=self._groups.cp)
-        cut = cut_sequences(micro.cu_seqlens, layout)
-        return cut.gather([each.float().cpu().numpy() for each in parts], micro.num_tokens)
+        cut = cut_sequences(cu_seqlens, layout)
+        return cut.gather([each.float().cpu().numpy() for each in parts], int(cu_seqlens[-1]))
 
-    def _to_device(self, mini: MiniBatch, columns: dict[str, list[FloatArray]]) -> list[DeviceBatch]:
+    def _to_device(
+        self, mini: MiniBatch, columns: dict[str, list[FloatArray]]
+    ) -> tuple[list[DeviceBatch], list[Bounds]]:
+        """Its micro-batches, and the cu_seqlens of each."""
         layout, rank = self._groups.layout, self._groups.place.cp
-        return [
-            to_device(micro, {name: column[index] for name, column in columns.items()}, self._device, layout, rank)
-            for index, micro in enumerate(mini.micro_batches)
-        ]
+        batches, bounds = [], []
+        for index, micro in enumerate(mini.micro_batches):
+            mine = {name: column[index] for name, column in columns.items()}
+            batches.append(to_device(micro, mine, self._device, layout, rank))
+            bounds.append(micro.cu_seqlens)
+        return batches, bounds
 
     def update(self, shard: Shard, columns: dict[str, Column], loss: Loss) -> dict[str, float]:
         """One optimizer step for each mini-batch, in order; returns metrics over all of them and over all ranks.
@@ -185,7 +191,7 @@ class Engine:
             chunk.train()
         with self._awake(*PARTS), self._counted(shard):
             for index, mini in enumerate(shard.mini_batches):
-                batches = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
+                batches, _ = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
                 stepper.zero_grad()
                 self._accumulate_gradients(batches, loss, sums)
                 sums.end_mini_batch()
@@ -212,7 +218,7 @@ class Engine:
             chunk.eval()
         with self._awake("params"), torch.no_grad(), self._counted(shard):
             for index, mini in enumerate(shard.mini_batches):
-                batches = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
+                batches, _ = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
                 self._run(batches, lambda batch, logits: self._apply(loss, batch, logits, sums), forward_only=True)
                 sums.end_mini_batch()
             return self._reduce(sums)

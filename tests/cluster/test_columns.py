@@ -138,7 +138,7 @@ def test_a_rank_sends_what_it_is_given_back() -> None:
     shards, column = RankShards.of(3, parts), numbered(whole)
     sent = shards.parts(column)
     blocks: list[Block] = [block for block in parts if isinstance(block, Block)]
-    assert [len(part) for part in sent if part is not None] == [len(block.tokens) for block in blocks]
+    assert [len(part) for part in sent if part is not None] == [block.num_tokens for block in blocks]
     shard, columns = merged(
         ("advantages", "values"), 2, 3, [*parts, *sent, *(-part for part in sent if part is not None)]
     )

@@ -47,6 +47,7 @@ def test_seconds_of_a_step(clock: Clock) -> None:
             "perf/update_s": 4.5,
             "perf/driver_s": 1,
             "perf/driver_fraction": 0.1,
+            "perf/ranks_idle": 0.55,
             "perf/tokens_per_s": 90,
             "perf/train_tokens_per_s": 200,
         }

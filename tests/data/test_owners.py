@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.types import Block, Prompt, Sample, ShardPlan, Status
-from megarl.data.blocks import sample_block
+from megarl.data.blocks import laid, sample_block
 from megarl.data.deal import Dealt, deal, deal_step
 from megarl.data.pack import assemble, join_columns, merge_columns, merge_shards, pack, split_column
 from tests.data.slow_pack import plain, slow_deal, slow_shards
@@ -53,7 +53,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Sample], list[int], int, dict[str, Any]
         first += sample.num_tokens
         if told == "always" or (told == "at times" and draw(st.booleans())):
             sample = replace(sample, routing=np.arange(3 * sample.num_tokens - 3, dtype=np.int16).reshape(-1, 3))
-        samples.append(sample)
+        samples.append(laid(sample) if draw(st.booleans()) else sample)
     num_owners = draw(st.integers(1, 4))
     owners = [draw(st.integers(0, num_owners - 1)) for _ in samples]
     options = {
@@ -116,7 +116,9 @@ def test_columns_go_to_the_owners_and_come_back(step: tuple[list[Sample], list[i
     parts = split_column(column, dealt.plans, blocks)
     for shard, mine in zip(parts, blocks, strict=True):
         for part, block in zip(shard, mine, strict=True):
-            assert part.dtype == np.float32 and np.array_equal(part, block.tokens)
+            assert part.dtype == np.float32 and np.array_equal(
+                part, np.concatenate([[], *(each.tokens for each in block.records)])
+            )
     back = merge_columns([join_columns(*each) for each in zip(dealt.plans, blocks, parts, strict=True)])
     assert [[part.tolist() for part in mini] for mini in back] == [[part.tolist() for part in mini] for mini in column]
 

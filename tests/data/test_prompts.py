@@ -29,7 +29,7 @@ def test_a_string_becomes_a_user_message_under_a_chat_template(tmp_path: Path, c
     assert prompt.id == "train.jsonl:1"
     assert prompt.text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert chat_tokenizer.decode(prompt.token_ids) == prompt.text
-    assert prompt.token_ids.dtype == np.int64
+    assert prompt.token_ids.dtype == np.int32
     assert prompt.answer == "2"
     asked = [{"role": "user", "content": "1+1?"}]
     assert prompt.metadata == {"level": 3, "tags": ["sum"], "prompt_messages": asked}

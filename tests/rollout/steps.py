@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.types import Block, FloatArray, Sample
+from megarl.data.blocks import sample_block
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.run import Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
@@ -99,20 +100,8 @@ def end_to_end(parts: Sequence[np.ndarray], dtype: Any = np.float32) -> np.ndarr
 
 def block_of(step: Step, indices: Sequence[int]) -> Block:
     """These samples, as a shard's part that lies in a collector."""
-    samples = [step.samples[index] for index in indices]
-    masks = [label_aligned(sample, sample.loss_mask) for sample in samples]
-    tokens = end_to_end([np.append(sample.prompt.token_ids, sample.response_ids) for sample in samples], np.int64)
-    return Block(
-        lengths=np.array([sample.num_tokens for sample in samples], np.int64),
-        tokens=tokens,
-        labels=tokens,  # nobody looks at them here
-        loss_mask=end_to_end(masks),
-        weights=end_to_end(masks),
-        rollout_logprobs=end_to_end(
-            [label_aligned(sample, sample.rollout_logprobs * sample.loss_mask) for sample in samples]
-        ),
-        sample_index=np.array(indices, np.int64),
-    )
+    # Nobody looks at the weights here.
+    return sample_block([step.samples[at] for at in indices], np.array(indices, np.int64), np.ones(len(indices)))
 
 
 def facts_of(step: Step) -> StepFacts:

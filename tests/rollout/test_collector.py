@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -506,6 +508,21 @@ def test_a_probe_is_short_and_of_the_last_step(tmp_path: Path) -> None:
     assert after[0] == [10, 8, 9, 5, END]
     assert len(after) == 4
     assert all(np.asarray(row).dtype.kind == "i" for row in after)
+
+
+def test_samples_are_handed_over_as_they_lie_and_let_go_once_they_are_trained_on(tmp_path: Path) -> None:
+    async def call(rollout: LocalRollout, _: FakeSglang) -> list[Any]:
+        await rollout.generate(1, 0)
+        memories = [each.memory for group in rollout.collectors[0]._groups.values() for each in group.samples]
+        handed = [memory for block in rollout._blocks[0] for memory in block.memories]
+        assert sorted(map(id, memories)) == sorted(map(id, handed)), "a sample was copied into its block"
+        kept = [weakref.ref(memory) for memory in memories]
+        del memories, handed
+        await rollout.generate(2, 0)
+        gc.collect()
+        return [each() for each in kept]
+
+    assert collect(alternating, make_recipe(tmp_path, train={"steps": 2}), call) == [None] * 8
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -31,7 +31,7 @@ def test_what_was_sent_is_read_whatever_the_text_and_however_it_is_spaced(
         read = read_generation(body, WHERE, 3)
         assert read.token_ids.tolist() == [token for _, token in rows]
         assert read.logprobs.tolist() == [value for value, _ in rows]
-        assert (read.token_ids.dtype, read.logprobs.dtype) == (np.int64, np.float32)
+        assert (read.token_ids.dtype, read.logprobs.dtype) == (np.int32, np.float32)
         assert (read.text, read.finish) == (text, "stop")
 
 

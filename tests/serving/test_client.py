@@ -13,6 +13,7 @@ import pytest
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import VersionSpan
+from megarl.serving.answers import AnswerError
 from megarl.serving.client import ATTEMPTS, ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 from megarl.serving.process import free_port
 from megarl.serving.sampling import Sampling
@@ -98,6 +99,14 @@ def test_routing_comes_back_where_it_was_asked_for() -> None:
     assert result.routing is not None
     assert result.routing.dtype == np.int16
     assert result.routing.tolist() == chosen.reshape(5, 4).tolist()
+
+
+def test_a_routing_that_was_asked_for_and_does_not_come_is_an_error_and_no_silence() -> None:
+    async def call(client: ServerClient) -> None:
+        with pytest.raises(AnswerError, match="which experts it chose"):
+            await client.generate([1, 2, 3], Sampling(3, routing=True))
+
+    talk(call)
 
 
 def test_the_key_is_sent_but_never_shown() -> None:
@@ -239,6 +248,16 @@ def test_cached_prefixes_are_kept_for_requests_that_are_held() -> None:
         "/continue_generation",
     ]
     assert fake.calls[0][1] == {"mode": "in_place"} and fake.calls[1][1]["flush_cache"] is False
+
+
+def test_a_server_is_idle_before_it_sleeps_and_is_never_asked_to_wait_in_whole_seconds() -> None:
+    _, fake = talk(lambda client: client.sleep(["kv_cache"], 60.0))
+    assert fake.calls == [
+        ("/abort_request", {"abort_all": True}),
+        ("/flush_cache", {}),  # answered once it is idle
+        ("/pause_generation", {"mode": "retract"}),  # "abort" would look again after a second
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}),
+    ]
 
 
 @pytest.mark.parametrize("lost", ["drops", "refuses"])
