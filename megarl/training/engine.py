@@ -84,11 +84,14 @@ class Engine:
         return self._offload.wake(parts)
 
     @contextmanager
-    def _awake(self, *parts: Part) -> Iterator[None]:
-        """Around an operation: the layout's groups are Megatron's, and these parts have their memory."""
+    def _awake(self, *parts: Part, active: bool = True) -> Iterator[None]:
+        """Around an operation: the layout's groups are Megatron's, and these parts have their memory.
+
+        active: off where the caller does other work meanwhile: Megatron's globals stay as they are.
+        """
         self._offload.wake(parts)
         try:
-            with self._groups.active():
+            with self._groups.active() if active else nullcontext():
                 yield
         finally:
             self._offload.sleep(self._spec.offload)
@@ -320,7 +323,7 @@ class Engine:
 
         Every rank of the pool has to take every bucket: gathering is collective.
         """
-        with self._parameters():
+        with self._awake("params", active=False):
             value, dtypes = exported(self._chunks, self._config, self._spec)
             for bucket in self._export(bucket_bytes, value):
                 yield [(name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in bucket]
@@ -328,18 +331,9 @@ class Engine:
     @contextmanager
     def pieces(self, bucket_bytes: int) -> Iterator[Pieces]:
         """What this rank writes of the same weights into memory that it shares with who takes them; nothing is gathered."""
-        with self._parameters():
+        with self._awake("params", active=False):
             what, layout = exported(self._chunks, self._config, self._spec), self._groups.layout
             yield Pieces(self._chunks, self._config, layout, self._groups.rank, bucket_bytes, *what)
-
-    @contextmanager
-    def _parameters(self) -> Iterator[None]:
-        """They have their memory. The caller does other work meanwhile: Megatron's globals stay as they are."""
-        self._offload.wake(("params",))
-        try:
-            yield
-        finally:
-            self._offload.sleep(self._spec.offload)
 
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `buckets` gives the weights.
