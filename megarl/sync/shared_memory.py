@@ -197,8 +197,9 @@ class SharedMemorySender:
         finally:
             if self._control is not None:
                 dist.broadcast_object_list(handles, src=0, group=self._control)
-        if self._rank != 0 and self._writes:
-            self._segments = tuple(Segment.open(_given(handle)) for handle in handles)
+        if self._rank != 0:
+            given = [_given(handle) for handle in handles]
+            self._segments = tuple(map(Segment.open, given)) if self._writes else ()
         self._size = num_bytes
 
 
