@@ -88,7 +88,7 @@ quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ##
 slurm: ## Install SLURM's packages for the tests marked slurm (as root, on Debian and Ubuntu); instant where they are
 	@tests/support/install_slurm.sh
 
-test: slurm lint ## All checks and all tests, in two halves side by side; about 20 minutes on two cores
+test: slurm lint ## All checks and all tests, several files at a time; 20 minutes on two cores are the aim
 	$(ONE_THREAD) $(BIN)/python -m tests.suite
 
 test-fast: $(INSTALLED) ## The tests that start no servers; under 2 minutes

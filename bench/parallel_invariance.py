@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megarl.core.versions import installed
+from tests.support.forked_ranks import forked_ranks
 from tests.training.invariance import BOUND, MODELS, Difference, measure
 from tests.training.invariance_cases import (
     ADAM_EPS,
@@ -174,8 +175,8 @@ def problems(differences: list[Difference], errors: str) -> list[str]:
 
 def main() -> None:
     """Measure, write, and say what is wrong."""
-    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-        differences, errors = measure(Path(folder), thorough=True)
+    with tempfile.TemporaryDirectory(prefix="megarl-") as folder, forked_ranks() as ranks:
+        differences, errors = measure(Path(folder), ranks, thorough=True)
     wrong = problems(differences, errors)
     if wrong:
         sys.exit("\n".join(wrong))

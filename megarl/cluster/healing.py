@@ -39,24 +39,32 @@ class Server:
     worker: Worker
     others: tuple[Worker, ...]
     endpoint: ServerEndpoint
-    pid: int  # of the SGLang process itself
+    pid: int  # of the SGLang process itself; 0 where nobody here knows it
+
+    def __str__(self) -> str:
+        pid = f", pid {self.pid}" if self.pid else ""
+        return f"{self.endpoint.name} ({self.endpoint.url}{pid})"
 
 
 @dataclass
 class Member:
-    """One place of the pool. parts: beside each part of its server. server: while it is up. left: when it last was lost."""
+    """One place of the pool. parts: beside each part of its server. server: while it is up. left: when it last was lost.
+
+    kind: what its server calls itself, before its number.
+    """
 
     index: int
     parts: tuple[Worker, ...]
+    kind: str = "sglang server"
     state: State = State.STARTING
     server: Server | None = None
     left: float | None = None
-    for_good: bool = False  # it is not started again
+    for_good: bool = False  # it does not come back
 
     @property
     def name(self) -> str:
         """As its server calls itself."""
-        return f"sglang server {self.index}"
+        return f"{self.kind} {self.index}"
 
 
 @dataclass

@@ -5,6 +5,7 @@ Plain TCP: what this says is true before Ray, gloo or NCCL has said a word. Not 
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 import threading
@@ -23,6 +24,20 @@ def interface_of(address: str) -> str:
     for name, held in psutil.net_if_addrs().items():
         if any(each.family in (socket.AF_INET, socket.AF_INET6) and each.address == address for each in held):
             return name
+    return ""
+
+
+def address_towards(hosts: Sequence[str]) -> str:
+    """This node's address as the first of these hosts sees it that is another machine's, perhaps; empty where all are loopback.
+
+    Nothing is sent. Raises OSError: a name without an address, no way there.
+    """
+    for host in hosts:
+        kind, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
+            with socket.socket(kind, socket.SOCK_DGRAM) as way:
+                way.connect(where)
+                return str(way.getsockname()[0])
     return ""
 
 

@@ -182,6 +182,10 @@ class RankActor:
         self._sending = sending, made
         return made
 
+    def leave_servers(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Give up what servers and this rank keep of each other from sync to sync; which did not, and why. For rank 0."""
+        return {} if self._sending is None else self._sending[1].leave(servers, deadline_s)
+
     def take_peaks(self) -> dict[str, int]:
         """Peak bytes of this rank by `role/operation`, since the last call."""
         return self._rank.take_peaks()

@@ -382,5 +382,5 @@ def num_collectors(recipe: Recipe) -> int:
     """
     if recipe.rollout.collectors is not None:
         return recipe.rollout.collectors
-    count = -(-recipe.rollout.servers // SERVERS_A_COLLECTOR)
+    count = -(-recipe.rollout.num_servers // SERVERS_A_COLLECTOR)
     return 1 if count > 1 and needs_one_collector(recipe.algorithm) else count

@@ -20,6 +20,7 @@ from typing import Any
 
 import ray
 
+from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
 from megarl.cluster.services import Services
@@ -42,7 +43,8 @@ class Runtime:
     """What every process of the run needs to know. Use as a context manager: leaving it leaves nothing behind.
 
     folder: the run's folder, absolute. api_key: the servers' and the router's. scratch: on the driver's machine. closes:
-    whether the scratch folder goes with it. nodes: the driver's first. slots: one a rank, in the order of the ranks.
+    whether the scratch folder goes with it. nodes: the driver's first. slots: one a rank, in the order of the ranks. reached:
+    whether servers elsewhere have to reach processes of the run.
     """
 
     platform: Platform
@@ -52,6 +54,7 @@ class Runtime:
     closes: bool = True
     nodes: Nodes = field(default_factory=lambda: Nodes(()))
     slots: tuple[Slot, ...] = ()
+    reached: bool = False
 
     @property
     def run_id(self) -> str:
@@ -69,8 +72,8 @@ class Runtime:
         return self.nodes.members[0]
 
     def address_of(self, node: Node) -> str:
-        """Where a node's processes listen: on its loopback where there is no other node that could want to reach them."""
-        return node.address if len(self.nodes.members) > 1 else LOOPBACK
+        """Where a node's processes listen: on its loopback where nobody elsewhere could want to reach them."""
+        return node.address if self.reached or len(self.nodes.members) > 1 else LOOPBACK
 
     def process(self, name: str, node: Node | None = None) -> ProcessSpec:
         """How a process of the run begins; on the driver's node where none is given."""
@@ -84,11 +87,13 @@ class Runtime:
         num_devices: int,
         reads: Sequence[Path] = (),
         scratch: Scratch | None = None,
+        reached_from: Sequence[str] = (),
     ) -> Runtime:
         """Start Ray on this machine, or join the one that the environment names, and take a device for every rank.
 
-        reads: what every node has to see, beside the run's folder. scratch: one of its own where not given. Raises
-        UserError, DeadlineError and MegarlError; what was started is gone then.
+        reads: what every node has to see, beside the run's folder. scratch: one of its own where not given. reached_from:
+        hosts of servers that the run has not started. Raises UserError, DeadlineError and MegarlError; what was started is gone
+        then.
         """
         folder = folder.resolve()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -99,6 +104,8 @@ class Runtime:
         os.environ[janitor.RUN_ID_VARIABLE] = run_id
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
         runtime = cls(platform, folder, secrets.token_hex(32), scratch, closes)
+        own = address_towards(reached_from)
+        runtime.reached = bool(own)
         address = os.environ.get(RAY_ADDRESS_VARIABLE)
         try:
             if address:
@@ -110,7 +117,7 @@ class Runtime:
                 _start_ray(platform, run_id, num_devices, scratch.folder)
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
                 count = int(devices.get(platform.ray_resource, 0))
-                node = Node(socket.gethostname(), LOOPBACK, here, scratch.folder, count)
+                node = Node(socket.gethostname(), own or LOOPBACK, here, scratch.folder, count)
                 runtime.nodes = Nodes((node,), run_id=run_id, services=Services.find(here))
             runtime.slots = reserve(platform, runtime.nodes.members, num_devices)
         except BaseException:

@@ -28,7 +28,10 @@ HEALTH_S = 20.0  # longest wait for one such answer
 
 @dataclass(frozen=True)
 class Started:
-    """A subprocess that is ready. pid: its own. facts: of the actor beside it. endpoint: where it answers."""
+    """A server or router that is ready. pid: its own, 0 where nobody here knows it. endpoint: where it answers.
+
+    facts: of the actor beside it.
+    """
 
     pid: int
     facts: ProcessFacts
@@ -109,35 +112,27 @@ class ServerActor(_Supervisor):
     async def sleep(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
         """Have the server give back the memory of these parts; why it did not, where it did not."""
         self._asleep.update(parts)
-        return await self._told(lambda client: client.sleep(parts, deadline_s))
+        return await told(self._endpoint, lambda client: client.sleep(parts, deadline_s))
 
     async def wake(self, parts: tuple[ServerPart, ...], serve: bool, deadline_s: float) -> str:
         """Have the server take it again; serve: and requests, too. Why it did not, where it did not."""
-        trouble = await self._told(lambda client: client.wake(parts, serve=serve, deadline_s=deadline_s))
+        trouble = await told(self._endpoint, lambda client: client.wake(parts, serve=serve, deadline_s=deadline_s))
         self._asleep.difference_update(parts)
         return trouble
 
     async def pause(self, keep_kv: bool, deadline_s: float) -> str:
         """Have the server stop generating; its requests go on after `resume`. Why it did not, where it did not."""
         self._paused = True
-        return await self._told(lambda client: client.pause("in_place" if keep_kv else "retract", deadline_s))
+        return await told(self._endpoint, lambda client: client.pause("in_place" if keep_kv else "retract", deadline_s))
 
     async def resume(self, deadline_s: float) -> str:
         """Have the server go on after `pause`. Why it did not, where it did not."""
-        trouble = await self._told(lambda client: client.resume(deadline_s))
+        trouble = await told(self._endpoint, lambda client: client.resume(deadline_s))
         self._paused = False
         return trouble
 
     def _expected(self) -> bool:
         return not self._asleep and not self._paused  # one that sleeps lets even the question for its health wait
-
-    async def _told(self, tell: Callable[[ServerClient], Awaitable[None]]) -> str:
-        async with ServerClient(self._endpoint) as client:
-            try:
-                await tell(client)
-            except MegarlError as error:
-                return str(error)
-        return ""
 
 
 class RouterActor(_Supervisor):
@@ -160,3 +155,13 @@ class RouterActor(_Supervisor):
     async def remove(self, url: str) -> None:
         """Send nothing more to this server."""
         await asyncio.to_thread(self._router.remove, url)
+
+
+async def told(endpoint: ServerEndpoint, tell: Callable[[ServerClient], Awaitable[None]]) -> str:
+    """Tell a server something; why it did not do so, or nothing."""
+    async with ServerClient(endpoint) as client:
+        try:
+            await tell(client)
+        except MegarlError as error:
+            return str(error)
+    return ""

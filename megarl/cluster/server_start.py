@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import ray
 
@@ -20,21 +21,72 @@ from megarl.serving.server import ProcessPlace, ServerSpec, Span
 UNKNOWN = ProcessFacts(0, "?")
 
 
+class Source(Protocol):
+    """Where a pool's servers come from: `Launched` here, `Found` in external.py."""
+
+    @property
+    def kind(self) -> str:
+        """What one is called, before its number."""
+
+    @property
+    def comes_back(self) -> str:
+        """What is done about one that was lost, in words."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    @property
+    def retries(self) -> bool:
+        """Whether one that did not come up is worth another try."""
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether servers have their devices for themselves only while they generate."""
+
+    @property
+    def api_key(self) -> str:
+        """What opens the router."""
+
+    @property
+    def direct(self) -> Sequence[str]:
+        """Hosts beside the run's own nodes to which no proxy of the environment leads."""
+
+    def lost(self, index: int) -> bool:
+        """Whether a server cannot come back."""
+
+    def server(self, index: int) -> tuple[Worker, ...]:
+        """An actor for each part of a server; the first is the one that answers."""
+
+
 @dataclass(frozen=True)
-class Starter:
-    """Knows the places of a pool's processes. deadline_s: longest start. answer_s: longest silence of one that is up."""
+class Launched:
+    """Servers that the run starts, a slot each. answer_s: longest silence of one that is up."""
 
     runtime: Runtime
     spec: ServerSpec
     slots: Sequence[ServerSlot]
-    router_spec: RouterSpec
-    deadline_s: float
     answer_s: float
+
+    kind = "sglang server"
+    comes_back = "is started again"
+    retries = True
+    direct = ()
+
+    @property
+    def count(self) -> int:
+        """How many servers there are."""
+        return len(self.slots)
 
     @property
     def offloaded(self) -> bool:
         """Whether servers have their devices for themselves only while they generate."""
         return self.spec.offloaded
+
+    @property
+    def api_key(self) -> str:
+        """The run's own."""
+        return self.runtime.api_key
 
     def lost(self, index: int) -> bool:
         """Whether Ray has given up a node that the server needs."""
@@ -51,28 +103,42 @@ class Starter:
         for rank, part in enumerate(slot.parts):
             process = runtime.process(f"server {index}" + (f" part {rank}" if rank else ""), part.node)
             own = replace(spec, span=Span(len(slot.parts), rank, meet)) if meet else spec
-            place = self._place(part.node, part.env)
+            place = place_on(runtime, part.node, self.api_key, env=part.env)
             actor = ray.remote(ServerActor).options(**part.options)
             registry, platform = part.node.registry, runtime.platform.name
             handle = actor.remote(process, registry, own, platform, place, self.answer_s)
             workers.append(Worker(handle, process, UNKNOWN))
         return tuple(workers)
 
+
+@dataclass(frozen=True)
+class Starter:
+    """Knows the places of a pool's processes. deadline_s: longest start. answer_s: longest silence of a router."""
+
+    runtime: Runtime
+    source: Source
+    router_spec: RouterSpec
+    deadline_s: float
+    answer_s: float
+
     def router(self, port: int | None = None) -> Worker:
         """An actor beside the router, which will listen at this port of the driver's node, or at one that is free."""
         here, process = self.runtime.here, self.runtime.process("router")
         actor = ray.remote(RouterActor).options(**slot_on(here).options)
         spec = replace(self.router_spec, port=port)
-        return Worker(actor.remote(process, here.registry, spec, self._place(here), self.answer_s), process, UNKNOWN)
+        place = place_on(self.runtime, here, self.source.api_key, direct=self.source.direct)
+        return Worker(actor.remote(process, here.registry, spec, place, self.answer_s), process, UNKNOWN)
 
     def end(self, worker: Worker) -> None:
         """End an actor whose process has ended: what it holds of its slot is free then."""
         ray.kill(worker.handle)
 
-    def _place(self, node: Node, env: Mapping[str, str] | None = None) -> ProcessPlace:
-        """Where a server or the router listens and writes."""
-        runtime = self.runtime
-        # The nodes speak to each other directly, whatever proxy stands before the rest of the world.
-        direct = ",".join(sorted({LOOPBACK, *(runtime.address_of(each) for each in runtime.nodes.members)}))
-        env = {RUN_ID_VARIABLE: runtime.run_id, "NO_PROXY": direct, "no_proxy": direct, **(env or {})}
-        return ProcessPlace(runtime.logs, runtime.api_key, runtime.address_of(node), env, temp=node.temp)
+
+def place_on(
+    runtime: Runtime, node: Node, api_key: str, *, env: Mapping[str, str] | None = None, direct: Sequence[str] = ()
+) -> ProcessPlace:
+    """Where a server or the router listens and writes. direct: hosts beside the run's own that no proxy leads to."""
+    # The nodes speak to each other directly, whatever proxy stands before the rest of the world.
+    hosts = ",".join(sorted({LOOPBACK, *direct, *(runtime.address_of(each) for each in runtime.nodes.members)}))
+    env = {RUN_ID_VARIABLE: runtime.run_id, "NO_PROXY": hosts, "no_proxy": hosts, **(env or {})}
+    return ProcessPlace(runtime.logs, api_key, runtime.address_of(node), env, temp=node.temp)

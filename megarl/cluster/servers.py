@@ -55,6 +55,7 @@ class ServerPool:
         self.restarts = restarts
         self.refresh: Callable[[], None] | None = None
         self._starter = starter
+        self._source = starter.source
         self._waiter = waiter
         self._router_up = True
         self._adding = 0  # servers that the router is being told of
@@ -198,18 +199,25 @@ class ServerPool:
         return troubles
 
     def _watch(self, member: Member) -> None:
-        assert member.server is not None, member
-        for part in member.parts:
-            self._waiter.watches[part.handle.watch.remote()] = partial(self.drop, member.server.endpoint)
+        server = member.server
+        assert server is not None, member
 
-    def _lose(self, member: Member, reason: str) -> None:
+        def gone(how: str) -> None:
+            if member.server is server:  # not one that came back, perhaps at the same address
+                self._lose(member, how)
+
+        for part in member.parts:
+            self._waiter.watches[part.handle.watch.remote()] = gone
+
+    def _lose(self, member: Member, reason: str, *, for_good: bool = False) -> None:
         """A server died, failed or stands still: nobody asks it any more, and what is left of it is ended."""
         server, was = member.server, member.state
         member.server, member.state = None, State.SUSPECT
         if member.left is None:
             member.left = time.monotonic()
-        member.for_good = self._starter.lost(member.index) or not self.restarts.count(member.name, reason)
-        who = member.name if server is None else f"{server.endpoint.name} ({server.endpoint.url}, pid {server.pid})"
+        lost = for_good or self._source.lost(member.index)
+        member.for_good = lost or not self.restarts.count(member.name, reason)
+        who = member.name if server is None else str(server)
         if all(each.for_good for each in self.members):
             circumstances = self._waiter.circumstances()
             raise GivenUpError(
@@ -220,7 +228,7 @@ class ServerPool:
             "%s left the pool, %d remain%s: %s",
             member.name,
             len(self.servers),
-            "" if member.for_good else f", and is started again (restart {self.restarts.total})",
+            "" if member.for_good else f", and {self._source.comes_back} (restart {self.restarts.total})",
             reason.splitlines()[0],
         )
         if server is not None and was is State.SERVING and self._router_up:
@@ -239,17 +247,17 @@ class ServerPool:
 
     def _start_gone(self) -> None:
         """Start those again that are gone, where nothing else needs their devices now."""
-        if self._starter.offloaded and not (self._traffic or self._urgent):
+        if self._source.offloaded and not (self._traffic or self._urgent):
             return
         for member in self.members:
             if member.state is State.GONE and not member.for_good:
-                member.parts, member.state = self._starter.server(member.index), State.STARTING
+                member.parts, member.state = self._source.server(member.index), State.STARTING
                 starts = [Call(part, part.handle.start.remote(self._starter.deadline_s)) for part in member.parts]
                 self._waiter.follow(starts, partial(self._started, member))
 
     def _started(self, member: Member, results: list[Started], failure: str) -> None:
         if failure:
-            self._lose(member, f"It did not start: {failure}")
+            self._lose(member, f"It did not come up: {failure}", for_good=not self._source.retries)
             return
         up(member, results)
         self._watch(member)
@@ -349,7 +357,8 @@ class LaunchingPool:
     @classmethod
     def launch(cls, starter: Starter, waiter: Waiter, restarts: Restarts) -> LaunchingPool:
         """Start all processes side by side, a server a slot; returns at once, so that ranks can start meanwhile."""
-        members = [Member(index, starter.server(index)) for index in range(len(starter.slots))]
+        source = starter.source
+        members = [Member(index, source.server(index), source.kind) for index in range(source.count)]
         router = starter.router()
         everyone = [*(part for member in members for part in member.parts), router]
         starts = [Call(worker, worker.handle.start.remote(starter.deadline_s)) for worker in everyone]

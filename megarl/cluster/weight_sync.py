@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.rollout import CACHE, RolloutPool
-from megarl.core.errors import SyncError, WorkerDiedError
+from megarl.core.errors import MegarlError, SyncError, WorkerDiedError
 from megarl.core.layout import Layout
+from megarl.core.log import get_logger
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.sync.session import SyncReport
 from megarl.sync.transport import Sending
 
+log = get_logger(__name__)
+
+LEAVE_S = 10.0  # longest wait for a server to give up a group
 # float32 log-probs of two implementations agree to about 1e-5; bfloat16 rounds weights of both, but sums differently.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
 UNSCALED = 1.0
@@ -73,6 +77,25 @@ class WeightSync:
         if self._version is not None:
             self._deliver(self._version)
             self.rollout.servers.wake(CACHE, self.recipe.deadlines.sync_s)  # the probe has sent it to sleep
+
+    def leave(self) -> None:
+        """Have the servers give up what they hold of the way that weights came: they go on without this run.
+
+        What goes wrong is only said: the run has ended, or ends of something else.
+        """
+        endpoints = [server.endpoint for server in self.rollout.servers.receivers()]
+        try:
+            [failed] = self.ranks.ask(
+                lambda worker, _: worker.handle.leave_servers.remote(endpoints, LEAVE_S),
+                "end",
+                self.role,
+                2 * LEAVE_S,
+                only=[0],
+            ).wait()
+        except MegarlError as error:
+            failed = {"the first rank": str(error).splitlines()[0]}
+        for name, why in failed.items():
+            log.warning("%s did not leave the group of the weight sync: %s", name, why)
 
     def _send(self, weight_version: int) -> float:
         """Bytes that were sent to all servers that are up. Those that failed leave the pool."""

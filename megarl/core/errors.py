@@ -65,6 +65,10 @@ class SyncError(MegarlError):
     """A weight sync that failed or that could not be verified: carries the servers and the numbers."""
 
 
+class UnfitServerError(MegarlError):
+    """A server that somebody else started cannot be used: says which, why and what to do, in one paragraph."""
+
+
 @contextmanager
 def naming(folders: Mapping[Path, Path]) -> Iterator[None]:
     """Errors within speak of the folders that a user knows.

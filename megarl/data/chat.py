@@ -5,6 +5,7 @@ Not for reading rows (rows.py), nor for deciding which tokens are trained on (sf
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.errors import UserError
+from megarl.core.loading import as_if_missing, without_collection
 from megarl.core.types import TokenArray
 from megarl.data.rows import Row, json_type
 
@@ -28,12 +30,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     Raises UserError where the folder is missing or has no tokenizer that transformers can read.
     """
-    from transformers import AutoTokenizer
-
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such model folder. Set model.path to a folder in HF format.")
+    reader = _auto_tokenizer()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = reader.from_pretrained(folder, local_files_only=True)
         tokenizer(["1+1"])  # some of what is wrong in its files shows only now
         return tokenizer
     except Exception as error:  # which ones its parsers raise for a file that is broken, no documentation says
@@ -42,6 +43,26 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"{folder}: transformers cannot read a tokenizer from this folder ({reason}). "
             "It needs tokenizer.json and tokenizer_config.json beside a config.json that transformers reads."
         ) from error
+
+
+def _auto_tokenizer() -> Any:
+    """transformers' AutoTokenizer, without the models.
+
+    Where transformers finds torch, it loads it, and all that generates text: seconds, and hundreds of megabytes in every process
+    that reads rows. A process that has not loaded torch before this has no models of transformers after it.
+    """
+    told = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # that there are no models then
+    before = os.environ.get(told)
+    os.environ[told] = "1"
+    try:
+        with without_collection(), as_if_missing("torch"):
+            from transformers import AutoTokenizer
+    finally:
+        if before is None:
+            del os.environ[told]
+        else:
+            os.environ[told] = before
+    return AutoTokenizer
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:

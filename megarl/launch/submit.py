@@ -112,7 +112,7 @@ def check_fit(recipe: AnyRecipe, platform: Platform, options: SlurmOptions) -> i
         # Processes stand for devices: as many as are needed, evenly.
         return -(-devices // options.nodes)
     if isinstance(recipe, Recipe):
-        servers = recipe.rollout.servers * recipe.rollout.tp
+        servers = recipe.rollout.server_devices
     there, wanted = options.nodes * options.gpus_per_node, devices + servers
     if there != wanted:
         sum_of = f"cluster.devices {devices}"

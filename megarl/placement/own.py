@@ -22,7 +22,7 @@ def own_placement(recipe: Recipe, workload: Workload, cluster: Cluster) -> Own:
                 check_layout(workload.models[role], layout, f"{role}.parallel")
     except UserError as error:
         return Own(None, str(error))
-    ranks, servers = recipe.cluster.devices, recipe.rollout.servers * recipe.rollout.tp
+    ranks, servers = recipe.cluster.devices, recipe.rollout.server_devices
     hosts: list[tuple[Cluster, Cluster | None]] = [(kind, None) for kind in cluster.kinds if kind.num_devices >= ranks]
     hosts += [
         (kind, serving)

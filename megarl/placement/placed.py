@@ -34,7 +34,8 @@ class RolePlan:
 class PoolPlan:
     """Devices first .. first + devices - 1, and the roles that share them. peak_bytes: of one device at its fullest.
 
-    kind: the nodes that they are of; devices are counted kind by kind. named: whether there are several kinds.
+    kind: the nodes that they are of; devices are counted kind by kind. named: whether there are several kinds. No devices:
+    servers that somebody else started.
     """
 
     devices: int
@@ -47,8 +48,10 @@ class PoolPlan:
 
     def describe(self) -> str:
         """`actor+rollout on 24`, or `on 24 H100` where there are several kinds of nodes."""
-        device = f" {self.kind.device.name}" if self.named else ""
-        return f"{'+'.join(role.role for role in self.roles)} on {self.devices}{device}"
+        roles = "+".join(role.role for role in self.roles)
+        if not self.devices:
+            return f"{roles} on external servers"
+        return f"{roles} on {self.devices}{f' {self.kind.device.name}' if self.named else ''}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class PlacementPlan:
     def summary(self) -> str:
         """The prediction in one line."""
         phases = ", ".join(f"{name} {seconds:.2g}" for name, seconds in self.phases.items() if seconds > 0)
-        peaks = ", ".join(f"{pool.peak_bytes / GIB:.2g} GiB ({pool.peak_role})" for pool in self.pools)
+        peaks = ", ".join(f"{pool.peak_bytes / GIB:.2g} GiB ({pool.peak_role})" for pool in self.pools if pool.devices)
         return f"predicted: {self.describe()}; {self.step_s:.3g} s a step ({phases}); peak of a device: {peaks}"
 
     def describe(self) -> str:

@@ -1,7 +1,8 @@
 """What a recipe's own placement is predicted to take: its pools, layouts and servers as they stand, nothing searched.
 
 Servers stand on devices of their own where the cluster has enough beside the ranks', on the first pool's otherwise
-(cluster/slots.py). Where processes stand for devices servers have none; they count as the actor's.
+(cluster/slots.py). Where processes stand for devices servers have none; they count as the actor's. Those that somebody else
+started take none of the run's; their seconds are those of servers of one such device each, for want of anything known of them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def predict_recipe(
         for pool in pools_of(recipe).values()
     ]
     ranks = sum(devices for _, devices in pools)
-    used = recipe.rollout.servers * recipe.rollout.tp
-    separate = serving is not None or (cluster.device.offloads_to_host and cluster.num_devices - ranks >= used)
+    used = recipe.rollout.server_devices
+    apart = serving is not None or recipe.rollout.external is not None
+    separate = apart or (cluster.device.offloads_to_host and cluster.num_devices - ranks >= used)
     if separate:
         pools.append(((ROLLOUT,), used))
     else:
@@ -93,8 +95,9 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
 
 def too_full(plan: PlacementPlan, cluster: Cluster) -> str | None:
     """What a placement needs that its devices do not have; None where they hold it."""
+    own = [pool for pool in plan.pools if pool.devices]
     if cluster.device.offloads_to_host:
-        over = {pool.peak_bytes - usable_bytes(pool.kind): pool for pool in plan.pools}
+        over = {pool.peak_bytes - usable_bytes(pool.kind): pool for pool in own}
         worst = over[max(over)]
         if max(over) <= 0:
             return None
@@ -104,12 +107,12 @@ def too_full(plan: PlacementPlan, cluster: Cluster) -> str | None:
         )
     # Devices that are processes take what they need of one memory.
     needed, have = (
-        sum(pool.peak_bytes * pool.devices for pool in plan.pools),
+        sum(pool.peak_bytes * pool.devices for pool in own),
         usable_bytes(cluster) * cluster.num_devices,
     )
     if needed <= have:
         return None
-    pools = " and ".join(pool.describe() for pool in plan.pools)
+    pools = " and ".join(pool.describe() for pool in own)
     return f"{pools} need {needed / GIB:.1f} GiB together, and this machine's processes can use {have / GIB:.1f} GiB"
 
 
@@ -130,8 +133,8 @@ def _rollout_table(
 ) -> RolloutTable:
     settings = recipe.rollout
     tp = np.array([settings.tp], np.int64)
-    used = np.array([settings.servers * settings.tp], np.int64)
+    used = np.array([settings.num_servers * settings.tp], np.int64)
     fraction = workload.server_share or (SHARED_FRACTION if shared else OWN_FRACTION)
-    choice = Servers(np.array([devices], np.int64), tp, np.array([fraction]), used)
+    choice = Servers(np.array([devices], np.int64) if devices else used, tp, np.array([fraction]), used)
     offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
     return price_rollout(choice, np.array([offloaded]), workload, cluster, across=across)

@@ -112,7 +112,8 @@ def fill_defaults(recipe: R) -> R:
     correction = correction_by_default(recipe)
     if "algorithm.correction" not in unread and correction != recipe.algorithm.correction:
         recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"correction": correction})})
-    if recipe.rollout.kv_tokens is not None or not get_platform(recipe.cluster.platform).needs_kv_tokens:
+    sized = recipe.rollout.kv_tokens is not None or recipe.rollout.external is not None
+    if sized or not get_platform(recipe.cluster.platform).needs_kv_tokens:
         return recipe
     tokens = recipe.rollout.max_running_requests * longest_sample(recipe)
     return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"kv_tokens": tokens})})

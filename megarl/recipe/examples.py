@@ -69,7 +69,7 @@ def copy_example(name: str, target: Path) -> list[Path]:
 
 def _devices(recipe: AnyRecipe) -> str:
     """Of the run: one of a platform's devices a rank, and on GPUs `rollout.tp` a server."""
-    servers = recipe.rollout.servers * recipe.rollout.tp if isinstance(recipe, Recipe) else 0
+    servers = recipe.rollout.server_devices if isinstance(recipe, Recipe) else 0
     what, beside = KINDS_OF_DEVICES[recipe.cluster.platform]
     return f"{recipe.cluster.devices + beside * servers} {what}"
 

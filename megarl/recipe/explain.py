@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from megarl.recipe.glossary import RENAMED, meant_by
+from megarl.recipe.section import A_SECTION, A_VALUE
 from megarl.recipe.source import Keys, Tree
 
 MOST_NAMED = 6  # keys of another system's section that a message translates
@@ -63,9 +64,9 @@ class Schema:
         return tuple(key for index, key in enumerate(keys) if key not in _kinds(self.node(keys[:index]) or {}))
 
     def leaves(self, keys: Keys = ()) -> Iterator[Keys]:
-        """Paths of all keys that hold a value and not a section."""
+        """Paths of all keys that hold a value, those that may hold a section instead before the keys of this section."""
         children = self.children(keys)
-        if not children:
+        if not children or _either(self.node(keys) or {}):
             yield keys
         for child in children:
             yield from self.leaves((*keys, child))
@@ -92,15 +93,15 @@ class Schema:
 
     def _section(self, node: dict[str, Any]) -> dict[str, Any]:
         """The node itself, or the section that it refers to."""
-        for candidate in (node, *node.get("anyOf", ()), *node.get("allOf", ())):
+        for candidate in (node, *_either(node), *node.get("anyOf", ()), *node.get("allOf", ())):
             if "$ref" in candidate:
                 definition: dict[str, Any] = self._definitions[candidate["$ref"].rpartition("/")[2]]
                 return definition
         return node
 
     def _words(self, node: dict[str, Any]) -> str:
-        if "anyOf" in node:
-            return " or ".join(self._words(option) for option in node["anyOf"])
+        if options := node.get("anyOf") or _either(node):
+            return " or ".join(self._words(option) for option in options)
         if kinds := _kinds(node):
             return f"a section with {node['discriminator']['propertyName']}: {' or '.join(kinds)}"
         if section := self._section(node).get("properties"):
@@ -120,6 +121,11 @@ def _kinds(node: dict[str, Any]) -> dict[str, str]:
     """Kinds of a section to their definitions; empty where it has no kinds."""
     kinds: dict[str, str] = node.get("discriminator", {}).get("mapping", {})
     return kinds
+
+
+def _either(node: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """What a key takes that holds a value or a section (recipe/section.py); empty for every other."""
+    return () if "discriminator" in node else tuple(node.get("oneOf", ()))
 
 
 def explain(errors: list[ErrorDetails], tree: Tree, kind: type[BaseModel]) -> list[str]:
@@ -143,7 +149,7 @@ def nearest(keys: Keys, schema: Schema) -> str | None:
 
 
 def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
-    keys = tuple(str(part) for part in error["loc"])
+    keys = tuple(str(part) for part in error["loc"] if part not in (A_VALUE, A_SECTION))
     written = schema.written(keys)
     dotted = ".".join(written)
     if error["type"] == "missing":
@@ -165,7 +171,8 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     given = error["input"]
     meaning = f" ({schema.meaning(keys)})" if schema.meaning(keys) else ""
     quote = f" Quotes make it text: '{given}'." if error["type"] == "string_type" and given is not None else ""
-    section = " Write {} for a section of defaults." if isinstance(given, bool) and schema.children(keys) else ""
+    all_of_defaults = isinstance(given, bool) and schema.children(keys) and not _either(schema.node(keys) or {})
+    section = " Write {} for a section of defaults." if all_of_defaults else ""
     return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{quote}{section}"
 
 

@@ -7,40 +7,12 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section
+from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section, Variable, plain_url
 
 JSON_FIELD = "json:"  # what stands before the name of a field, where a score is not found by a pattern
-
-
-def _plain_url(url: str) -> str:
-    """Raises ValueError without repeating the address: it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        known = False
-    if not known or any(character.isspace() for character in url):
-        raise ValueError("wanted is an address such as http://host:8000/grade, or one with https")
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise ValueError(
-            "an address with a user, a password, `?` or `#` is refused: recipes are saved and shown. "
-            "Put the key into an environment variable and name it in key_env"
-        )
-    return url.rstrip("/")
-
-
-def _variable(name: str) -> str:
-    """Raises ValueError without repeating the name: it may be the key itself."""
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-        raise ValueError(
-            "wanted is the name of the environment variable that holds the key, in capitals, such as JUDGE_API_KEY; "
-            "the key itself belongs in no recipe"
-        )
-    return name
 
 
 def _parse(text: str) -> str:
@@ -67,8 +39,7 @@ def _named(graders: dict[str, Grader]) -> dict[str, Grader]:
     return graders
 
 
-Url = Annotated[str, AfterValidator(_plain_url)]
-Variable = Annotated[str, AfterValidator(_variable)]
+Url = Annotated[str, AfterValidator(plain_url)]
 
 
 class GraderSection(Section):

@@ -1,9 +1,10 @@
-"""What `rollout.deterministic` asks of the other keys: where servers cannot keep an answer independent of its neighbours."""
+"""What servers ask of the other keys: those that keep an answer independent of its neighbours (`rollout.deterministic`), and
+those that somebody else started (`rollout.servers.urls`)."""
 
 from __future__ import annotations
 
 from megarl.core.platform import Platform, get_platform
-from megarl.recipe.rule import Contradiction
+from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
 # Flags of SGLang that choose what a request's numbers are computed with by what else is in the batch.
@@ -59,7 +60,7 @@ def _too_large(recipe: Recipe) -> bool:
 DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "rollout.deterministic",
-        lambda r, _: r.rollout.deterministic and _may_run_full(r),
+        lambda r, _: r.rollout.deterministic and r.rollout.external is None and _may_run_full(r),
         lambda r: (
             "a server whose cache runs full drops a request and computes it again as one long prompt, which gives other bits. "
             f"Set rollout.kv_tokens to {_wanted_cache(r)} or more (rollout.max_running_requests "
@@ -84,6 +85,29 @@ DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             f"rollout.server_args would undo it: {', '.join(_undoing_flags(r))}. Remove that; attention backends that are "
             f"deterministic on {_platform(r).name}: {', '.join(_platform(r).deterministic_attention)}"
+        ),
+        (Recipe,),
+    ),
+)
+
+SERVER_UNREAD: tuple[Unread, ...] = (
+    Unread(
+        ("rollout.tp", "rollout.max_running_requests", "rollout.kv_tokens", "rollout.server_args", "rollout.offload"),
+        lambda r, _: r.rollout.external is None,
+        "rollout.servers.urls names servers that somebody else started: say it by the flags that they are started with "
+        "(docs/rollout.md)",
+        (Recipe,),
+    ),
+)
+
+SERVER_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    *DETERMINISTIC_CONTRADICTIONS,
+    Contradiction(
+        "rollout.deterministic",
+        lambda r, _: r.rollout.deterministic and r.rollout.external is not None,
+        lambda r: (
+            "rollout.servers.urls names servers that somebody else started, and whether their answers depend on what else they "
+            "answer, or on the size of their cache, is not the run's to say. Set it to false, or rollout.servers to a number"
         ),
         (Recipe,),
     ),

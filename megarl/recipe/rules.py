@@ -9,7 +9,7 @@ from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
-from megarl.recipe.rollout_rules import DETERMINISTIC_CONTRADICTIONS
+from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD
 from megarl.recipe.rollout_rules import longest_sample as longest_sample  # noqa: PLC0414
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
@@ -57,6 +57,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
     *ROLE_UNREAD,
     *DATA_UNREAD,
     *SAMPLING_UNREAD,
+    *SERVER_UNREAD,
     *(
         Unread(
             keys,
@@ -122,7 +123,7 @@ def _owned_flags(recipe: Recipe) -> list[str]:
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ALGORITHM_CONTRADICTIONS,
     *ROLE_CONTRADICTIONS,
-    *DETERMINISTIC_CONTRADICTIONS,
+    *SERVER_CONTRADICTIONS,
     *SAMPLING_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",

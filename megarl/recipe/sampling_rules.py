@@ -184,10 +184,10 @@ SAMPLING_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "rollout.collectors",
-        lambda r, _: r.rollout.collectors is not None and r.rollout.collectors > r.rollout.servers,
+        lambda r, _: r.rollout.collectors is not None and r.rollout.collectors > r.rollout.num_servers,
         lambda r: (
-            f"{r.rollout.collectors} processes for {r.rollout.servers} server{'s' * (r.rollout.servers > 1)}: one can ask 32. "
-            f"Set it to at most {r.rollout.servers}, or remove it"
+            f"{r.rollout.collectors} processes for {r.rollout.num_servers} server{'s' * (r.rollout.num_servers > 1)}: one can "
+            f"ask 32. Set it to at most {r.rollout.num_servers}, or remove it"
         ),
         RL,
     ),

@@ -17,6 +17,7 @@ from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, ServerPart, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
 from megarl.recipe.section import PositiveFloat, PositiveInt, Section
+from megarl.recipe.servers import ExternalServers, Servers
 from megarl.recipe.supervised import SupervisedRecipe
 
 
@@ -47,7 +48,9 @@ Late = Literal["wait", "drop", "resume"]
 class Rollout(Section):
     """Generation with a pool of SGLang servers."""
 
-    servers: PositiveInt = Field(1, description="number of SGLang servers")
+    servers: Servers = Field(
+        1, description="number of SGLang servers that the run starts; a section: those that somebody else started"
+    )
     tp: PositiveInt = Field(1, description="tensor parallel size of one server")
     prompts_per_step: PositiveInt = Field(description="groups in one step")
     samples_per_prompt: PositiveInt = Field(description="samples in one group")
@@ -114,6 +117,21 @@ class Rollout(Section):
     server_args: tuple[str, ...] = Field(
         (), strict=False, description="extra flags of sglang.launch_server, word by word"
     )
+
+    @property
+    def external(self) -> ExternalServers | None:
+        """Servers that somebody else started; None where the run starts its own."""
+        return self.servers if isinstance(self.servers, ExternalServers) else None
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers generate, whoever started them."""
+        return len(self.servers.urls) if isinstance(self.servers, ExternalServers) else self.servers
+
+    @property
+    def server_devices(self) -> int:
+        """Devices of the run's that servers are on: none of external ones."""
+        return 0 if isinstance(self.servers, ExternalServers) else self.servers * self.tp
 
 
 class Sync(Section):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -19,6 +21,44 @@ def _expand_home(path: Path) -> Path:
 
 
 UserPath = Annotated[Path, AfterValidator(_expand_home)]
+
+
+def plain_url(url: str, example: str = "http://host:8000/grade") -> str:
+    """An address without secrets. Raises ValueError without repeating it: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        known = False
+    if not known or any(character.isspace() for character in url):
+        raise ValueError(f"wanted is an address such as {example}, or one with https")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError(
+            "an address with a user, a password, `?` or `#` is refused: recipes are saved and shown. "
+            "Put the key into an environment variable and name it in key_env"
+        )
+    return url.rstrip("/")
+
+
+def _variable(name: str) -> str:
+    """Raises ValueError without repeating the name: it may be the key itself."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(
+            "wanted is the name of the environment variable that holds the key, in capitals, such as JUDGE_API_KEY; "
+            "the key itself belongs in no recipe"
+        )
+    return name
+
+
+Variable = Annotated[str, AfterValidator(_variable)]
+
+# Of a key that takes a value or a section: how pydantic's errors name the two. No key of a recipe has a space.
+A_VALUE, A_SECTION = "a value", "a section"
+
+
+def value_or_section(given: object) -> str:
+    """Which of the two was meant, so that only its own complaints are heard."""
+    return A_SECTION if isinstance(given, (dict, BaseModel)) else A_VALUE
 
 
 class Section(BaseModel):

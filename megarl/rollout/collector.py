@@ -74,7 +74,7 @@ class Collector:
         self._graders = graders
         self._decode = decode
         concurrency = max(1, recipe.rollout.concurrency // num_collectors)
-        self._gate = Gate(concurrency, max(1, recipe.rollout.servers) / num_collectors)
+        self._gate = Gate(concurrency, recipe.rollout.num_servers / num_collectors)
         self._groups: dict[int, _Group] = {}
         self._finished: asyncio.Queue[GroupFacts | BaseException] = asyncio.Queue()
         self._probe: list[list[int]] = []

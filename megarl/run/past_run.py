@@ -124,8 +124,8 @@ def calibrated(run: PastRun, cluster: Cluster) -> Cluster:
     cluster = replace(cluster, rates=rates)
     names = [name for name in (*_TRAINING, *_SERVING) if getattr(rates, name) > 0]
     cluster = fit(cluster, [name for name in names if name in _TRAINING], pairs("prepare", "train"))
-    if run.workload.staleness:
-        return cluster  # what the ranks waited for is not what the servers took
+    if run.workload.staleness or run.recipe.rollout.external is not None:
+        return cluster  # what the ranks waited for is not what servers on these devices take
     return fit(cluster, [name for name in names if name in _SERVING], pairs("rollout"))
 
 
@@ -152,6 +152,8 @@ def advice(folder: Path, cluster: Cluster | None = None) -> str | None:
     cluster: that it was on; default: by the table of devices. Raises UserError where nothing is known of it.
     """
     run = read_run(folder)
+    if run.recipe.rollout.external is not None:
+        return None  # a search would place servers on the run's own devices
     known = calibrated(run, cluster or cluster_of_run(run))
     mine = predict_recipe(run.recipe, run.workload, known).step_s
     best: PlacementPlan = plan_recipe(run.recipe, run.workload, known, top=1).best

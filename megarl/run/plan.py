@@ -78,6 +78,12 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     if options.html is not None:
         check_writable(options.html, "--html")
     recipe = load_recipe(path, overrides, Recipe).recipe
+    if recipe.rollout.external is not None:
+        raise UserError(
+            "rollout.servers.urls names servers that somebody else started: they are on no device of the run, and a plan has "
+            "nothing to choose for them. Plan as if the run started its servers: put rollout.servers=N behind the recipe. "
+            "`megarl train` checks by itself that the ranks alone fit."
+        )
     console = Console(stderr=options.as_text)
     models = PlannedModels(recipe)
     workload = recipe_workload(recipe, models.policy, read=models)

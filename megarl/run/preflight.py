@@ -1,7 +1,8 @@
 """Everything about a run that can be refused before a device is taken: one call that composes the rooms' own checks.
 
 The cheap checks come first; reading and tokenising every row comes last, because it loads the tokenizer's library.
-It starts nothing (but SGLang's own parser, where rollout.server_args has something for it) and leaves nothing behind.
+It starts nothing (but SGLang's own parser, where rollout.server_args has something for it), asks servers that somebody
+else started, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
@@ -37,8 +39,11 @@ from megarl.recipe.sampling_rules import check_beside, staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
-from megarl.serving.server_flags import check_server_args
+from megarl.run.servers_check import check_server_layout, check_servers
 from megarl.training.run_checkpoints import Checkpoints
+
+if TYPE_CHECKING:
+    from megarl.serving.external import ExternalPool
 
 CHECKPOINTS = "checkpoints"
 EXPORTED = "hf/config.json"  # the last thing that a run does
@@ -52,7 +57,7 @@ class Preflight:
 
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
     notes: keys without effect on this platform, which has them so that one recipe runs on all; rows that no response is
-    right by.
+    right by. external: servers that somebody else started, and that were asked.
     """
 
     plan: BatchPlan
@@ -62,6 +67,7 @@ class Preflight:
     dropped: int
     eval_rows: int
     notes: tuple[str, ...] = ()
+    external: ExternalPool | None = None
 
     def lines(self) -> list[str]:
         """What a user wants to see before waiting for the start."""
@@ -121,8 +127,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: b
         *_without_answer(recipe, recipe.data.train, prompts),
         *notes,
     )
-    check_server_args(recipe.rollout.server_args, platform)
-    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes)
+    external = check_servers(recipe, model, platform, here=here)
+    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external)
 
 
 def preflight_eval(recipe: Recipe) -> Preflight:
@@ -138,8 +144,8 @@ def preflight_eval(recipe: Recipe) -> Preflight:
         if not platform.serves_fp8:
             _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
         eval_rows, notes = _eval_rows(recipe, model)
-        check_server_args(recipe.rollout.server_args, platform)
-    return Preflight(plan, platform, model, 0, 0, eval_rows, notes)
+        external = check_servers(recipe, model, platform, own_weights=True)
+    return Preflight(plan, platform, model, 0, 0, eval_rows, notes, external)
 
 
 def preflight_supervised(recipe: SupervisedRecipe, *, resume: bool = False, here: bool = True) -> Preflight:
@@ -255,7 +261,7 @@ def _local_devices(platform: Platform, *, here: bool) -> int | None:
 
 def _check_beside(recipe: Recipe, platform: Platform, *, here: bool) -> None:
     """Devices for ranks and servers, where both work at once. Raises UserError."""
-    there, servers = _local_devices(platform, here=here), recipe.rollout.servers * recipe.rollout.tp
+    there, servers = _local_devices(platform, here=here), recipe.rollout.server_devices
     few = there is not None and platform.has_device_memory and there < recipe.cluster.devices + servers
     check_beside(recipe, beside=not few)
 
@@ -273,7 +279,7 @@ def _check_generation(recipe: Recipe) -> ModelConfig:
         f"rollout.max_response_tokens {recipe.rollout.max_response_tokens}"
     )
     check_context(model, longest_sample(recipe), parts)
-    _check_server_layout(model, recipe.rollout.tp)
+    check_server_layout(model, recipe.rollout.tp)
     check_graders(recipe.reward)
     return model
 
@@ -345,22 +351,6 @@ def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:
     if recipe.rollout.offload and not platform.frees_servers:
         return (f"rollout.offload has no effect on {platform.name}: SGLang gives no memory back there",)
     return ()
-
-
-def _check_server_layout(model: ModelConfig, tp: int) -> None:
-    """SGLang cuts heads and MLP columns evenly; it repeats key-value heads where there are fewer than ranks."""
-    sizes = {"attention heads": model.num_heads, "MLP columns": model.ffn_hidden_size}
-
-    def fits(size: int) -> bool:
-        heads = model.num_kv_heads
-        return all(count % size == 0 for count in sizes.values()) and (heads % size == 0 or size % heads == 0)
-
-    if not fits(tp):
-        valid = ", ".join(str(size) for size in range(1, model.num_heads + 1) if fits(size))
-        raise UserError(
-            f"rollout.tp {tp} does not divide the model: it has {model.num_heads} attention heads, "
-            f"{model.num_kv_heads} key-value heads and {model.ffn_hidden_size} MLP columns. Sizes that work: {valid}."
-        )
 
 
 def _load_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:

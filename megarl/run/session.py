@@ -11,13 +11,14 @@ from itertools import islice
 from pathlib import Path
 
 from megarl.cluster.critic import LearningCritic, SyncAfterCritic
+from megarl.cluster.external import Found
 from megarl.cluster.feeder import Feeder
 from megarl.cluster.healing import Restarts
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.server_start import Starter
+from megarl.cluster.server_start import Launched, Source, Starter
 from megarl.cluster.servers import LaunchingPool
 from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
@@ -30,7 +31,6 @@ from megarl.core.protocols import Pending
 from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.data.rows import data_files
-from megarl.models.config import ModelConfig
 from megarl.models.parts import first_copy
 from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
@@ -40,6 +40,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
 from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
+from megarl.serving.external import ExternalPool
 from megarl.serving.router import RouterSpec
 from megarl.serving.server import ServerSpec
 from megarl.sync.transport import MIB, Sending, Where, choose, shared_bytes
@@ -102,13 +103,13 @@ def _pool_slots(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Slot]]:
 
 
 def _sending(
-    runtime: Runtime, recipe: Recipe, model: ModelConfig, layout: Layout, servers: Sequence[ServerSlot]
+    runtime: Runtime, recipe: Recipe, checked: Preflight, layout: Layout, servers: Sequence[ServerSlot]
 ) -> Sending:
     """How weights go to the servers. Raises UserError where the recipe asks for a way that does not reach them."""
     [home] = [name for name, pool in pools_of(recipe).items() if ACTOR in pool.roles]
     ranks, writers = _pool_slots(runtime, recipe)[home], first_copy(layout)
     nodes, bucket_bytes = {ranks[rank].node for rank in writers}, recipe.sync.bucket_mb * MIB
-    shapes = expected_tensors(model).values()
+    shapes = expected_tensors(checked.model).values()
     itemsize = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
     where = Where(
         writers={str(node) for node in nodes},
@@ -116,6 +117,7 @@ def _sending(
         takes_memory=not runtime.platform.has_device_memory,
         needed_bytes=shared_bytes(max(math.prod(shape) for shape in shapes) * itemsize, bucket_bytes),
         free_bytes=shutil.disk_usage(SHARED_MEMORY).free if nodes == {runtime.here} else None,
+        external=checked.external is not None,
     )
     transport, why = choose(recipe.sync.transport, where)
     log.info("weights go to the servers by %s: %s", transport, why)
@@ -161,14 +163,18 @@ def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[st
 
 
 def _server_slots(runtime: Runtime, recipe: Recipe) -> tuple[ServerSlot, ...]:
+    """Places of the run's own servers; none where somebody else started them, so that these share no device with a rank."""
     settings = recipe.rollout
-    return server_slots(runtime.platform, runtime.nodes.members, runtime.slots, settings.servers, settings.tp)
+    if settings.external is not None:
+        return ()
+    return server_slots(runtime.platform, runtime.nodes.members, runtime.slots, settings.num_servers, settings.tp)
 
 
-def _launch_rollout(
-    runtime: Runtime, recipe: Recipe, slots: Sequence[ServerSlot], num_shards: int, waiter: Waiter
-) -> LaunchingRollout:
-    settings = recipe.rollout
+def _source(runtime: Runtime, recipe: Recipe, slots: Sequence[ServerSlot], external: ExternalPool | None) -> Source:
+    """Where the run's servers come from."""
+    settings, answer_s = recipe.rollout, recipe.deadlines.answer_s
+    if external is not None:
+        return Found(runtime, external, answer_s)
     spec = ServerSpec(
         model=recipe.model.path.resolve(),
         dtype=recipe.model.dtype,
@@ -181,10 +187,21 @@ def _launch_rollout(
         deterministic=settings.deterministic,
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
+    return Launched(runtime, spec, slots, answer_s)
+
+
+def _launch_rollout(
+    runtime: Runtime,
+    recipe: Recipe,
+    slots: Sequence[ServerSlot],
+    external: ExternalPool | None,
+    num_shards: int,
+    waiter: Waiter,
+) -> LaunchingRollout:
     deadlines = recipe.deadlines
-    router = RouterSpec(request_timeout_s=deadlines.rollout_s)
-    starter = Starter(runtime, spec, slots, router, deadlines.start_s, deadlines.answer_s)
-    servers = LaunchingPool.launch(starter, waiter, Restarts(settings.max_restarts))
+    source, router = _source(runtime, recipe, slots, external), RouterSpec(request_timeout_s=deadlines.rollout_s)
+    starter = Starter(runtime, source, router, deadlines.start_s, deadlines.answer_s)
+    servers = LaunchingPool.launch(starter, waiter, Restarts(recipe.rollout.max_restarts))
     return LaunchingRollout.launch(runtime, recipe, servers, num_shards, waiter, beside=beside(runtime, recipe, slots))
 
 
@@ -203,24 +220,47 @@ def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe
     return roles
 
 
+def _runtime(recipe: Recipe, checked: Preflight, folder: Path, devices: int, scratch: Scratch | None) -> Runtime:
+    hosts = [] if checked.external is None else checked.external.hosts
+    return Runtime.start(checked.platform, folder, devices, _reads(recipe), scratch, reached_from=hosts)
+
+
+@contextmanager
+def _letting_go(external: ExternalPool | None, rollout: RolloutPool, sync: WeightSync) -> Iterator[None]:
+    """Whatever happens within: servers that go on without the run wait for nothing of it.
+
+    The run's own just end with it.
+    """
+    try:
+        yield
+    except BaseException:
+        if external is not None:
+            rollout.servers.close()
+        raise
+    finally:
+        if external is not None:
+            sync.leave()
+
+
 @contextmanager
 def train_session(
     recipe: Recipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None
 ) -> Iterator[TrainSession]:
     """Start servers, collector and ranks side by side; on leaving, end everything."""
     layouts = role_layouts(recipe)
-    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe), scratch) as runtime:
+    with _runtime(recipe, checked, recipe.run.folder, recipe.cluster.devices, scratch) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         slots = _server_slots(runtime, recipe)
         check_beside(recipe, beside=share_no_device(runtime.slots, slots))
-        sending = _sending(runtime, recipe, checked.model, layouts[ACTOR], slots)
-        launching = _launch_rollout(runtime, recipe, slots, num_shards(recipe), waiter)
+        sending = _sending(runtime, recipe, checked, layouts[ACTOR], slots)
+        launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = launching.ready()
         pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
-        yield TrainSession(roles, rollout, sync, critic)
+        with _letting_go(checked.external, rollout, pushing):
+            yield TrainSession(roles, rollout, sync, critic)
         rollout.close()
 
 
@@ -229,9 +269,9 @@ def eval_session(
     recipe: Recipe, checked: Preflight, timer: PhaseTimer, folder: Path, scratch: Scratch | None = None
 ) -> Iterator[RolloutPool]:
     """Servers and collector only; on leaving, end everything. folder: where logs go."""
-    with Runtime.start(checked.platform, folder, 0, _reads(recipe), scratch) as runtime:
-        waiter = Waiter(timer, runtime.nodes)
-        rollout = _launch_rollout(runtime, recipe, _server_slots(runtime, recipe), 1, waiter).ready()
+    with _runtime(recipe, checked, folder, 0, scratch) as runtime:
+        waiter, slots = Waiter(timer, runtime.nodes), _server_slots(runtime, recipe)
+        rollout = _launch_rollout(runtime, recipe, slots, checked.external, 1, waiter).ready()
         yield rollout
         rollout.close()
 

@@ -42,7 +42,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 class ServerEndpoint:
     """Where a server (or the router) answers. tp: its tensor-parallel size: its ranks in a weight sync.
 
-    shares_devices: its devices are ranks' as well.
+    api_key: empty for one that wants none. shares_devices: its devices are ranks' as well. since: what tells one that came back
+    at the same address from the one before.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ServerEndpoint:
     api_key: str = field(repr=False)
     tp: int = 1
     shares_devices: bool = False
+    since: float = 0.0
 
 
 class ServerError(MegarlError):
@@ -150,10 +152,18 @@ class ServerClient:
     async def health(self, deadline_s: float = 5.0) -> bool:
         """Whether the server answers that it is well."""
         try:
-            async with _deadline(deadline_s, self._what("/health")), self._open().get("/health") as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, OSError, DeadlineError):
+            return await self.well(deadline_s)
+        except ServerUnreachableError:
             return False
+
+    async def well(self, deadline_s: float) -> bool:
+        """Whether the server answers that it is well. Raises ServerUnreachableError where nobody listens."""
+        try:
+            async with _deadline(deadline_s, self._what("/health")):
+                await self._send("GET", "/health", None)
+        except (ServerError, DeadlineError):
+            return False
+        return True
 
     async def weight_version(self, deadline_s: float = CALL_S) -> str:
         """Version of the weights that the server says it serves."""
@@ -244,6 +254,14 @@ class ServerClient:
         """Close the session."""
         await self._post("/end_weight_update", {}, deadline_s)
 
+    async def close_weight_update(self, deadline_s: float = CALL_S) -> None:
+        """Close the session if there is one; a server that has none says so, and is well."""
+        try:
+            await self.end_weight_update(deadline_s)
+        except ServerError as error:
+            if "no weight-update session is open" not in str(error):
+                raise
+
     async def update_from_distributed(
         self,
         names: Sequence[str],
@@ -297,9 +315,10 @@ class ServerClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
+            key = self.endpoint.api_key
             self._session = aiohttp.ClientSession(
                 self.endpoint.url,
-                headers={"Authorization": f"Bearer {self.endpoint.api_key}"},
+                headers={"Authorization": f"Bearer {key}"} if key else {},
                 # The caller bounds what is in flight; deadlines are per call.
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
+from urllib.parse import urlsplit
 
-from megarl.core.errors import DeadlineError, UserError
+from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, UserError
 from megarl.serving.answers import AnswerError, field
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 
@@ -24,7 +25,9 @@ class ModelFacts:
     """What a server serves, as it says itself.
 
     name: the served model's name, the last part of a path. architectures: as the model's config.json has them.
-    context: longest sequence, in tokens. probe_ids: PROBE in its tokenizer. sglang: the version of SGLang.
+    context: longest sequence, in tokens. probe_ids: PROBE in its tokenizer. sglang: the version of SGLang. device: cuda or cpu.
+    weight_version: of its weights now. tp: its tensor-parallel size; replicas: copies of the model that one address answers for;
+    stages: of its pipeline. routing: whether it returns which experts it chose.
     """
 
     name: str
@@ -32,7 +35,25 @@ class ModelFacts:
     context: int
     probe_ids: tuple[int, ...]
     sglang: str
+    device: str = "cuda"
     weight_version: str = ""
+    tp: int = 1
+    replicas: int = 1
+    stages: int = 1
+    routing: bool = False
+
+
+@dataclass(frozen=True)
+class ExternalPool:
+    """Servers that can be used, each with its own tensor-parallel size, and what each has to go on saying of itself."""
+
+    endpoints: tuple[ServerEndpoint, ...]
+    expected: ModelFacts
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where they are."""
+        return tuple(urlsplit(each.url).hostname or "" for each in self.endpoints)
 
 
 async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> ModelFacts:
@@ -45,13 +66,19 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
         server = await client.ask("/server_info", deadline_s=deadline_s)
         tokens = await client.ask("/tokenize", {"prompt": PROBE}, deadline_s)
     what = f"{endpoint.name} ({endpoint.url})"
+    of_model, of_server, of_tokens = (f"{what} {path}" for path in ("/model_info", "/server_info", "/tokenize"))
     return ModelFacts(
-        name=PurePath(field(model, "served_model_name", str, f"{what} /model_info")).name,
-        architectures=tuple(field(model, "architectures", list, f"{what} /model_info")),
-        context=field(tokens, "max_model_len", int, f"{what} /tokenize"),
-        probe_ids=tuple(field(tokens, "tokens", list, f"{what} /tokenize")),
-        sglang=field(server, "version", str, f"{what} /server_info"),
-        weight_version=field(model, "weight_version", str, f"{what} /model_info"),
+        name=PurePath(field(model, "served_model_name", str, of_model)).name,
+        architectures=tuple(field(model, "architectures", list, of_model)),
+        context=field(tokens, "max_model_len", int, of_tokens),
+        probe_ids=tuple(field(tokens, "tokens", list, of_tokens)),
+        sglang=field(server, "version", str, of_server),
+        device=field(server, "device", str, of_server),
+        weight_version=field(model, "weight_version", str, of_model),
+        tp=field(server, "tp_size", int, of_server),
+        replicas=field(server, "dp_size", int, of_server),
+        stages=field(server, "pp_size", int, of_server),
+        routing=field(server, "enable_return_routed_experts", bool, of_server),
     )
 
 
@@ -60,47 +87,85 @@ def probe_ids(encode: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
     return tuple(int(token) for token in encode(PROBE))
 
 
-def check_external(urls: Sequence[str], key: str, expected: ModelFacts) -> None:
+def check_external(urls: Sequence[str], key: str, expected: ModelFacts) -> ExternalPool:
     """See that every server of a pool answers, and serves what the run expects; all are asked at once.
 
-    expected: `context` is the longest sequence that the run will ask for; `weight_version` is not compared.
-    Raises UserError, one paragraph of the first server that cannot be used.
+    expected: as of `differences`. Raises UserError, one paragraph of the first server that cannot be used.
     """
+    endpoints = [ServerEndpoint(f"external server {index}", url, key) for index, url in enumerate(urls)]
 
-    async def ask_all() -> list[str | None]:
-        return list(await asyncio.gather(*(_problem(ServerEndpoint("the server", url, key), expected) for url in urls)))
+    async def ask_all() -> list[ServerEndpoint | UnfitServerError]:
+        return await asyncio.gather(*(ask(endpoint) for endpoint in endpoints))
 
-    for problem in asyncio.run(ask_all()):
-        if problem is not None:
-            raise UserError(problem)
+    async def ask(endpoint: ServerEndpoint) -> ServerEndpoint | UnfitServerError:
+        try:
+            return await suited(endpoint, expected)
+        except UnfitServerError as error:
+            return error
+
+    found = asyncio.run(ask_all())
+    for each in found:
+        if isinstance(each, UnfitServerError):
+            raise UserError(str(each))
+    return ExternalPool(tuple(each for each in found if isinstance(each, ServerEndpoint)), expected)
 
 
-async def _problem(endpoint: ServerEndpoint, expected: ModelFacts) -> str | None:
-    """What is wrong with a server, or None."""
+async def suited(endpoint: ServerEndpoint, expected: ModelFacts) -> ServerEndpoint:
+    """The server with its tensor-parallel size, where it is as expected. Raises UnfitServerError."""
     url = endpoint.url
     try:
         facts = await identify(endpoint)
     except (ServerUnreachableError, DeadlineError) as error:
-        return (
+        raise UnfitServerError(
             f"The external server {url} does not answer: {error}. Start it, or mend its address: it must be reachable from "
             "this machine and from the nodes of the run."
-        )
+        ) from error
     except ServerError as error:
         if error.status in (401, 403):
-            return f"The external server {url} refuses the key. Give the key that it was started with (--api-key)."
-        return f"The external server {url} does not say what it serves, as SGLang {expected.sglang} does: {error}"
+            raise UnfitServerError(
+                f"The external server {url} refuses the key. Name the variable that holds the key it was started with "
+                "(--api-key) in rollout.servers.key_env."
+            ) from error
+        raise UnfitServerError(_says_nothing(url, expected, error)) from error
     except AnswerError as error:
-        return f"The external server {url} does not say what it serves, as SGLang {expected.sglang} does: {error}"
-    return differences(url, facts, expected)
+        raise UnfitServerError(_says_nothing(url, expected, error)) from error
+    if problem := differences(url, facts, expected):
+        raise UnfitServerError(problem)
+    return replace(endpoint, tp=facts.tp)
+
+
+def _says_nothing(url: str, expected: ModelFacts, error: MegarlError) -> str:
+    return f"The external server {url} does not say what it serves, as SGLang {expected.sglang} does: {error}"
 
 
 def differences(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
-    """What a server serves otherwise than expected, in a paragraph; None where it can be used."""
+    """What a server serves otherwise than expected, in a paragraph; None where it can be used.
+
+    expected: `context` is the longest sequence that the run will ask for; `routing`, where it needs that; `weight_version`,
+    where it matters which weights it has already. Its tp is its own.
+    """
+    return (
+        _other_software(url, facts, expected)
+        or _other_model(url, facts, expected)
+        or _other_flags(url, facts, expected)
+    )
+
+
+def _other_software(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
     if facts.sglang != expected.sglang:
         return (
             f"The external server {url} is SGLang {facts.sglang}; this megarl speaks with {expected.sglang}, and weights are "
             f"sent in that version's way. Install sglang=={expected.sglang} there."
         )
+    if facts.device != expected.device:
+        return (
+            f"The external server {url} is on {facts.device} and the run on {expected.device}: there is no way for weights "
+            "between the two. Set cluster.platform, or start a server on the same kind of device."
+        )
+    return None
+
+
+def _other_model(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
     if facts.architectures != expected.architectures or facts.name != expected.name:
         return (
             f"The external server {url} serves {facts.name!r} ({', '.join(facts.architectures)}); the recipe's model is "
@@ -113,10 +178,30 @@ def differences(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None
             f"a text of which the recipe's makes {len(expected.probe_ids)}, or other ones. Start it with the same tokenizer "
             "(--tokenizer-path)."
         )
+    if expected.weight_version and facts.weight_version != expected.weight_version:
+        return (
+            f"The external server {url} says that its weights are of version {facts.weight_version!r}, and an evaluation is of "
+            "the model's own: a run may have sent it others. Start it again, with --weight-version "
+            f"{expected.weight_version}."
+        )
+    return None
+
+
+def _other_flags(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
     if facts.context < expected.context:
         return (
             f"The external server {url} takes sequences of {facts.context} tokens at most; the recipe asks for up to "
             f"{expected.context}. Start it with --context-length {expected.context}, or lower data.max_prompt_tokens or "
             "rollout.max_response_tokens."
+        )
+    if facts.replicas > 1 or facts.stages > 1:
+        return (
+            f"The external server {url} runs with --dp-size {facts.replicas} and --pp-size {facts.stages}: weights are sent to "
+            "servers of one copy of the model in one stage. Start a server for each copy, cut by --tp-size alone."
+        )
+    if expected.routing and not facts.routing:
+        return (
+            f"The external server {url} does not return which experts it chose, and actor.routing_replay needs that. Start it "
+            "with --enable-return-routed-experts."
         )
     return None

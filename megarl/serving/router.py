@@ -86,7 +86,7 @@ class RouterProcess(ManagedProcess):
 
     def add(self, server: ServerEndpoint, deadline_s: float = 60.0) -> None:
         """Send requests to this server too; returns once the router has it. Raises DeadlineError."""
-        self._call("POST", "/workers", {"url": server.url, "api_key": server.api_key})
+        self._call("POST", "/workers", {"url": server.url, **({"api_key": server.api_key} if server.api_key else {})})
         end = time.monotonic() + deadline_s
         while server.url not in self.workers():
             if time.monotonic() > end:

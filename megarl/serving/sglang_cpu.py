@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from megarl.core.loading import without_collection
+
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
 
@@ -168,14 +170,13 @@ def _allow_attention() -> None:
 
 
 def load(*, deterministic: bool = False) -> None:
-    """Import the server. Nothing that an import makes is garbage: not to look for it saves a quarter of the time."""
-    gc.disable()
-    install(deterministic=deterministic)
-    importlib.import_module("sglang.srt.entrypoints.http_server")
-    if deterministic:
-        _allow_attention()
-    gc.freeze()
-    gc.enable()
+    """Import the server. What is there then stays: nobody looks for garbage in it, and its copies share it."""
+    with without_collection():
+        install(deterministic=deterministic)
+        importlib.import_module("sglang.srt.entrypoints.http_server")
+        if deterministic:
+            _allow_attention()
+        gc.freeze()
 
 
 def fork_children() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.core.errors import DeadlineError, MegarlError, SyncError
-from megarl.serving.client import ServerEndpoint, ServerError
+from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
 from megarl.sync.group import BackendName, MeetingPlace, SendGroup, Slot, connect, flatten, slots
 from megarl.sync.session import (
     JOIN_S,
@@ -27,7 +27,6 @@ from megarl.sync.session import (
     Stopwatch,
     SyncReport,
     bucket_limit_s,
-    close_session,
     commit,
     connected,
     everyone,
@@ -103,6 +102,32 @@ class BroadcastSender:
             self._group.close()
             self._group = None
 
+    def leave(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Leave the group, and have these servers give up whatever they hold of this sender; who did not, and why.
+
+        For servers that go on without this process. Rank 0's alone to do.
+        """
+        self.close()
+        return asyncio.run(self._end_groups(servers, deadline_s))
+
+    async def _end_groups(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Also those that a server was in before it went and came back."""
+
+        async def end(client: ServerClient) -> None:
+            for number in range(self._groups_made, 0, -1):
+                try:
+                    await client.destroy_group(self._group_name(number), deadline_s)
+                except ServerError as error:
+                    if "does not exist" not in str(error):
+                        raise
+
+        async with connected(servers) as clients:
+            failures = await everyone(clients, end)
+        return {name: str(error) for name, error in failures.items()}
+
+    def _group_name(self, number: int) -> str:
+        return f"megarl-{self._name}-{number}"
+
     def _gather_again(self, again: bool) -> bool:
         """Rank 0's word, on every rank; what the others pass is not heard."""
         if self._control is None:
@@ -162,7 +187,7 @@ class BroadcastSender:
             self.close()
             await everyone(clients, lambda client: client.destroy_group(old, left(end)))
         self._groups_made += 1
-        name = f"megarl-{self._name}-{self._groups_made}"
+        name = self._group_name(self._groups_made)
         backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
         places, world_size = slots(servers)
         place = MeetingPlace(self._host, world_size, left(end))
@@ -281,7 +306,7 @@ class BroadcastSender:
         """Bring the servers that did not fail back to where an attempt starts; those that cannot, fail too."""
         self.close()
         others = {name: client for name, client in clients.items() if name not in failures}
-        return failures | await everyone(others, lambda client: close_session(client, self._grace_s))
+        return failures | await everyone(others, lambda client: client.close_weight_update(self._grace_s))
 
 
 def _all_well(calls: dict[str, asyncio.Task[None]]) -> bool:

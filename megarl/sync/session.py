@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from megarl.core.errors import MegarlError
-from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
+from megarl.serving.client import ServerClient, ServerEndpoint
 
 Clients = dict[str, ServerClient]
 Failures = dict[str, MegarlError]  # by the server's name
@@ -63,15 +63,6 @@ async def commit(client: ServerClient, version: int, end: float) -> None:
     """Make a server serve what it received."""
     await client.end_weight_update(left(end))
     await client.set_weight_version(version, left(end))
-
-
-async def close_session(client: ServerClient, deadline_s: float) -> None:
-    """Close the update session; a server that has none says so, and is well."""
-    try:
-        await client.end_weight_update(deadline_s)
-    except ServerError as error:
-        if "no weight-update session is open" not in str(error):
-            raise
 
 
 async def everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[None]]) -> Failures:

@@ -55,6 +55,10 @@ class Transport(Protocol):
         """
         ...
 
+    def leave(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Close, and have servers that go on without this run give up what they hold of it; who did not, and why. On rank 0."""
+        ...
+
     def close(self) -> None:
         """Give back what is kept from sync to sync."""
         ...
@@ -72,6 +76,10 @@ class Broadcast:
     ) -> SyncReport | None:
         """As the interface says."""
         return self.sender.send(lambda: weights.buckets(self.bucket_bytes), version, servers, flush_cache=flush_cache)
+
+    def leave(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """As the interface says."""
+        return self.sender.leave(servers, deadline_s)
 
     def close(self) -> None:
         """Leave the group with the servers."""
@@ -91,6 +99,11 @@ class SharedMemory:
         """As the interface says."""
         with weights.pieces(min(self.bucket_bytes, SHARED_BUCKET_BYTES)) as pieces:
             return self.sender.send(pieces, version, servers, flush_cache=flush_cache)
+
+    def leave(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        """Servers hold nothing of the memory once they have loaded from it."""
+        self.close()
+        return {}
 
     def close(self) -> None:
         """Give the memory back."""
@@ -137,7 +150,8 @@ def make_transport(
 class Where:
     """What decides on a transport. writers, servers: the nodes of the ranks that hold the first copy, and of the servers.
 
-    takes_memory: whether servers there load from the host's memory as fast as from any other. needed_bytes: shared memory
+    takes_memory: whether servers there load from the host's memory as fast as from any other. external: somebody else started
+    the servers. needed_bytes: shared memory
     that is needed; free_bytes: what the node has, None where it cannot be seen from here.
     """
 
@@ -146,6 +160,7 @@ class Where:
     takes_memory: bool
     needed_bytes: int
     free_bytes: int | None
+    external: bool = False
 
 
 def choose(wanted: Literal["auto", "broadcast", "shared_memory"], where: Where) -> tuple[TransportName, str]:
@@ -165,6 +180,8 @@ def choose(wanted: Literal["auto", "broadcast", "shared_memory"], where: Where) 
 
 def _against_shared_memory(where: Where) -> str:
     """Why shared memory is not to be taken; nothing where it is."""
+    if where.external:
+        return "the servers of rollout.external are not this run's own, and may be on any machine"
     if not where.takes_memory:
         return "devices here have memory of their own, which shared memory of the host does not reach directly"
     writers, servers = set(where.writers), set(where.servers)

@@ -6,6 +6,7 @@ Megatron has to meet the platform first.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout, is_lead
+from megarl.core.loading import without_collection
 from megarl.core.metrics import Operation
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes
 from megarl.core.progress import Progress
@@ -45,11 +47,9 @@ class Rank:
         self, rank: int, world_size: int, platform_name: PlatformName, seed: int, progress: Progress | None = None
     ) -> None:
         """Prepare this process; the other ranks are met in `rendezvous`. progress: where passes over a shard are counted."""
-        from megarl.models.bootstrap import prepare_megatron
-
         self.rank, self.world_size, self.seed, self._progress = rank, world_size, seed, progress
         self.platform = get_platform(platform_name)
-        prepare_megatron(self.platform)
+        _load(self.platform)
         _set_num_threads(self.platform)
         self._timeout_s: float | None = None
         self._groups: dict[Layout, Groups] = {}
@@ -232,6 +232,15 @@ class Rank:
         self._bases.clear()
         self._groups.clear()
         close_ranks()
+
+
+def _load(platform: Platform) -> None:
+    """Import all that builds and trains models."""
+    with without_collection():
+        from megarl.models.bootstrap import prepare_megatron
+
+        prepare_megatron(platform)
+        importlib.import_module("megarl.training.engine")
 
 
 def _set_num_threads(platform: Platform) -> None:

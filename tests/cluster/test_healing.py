@@ -94,8 +94,10 @@ class FakeStarter:
 
     deadline_s = 60.0
 
-    def __init__(self, parts: int = 1, *, offloaded: bool = False) -> None:
+    def __init__(self, parts: int = 1, *, offloaded: bool = False, external: bool = False) -> None:
         self.parts, self.offloaded = parts, offloaded
+        self.comes_back, self.retries = ("is looked for again", False) if external else ("is started again", True)
+        self.source, self.external = self, external
         self.made: list[FakeActor] = []
         self.ended: list[FakeActor] = []
         self.lost_slots: set[int] = set()
@@ -116,7 +118,9 @@ class FakeStarter:
 
     def _make(self, name: str) -> Worker:
         actor = FakeActor(name)
-        endpoint = ServerEndpoint(f"sglang {name}", f"http://h:{9000 + len(self.made)}", "key")
+        # Where the run does not start it, a server comes back at its address.
+        url = f"http://far/{name}" if self.external else f"http://h:{9000 + len(self.made)}"
+        endpoint = ServerEndpoint(f"sglang {name}", url, "key")
         actor.answers["start"] = Started(50 + len(self.made), ProcessFacts(1, "h"), endpoint)
         self.made.append(actor)
         return Worker(actor, ProcessSpec(name, Path("logs")), ProcessFacts(0, "?"))
@@ -420,3 +424,34 @@ def test_closing_starts_nothing_and_ends_what_starts(monkeypatch: pytest.MonkeyP
     assert not stage.waiter.watches and not stage.waiter.followed
     assert {ref.actor for ref in waited} == {stage.actor(0), stage.actor(1), stage.router()}
     assert stage.states()[1] is State.STARTING and stage.actor(1).calls("stop") == [()]
+
+
+def test_a_server_that_comes_back_at_its_address_is_another_to_whoever_watched_the_one_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage(FakeStarter(external=True))
+    old = stage.actor(1)
+    old_watch = next(ref for ref in stage.waiter.watches if ref.actor is old)
+    stage.pool.drop(stage.pool.servers[1].endpoint, "it failed the weight sync")
+    assert "and is looked for again (restart 1)" in caplog.text
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start")
+    stage.push()
+    assert stage.states() == [State.SERVING, State.SERVING]
+    # The actor beside the one before is ended only now, and says so.
+    stage.waiter.watches.pop(old_watch)("its supervisor ended")
+    assert stage.states() == [State.SERVING, State.SERVING] and stage.restarts.total == 1
+
+
+def test_external_servers_that_were_looked_for_in_vain_are_gone_for_good_and_the_last_ends_the_run() -> None:
+    stage = Stage(FakeStarter(external=True))
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    stage.waiter.finish("start", failure="It was looked for in vain for 60 s")
+    stage.waiter.finish("stop")
+    assert stage.states() == [State.SERVING, State.GONE] and stage.restarts.total == 1
+    stage.waiter.die(stage.actor(0))
+    stage.waiter.finish("stop")
+    assert stage.states()[0] is State.STARTING
+    with pytest.raises(WorkerDiedError, match=r"server 0 left the pool, and no server remains\. .*in vain for 60 s"):
+        stage.waiter.finish("start", failure="It was looked for in vain for 60 s")

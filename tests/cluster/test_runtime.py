@@ -27,6 +27,7 @@ def unused_address() -> str:
         ("head:ray", "it has to be host:port"),
         (unused_address(), "no Ray answers there"),
     ],
+    ids=["no port", "no number", "nobody there"],  # the same in every worker
 )
 def test_an_address_where_no_ray_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, reason: str) -> None:
     monkeypatch.setenv(RAY_ADDRESS_VARIABLE, address)

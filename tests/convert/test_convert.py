@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,14 @@ def moe(tmp_path_factory):
     """A mixture of experts, with a dense layer first."""
     folder = tmp_path_factory.mktemp("moe") / "model"
     return write_tiny_model(folder, "qwen3_moe", vocab_size=VOCAB, num_hidden_layers=4, mlp_only_layers=[0])
+
+
+@pytest.fixture(scope="module")
+def mcore(hf, tmp_path_factory):
+    """The dense model as a checkpoint of one rank."""
+    folder = tmp_path_factory.mktemp("mcore") / "model"
+    convert("hf-to-mcore", hf, folder)
+    return folder
 
 
 @slow
@@ -200,17 +209,13 @@ def test_a_conversion_that_is_killed_leaves_nothing_under_the_final_name(hf, tmp
 
 @slow
 @pytest.mark.parametrize("operation", ["hf-to-mcore", "mcore-to-hf"])
-def test_a_disk_that_fills_leaves_nothing(hf, tmp_path, operation):
+def test_a_disk_that_fills_leaves_nothing(hf, mcore, tmp_path, operation):
     """A limit on the size of files stands for the disk: the write fails in the middle, after the space was checked."""
-    source = hf
-    if operation == "mcore-to-hf":
-        convert("hf-to-mcore", hf, tmp_path / "mcore")
-        source = tmp_path / "mcore"
-    before = sorted(path.name for path in tmp_path.iterdir())
+    source = {"hf-to-mcore": hf, "mcore-to-hf": mcore}[operation]
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # noqa: E731
     _, error = convert(operation, source, tmp_path / "x", code=2, preexec_fn=limit)
     assert "Free some space" in error and str(tmp_path / "x") in error and ".tmp-" not in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 @slow
@@ -247,8 +252,8 @@ def test_a_rank_that_dies_is_shown_and_the_others_are_ended(hf, tmp_path):
 
 
 @slow
-def test_a_damaged_source_is_refused(hf, tmp_path):
-    convert("hf-to-mcore", hf, tmp_path / "mcore")
+def test_a_damaged_source_is_refused(mcore, tmp_path):
+    shutil.copytree(mcore, tmp_path / "mcore")
     flip(tmp_path / "mcore" / "__0_0.distcp", at=5000)
     _, error = convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "x", code=2)
     assert "is damaged: __0_0.distcp has other content than was written" in error

@@ -1,5 +1,7 @@
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,26 @@ def test_a_saved_tokenizer_loads_and_renders(model_folder: Path) -> None:
     (ids,) = encode(tokenizer, [text], special_tokens=False)
     assert ids.tolist() == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(ids) == text
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from megarl.data.chat import encode, load_tokenizer
+tokenizer = load_tokenizer(Path(sys.argv[1]))
+text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+print(*encode(tokenizer, [text], special_tokens=False)[0])
+assert "torch" not in sys.modules
+import torch
+"""
+
+
+def test_a_process_that_reads_rows_loads_no_torch_and_reads_the_same(model_folder: Path) -> None:
+    argv = [sys.executable, "-c", WITHOUT_TORCH, str(model_folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = load_tokenizer(model_folder).apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
+    assert [int(each) for each in done.stdout.split()] == expected
 
 
 def test_plain_text_gets_the_tokenizers_own_frame(plain_tokenizer: Any) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,22 @@ def is_rank(command: str) -> bool:
 
 def is_server(command: str) -> bool:
     return "megarl.serving.sglang_cpu" in command
+
+
+def pasted(error: str) -> list[str]:
+    """The command that the last line tells to paste."""
+    return shlex.split(error.rstrip().splitlines()[-1])
+
+
+def assert_says_how_to_go_on(driver: Driver, number: signal.Signals, error: str, overrides: Sequence[str]) -> Path:
+    """That a driver which was told to end by a signal said so, and how to go on; the last checkpoint, which it names."""
+    last = max((driver.folder / "checkpoints").glob("step_*"))
+    assert f"megarl: {number.name}: ending" in error and "interrupted by" in error and "Traceback" not in error
+    assert re.search(r"The run was in step \d+ of 1000 \(\w+\)", error)
+    assert f"The last good checkpoint is {last}, of step {int(last.name[5:])}." in error
+    words = [sys.executable, "-m", "megarl", "train", str(driver.folder.parents[1] / "recipe.yaml")]
+    assert pasted(error) == [*words, *overrides, "--resume"]
+    return last
 
 
 def kill(pids: list[int]) -> None:

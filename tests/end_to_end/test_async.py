@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end import chaos
-from tests.end_to_end.harness import Driver, kill
+from tests.end_to_end.harness import Driver, assert_says_how_to_go_on, kill
 
 pytestmark = pytest.mark.slow
 
@@ -44,23 +45,27 @@ def samples(driver: Driver, step: int) -> set[str]:
 
 
 def test_samples_of_several_versions_and_a_resume_that_goes_on_with_what_was_under_way(launch: Launch) -> None:
-    setting = ("run.name=beside", *SMALL, *IN_PLACE, *TWO, *EVALUATED, "train.save_every=3")
-    driver = launch(*setting, "train.steps=1000")
+    """The first run is ended by Ctrl-C, and the one that goes on by SIGTERM."""
+    setting = ("run.name=beside", *SMALL, *IN_PLACE, *TWO, *EVALUATED, "train.save_every=3", "train.steps=1000")
+    driver = launch(*setting)
     driver.wait_for_step(5)
-    driver.process.send_signal(signal.SIGINT)
-    code, _, error = driver.finish(60)
+    os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
+    code, _, error = driver.finish(30)
     assert code == 130, error
     driver.assert_nothing_left()
-    last = max((driver.folder / "checkpoints").glob("step_*"))
+    last = assert_says_how_to_go_on(driver, signal.SIGINT, error, setting)
     saved = json.loads((last / "state.json").read_text())
     waiting = saved["data"]["waiting"]
     assert len(waiting) == 8, "groups of the next two steps are under way while one is saved"
     first = int(last.name[5:]) + 1
-    again = launch(*setting, f"train.steps={first + 2}", "--resume")
-    code, _, error = again.finish()
-    assert code == 0, error
+    again = launch(*setting, "--resume")
+    again.wait_for_step(first + 2)
+    again.process.send_signal(signal.SIGTERM)
+    code, _, error = again.finish(30)
+    assert code == 143, error
+    assert_says_how_to_go_on(again, signal.SIGTERM, error, setting)
     steps = sampled(again.metrics())
-    assert len(steps) == first + 2
+    assert len(steps) >= first + 2
     assert max(row["rollout/versions_per_sample"] for row in steps) > 1
     assert max(row["rollout/staleness_max"] for row in steps) == 1
     # What was under way is asked for anew, with the seeds of the step that it was meant for, and no other prompt is.

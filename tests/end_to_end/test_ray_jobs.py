@@ -20,7 +20,7 @@ from megarl.core import janitor
 from megarl.launch.node import own_address
 from megarl.serving.process import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.waiting]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 UP_S = 240.0

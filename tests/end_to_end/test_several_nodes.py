@@ -16,7 +16,7 @@ from megarl.core.janitor import processes_of
 from tests.end_to_end.harness import POLL_S, RECIPE, Driver, is_rank, is_server
 from tests.support.netns_cluster import Nodes, nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.waiting]
+pytestmark = pytest.mark.slow
 
 DEVICES = {"megarl_cpu_device": 1.0}
 CUT_S = 60.0  # within which a cut network has to be named

@@ -14,7 +14,7 @@ from tests.end_to_end.harness import RECIPE
 from tests.support.netns_cluster import Node
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.waiting]
+pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 JOB_S = 240.0
 OURS = ("-m megarl", "raylet", "gcs_server", "ray::", "ray.scripts", "sglang")

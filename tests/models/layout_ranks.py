@@ -1,4 +1,4 @@
-"""What each process does for test_layouts: `-m tests.models.layout_ranks <rank> <world_size> <port> <root>`.
+"""What each process does for test_layouts: `<rank> <world_size> <port> <root>`.
 
 For every case a model is built on Megatron, filled from its HF folder, and exported again; rank 0 saves what differs.
 """
@@ -123,7 +123,3 @@ def main() -> None:
     if rank == 0:
         (root / f"{world_size}.json").write_text(json.dumps(differing))
     close_ranks()
-
-
-if __name__ == "__main__":
-    main()

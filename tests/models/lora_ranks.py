@@ -1,4 +1,4 @@
-"""What each of two processes does for test_lora: `-m tests.models.lora_ranks <rank> <port> <root>`.
+"""What each of two processes does for test_lora: `<rank> <port> <root>`.
 
 `observe` is what they, and one rank alone, see of an adapted model.
 """
@@ -281,7 +281,3 @@ def main() -> None:
     results["refused"] = refused(rank)
     torch.save(results, root / f"rank{rank}.pt")
     close_ranks()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.launch import run_ranks
+from megarl.serving.process import free_port
 from tests.models.layout_ranks import LAYERS, LAYOUTS, MODELS
+from tests.support.forked_ranks import Ranks
 from tests.support.tiny import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -24,8 +25,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_every_family_comes_back_bit_equal(world_size: int, root: Path) -> None:
-    run_ranks("tests.models.layout_ranks", world_size, root)
+def test_every_family_comes_back_bit_equal(world_size: int, ranks: Ranks, root: Path) -> None:
+    words = (world_size, free_port(), root)
+    assert ranks.run("tests.models.layout_ranks", world_size, *words, log=root / f"{world_size}.log") == ""
     differing = json.loads((root / f"{world_size}.json").read_text())
     assert {case: names for case, names in differing.items() if names} == {}
     for name in MODELS:

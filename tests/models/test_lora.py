@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +41,7 @@ from tests.models.lora_ranks import (
     score,
     settings_of,
 )
+from tests.support.forked_ranks import Ranks
 from tests.support.tiny import write_tiny_model
 
 Result = dict[str, Any]
@@ -74,20 +73,9 @@ def alone(root: Path, groups: Groups) -> dict[str, Result]:
 
 
 @pytest.fixture(scope="module")
-def pair(root: Path) -> list[dict[str, Result]]:
+def pair(root: Path, ranks: Ranks) -> list[dict[str, Result]]:
     """What two processes see in each case, by rank."""
-    port = str(free_port())
-    command = [sys.executable, "-m", "tests.models.lora_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), port, str(root)], stderr=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    errors = []
-    for process in processes:
-        try:
-            errors.append(process.communicate(timeout=240)[1])
-        finally:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    assert ranks.run("tests.models.lora_ranks", 2, free_port(), root, log=root / "ranks.log") == ""
     return [torch.load(root / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

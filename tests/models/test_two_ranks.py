@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megarl.models.hf_config import load_model_config
-from tests.models.launch import run_ranks
+from megarl.serving.process import free_port
 from tests.models.parity import transformers_logprobs
 from tests.models.test_attention import by_hand
 from tests.models.two_ranks import CASES, CHUNK, SEQUENCES, attention_inputs, held_by
+from tests.support.forked_ranks import Ranks
 from tests.support.tiny import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -29,9 +30,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(root: Path) -> Pair:
+def pair(root: Path, ranks: Ranks) -> Pair:
     """Results of the two processes, by rank."""
-    run_ranks("tests.models.two_ranks", 2, root)
+    assert ranks.run("tests.models.two_ranks", 2, 2, free_port(), root, log=root / "ranks.log") == ""
     return [torch.load(root / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""What each of two processes does for test_two_ranks: `-m tests.models.two_ranks <rank> <world_size> <port> <root>`."""
+"""What each of two processes does for test_two_ranks: `<rank> <world_size> <port> <root>`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,3 @@ def main() -> None:
     logits = {name: logits_of(rank, name, root / name, groups[layout]) for name, (_, _, layout) in CASES.items()}
     torch.save({"logits": logits, "cp": context_parallel(rank)}, root / f"rank{rank}.pt")
     close_ranks()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,10 +9,10 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.placement.apply import apply_plan, place, plan_recipe
-from megarl.placement.cluster import make_cluster
+from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.local import host_cluster
 from megarl.placement.placed import PlacementPlan
-from megarl.placement.recipe_plan import check_fits, predict_recipe
+from megarl.placement.recipe_plan import check_fits, predict_recipe, too_full
 from megarl.placement.workload import ROLLOUT, read_model, recipe_workload
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import pools_of, role_layouts
@@ -27,6 +27,14 @@ LARGE = (
     "actor.mini_batch_samples=512",
     "actor.micro_batch_tokens=8192",
 )
+
+
+EXTERNAL = """
+model: {{path: {model}}}
+data: {{train: rows.jsonl, max_prompt_tokens: 32}}
+rollout: {{samples_per_prompt: 8}}
+train: {{steps: 1}}
+"""
 
 
 def recipe(folder: Path, *overrides: str) -> Recipe:
@@ -92,6 +100,27 @@ def test_a_placement_of_the_recipe_that_does_not_fit_is_refused(tmp_path: Path) 
     assert "The smallest cluster of this kind that holds the run, placed best: " in str(caught.value)
     cut = recipe(tmp_path, *LARGE, "cluster.devices=8", "actor.parallel.tp=4", "rollout.server_args=[]")
     check_fits(cut, recipe_workload(cut, read_model(tmp_path)), make_cluster("H100", 1))
+
+
+@pytest.mark.parametrize("cluster", [make_cluster("H100", 1), host_cluster(8)], ids=["devices", "processes"])
+def test_servers_that_somebody_else_started_take_no_device_of_the_run(tmp_path: Path, cluster: Cluster) -> None:
+    write_config(tmp_path)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(EXTERNAL.format(model=tmp_path))
+    many = ", ".join(f"http://10.0.0.1:{port}" for port in range(1, 100))
+    eight = ("cluster.devices=8", "actor.parallel.tp=4")
+    plans = {}
+    for servers in ("8", "{urls: ['http://10.0.0.1:1']}", f"{{urls: [{many}]}}"):
+        given = load_recipe(file, [*LARGE, *eight, f"rollout.servers={servers}"], Recipe).recipe
+        work = recipe_workload(given, read_model(tmp_path))
+        plans[given.rollout.num_servers] = predict_recipe(given, work, cluster)
+    own, one, most = plans[8], plans[1], plans[99]
+    assert [pool.devices for pool in most.pools] == [pool.devices for pool in one.pools] == [8, 0]
+    assert one.describe() == "standalone: actor on 8, rollout on external servers"
+    # Nothing of the ranks' memory is a server's, however many there are; and many are faster than one.
+    assert one.pools[0].peak_bytes == most.pools[0].peak_bytes < own.pools[0].peak_bytes
+    assert one.phases["rollout"] >= most.phases["rollout"] > 0
+    assert "(rollout)" not in one.summary() and "rollout" not in (too_full(most, cluster) or "")
 
 
 def test_processes_take_from_one_memory(tmp_path: Path) -> None:

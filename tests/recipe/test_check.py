@@ -16,6 +16,7 @@ DISTILL = ("algorithm.policy_loss=distill", "teacher.path=m")
 DISTILLED = ("algorithm.advantage=distill", "teacher.path=m")
 DETERMINISTIC = ("rollout.deterministic=true", "cluster.platform=cpu")
 REMOTE = "reward.graders.x={kind: remote, url: 'http://h'}"
+EXTERNAL = "rollout.servers.urls=['http://127.0.0.1:1']"
 UNREAD = [
     (["algorithm.kl_kind=k1"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.kl_in=reward"], ["algorithm.kl_coef=0.1"]),
@@ -27,6 +28,16 @@ UNREAD = [
     (["algorithm.refill_rounds=2"], ["algorithm.drop_zero_variance_groups=true"]),
     (["algorithm.correction.low=0.1"], ["algorithm.correction.kind=mask"]),
     (["critic.epochs=2"], ["algorithm.advantage=gae"]),
+    *(
+        ([EXTERNAL, given], ["rollout.servers=1"])
+        for given in (
+            "rollout.tp=2",
+            "rollout.max_running_requests=8",
+            "rollout.kv_tokens=4096",
+            "rollout.server_args=[--log-level, info]",
+            "rollout.offload=[kv_cache]",
+        )
+    ),
     (["teacher.path=m"], ["algorithm.policy_loss=distill"]),
     (["reference.refresh_every=2"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),

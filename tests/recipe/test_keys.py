@@ -174,8 +174,9 @@ def value_at(section: Any, names: Sequence[str]) -> Any:
         return value_at(section[names[0]], names[1:]) if names[0] in section else None
     field = type(section).model_fields[names[0]]
     value = getattr(section, names[0], None)
-    if value is None and names[1:]:
-        kinds = [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    if names[1:] and not isinstance(value, (BaseModel, dict)):
+        named = [getattr(kind, "__origin__", kind) for kind in get_args(field.annotation)]
+        kinds = [kind for kind in named if isinstance(kind, type) and issubclass(kind, BaseModel)]
         value = kinds[0].model_construct()
     return value_at(value, names[1:])
 

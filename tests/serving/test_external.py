@@ -18,7 +18,15 @@ from megarl.serving.external import ModelFacts, check_external, differences, pro
 from megarl.serving.process import free_port
 from tests.support.fake_sglang import KEY, FakeSglang
 
-EXPECTED = ModelFacts("Qwen3-8B", ("Qwen3ForCausalLM",), 4096, (1, 2, 3), "0.5.21")
+EXPECTED = ModelFacts("Qwen3-8B", ("Qwen3ForCausalLM",), 4096, (1, 2, 3), "0.5.21", "cuda")
+SERVER_INFO = {
+    "version": "0.5.21",
+    "device": "cuda",
+    "tp_size": 2,
+    "dp_size": 1,
+    "pp_size": 1,
+    "enable_return_routed_experts": False,
+}
 
 
 class Pool(FakeSglang):
@@ -31,7 +39,7 @@ class Pool(FakeSglang):
                 "architectures": ["Qwen3ForCausalLM"],
                 "weight_version": "default",
             },
-            "/server_info": {"version": "0.5.21"},
+            "/server_info": SERVER_INFO,
             "/tokenize": {"tokens": [1, 2, 3], "max_model_len": 8192},
         }
         return web.json_response(says[path])
@@ -62,8 +70,18 @@ def in_a_thread(fake: FakeSglang) -> Iterator[str]:
 def test_a_pool_that_serves_the_model_is_taken_and_is_asked_with_the_key() -> None:
     fake = Pool()
     with in_a_thread(fake) as url:
-        check_external([url, url], KEY, EXPECTED)
+        found = check_external([url, url], KEY, EXPECTED)
     assert set(fake.keys) == {f"Bearer {KEY}"} and len(fake.calls) == 6
+    assert [(each.url, each.api_key, each.tp) for each in found.endpoints] == [(url, KEY, 2)] * 2
+    assert [each.name for each in found.endpoints] == ["external server 0", "external server 1"]
+    assert found.expected == EXPECTED and KEY not in repr(found)
+
+
+def test_one_that_wants_no_key_is_sent_none() -> None:
+    fake = Pool()
+    with in_a_thread(fake) as url:
+        check_external([url], "", EXPECTED)
+    assert set(fake.keys) == {None}
 
 
 @pytest.mark.parametrize(
@@ -99,12 +117,23 @@ def test_one_where_nobody_listens_is_refused() -> None:
         ({"architectures": ("LlamaForCausalLM",)}, "LlamaForCausalLM"),
         ({"probe_ids": (1, 2, 4)}, "another tokenizer"),
         ({"context": 4095}, "4095 tokens at most; the recipe asks for up to 4096"),
+        ({"device": "cpu"}, "is on cpu and the run on cuda"),
+        ({"replicas": 2}, "--dp-size 2 and --pp-size 1.*a server for each copy"),
+        ({"stages": 4}, "--dp-size 1 and --pp-size 4"),
     ],
 )
 def test_one_that_serves_something_else_is_refused(change: dict[str, Any], told: str) -> None:
     assert differences("http://h:1", EXPECTED, EXPECTED) is None
     problem = differences("http://h:1", replace(EXPECTED, **change), EXPECTED)
     assert problem is not None and re.search(told, problem) and "http://h:1" in problem
+
+
+def test_what_only_some_runs_need_is_asked_of_those_alone() -> None:
+    assert differences("http://h:1", replace(EXPECTED, routing=True, weight_version="17"), EXPECTED) is None
+    lacking = differences("http://h:1", EXPECTED, replace(EXPECTED, routing=True))
+    assert lacking is not None and "--enable-return-routed-experts" in lacking
+    trained = differences("http://h:1", replace(EXPECTED, weight_version="17"), replace(EXPECTED, weight_version="0"))
+    assert trained is not None and "weights are of version '17'" in trained and "--weight-version 0" in trained
 
 
 def test_what_a_tokenizer_makes_of_the_probe_tells_tokenizers_apart() -> None:

@@ -239,6 +239,16 @@ RECIPE_KEYS = (
         ("actor.parallel (tp3", "4 attention heads"),
         ("actor.parallel.tp=3", "cluster.devices=3"),
     ),
+    Bad(
+        "an external server that is not there",
+        ("The external server http://127.0.0.1:9 does not answer", "Start it, or mend its address"),
+        ("rollout.servers.urls=[http://127.0.0.1:9]",),
+    ),
+    Bad(
+        "external servers without their key",
+        ("`rollout.servers.key_env`", "MEGARL_TEST_NO_SUCH_KEY", "not set"),
+        ("rollout.servers={urls: [http://127.0.0.1:9], key_env: MEGARL_TEST_NO_SUCH_KEY}",),
+    ),
     Bad("servers' tp that does not divide the heads", ("rollout.tp 3", "Sizes that work: 1, 2, 4"), ("rollout.tp=3",)),
 )
 

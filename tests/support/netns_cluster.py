@@ -38,6 +38,15 @@ ip link set eth0 up
 echo up
 exec {python} -c 'import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); signal.pause()'
 """
+# Asks in one process: each would have to load Ray anew.
+WAIT_FOR_RAY = """
+import select, ray
+ray.init({address!r}, logging_level="error")
+alive = lambda: sum(node["Alive"] for node in ray.nodes())
+while alive() != {count}:
+    select.select([], [], [], 0.1)
+print(alive())
+"""
 
 
 def ip(*words: str) -> None:
@@ -145,10 +154,10 @@ class Nodes:
 
     def wait_for_ray(self, count: int) -> None:
         """Until so many nodes have come."""
-        code = f"import ray; ray.init({self.ray_address!r}, logging_level='error'); "
-        code += "print(sum(node['Alive'] for node in ray.nodes()))"
+        code = WAIT_FOR_RAY.format(address=self.ray_address, count=count)
         end = time.monotonic() + START_S
-        while self.nodes[0].run([sys.executable, "-c", code]).stdout.strip() != str(count):
+        # It ends at once where nobody answers yet.
+        while self.nodes[0].run([sys.executable, "-c", code], START_S).stdout.strip() != str(count):
             assert time.monotonic() < end, f"{count} nodes did not come within {START_S} s"
             select.select([], [], [], POLL_S)
 
@@ -178,6 +187,7 @@ def nodes(count: int) -> Iterator[Nodes]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # as in tests/conftest.py
     }
     with ExitStack() as ended:
         bridge = f"mgb{mark}"

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from tests.support.netns_cluster import Node, Nodes, nodes
 
 UP_S = 30.0
-POLL_S = 0.1
+POLL_S = 0.5  # what is asked is mostly one of SLURM's commands, and each costs a process
 PARTITION = "main"
 CONFIG = """\
 ClusterName=test

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.core.errors import SyncError
 from megarl.serving.answers import Generation
-from megarl.serving.client import ServerClient
+from megarl.serving.client import ServerClient, ServerError
 from megarl.serving.sampling import Sampling
 from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.verify import probe_servers, verify
@@ -66,6 +66,26 @@ def test_new_weights_arrive_and_serve_under_their_version(served: Pool, sender: 
             np.testing.assert_allclose(result.logprobs, expected, atol=1e-5)
 
     asyncio.run(go())
+
+
+def test_a_server_that_goes_on_alone_holds_nothing_of_a_sender_that_left(served: Pool) -> None:
+    sender = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
+    server = served.servers[0].endpoint
+    sender.send(HfModel(served.model).buckets, 1, [server])
+    assert sender._group is not None
+    group = sender._group.name
+    assert sender.leave([server], 10.0) == {} and sender.leave([server], 10.0) == {}
+
+    async def twice() -> None:
+        async with ServerClient(server) as client:
+            await client.destroy_group(group)
+
+    with pytest.raises(ServerError, match="does not exist"):
+        asyncio.run(twice())
+    # Who comes back is in a group with it again.
+    report = sender.send(HfModel(served.model).buckets, 2, [server])
+    assert report is not None and report.ok == ("server 0",)
+    sender.close()
 
 
 def test_cached_prefixes_of_the_old_weights_are_forgotten(served: Pool, sender: Sender) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,9 +22,11 @@ from torch import Tensor
 
 from megarl.core.layout import Layout
 from megarl.serving.process import free_port
+from tests.support.forked_ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.training.harness import VOCAB
 
+RANKS = "tests.training.invariance_ranks"
 BOUND = 1e-5
 MICRO_BATCHES = (1, 4)
 WORLD_SIZES = (1, 2, 4)
@@ -201,7 +201,7 @@ def _give_score_head(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(root: Path, *, thorough: bool = False) -> tuple[list[Difference], str]:
+def measure(root: Path, ranks: Ranks, *, thorough: bool = False) -> tuple[list[Difference], str]:
     """Run the cases in an empty folder; what was measured, and what the ranks of a world said that did not end well.
 
     thorough: all cases, not only those of the tests.
@@ -213,30 +213,10 @@ def measure(root: Path, *, thorough: bool = False) -> tuple[list[Difference], st
     for world_size in WORLD_SIZES:
         path = root / f"world{world_size}.jsonl"
         path.touch()
-        errors += _run_world(world_size, root, thorough)
+        words = (world_size, free_port(), root, "thorough" if thorough else "tests")
+        errors += ranks.run(RANKS, world_size, *words, log=path.with_suffix(".log"), deadline_s=DEADLINE_S)
         found += [Difference(**json.loads(line)) for line in path.read_text().splitlines()]
     return found, errors
-
-
-def _run_world(world_size: int, root: Path, thorough: bool) -> str:
-    """Run the ranks until all have ended; their standard errors where one failed."""
-    command = [sys.executable, "-m", "tests.training.invariance_ranks"]
-    port, logs = str(free_port()), [root / f"world{world_size}.rank{rank}.log" for rank in range(world_size)]
-    arguments = [str(world_size), port, str(root), "thorough" if thorough else "tests"]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as file:
-            processes.append(subprocess.Popen([*command, str(rank), *arguments], stdout=file, stderr=file))
-    try:
-        for process in processes:
-            process.wait(DEADLINE_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if all(process.returncode == 0 for process in processes):
-        return ""
-    return "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
 
 
 def append(path: Path, item: Difference) -> None:

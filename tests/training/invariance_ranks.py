@@ -1,6 +1,6 @@
 """What each rank of a world does for test_invariance.
 
-python -m tests.training.invariance_ranks <rank> <ranks> <port> <root> tests|thorough
+Its arguments: <rank> <ranks> <port> <root> tests|thorough
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def run_cases(world: World, reference: Reference, cases_alone: list[Case]) -> No
             expected = reference[balance_of(micro_batches * case.layout.dp) if kind == "balance" else model]
             append(path, difference(kind, name, case, micro_batches, found, expected))
 
-    for case in cases_alone:
+    # Process groups are made anew for each other layout.
+    for case in sorted(cases_alone, key=lambda case: str(case.layout)):
         for micro_batches, found in world.alone(case).items() if case.layout.world_size == size else ():
             reference.setdefault(case.model, found)
             report("alone", str(case), case, micro_batches, found)
@@ -231,7 +232,3 @@ def main() -> None:
     if size == 1:
         torch.save(reference, stored)
     rank.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.core.layout import Layout
+from tests.support.forked_ranks import Ranks
 from tests.training.invariance import BOUND, MICRO_BATCHES, Case, Difference, furthest, measure, relative
 from tests.training.invariance_cases import ALL_CASES, BALANCED, CASES, CONTROLS, TOGETHER, together_name
 
@@ -18,9 +19,9 @@ Measured = tuple[list[Difference], str]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Measured:
     """All cases, and what the ranks said if they did not get through."""
-    return measure(tmp_path_factory.mktemp("invariance"))
+    return measure(tmp_path_factory.mktemp("invariance"), ranks)
 
 
 def of(measured: Measured, kind: str, name: str) -> list[Difference]:

@@ -1,8 +1,5 @@
 """Two processes give what one gives: log-probs, losses, weights, and steps resumed across layouts."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -33,22 +30,11 @@ def single(rank, paths):
 
 
 @pytest.fixture(scope="module")
-def pair(rank, single, paths):
+def pair(rank, ranks, single, paths):
     """Two processes: first TP=2, then DP=2. Results by rank."""
     folder, target = paths
-    port = str(rank.free_port())
-    command = [sys.executable, "-m", "tests.training.two_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(index), port, str(folder), str(target)], stderr=subprocess.PIPE, text=True)
-        for index in range(2)
-    ]
-    errors = []
-    for process in processes:
-        try:
-            errors.append(process.communicate(timeout=180)[1])
-        finally:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    words = (rank.free_port(), folder, target)
+    assert ranks.run("tests.training.two_ranks", 2, *words, log=target / "ranks.log") == ""
     return [torch.load(target / f"rank{index}.pt", weights_only=False) for index in range(2)]
 
 

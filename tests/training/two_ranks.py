@@ -1,4 +1,4 @@
-"""What each of two processes does for test_layouts: `-m tests.training.two_ranks <rank> <port> <folder> <target>`."""
+"""What each of two processes does for test_layouts: `<rank> <port> <folder> <target>`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,3 @@ def main() -> None:
         results[name] = run(rank, Layout(tp=tp, world_size=2), folder, target / name, target / "single")
     rank.close()
     torch.save(results, target / f"rank{index}.pt")
-
-
-if __name__ == "__main__":
-    main()

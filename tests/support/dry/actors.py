@@ -16,6 +16,7 @@ from megarl.core.layout import is_lead
 from megarl.core.platform import get_platform
 from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan
 from megarl.serving.client import ServerEndpoint
+from megarl.serving.external import ModelFacts
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.sync.session import SyncReport
@@ -128,6 +129,10 @@ class Rank:
         self._book.version = version
         return SyncReport(version, tuple(server.name for server in servers), {}, 1, 1.0, 1)
 
+    def leave_servers(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
+        self._book.note("leave", len(servers))
+        return {}
+
     def take_peaks(self) -> dict[str, int]:
         return {"actor/update": 1}
 
@@ -195,6 +200,37 @@ class Server(_Process):
         self._book.note("resume", self._process.name, deadline_s)
         self._book.paused = False
         return ""
+
+
+class External:
+    """Beside a server that somebody else would have started."""
+
+    def __init__(
+        self, book: Book, spec: ProcessSpec, server: ServerEndpoint, expected: ModelFacts, answer_s: float
+    ) -> None:
+        self._book, self._server = book, server
+        book.note("external", server.name, server.url, server.api_key, answer_s)
+
+    def start(self, deadline_s: float) -> Started:
+        self._book.note("find", self._server.name, deadline_s)
+        return Started(0, ProcessFacts(1, "host"), self._server)
+
+    async def watch(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    def pause(self, keep_kv: bool, deadline_s: float) -> str:
+        self._book.note("pause", self._server.name, keep_kv, deadline_s)
+        self._book.paused = True
+        return ""
+
+    def resume(self, deadline_s: float) -> str:
+        self._book.note("resume", self._server.name, deadline_s)
+        self._book.paused = False
+        return ""
+
+    def stop(self) -> None:
+        self._book.note("let go", self._server.name)
 
 
 class Router(_Process):

@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.cluster import collectors, coordinator, feeder, ranks, rollout, runtime, server_start, slots, waits
+from megarl.cluster import (
+    collectors,
+    coordinator,
+    external,
+    feeder,
+    ranks,
+    rollout,
+    runtime,
+    server_start,
+    slots,
+    waits,
+)
 from megarl.cluster.healing import Restarts
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
@@ -32,9 +43,12 @@ from megarl.report import writers
 from megarl.report.history import METRICS_FILE
 from megarl.rewards import combine
 from megarl.rollout import collector
-from megarl.run import begin, preflight, session, supervised, train
+from megarl.run import begin, preflight, servers_check, session, supervised, train
+from megarl.serving import external as external_servers
+from megarl.serving.client import ServerEndpoint
+from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.training import run_checkpoints
-from tests.support.dry.actors import Book, Collector, Rank, Router, Server
+from tests.support.dry.actors import Book, Collector, External, Rank, Router, Server
 from tests.support.dry.answers import Client, Pool, Poster
 from tests.support.dry.learning import rounded
 from tests.support.dry.ray import Ray
@@ -91,6 +105,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
                 ranks.RankActor: partial(Rank, book),
                 server_start.ServerActor: partial(Server, book),
                 server_start.RouterActor: partial(Router, book),
+                external.ExternalActor: partial(External, book),
                 rollout.CollectorActor: partial(Collector, book),
                 rollout.CoordinatorActor: rollout.CoordinatorActor,
                 feeder.FeederActor: feeder.FeederActor,
@@ -121,10 +136,11 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         for module in (begin, train):
             patch.setattr(module, "Console", lambda: Console(file=io.StringIO()))
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
-        for module in (preflight, collector, pairs, sft):
+        for module in (preflight, servers_check, collector, pairs, sft):
             patch.setattr(module, "load_tokenizer", TOKENIZERS)
         # SGLang's parser is asked in a process of its own, for seconds.
-        patch.setattr(preflight, "check_server_args", lambda words, platform: None)
+        patch.setattr(servers_check, "check_server_args", lambda words, platform: None)
+        patch.setattr(external_servers, "check_external", partial(_asked, book))
         patch.setattr(disk, "sync", lambda path: None)
         patch.setattr(run_checkpoints, "sync", lambda path: None)
         # What a run says of itself is no effect of its recipe.
@@ -154,6 +170,13 @@ def _placed(book: Book, recipe: Recipe) -> Placed:
     return place(recipe)
 
 
+def _asked(book: Book, urls: Sequence[str], key: str, expected: ModelFacts) -> ExternalPool:
+    book.note("asked", key, expected.context, expected.routing)
+    return ExternalPool(
+        tuple(ServerEndpoint(f"external server {index}", url, key) for index, url in enumerate(urls)), expected
+    )
+
+
 def _slots(node: Node, count: int, size: int) -> tuple[Slot, ...]:
     return tuple(Slot(node, tuple(str(index * size + each) for each in range(size)), {}) for index in range(count))
 
@@ -167,8 +190,9 @@ def _started(
     num_devices: int,
     reads: Sequence[Path] = (),
     scratch: Scratch | None = None,
+    reached_from: Sequence[str] = (),
 ) -> Iterator[runtime.Runtime]:
-    book.note("runtime", kind.name, num_devices)
+    book.note("runtime", kind.name, num_devices, reached_from)
     node = Node("node", "127.0.0.1", "0" * 56, temp, DEVICES)
     yield runtime.Runtime(
         kind, folder.resolve(), "key", _scratch(temp), False, Nodes((node,)), _slots(node, num_devices, 1)

@@ -1,0 +1,48 @@
+"""What `rollout.servers` takes: how many SGLang servers the run starts, or where those are that somebody else started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from megarl.recipe.section import A_SECTION, A_VALUE, PositiveInt, Section, Variable, plain_url, value_or_section
+
+
+def _server_url(url: str) -> str:
+    """As one that is compared: lower case, without a slash behind it. Raises ValueError."""
+    example = "http://10.0.0.7:30000"
+    plain = plain_url(url, example)
+    if urlsplit(plain).path:
+        raise ValueError(f"wanted is where a server listens, such as {example}, without a path behind it")
+    return plain.lower()
+
+
+def _different(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if not urls:
+        raise ValueError("the list is empty: name a server, or give the number of servers that the run is to start")
+    twice = [url for url, count in Counter(urls).items() if count > 1]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is named more than once: each server gets each weight sync once")
+    return urls
+
+
+class ExternalServers(Section):
+    """SGLang servers that somebody else started, and that the run neither starts nor ends."""
+
+    urls: Annotated[tuple[Annotated[str, AfterValidator(_server_url)], ...], AfterValidator(_different)] = Field(
+        strict=False, description="where SGLang servers listen that somebody else started: docs/rollout.md"
+    )
+    key_env: Variable | None = Field(
+        None,
+        description="environment variable with their key (--api-key); default: no key, which is for servers at loopback and "
+        "private addresses alone",
+    )
+
+
+Servers = Annotated[
+    Annotated[PositiveInt, Tag(A_VALUE)] | Annotated[ExternalServers, Tag(A_SECTION)],
+    Discriminator(value_or_section),
+]

@@ -1,0 +1,105 @@
+"""What can be refused of a recipe's servers before a device is taken: their layout and flags, and whether those that somebody
+else started answer, serve the recipe's model, and are where a run may speak with them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from megarl.core.errors import UserError
+from megarl.core.platform import Platform
+from megarl.core.versions import pins
+from megarl.data.chat import load_tokenizer
+from megarl.models.config import ModelConfig
+from megarl.recipe.rules import longest_sample
+from megarl.recipe.schema import Recipe
+from megarl.rewards.check import read_key
+from megarl.serving.server_flags import check_server_args
+
+if TYPE_CHECKING:
+    from megarl.serving.external import ExternalPool
+
+KEY = "rollout.servers"
+OWN_WEIGHTS = "0"  # the version of weights that no run has sent
+HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
+
+
+def check_servers(
+    recipe: Recipe, model: ModelConfig, platform: Platform, *, here: bool = True, own_weights: bool = False
+) -> ExternalPool | None:
+    """The servers that somebody else started, each asked what it serves; None where the run starts its own. Raises UserError.
+
+    here: whether the run will be on this machine: elsewhere it may reach what is out of reach here, and nobody is asked.
+    own_weights: they have to have the model's own weights still.
+    """
+    check_server_args(recipe.rollout.server_args, platform)
+    external = recipe.rollout.external
+    if external is None or not here:
+        return None
+    from megarl.serving.external import (
+        ModelFacts,
+        check_external,
+        probe_ids,
+    )  # with a client, which takes a while to load
+
+    key = read_key(external.key_env, KEY) or ""
+    if not key:
+        _check_private(external.urls)
+    expected = ModelFacts(
+        name=model_name(recipe.model.path),
+        architectures=(model.architecture,),
+        context=longest_sample(recipe),
+        probe_ids=probe_ids(load_tokenizer(recipe.model.path).encode),
+        sglang=pins()["sglang"],
+        device=platform.device,
+        weight_version=OWN_WEIGHTS if own_weights else "",
+        routing=recipe.actor.routing_replay,
+    )
+    return check_external(external.urls, key, expected)
+
+
+def model_name(folder: Path) -> str:
+    """What a server calls the model by default: the last part of its path, or of its name on the hub."""
+    path = Path(os.path.abspath(folder))
+    return path.parents[1].name.rpartition("--")[2] if path.parent.name == HUB_CACHE else path.name
+
+
+def _check_private(urls: Sequence[str]) -> None:
+    """Servers without a key are reached by nobody else. Raises UserError."""
+    for url in urls:
+        host = urlsplit(url).hostname or ""
+        try:
+            found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        except OSError as error:
+            raise UserError(
+                f"`{KEY}.urls`: the host of {url} has no address: {error.strerror or error}. Mend its name, or give its address."
+            ) from None
+        public = sorted(address for address in found if ipaddress.ip_address(address.partition("%")[0]).is_global)
+        if public:
+            raise UserError(
+                f"`{KEY}.urls`: {url} is at {', '.join(public)}, which is neither loopback nor a private address, and no "
+                f"{KEY}.key_env is given: whoever reaches a server without a key can read prompts, and put other weights there. "
+                f"Start it with --api-key, and name the environment variable that holds the key in {KEY}.key_env."
+            )
+
+
+def check_server_layout(model: ModelConfig, tp: int) -> None:
+    """SGLang cuts heads and MLP columns evenly; it repeats key-value heads where there are fewer than ranks."""
+    sizes = {"attention heads": model.num_heads, "MLP columns": model.ffn_hidden_size}
+
+    def fits(size: int) -> bool:
+        heads = model.num_kv_heads
+        return all(count % size == 0 for count in sizes.values()) and (heads % size == 0 or size % heads == 0)
+
+    if not fits(tp):
+        valid = ", ".join(str(size) for size in range(1, model.num_heads + 1) if fits(size))
+        raise UserError(
+            f"rollout.tp {tp} does not divide the model: it has {model.num_heads} attention heads, "
+            f"{model.num_kv_heads} key-value heads and {model.ffn_hidden_size} MLP columns. Sizes that work: {valid}."
+        )

@@ -1,0 +1,103 @@
+"""Servers that somebody else started are asked before a device is taken, and only where a run may speak with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.core.platform import get_platform
+from megarl.core.versions import pins
+from megarl.models.hf_config import load_model_config
+from megarl.recipe.load import load_recipe
+from megarl.run.plan import PlanOptions, run_plan
+from megarl.run.servers_check import check_servers, model_name
+from megarl.serving import external
+from megarl.serving.external import ExternalPool, ModelFacts
+from tests.support.bad_input import Place, good_place
+from tests.support.tiny import write_tiny_qwen
+
+KEY = "key-of-the-external-servers"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return good_place(tmp_path, write_tiny_qwen(tmp_path / "source" / "model"))
+
+
+def checked(place: Place, *overrides: str, **how: bool) -> ExternalPool | None:
+    recipe = load_recipe(place.recipe, overrides).recipe
+    return check_servers(recipe, load_model_config(place.model), get_platform("cpu"), **how)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What servers would be asked."""
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(external, "check_external", lambda *arguments: told.append(arguments))
+    monkeypatch.setenv("SERVERS_KEY", KEY)
+    return told
+
+
+def test_what_is_expected_of_a_server_is_what_the_recipe_has(place: Place, asked: list[tuple[Any, ...]]) -> None:
+    servers = "rollout.servers={urls: [http://8.8.8.8:30000], key_env: SERVERS_KEY}"
+    checked(place, servers)
+    checked(place, servers, own_weights=True)
+    [(urls, key, expected), (*_, untrained)] = asked
+    assert (urls, key) == (("http://8.8.8.8:30000",), KEY)
+    assert (expected.name, expected.architectures) == ("model", ("Qwen3ForCausalLM",))
+    assert (expected.context, expected.sglang, expected.device) == (96, pins()["sglang"], "cpu")
+    assert (expected.weight_version, untrained.weight_version) == ("", "0")
+    assert isinstance(expected, ModelFacts) and len(expected.probe_ids) > 20 and not expected.routing
+
+
+def test_nobody_is_asked_where_the_run_starts_its_own_or_is_elsewhere(
+    place: Place, asked: list[tuple[Any, ...]]
+) -> None:
+    assert checked(place) is None
+    assert checked(place, "rollout.servers={urls: [http://8.8.8.8:1], key_env: NOT_SET_HERE}", here=False) is None
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("servers", "says"),
+    [
+        (
+            "{urls: [http://h:1], key_env: NOT_SET_HERE}",
+            "`rollout.servers.key_env` names the environment variable NOT_SET_HERE",
+        ),
+        (
+            "{urls: [http://127.0.0.1:1, http://8.8.8.8:1]}",
+            "http://8.8.8.8:1 is at 8.8.8.8, which is neither loopback nor",
+        ),
+        ("{urls: ['http://[2001:4860:4860::8888]:1']}", "Start it with --api-key"),
+        ("{urls: [http://no-such-host.invalid:1]}", "the host of http://no-such-host.invalid:1 has no address"),
+    ],
+)
+def test_a_pool_that_anybody_could_reach_needs_a_key(
+    place: Place, asked: list[tuple[Any, ...]], servers: str, says: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        checked(place, f"rollout.servers={servers}")
+    assert says in str(caught.value) and "\n" not in str(caught.value) and asked == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.9", "[::1]"])
+def test_loopback_and_private_addresses_do_without(place: Place, asked: list[tuple[Any, ...]], host: str) -> None:
+    checked(place, f"rollout.servers.urls=['http://{host}:1']")
+    [(_, key, _)] = asked
+    assert key == ""
+
+
+def test_a_model_of_the_hub_is_known_by_its_name() -> None:
+    cached = Path("/home/u/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0a1b2c")
+    assert [model_name(each) for each in (cached, Path("/models/Qwen3-8B"))] == ["Qwen3-8B"] * 2
+    assert model_name(Path()) == Path.cwd().name
+
+
+def test_a_plan_has_nothing_to_choose_for_them(place: Place) -> None:
+    nowhere: Any = None
+    with pytest.raises(UserError, match=r"put rollout\.servers=N behind the recipe"):
+        run_plan(place.recipe, ["rollout.servers.urls=[http://127.0.0.1:1]"], nowhere, PlanOptions())
