@@ -292,7 +292,7 @@ def _weight_sync(result: Result) -> str:
         f"{row['layout']} {row['transport'].replace('_', ' ')} {row['seconds']:.2f} s, {row['of']:.0%} of its bound"
         for row in result["rows"]
     )
-    equal = "all weights equal" if all(row["equal"] for row in result["rows"]) else "weights that differ"
+    equal = "all answers equal" if all(row["equal"] for row in result["rows"]) else "answers that differ"
     memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
     return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}; {equal}"
 
