@@ -6,7 +6,8 @@ A random model is made on the spot. In the same run: this machine's memcpy of as
 bare gloo broadcast of the same bytes from one process to another, in buckets of the same size. The targets: shared memory at
 least at 40% of the memcpy's rate, broadcast at least at 70% of the bare one's. Before each transport the server gets other
 weights; afterwards its log-probs of a few sequences have to be those, to the bit, that it gave when it had read the model's
-files. (SGLang's own checksums of tensors need CUDA.) Exit code 0 only where they are. Whether targets are met is in the table, with the machine's load.
+files. (SGLang's own checksums of tensors need CUDA.) Exit code 0 only where they are. Whether targets are met is in the
+table, with the machine's load.
 """
 
 from __future__ import annotations
