@@ -1,7 +1,7 @@
 """The whole suite, worked off file by file by several processes: `python -m tests.suite [arguments for pytest]`.
 
 Most tests wait much of the time, for processes that start or for deadlines: there is one worker more than there are cores, where
-the memory suffices. Which file comes first is said in tests/support/file_queue.py. Exits as pytest does.
+the memory suffices. Which file comes first is said in tests/support/file_order.py. Exits as pytest does.
 """
 
 from __future__ import annotations

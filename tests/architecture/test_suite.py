@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from tests.suite import num_workers
-from tests.support.file_queue import LONGEST, ONE_SERVER, place_of
+from tests.support.file_order import LONGEST, ONE_SERVER, place_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,6 @@
 """A pytest plugin for tests/suite.py: files are what its workers take from the queue, and those that take longest come first.
 
-In the end it says how long each file took, so that the order here can be kept.
+In the end it says how long each file took, so that the order (file_order.py) can be kept.
 """
 
 from __future__ import annotations
@@ -12,48 +12,10 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# From the longest on; the last of a run is then a short one, and no worker waits long for another.
-LONGEST = (
-    "tests/end_to_end/test_slurm.py",
-    "tests/end_to_end/test_ppo.py",
-    "tests/end_to_end/test_async.py",
-    "tests/end_to_end/test_faults.py",
-    "tests/training/test_invariance.py",
-    "tests/convert/test_convert.py",
-    "tests/end_to_end/test_several_nodes.py",
-    "tests/end_to_end/test_train.py",
-    "tests/end_to_end/test_engines.py",
-    "tests/end_to_end/test_rm_and_dpo.py",
-    "tests/end_to_end/test_ray_jobs.py",
-    "tests/end_to_end/test_sft_and_eval.py",
-    "tests/end_to_end/test_experts.py",
-    "tests/serving/test_server.py",
-    "tests/sync/test_faults.py",
-    "tests/cluster/test_waits.py",
-    "tests/recipe/test_keys.py",
-    "tests/bench/test_benches.py",
-    "tests/models/test_lora.py",
-    "tests/models/test_layouts.py",
-    "tests/training/test_layouts.py",
-    "tests/models/test_two_ranks.py",
-    "tests/recipe/test_algorithm_keys.py",
-)
-# Their tests share one server: they are one entry of the queue, in the place of the first.
-ONE_SERVER = ("tests/serving/test_server.py", "tests/serving/test_interrupted.py", "tests/sync/test_real_server.py")
+from tests.support.file_order import LONGEST, entry_of, place_of
+
 SHOWN = 25  # files in the table of seconds
-LONG_S = 40.0  # a file that takes longer is named above
-
-
-def entry_of(nodeid: str) -> str:
-    """The entry of the queue that a test belongs to."""
-    file = nodeid.partition("::")[0]
-    return ONE_SERVER[0] if file in ONE_SERVER else file
-
-
-def place_of(nodeid: str) -> int:
-    """Where in the queue the test's entry is; all that are not named come last, in the order in which they were found."""
-    entry = entry_of(nodeid)
-    return LONGEST.index(entry) if entry in LONGEST else len(LONGEST)
+LONG_S = 40.0  # a file that takes longer is named in file_order.py
 
 
 class Queue(LoadFileScheduling):
@@ -85,7 +47,7 @@ class Seconds:
             hint = (
                 ""
                 if entry_of(file) in LONGEST or seconds < LONG_S
-                else "  (tests/support/file_queue.py should name it)"
+                else "  (tests/support/file_order.py should name it)"
             )
             terminalreporter.write_line(f"{seconds:6.0f} {file}{hint}")
         terminalreporter.write_line(f"{total:6.0f} all {len(self.of_file)}, within {took:.0f} s")

@@ -1,0 +1,44 @@
+"""In which order the workers of tests/suite.py take the files, and which of them are one entry of the queue."""
+
+from __future__ import annotations
+
+# From the longest on; the last of a run is then a short one, and no worker waits long for another.
+LONGEST = (
+    "tests/end_to_end/test_slurm.py",
+    "tests/end_to_end/test_ppo.py",
+    "tests/end_to_end/test_async.py",
+    "tests/end_to_end/test_faults.py",
+    "tests/training/test_invariance.py",
+    "tests/convert/test_convert.py",
+    "tests/end_to_end/test_several_nodes.py",
+    "tests/end_to_end/test_train.py",
+    "tests/end_to_end/test_engines.py",
+    "tests/end_to_end/test_rm_and_dpo.py",
+    "tests/end_to_end/test_ray_jobs.py",
+    "tests/end_to_end/test_sft_and_eval.py",
+    "tests/end_to_end/test_experts.py",
+    "tests/serving/test_server.py",
+    "tests/sync/test_faults.py",
+    "tests/cluster/test_waits.py",
+    "tests/recipe/test_keys.py",
+    "tests/bench/test_benches.py",
+    "tests/models/test_lora.py",
+    "tests/models/test_layouts.py",
+    "tests/training/test_layouts.py",
+    "tests/models/test_two_ranks.py",
+    "tests/recipe/test_algorithm_keys.py",
+)
+# Their tests share one server: they are one entry of the queue, in the place of the first.
+ONE_SERVER = ("tests/serving/test_server.py", "tests/serving/test_interrupted.py", "tests/sync/test_real_server.py")
+
+
+def entry_of(nodeid: str) -> str:
+    """The entry of the queue that a test belongs to."""
+    file = nodeid.partition("::")[0]
+    return ONE_SERVER[0] if file in ONE_SERVER else file
+
+
+def place_of(nodeid: str) -> int:
+    """Where in the queue the test's entry is; all that are not named come last, in the order in which they were found."""
+    entry = entry_of(nodeid)
+    return LONGEST.index(entry) if entry in LONGEST else len(LONGEST)
