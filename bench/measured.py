@@ -286,6 +286,17 @@ def _server_sleep(result: Result) -> str:
     return f"on {result['platform']}: {mib}; {answers}"
 
 
+def _weight_sync(result: Result) -> str:
+    size = result["bytes"]
+    rows = "; ".join(
+        f"{row['layout']} {row['transport'].replace('_', ' ')} {row['seconds']:.2f} s, {row['of']:.0%} of its bound"
+        for row in result["rows"]
+    )
+    equal = "all answers equal" if all(row["equal"] for row in result["rows"]) else "answers that differ"
+    memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
+    return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}; {equal}"
+
+
 def _algorithms(result: Result) -> str:
     costs = "; ".join(
         f"{name} {cost['cpu_ms']:.1f} ms" + (f" (loop {cost['loop_ms']:,.0f} ms)" if cost["loop_ms"] else "")
@@ -337,6 +348,7 @@ ROWS = (
     Row("memory_predicted", "the engine's own live bytes ([placement](placement.md))", _memory_predicted),
     Row("deterministic", "the same server by default ([the same run twice](determinism.md))", _deterministic),
     Row("server_sleep", "the server awake", _server_sleep),
+    Row("weight_sync", "shared memory: memcpy once, target 40%; broadcast: a bare one, target 70%", _weight_sync),
     Row("algorithms", "plain loops", _algorithms),
 )  # fmt: skip
 

@@ -18,7 +18,9 @@ from megarl.core.platform import PlatformName
 from megarl.core.progress import Progress
 from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan
 from megarl.data.pack import assemble, join_columns, merge_columns, merge_shards, split_column
-from megarl.sync.broadcast import BroadcastSender, ServerEndpoint, SyncReport
+from megarl.serving.client import ServerEndpoint
+from megarl.sync.session import SyncReport
+from megarl.sync.transport import Sending, Transport, make_transport
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 
@@ -68,7 +70,7 @@ class RankActor:
     def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int) -> None:
         self._facts = configure_process(spec)
         self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None))
-        self._sender: BroadcastSender | None = None
+        self._sending: tuple[Sending, Transport] | None = None
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -151,32 +153,38 @@ class RankActor:
         role: str,
         version: int,
         servers: Sequence[ServerEndpoint],
-        bucket_bytes: int,
-        timeout_s: float,
+        sending: Sending,
         keep_kv: bool,
     ) -> SyncReport | None:
-        """Gather the role's weights bucket by bucket and send them to the servers; rank 0 does, and reports.
+        """Send the role's weights to the servers, together with all other ranks; rank 0 leads, and reports.
 
         keep_kv: servers keep what they computed with the old weights, for requests that they hold.
         """
-        if self._sender is None:
-            platform = self._rank.platform
-            self._sender = BroadcastSender(
-                rank=self._rank.rank,
-                host=self._facts.address,
-                device=platform.device,
-                backend=platform.backend,
-                timeout_s=timeout_s,
-                control=self._rank.everyone(),
-            )
+        transport = self._transport(sending)
         with self._rank.watched(role, "send"):
-            return self._sender.send(
-                lambda: self._rank.buckets(role, bucket_bytes), version, servers, flush_cache=not keep_kv
-            )
+            return transport.send(self._rank.engine(role), version, servers, flush_cache=not keep_kv)
+
+    def _transport(self, sending: Sending) -> Transport:
+        """What is kept from sync to sync, as long as it is to send the same way."""
+        if self._sending is not None and self._sending[0] == sending:
+            return self._sending[1]
+        if self._sending is not None:
+            self._sending[1].close()
+        platform = self._rank.platform
+        made = make_transport(
+            sending,
+            rank=self._rank.rank,
+            host=self._facts.address,
+            device=platform.device,
+            backend=platform.backend,
+            control=self._rank.everyone(),
+        )
+        self._sending = sending, made
+        return made
 
     def leave_servers(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
-        """Leave the group with the servers, and have these leave it too; who did not, and why. For rank 0."""
-        return {} if self._sender is None else self._sender.leave(servers, deadline_s)
+        """Give up what servers and this rank keep of each other from sync to sync; which did not, and why. For rank 0."""
+        return {} if self._sending is None else self._sending[1].leave(servers, deadline_s)
 
     def take_peaks(self) -> dict[str, int]:
         """Peak bytes of this rank by `role/operation`, since the last call."""

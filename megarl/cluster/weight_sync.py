@@ -11,7 +11,8 @@ from megarl.core.layout import Layout
 from megarl.core.log import get_logger
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
-from megarl.sync.broadcast import SyncReport
+from megarl.sync.session import SyncReport
+from megarl.sync.transport import Sending
 
 log = get_logger(__name__)
 
@@ -24,13 +25,14 @@ WEIGHTS: tuple[ServerPart, ...] = ("weights",)
 
 @dataclass
 class WeightSync:
-    """Sends one role's weights to every server of the pool that is up."""
+    """Sends one role's weights to every server of the pool that is up. sending: by what transport."""
 
     role: str
     ranks: RankGroup
     layout: Layout
     rollout: RolloutPool
     recipe: Recipe
+    sending: Sending
     _version: int | None = None  # of the last push
 
     def __post_init__(self) -> None:
@@ -97,17 +99,16 @@ class WeightSync:
 
     def _send(self, weight_version: int) -> float:
         """Bytes that were sent to all servers that are up. Those that failed leave the pool."""
-        servers, deadline_s = self.rollout.servers, self.recipe.deadlines.sync_s
-        bucket_bytes, keep_kv = self.recipe.sync.bucket_mb * 2**20, self.rollout.keeps_kv
+        servers, keep_kv = self.rollout.servers, self.rollout.keeps_kv
         endpoints = [server.endpoint for server in servers.receivers()]
         reports: list[SyncReport | None] = self.ranks.ask(
             lambda worker, _: worker.handle.send_weights.remote(
-                self.role, weight_version, endpoints, bucket_bytes, deadline_s, keep_kv
+                self.role, weight_version, endpoints, self.sending, keep_kv
             ),
             "sync",
             self.role,
-            # Rank 0 gives up one attempt after `deadline_s`; one more may follow for every server that failed.
-            deadline_s * (1 + len(endpoints)),
+            # Rank 0 gives up one attempt after this time; a broadcast may need one more for every server that failed.
+            self.sending.timeout_s * (1 + len(endpoints)),
         ).wait()
         report = reports[0]
         if report is None:

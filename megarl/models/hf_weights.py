@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -22,7 +22,7 @@ from megarl.models.hf_files import check_weights, some
 from megarl.models.hf_read import HfReader
 from megarl.models.mapping import take, window
 from megarl.models.parts import Dealing, Part, part_of
-from megarl.models.rules import LayerSpec, Rule, expected_tensors, rules
+from megarl.models.rules import FUSED, LayerSpec, Rule, expected_tensors, rules
 
 Bucket = list[tuple[str, Tensor]]
 Value = Callable[[str, Tensor], Tensor]
@@ -132,7 +132,7 @@ def _fill(tensor: Tensor, rule: Rule, part: Part, reader: HfReader) -> None:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """One HF tensor of an export: source `source` of a rule."""
 
     rule: Rule
@@ -140,16 +140,20 @@ class _Unit:
 
     @property
     def name(self) -> str:
+        """HF's name."""
         return self.rule.sources[self.source].name
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
         return self.rule.sources[self.source].shape
 
     def dtype(self, of_parameters: torch.dtype) -> torch.dtype:
+        """Mapped buffers are float32 always."""
         return torch.float32 if self.rule.is_buffer else of_parameters
 
     def nbytes(self, of_parameters: torch.dtype) -> int:
+        """Of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype(of_parameters).itemsize
 
 
@@ -172,26 +176,70 @@ def export_buckets(
     given the global Megatron name. exported: rules of what to export; None is those of the model.
     Raises MegarlError where the model does not hold what a rule promises, or `value` gives something else.
     """
-    wanted = rules(config, layer_spec(chunks)) if exported is None else exported
-    units = [_Unit(rule, source) for rule in wanted for source in range(len(rule.sources))]
+    units = units_of(rules(config, layer_spec(chunks)) if exported is None else exported)
     exporter = _Exporter(chunks, config, layout, rank, group, value)
-    for bucket in _planned(units, exporter.dtype, bucket_bytes):
+    for bucket in planned(units, exporter.dtype, bucket_bytes):
         yield exporter.bucket(bucket)
 
 
-def _planned(units: Sequence[_Unit], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[_Unit]]:
-    """Buckets, as every rank plans them without asking the others."""
-    bucket: list[_Unit] = []
+def units_of(exported: Iterable[Rule]) -> list[Unit]:
+    """All HF tensors of these rules, in their order: those of a rule follow each other."""
+    return [Unit(rule, source) for rule in exported for source in range(len(rule.sources))]
+
+
+def planned(units: Sequence[Unit], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[Unit]]:
+    """Buckets, as every rank plans them without asking the others. dtype: of the parameters."""
+    bucket: list[Unit] = []
     size = 0
-    for unit in units:
-        nbytes = unit.nbytes(dtype)
+    for together in _inseparable(units):
+        nbytes = sum(unit.nbytes(dtype) for unit in together)
         if bucket and size + nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append(unit)
+        bucket += together
         size += nbytes
     if bucket:
         yield bucket
+
+
+def _inseparable(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """The units one by one, but for those that have to share a bucket (FUSED), which follow each other."""
+    held: list[Unit] = []
+    for unit in units:
+        if held and not (unit.rule.megatron.endswith(FUSED) and unit.rule.layer == held[0].rule.layer):
+            yield held
+            held = []
+        if unit.rule.megatron.endswith(FUSED):
+            held.append(unit)
+        else:
+            yield [unit]
+    if held:
+        yield held
+
+
+class Held:
+    """What one rank exports of its own parameters and mapped buffers: `value` of each where there is one."""
+
+    def __init__(self, chunks: Sequence[Module], layout: Layout, rank: int, value: Value | None) -> None:
+        self._tensors, self._value = global_tensors(chunks, layout, rank), value
+        self._last: tuple[str, Tensor] | None = None
+        name, first = next(iter(self._tensors.items()))
+        self.dtype, self.device = (first if value is None else value(name, first)).dtype, first.device
+
+    def value(self, rule: Rule, part: Part) -> Tensor:
+        """What this rank exports of a rule, of the part's shape; made once for all of its HF tensors, which follow each other."""
+        if self._last is None or self._last[0] != rule.megatron:
+            # The parameter itself, not a detached view: what `value` looks for, such as a gradient, hangs on it.
+            parameter = _matching(self._tensors.get(rule.megatron), rule, part)
+            tensor = parameter if self._value is None else self._value(rule.megatron, parameter)
+            dtype = torch.float32 if rule.is_buffer else self.dtype
+            if tensor.shape != parameter.shape or tensor.dtype != dtype:
+                raise MegarlError(
+                    f"The value to export for {rule.megatron} is {list(tensor.shape)} {tensor.dtype}; every rank "
+                    f"expects {list(parameter.shape)} {dtype}."
+                )
+            self._last = rule.megatron, tensor.detach()
+        return self._last[1]
 
 
 class _Exporter:
@@ -206,13 +254,11 @@ class _Exporter:
         group: dist.ProcessGroup | None,
         value: Value | None,
     ) -> None:
-        self._held, self._rank, self._group, self._value = global_tensors(chunks, layout, rank), rank, group, value
+        self._held, self._rank, self._group = Held(chunks, layout, rank, value), rank, group
         self._dealing = Dealing(config, layout)
-        self._last: tuple[str, Tensor] | None = None
-        name, first = next(iter(self._held.items()))
-        self.dtype, self._device = (first if value is None else value(name, first)).dtype, first.device
+        self.dtype, self._device = self._held.dtype, self._held.device
 
-    def bucket(self, units: Sequence[_Unit]) -> Bucket:
+    def bucket(self, units: Sequence[Unit]) -> Bucket:
         """The next bucket: whole tensors on rank 0, none elsewhere."""
         if self._rank != 0:
             self._exchange([operation for unit in units for operation in self._sends(unit)])
@@ -227,17 +273,17 @@ class _Exporter:
             place_of.copy_(received)
         return found
 
-    def _whole(self, unit: _Unit, operations: list[dist.P2POp], arriving: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _whole(self, unit: Unit, operations: list[dist.P2POp], arriving: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The tensor, complete when the operations are done and what arrived is copied."""
         holders = self._dealing.holders(unit.rule)
         if holders == [0]:
-            return take(self._own(unit.rule, part_of(unit.rule, 0, 1)), part_of(unit.rule, 0, 1), unit.source)
+            return take(self._held.value(unit.rule, part_of(unit.rule, 0, 1)), part_of(unit.rule, 0, 1), unit.source)
         whole = torch.empty(unit.shape, dtype=unit.dtype(self.dtype), device=self._device)
         for number, holder in enumerate(holders):
             part = part_of(unit.rule, number, len(holders))
             target = window(whole, part, unit.source)
             if holder == 0:
-                target.copy_(take(self._own(unit.rule, part), part, unit.source))
+                target.copy_(take(self._held.value(unit.rule, part), part, unit.source))
             elif target.numel():
                 received = target if target.is_contiguous() else torch.empty_like(target)
                 operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=holder))
@@ -245,12 +291,12 @@ class _Exporter:
                     arriving.append((received, target))
         return whole
 
-    def _sends(self, unit: _Unit) -> Iterator[dist.P2POp]:
+    def _sends(self, unit: Unit) -> Iterator[dist.P2POp]:
         """What this rank holds of the tensor in the first copy of the model: nothing, or one part."""
         holders = self._dealing.holders(unit.rule)
         if self._rank in holders:
             part = part_of(unit.rule, holders.index(self._rank), len(holders))
-            tensor = take(self._own(unit.rule, part), part, unit.source)
+            tensor = take(self._held.value(unit.rule, part), part, unit.source)
             if tensor.numel():
                 yield dist.P2POp(dist.isend, tensor.contiguous(), group=self._group, group_peer=0)
 
@@ -258,18 +304,3 @@ class _Exporter:
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-
-    def _own(self, rule: Rule, part: Part) -> Tensor:
-        """What this rank exports of a rule; made once for all of its HF tensors, which follow each other."""
-        if self._last is None or self._last[0] != rule.megatron:
-            # The parameter itself, not a detached view: what `value` looks for, such as a gradient, hangs on it.
-            parameter = _matching(self._held.get(rule.megatron), rule, part)
-            tensor = parameter if self._value is None else self._value(rule.megatron, parameter)
-            dtype = torch.float32 if rule.is_buffer else self.dtype
-            if tensor.shape != parameter.shape or tensor.dtype != dtype:
-                raise MegarlError(
-                    f"The value to export for {rule.megatron} is {list(tensor.shape)} {tensor.dtype}; every rank "
-                    f"expects {list(parameter.shape)} {dtype}."
-                )
-            self._last = rule.megatron, tensor.detach()
-        return self._last[1]

@@ -116,3 +116,15 @@ class Dealing:
             return [dense_rank(self._layout, tp=part, pp=stage) for part in parts]
         ep = rule.expert // self._experts_each
         return [expert_rank(self._layout, etp=part, ep=ep, pp=stage) for part in parts]
+
+
+def first_copy(layout: Layout) -> tuple[int, ...]:
+    """The ranks that hold the model's first copy: the holders of all rules, whatever the model."""
+    dense = {dense_rank(layout, tp=tp, pp=pp) for tp in range(layout.tp) for pp in range(layout.pp)}
+    experts = {
+        expert_rank(layout, etp=etp, ep=ep, pp=pp)
+        for etp in range(layout.etp)
+        for ep in range(layout.ep)
+        for pp in range(layout.pp)
+    }
+    return tuple(sorted(dense | experts))

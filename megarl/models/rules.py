@@ -69,6 +69,10 @@ SHARED_GATE_UP = (
 EXPERT_FC1, GROUPED_FC1 = "mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}"
 EXPERT_FC2, GROUPED_FC2 = "mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}"
 
+# Megatron parameters whose HF tensors an engine fuses while it loads: it remembers the first of the two only within one
+# bucket (SGLang, deepseek_weight_loader.py: cached_a_proj), so that they must share one.
+FUSED = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
+
 LAYER = (
     # Norm before attention, and attention: with heads of their own for keys and values ...
     Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="heads", fused=NORM_IN_QKV),
@@ -87,6 +91,13 @@ LAYER = (
         fused_cut="whole",
     ),
     Row(
+        "self_attention.linear_kv_down_proj.weight",
+        (("self_attn.kv_a_proj_with_mqa.weight", "kv_down hidden"),),
+        "rows",
+        when="latent",
+        fused_cut="whole",
+    ),
+    Row(
         "self_attention.q_layernorm.weight",
         (("self_attn.q_a_layernorm.weight", "q_rank"),),
         when="latent latent_queries",
@@ -97,13 +108,6 @@ LAYER = (
         (("self_attn.q_b_proj.weight", "queries q_rank"),),
         "rows",
         when="latent latent_queries",
-    ),
-    Row(
-        "self_attention.linear_kv_down_proj.weight",
-        (("self_attn.kv_a_proj_with_mqa.weight", "kv_down hidden"),),
-        "rows",
-        when="latent",
-        fused_cut="whole",
     ),
     Row(
         "self_attention.kv_layernorm.weight",

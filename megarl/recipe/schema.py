@@ -137,7 +137,14 @@ class Rollout(Section):
 class Sync(Section):
     """Weights from the actor to the servers."""
 
-    bucket_mb: PositiveInt = Field(512, description="most megabytes gathered and sent at once")
+    transport: Literal["auto", "broadcast", "shared_memory"] = Field(
+        "auto",
+        description="shared_memory: ranks write weights into memory of the node that its servers load from; broadcast: one rank "
+        "gathers and sends them, to any node; auto takes shared memory where it can, and the log says why",
+    )
+    bucket_mb: PositiveInt = Field(
+        512, description="most megabytes gathered and sent at once; over shared memory at most 64"
+    )
     tolerance: PositiveFloat | None = Field(
         None,
         description="largest |log-prob| difference, server to trainer; default 1e-3 in float32, 0.3 in bfloat16",

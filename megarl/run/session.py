@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +23,16 @@ from megarl.cluster.servers import LaunchingPool
 from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
+from megarl.core.janitor import SHARED_MEMORY
+from megarl.core.layout import Layout
+from megarl.core.log import get_logger
 from megarl.core.pending import Joined
 from megarl.core.protocols import Pending
 from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.data.rows import data_files
+from megarl.models.parts import first_copy
+from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.sampling_rules import beside_ranks, check_beside
@@ -36,7 +43,10 @@ from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
 from megarl.serving.external import ExternalPool
 from megarl.serving.router import RouterSpec
 from megarl.serving.server import ServerSpec
+from megarl.sync.transport import MIB, Sending, Where, choose, shared_bytes
 from megarl.training.spec import RoleSpec
+
+log = get_logger(__name__)
 
 # What a role's update may read; its loss takes what it needs of these.
 _READS = {
@@ -90,6 +100,28 @@ def _pool_slots(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Slot]]:
     """The slots of each pool's ranks, pool by pool in their order."""
     slots = iter(runtime.slots)
     return {name: list(islice(slots, pool.devices)) for name, pool in pools_of(recipe).items()}
+
+
+def _sending(
+    runtime: Runtime, recipe: Recipe, checked: Preflight, layout: Layout, servers: Sequence[ServerSlot]
+) -> Sending:
+    """How weights go to the servers. Raises UserError where the recipe asks for a way that does not reach them."""
+    [home] = [name for name, pool in pools_of(recipe).items() if ACTOR in pool.roles]
+    ranks, writers = _pool_slots(runtime, recipe)[home], first_copy(layout)
+    nodes, bucket_bytes = {ranks[rank].node for rank in writers}, recipe.sync.bucket_mb * MIB
+    shapes = expected_tensors(checked.model).values()
+    itemsize = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    where = Where(
+        writers={str(node) for node in nodes},
+        servers={str(part.node) for slot in servers for part in slot.parts},
+        takes_memory=not runtime.platform.has_device_memory,
+        needed_bytes=shared_bytes(max(math.prod(shape) for shape in shapes) * itemsize, bucket_bytes),
+        free_bytes=shutil.disk_usage(SHARED_MEMORY).free if nodes == {runtime.here} else None,
+        external=checked.external is not None,
+    )
+    transport, why = choose(recipe.sync.transport, where)
+    log.info("weights go to the servers by %s: %s", transport, why)
+    return Sending(transport, writers, ranks[0].node.registry, bucket_bytes, recipe.deadlines.sync_s)
 
 
 def _with_critic(
@@ -220,11 +252,12 @@ def train_session(
         waiter = Waiter(timer, runtime.nodes)
         slots = _server_slots(runtime, recipe)
         check_beside(recipe, beside=share_no_device(runtime.slots, slots))
+        sending = _sending(runtime, recipe, checked, layouts[ACTOR], slots)
         launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = launching.ready()
-        pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe)
+        pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
         with _letting_go(checked.external, rollout, pushing):
             yield TrainSession(roles, rollout, sync, critic)

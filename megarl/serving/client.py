@@ -290,6 +290,21 @@ class ServerClient:
         }
         await self._post("/update_weights_from_distributed", body, deadline_s)
 
+    async def update_from_tensors(
+        self, payloads: Sequence[str], deadline_s: float, *, flush_cache: bool = True
+    ) -> None:
+        """Load one flattened bucket from memory that the server can reach. Returns when it is loaded.
+
+        payloads: for each tensor-parallel rank of the server, a pickled description of the memory in base64; SGLang's
+        unpickler lets little through (`sync/segments.py` makes them). flush_cache: see `update_from_distributed`.
+        """
+        body = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache,
+        }
+        await self._post("/update_weights_from_tensor", body, deadline_s)
+
     async def set_weight_version(self, version: int, deadline_s: float = CALL_S) -> None:
         """Have the server write this version into its answers, for the tokens that it makes from now on."""
         body = {"new_version": str(version), "abort_all_requests": False}

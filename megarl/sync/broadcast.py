@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,32 +20,25 @@ from torch import Tensor
 from megarl.core.errors import DeadlineError, MegarlError, SyncError
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
 from megarl.sync.group import BackendName, MeetingPlace, SendGroup, Slot, connect, flatten, slots
-
-__all__ = ["BroadcastSender", "Bucket", "Buckets", "ServerEndpoint", "SyncReport"]
+from megarl.sync.session import (
+    JOIN_S,
+    Clients,
+    Failures,
+    Stopwatch,
+    SyncReport,
+    bucket_limit_s,
+    commit,
+    connected,
+    everyone,
+    failures_of,
+    left,
+)
 
 Bucket = list[tuple[str, Tensor]]  # HF names and full tensors
 Buckets = Callable[[], Iterator[Bucket]]  # called once an attempt: each gathers anew
 
-Clients = dict[str, ServerClient]
-Failures = dict[str, MegarlError]  # by the server's name
-
 GRACE_S = 10.0  # how long servers may take to notice that an attempt was given up
-# How long a broadcast may take: a server that just answered needs moments to join, and a link carries more than this.
-JOIN_S = 30.0
-SLOWEST_BYTES_PER_S = 50e6
 ARRIVAL_POLL_S = 0.005
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What a sync did. ok: names of servers that hold the version. failed: name -> reason. num_bytes: counted once."""
-
-    version: int
-    ok: tuple[str, ...]
-    failed: dict[str, str]
-    num_bytes: int
-    seconds: float
-    attempts: int
 
 
 class BroadcastSender:
@@ -84,6 +75,7 @@ class BroadcastSender:
         self._name = uuid.uuid4().hex[:12]
         self._groups_made = 0
         self._flush_cache = True
+        self._watch = Stopwatch()
 
     def send(
         self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
@@ -129,9 +121,8 @@ class BroadcastSender:
                     if "does not exist" not in str(error):
                         raise
 
-        async with AsyncExitStack() as stack:
-            clients = {server.name: await stack.enter_async_context(ServerClient(server)) for server in servers}
-            failures = await _everyone(clients, end)
+        async with connected(servers) as clients:
+            failures = await everyone(clients, end)
         return {name: str(error) for name, error in failures.items()}
 
     def _group_name(self, number: int) -> str:
@@ -149,14 +140,14 @@ class BroadcastSender:
         began = time.monotonic()
         failed: dict[str, str] = {}
         num_bytes = attempts = 0
-        async with AsyncExitStack() as stack:
-            clients = {server.name: await stack.enter_async_context(ServerClient(server)) for server in servers}
+        async with connected(servers) as clients:
             remaining = list(servers)
             try:
                 while remaining:
                     attempts += 1
                     end = time.monotonic() + self._timeout_s
                     here = {server.name: clients[server.name] for server in remaining}
+                    self._watch = Stopwatch()
                     failures, num_bytes, again = await self._attempt(buckets, version, remaining, here, end)
                     failed |= {name: str(error) for name, error in failures.items()}
                     remaining = [server for server in remaining if server.name not in failures]
@@ -165,7 +156,7 @@ class BroadcastSender:
             finally:
                 self._gather_again(False)
         ok = tuple(server.name for server in remaining)
-        return SyncReport(version, ok, failed, num_bytes, time.monotonic() - began, attempts)
+        return SyncReport(version, ok, failed, num_bytes, time.monotonic() - began, attempts, self._watch.seconds)
 
     async def _attempt(
         self, buckets: Buckets, version: int, servers: list[ServerEndpoint], clients: Clients, end: float
@@ -173,16 +164,19 @@ class BroadcastSender:
         """Who failed, bytes sent, and whether the rest need another attempt."""
         failures = await self._join(servers, clients, end)
         if not failures:
-            failures = await _everyone(clients, lambda client: client.begin_weight_update(_left(end)))
+            failures = await everyone(clients, lambda client: client.begin_weight_update(left(end)))
         if failures:
             return await self._give_up(clients, failures), 0, True
         assert self._group is not None
         self._gather_again(True)
+        self._watch.lap("begin")
         failures, num_bytes = await self._stream(buckets, clients, end)
         if failures:
             return await self._give_up(clients, failures), num_bytes, True
         # From here on a server that fails takes nothing from the others.
-        return await _everyone(clients, lambda client: _commit(client, version, end)), num_bytes, False
+        failures = await everyone(clients, lambda client: commit(client, version, end))
+        self._watch.lap("commit")
+        return failures, num_bytes, False
 
     async def _join(self, servers: list[ServerEndpoint], clients: Clients, end: float) -> Failures:
         """Be in a group with exactly these servers."""
@@ -191,12 +185,12 @@ class BroadcastSender:
         if self._group is not None:
             old = self._group.name
             self.close()
-            await _everyone(clients, lambda client: client.destroy_group(old, _left(end)))
+            await everyone(clients, lambda client: client.destroy_group(old, left(end)))
         self._groups_made += 1
         name = self._group_name(self._groups_made)
         backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
         places, world_size = slots(servers)
-        place = MeetingPlace(self._host, world_size, _left(end))
+        place = MeetingPlace(self._host, world_size, left(end))
         calls = {
             slot.server.name: asyncio.create_task(
                 clients[slot.server.name].init_group(
@@ -207,7 +201,7 @@ class BroadcastSender:
                     group=name,
                     backend=backend,
                     # Longer than giving up takes, so that who answers it can be told from who does not.
-                    deadline_s=_left(end) + 3 * self._grace_s,
+                    deadline_s=left(end) + 3 * self._grace_s,
                 )
             )
             for slot in places
@@ -216,14 +210,14 @@ class BroadcastSender:
         try:
             # NCCL's members do not wait for each other until the first broadcast: their calls just return.
             while not (come := place.arrived() >= world_size - 1 or _all_well(calls)):
-                if time.monotonic() > end or _failures(calls):
+                if time.monotonic() > end or failures_of(calls):
                     break
                 await asyncio.sleep(ARRIVAL_POLL_S)
             if come:
                 self._group = await asyncio.to_thread(connect, name, servers, place, backend)
         except RuntimeError as error:
             reason = f"the group could not be made: {error}"
-        first = _failures(calls)
+        first = failures_of(calls)
         if self._group is None:
             reason = reason or "not every server came to join the group"
             await self._await_stragglers(place, places, calls)
@@ -250,8 +244,10 @@ class BroadcastSender:
         failures: Failures = {}
         num_bytes = 0
         for bucket in buckets():
+            self._watch.lap("gather")
             if not failures:
                 failures = await self._send_bucket(bucket, clients, self._group, end)
+                self._watch.lap("send and load")
                 num_bytes += sum(tensor.nbytes for _, tensor in bucket)
         return failures, num_bytes
 
@@ -262,19 +258,19 @@ class BroadcastSender:
         calls = {
             name: asyncio.create_task(
                 client.update_from_distributed(
-                    names, dtypes, shapes, group.name, _left(end) + self._grace_s, flush_cache=self._flush_cache
+                    names, dtypes, shapes, group.name, left(end) + self._grace_s, flush_cache=self._flush_cache
                 )
             )
             for name, client in clients.items()
         }
         flat = flatten(bucket, self._device)
-        limit_s = min(_left(end), self._join_s + flat.nbytes / SLOWEST_BYTES_PER_S)
+        limit_s = bucket_limit_s(flat.nbytes, end, self._join_s)
         sending = asyncio.create_task(group.broadcast(flat, limit_s))
         everything: set[asyncio.Task[None]] = {sending, *calls.values()}
-        await asyncio.wait(everything, timeout=_left(end), return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(everything, timeout=left(end), return_when=asyncio.FIRST_EXCEPTION)
         if all(task.done() and task.exception() is None for task in everything):
             return {}
-        first = _failures(calls)
+        first = failures_of(calls)
         group.abort()
         (outcome,) = await asyncio.gather(sending, return_exceptions=True)
         # Leaving frees the servers that still wait in the broadcast: they answer with an error, and so say that they
@@ -310,38 +306,8 @@ class BroadcastSender:
         """Bring the servers that did not fail back to where an attempt starts; those that cannot, fail too."""
         self.close()
         others = {name: client for name, client in clients.items() if name not in failures}
-        return failures | await _everyone(others, lambda client: client.close_weight_update(self._grace_s))
-
-
-async def _commit(client: ServerClient, version: int, end: float) -> None:
-    """Make a server serve what it received."""
-    await client.end_weight_update(_left(end))
-    await client.set_weight_version(version, _left(end))
-
-
-async def _everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[None]]) -> Failures:
-    """Call all servers side by side; who failed."""
-
-    async def one(client: ServerClient) -> MegarlError | None:
-        try:
-            await call(client)
-        except MegarlError as error:
-            return error
-        return None
-
-    results = await asyncio.gather(*(one(client) for client in clients.values()))
-    return {name: error for name, error in zip(clients, results, strict=True) if error is not None}
-
-
-def _failures(calls: dict[str, asyncio.Task[None]]) -> Failures:
-    """Who has failed so far."""
-    done = {name: call.exception() for name, call in calls.items() if call.done() and not call.cancelled()}
-    return {name: error for name, error in done.items() if isinstance(error, MegarlError)}
+        return failures | await everyone(others, lambda client: client.close_weight_update(self._grace_s))
 
 
 def _all_well(calls: dict[str, asyncio.Task[None]]) -> bool:
-    return all(call.done() for call in calls.values()) and not _failures(calls)
-
-
-def _left(end: float) -> float:
-    return max(0.01, end - time.monotonic())
+    return all(call.done() for call in calls.values()) and not failures_of(calls)

@@ -10,14 +10,11 @@ from functools import lru_cache
 from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig
 from megarl.models.parts import Dealing, num_parts, part_of
-from megarl.models.rules import Cut, LayerSpec, Rule, Source, rules
+from megarl.models.rules import FUSED, Cut, LayerSpec, Rule, Source, rules
 
 # Each sender is a process group that every server joins, with communicators' memory on every device.
 MOST_SENDERS = 32
 BUFFER_BYTES = 4
-# Megatron parameters whose HF tensors an engine fuses while it loads: it remembers the first of the two only within one
-# bucket (SGLang, deepseek_weight_loader.py: cached_a_proj), so that they must share one.
-FUSED = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,15 @@ from megarl.core.platform import Platform
 from megarl.core.progress import Progress
 from megarl.core.types import Column, FloatArray, MiniBatch, Shard
 from megarl.models.config import ModelConfig
-from megarl.models.hf_dtypes import tensor_dtypes
+from megarl.models.hf_pieces import Pieces
 from megarl.models.hf_weights import Bucket, Value, export_buckets
-from megarl.models.lora import adapters_off, merged
+from megarl.models.lora import adapters_off
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.peft import save_peft
 from megarl.training.batch import Bounds, DeviceBatch, cut_sequences, to_device
 from megarl.training.build import build_role
 from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
+from megarl.training.exports import exported
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
 from megarl.training.losses import Loss
 from megarl.training.metrics import LossOutput, MetricSums
@@ -83,11 +84,14 @@ class Engine:
         return self._offload.wake(parts)
 
     @contextmanager
-    def _awake(self, *parts: Part) -> Iterator[None]:
-        """Around an operation: the layout's groups are Megatron's, and these parts have their memory."""
+    def _awake(self, *parts: Part, active: bool = True) -> Iterator[None]:
+        """Around an operation: the layout's groups are Megatron's, and these parts have their memory.
+
+        active: off where the caller does other work meanwhile: Megatron's globals stay as they are.
+        """
         self._offload.wake(parts)
         try:
-            with self._groups.active():
+            with self._groups.active() if active else nullcontext():
                 yield
         finally:
             self._offload.sleep(self._spec.offload)
@@ -319,21 +323,17 @@ class Engine:
 
         Every rank of the pool has to take every bucket: gathering is collective.
         """
-        # Between two buckets the caller does other work: Megatron's globals are not needed, and stay as they are.
-        self._offload.wake(("params",))
-        try:
-            if self._spec.stored:
-                yield from self._stored(bucket_bytes)
-            else:
-                yield from self._export(bucket_bytes, merged(self._chunks) if self._spec.lora is not None else None)
-        finally:
-            self._offload.sleep(self._spec.offload)
+        with self._awake("params", active=False):
+            value, dtypes = exported(self._chunks, self._config, self._spec)
+            for bucket in self._export(bucket_bytes, value):
+                yield [(name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in bucket]
 
-    def _stored(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """The weights, each tensor in the dtype that the HF folder had it in: all of them are exact in float32."""
-        dtypes = tensor_dtypes(self._config, self._spec.dtype, self._spec.stored)
-        for bucket in self._export(bucket_bytes, lambda _, parameter: parameter.float()):
-            yield [(name, tensor.to(getattr(torch, dtypes[name]))) for name, tensor in bucket]
+    @contextmanager
+    def pieces(self, bucket_bytes: int) -> Iterator[Pieces]:
+        """What this rank writes of the same weights into memory that it shares with who takes them; nothing is gathered."""
+        with self._awake("params", active=False):
+            what, layout = exported(self._chunks, self._config, self._spec), self._groups.layout
+            yield Pieces(self._chunks, self._config, layout, self._groups.rank, bucket_bytes, *what)
 
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `buckets` gives the weights.

@@ -20,6 +20,7 @@ from megarl.training.manifest import read_manifest
 from megarl.training.spec import RoleSpec
 from tests.support.fp8 import dequantised, write_fp8
 from tests.support.tiny import write_tiny_model
+from tests.training.harness import assert_same, weights, written
 
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
 BLOCK = (16, 24)
@@ -53,6 +54,7 @@ def through_megatron(rank, folder, tmp_path):
     spec = RoleSpec(tmp_path / "mcore" / "hf", manifest.dtype, stored=manifest.stored, load_weights=False)
     rank.build("model", spec)
     rank.load("model", tmp_path / "mcore")
+    assert_same(written(rank, "model"), weights(rank, "model"))
     rank.export_hf("model", tmp_path / "mcore" / "hf", tmp_path / "hf")
     return tmp_path / "hf"
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.cluster.roles import Batch
+from megarl.cluster.weight_sync import WeightSync
 from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import load_recipe
@@ -23,6 +25,7 @@ from megarl.run.session import TrainSession, train_session
 from megarl.serving.client import ServerClient
 from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
+from megarl.sync.transport import TransportName
 from tests.end_to_end.harness import RECIPE
 
 pytestmark = pytest.mark.slow
@@ -57,11 +60,14 @@ def one_step(session: TrainSession, step: int, version: int) -> tuple[Batch, dic
 
 
 def test_rollout_and_trainer_agree_before_and_after_updates(session: TrainSession) -> None:
-    for step, version in ((1, 1), (2, 2)):
+    assert isinstance(session.sync, WeightSync) and session.sync.sending.transport == "shared_memory"
+    ways: tuple[tuple[int, int, TransportName], ...] = ((1, 1, "broadcast"), (2, 2, "shared_memory"))
+    for step, version, transport in ways:
         batch, metrics = one_step(session, step, version)
         assert batch.info.num_samples == 16 and batch.info.weight_version == version
         assert metrics["rollout/logprob_diff_max"] < 1e-4
         assert metrics["actor/grad_norm"] > 0
+        session.sync.sending = replace(session.sync.sending, transport=transport)
         sync = session.sync.push(version + 1)
         assert sync["sync/probe_diff_max"] < 1e-4
         assert sync["sync/servers"] == 2

@@ -67,9 +67,12 @@ def cases(world_size: int, root: Path) -> list[tuple[str, ModelConfig, Layout]]:
     ]
 
 
-def exported(rank: int, config: ModelConfig, folder: Path, groups: Any) -> dict[str, torch.Tensor]:
-    """The model's tensors after HF -> layout -> HF, on rank 0."""
+def exported(
+    rank: int, config: ModelConfig, folder: Path, groups: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The model's tensors after HF -> layout -> HF, on rank 0: gathered, and as all ranks write them into one file."""
     from megarl.models.gpt import build_gpt
+    from megarl.models.hf_pieces import Pieces
     from megarl.models.hf_weights import export_buckets, load_hf_weights
 
     layout = groups.layout
@@ -82,7 +85,23 @@ def exported(rank: int, config: ModelConfig, folder: Path, groups: Any) -> dict[
     assert len({count.item() for count in counts}) == 1, "every rank takes equally many buckets"
     assert rank == 0 or not any(buckets)
     assert len(buckets) > 2
-    return {name: tensor for bucket in buckets for name, tensor in bucket}
+    gathered = {name: tensor for bucket in buckets for name, tensor in bucket}
+    return gathered, written(Pieces(chunks, config, layout, rank, BUCKET_BYTES), rank, folder)
+
+
+def written(pieces: Any, rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    """What all ranks write into the same memory, as rank 0 finds it there."""
+    found = {}
+    for number, bucket in enumerate(pieces.buckets):
+        file, size = folder / f"bucket {number}", bucket[-1].start + bucket[-1].nbytes
+        if rank == 0:
+            file.write_bytes(b"\xff" * size)  # NaN where nobody writes
+        dist.barrier()
+        flat = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+        pieces.write(number, flat)
+        dist.barrier()
+        found |= {entry.name: entry.of(flat).clone() for entry in bucket}
+    return found if rank == 0 else {}
 
 
 def main() -> None:
@@ -95,11 +114,12 @@ def main() -> None:
     groups = {layout: make_groups(layout, timeout_s=60, seed=1) for layout in LAYOUTS[world_size]}
     differing: dict[str, list[str]] = {}
     for name, config, layout in cases(world_size, root):
-        found = exported(rank, config, root / name, groups[layout])
+        gathered, in_place = exported(rank, config, root / name, groups[layout])
         if rank == 0:
             expected = load_file(root / name / "model.safetensors")
-            wrong = [key for key, tensor in found.items() if not torch.equal(tensor, expected.get(key, tensor[:0]))]
-            differing[f"{name} at {layout}"] = wrong + sorted(expected.keys() ^ found.keys())
+            for how, found in {"": gathered, ", written in place": in_place}.items():
+                wrong = [key for key, tensor in found.items() if not torch.equal(tensor, expected.get(key, tensor[:0]))]
+                differing[f"{name} at {layout}{how}"] = wrong + sorted(expected.keys() ^ found.keys())
     if rank == 0:
         (root / f"{world_size}.json").write_text(json.dumps(differing))
     close_ranks()

@@ -100,6 +100,18 @@ def test_buckets_keep_to_their_size(source: Path, one_rank: Groups) -> None:
     assert [name for bucket in found for name, _ in bucket] == list(expected_tensors(config))
 
 
+def test_what_an_engine_fuses_while_it_loads_is_never_in_two_buckets(experts: Path, one_rank: Groups) -> None:
+    chunks, config = loaded(experts, one_rank)
+    for limit in (1, 1 << 12, 1 << 14):
+        for bucket in buckets(chunks, config, limit):
+            names = {name for name, _ in bucket}
+            for name in names:
+                if "q_a_proj" in name:
+                    assert name.replace("q_a_proj", "kv_a_proj_with_mqa") in names
+                if "kv_a_proj_with_mqa" in name:
+                    assert name.replace("kv_a_proj_with_mqa", "q_a_proj") in names
+
+
 def test_weights_are_cast_to_the_model(source: Path, one_rank: Groups) -> None:
     chunks, config = loaded(source, one_rank, torch.bfloat16)
     [bucket] = buckets(chunks, config)

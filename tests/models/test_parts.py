@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig, Moe
-from megarl.models.parts import Dealing, Part, part_of
+from megarl.models.parts import Dealing, Part, first_copy, part_of
 from megarl.models.rules import Rule, rules
 from tests.models.configs import PLAIN, cases
 
@@ -26,8 +26,10 @@ def rows(part: Part, source: int) -> list[int]:
 def test_parts_of_a_tensor_are_the_tensor(case: tuple[ModelConfig, Layout]) -> None:
     config, layout = case
     dealing = Dealing(config, layout)
+    copy = set(first_copy(layout))
     for rule in rules(config, "torch"):
         holders = dealing.holders(rule)
+        assert copy.issuperset(holders)
         parts = [dealing.part(rule, place(holder, layout)) for holder in holders]
         assert len({part.shape for part in parts}) == 1, "every rank holds as much"
         for index, source in enumerate(rule.sources):

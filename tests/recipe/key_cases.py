@@ -195,7 +195,7 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under("teacher", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], **_FROZEN}),
     "placement.name": ["colocate"],
     "placement.pools": ["{a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [reference]}}"],
-    **_under("sync", {"bucket_mb": ["1"], "tolerance": ["0.5"]}),
+    **_under("sync", {"transport": ["broadcast"], "bucket_mb": ["1"], "tolerance": ["0.5"]}),
     **_under(
         "eval",
         {

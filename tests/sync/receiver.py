@@ -1,8 +1,10 @@
-"""A fake server that really receives: it joins the group over gloo in this process and keeps what it was sent."""
+"""A fake server that really receives: over gloo, or from shared memory, in this process. It keeps what it was sent."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -42,13 +44,13 @@ class Receiver(FakeSglang):
             if not self.session:
                 return self._error("no weight-update session is open; call begin_weight_update() first")
             self.session = False
-        elif path == "/update_weights_from_distributed":
+        elif path in ("/update_weights_from_distributed", "/update_weights_from_tensor"):
             self._buckets += 1
             if self._buckets == self.refuse_bucket:
                 return self._error("out of memory")
             if self._buckets == self.hang_bucket:
                 await self._forever.wait()
-            return await self._try(self._receive, body)
+            return await self._try(self._receive if path.endswith("distributed") else self._load, body)
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/destroy_weights_update_group":
@@ -83,3 +85,12 @@ class Receiver(FakeSglang):
         for name, tensor in zip(body["names"], empty, strict=True):
             part, flat = flat[: tensor.nbytes], flat[tensor.nbytes :]
             self.weights[name] = part.view(tensor.dtype).reshape(tensor.shape)
+
+    def _load(self, body: dict[str, Any]) -> None:
+        """As each tensor-parallel rank does: SGLang's own unpickler is pickle's, with a list of what it lets through."""
+        assert body["load_format"] == "flattened_bucket"
+        for payload in body["serialized_named_tensors"]:
+            found = pickle.loads(base64.b64decode(payload))
+            for meta in found["metadata"]:
+                part = found["flattened_tensor"][meta.start_idx : meta.end_idx]
+                self.weights[meta.name] = part.view(meta.dtype).reshape(meta.shape).clone()

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port
-from megarl.sync.broadcast import BroadcastSender, Bucket, SyncReport
+from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.group import BackendName
+from megarl.sync.session import SyncReport
 from tests.sync.receiver import Receiver
 
 WEIGHTS: dict[str, Tensor] = {

@@ -26,6 +26,7 @@ from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.verify import probe_servers, verify
 from tests.support.processes import ended
 from tests.support.served import KEY, HfModel
+from tests.sync.written import SharedBuckets, Written
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +87,33 @@ def check(faulty: Faulty, servers: list[ServerEndpoint], trainer: HfModel, versi
     answers = asyncio.run(probe_servers(servers, PROBE, 60.0))
     assert not answers.failed
     assert verify([trainer.logprobs(row) for row in PROBE], answers.logprobs, 1e-4, version) < 1e-5
+
+
+def test_a_server_that_freezes_while_it_loads_is_named_and_the_other_goes_on(faulty: Faulty) -> None:
+    trainer = HfModel(faulty.model)
+    trainer.perturb(7)
+
+    def freezing(number: int) -> None:
+        if number == 1:
+            for pid in faulty.trees[1]:
+                os.kill(pid, signal.SIGSTOP)
+
+    shared = SharedBuckets(faulty.folder / "registry", join_s=2.0).sender
+    began = time.monotonic()
+    report = shared.send(Written(list(trainer.buckets()), freezing), 7, faulty.endpoints[:2])
+    assert time.monotonic() - began < 45
+    for pid in faulty.trees[1]:
+        os.kill(pid, signal.SIGCONT)
+    assert report is not None
+    assert (report.ok, list(report.failed), report.attempts) == (("server 0",), ["server 1"], 1)
+    check(faulty, faulty.endpoints[:1], trainer, 7)
+
+    async def as_it_was() -> None:
+        async with ServerClient(faulty.endpoints[1]) as client:
+            await client.end_weight_update()
+
+    asyncio.run(as_it_was())
+    shared.close()
 
 
 def test_a_server_that_freezes_in_a_sync_is_named_and_the_other_is_updated(faulty: Faulty) -> None:
@@ -164,6 +192,23 @@ def test_a_dead_server_in_a_sync_is_named_and_the_other_is_updated(faulty: Fault
     assert list(report.failed) == ["server 1"]
     check(faulty, faulty.endpoints[:1], trainer, 2)
     sender.close()
+
+
+def test_a_server_killed_while_it_loads_is_named_at_once(faulty: Faulty) -> None:
+    """The last one: nothing more is written, and the memory is still nobody's but the sender's."""
+    written: list[int] = []
+
+    def killing(number: int) -> None:
+        written.append(number)
+        if number == 1:
+            os.kill(faulty.pids[0], signal.SIGKILL)
+
+    shared = SharedBuckets(faulty.folder / "registry").sender
+    report = shared.send(Written(list(HfModel(faulty.model).buckets(4)), killing), 8, faulty.endpoints[:1])
+    assert report is not None and report.ok == () and report.seconds < 30
+    assert "no answer" in report.failed["server 0"]
+    assert written in ([0, 1], [0, 1, 2])  # it may have loaded the first before it died
+    shared.close()
 
 
 def test_nothing_is_left_when_the_parent_is_killed(faulty: Faulty) -> None:

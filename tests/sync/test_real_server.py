@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from megarl.serving.sampling import Sampling
 from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.verify import probe_servers, verify
 from tests.support.served import HfModel, Pool
+from tests.sync.written import SharedBuckets
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +25,15 @@ PROBE = [[5, 6, 7, 8, 9, 10], [40, 30, 20], [60, 61, 60, 61, 62, 63, 64]]
 TOLERANCE = 1e-4
 
 
-@pytest.fixture
-def sender(served: Pool) -> Iterator[BroadcastSender]:
-    """A sender that gives the server its own weights back in the end."""
-    made = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
+Sender = BroadcastSender | SharedBuckets
+
+
+@pytest.fixture(params=["broadcast", "shared_memory"])
+def sender(served: Pool, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+    """A sender of each transport, which gives the server its own weights back in the end."""
+    made: Sender = SharedBuckets(tmp_path / "registry")
+    if request.param == "broadcast":
+        made = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
     yield made
     original = HfModel(served.model)
     made.send(original.buckets, 0, [served.servers[0].endpoint])
@@ -39,7 +46,7 @@ def difference(served: Pool, trainer: HfModel, version: int) -> float:
     return verify([trainer.logprobs(row) for row in PROBE], answers.logprobs, TOLERANCE, version)
 
 
-def test_new_weights_arrive_and_serve_under_their_version(served: Pool, sender: BroadcastSender) -> None:
+def test_new_weights_arrive_and_serve_under_their_version(served: Pool, sender: Sender) -> None:
     trainer = HfModel(served.model)
     server = served.servers[0].endpoint
     for version in (1, 2):
@@ -61,7 +68,8 @@ def test_new_weights_arrive_and_serve_under_their_version(served: Pool, sender: 
     asyncio.run(go())
 
 
-def test_a_server_that_goes_on_alone_holds_nothing_of_a_sender_that_left(served: Pool, sender: BroadcastSender) -> None:
+def test_a_server_that_goes_on_alone_holds_nothing_of_a_sender_that_left(served: Pool) -> None:
+    sender = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
     server = served.servers[0].endpoint
     sender.send(HfModel(served.model).buckets, 1, [server])
     assert sender._group is not None
@@ -77,9 +85,10 @@ def test_a_server_that_goes_on_alone_holds_nothing_of_a_sender_that_left(served:
     # Who comes back is in a group with it again.
     report = sender.send(HfModel(served.model).buckets, 2, [server])
     assert report is not None and report.ok == ("server 0",)
+    sender.close()
 
 
-def test_cached_prefixes_of_the_old_weights_are_forgotten(served: Pool, sender: BroadcastSender) -> None:
+def test_cached_prefixes_of_the_old_weights_are_forgotten(served: Pool, sender: Sender) -> None:
     trainer = HfModel(served.model)
     trainer.perturb(3)
     server = served.servers[0].endpoint
@@ -98,7 +107,7 @@ def test_cached_prefixes_of_the_old_weights_are_forgotten(served: Pool, sender: 
     assert asyncio.run(cached_after()) == 0
 
 
-def test_one_wrong_weight_is_found_out(served: Pool, sender: BroadcastSender) -> None:
+def test_one_wrong_weight_is_found_out(served: Pool, sender: Sender) -> None:
     trainer = HfModel(served.model)
     trainer.perturb(4)
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -116,7 +125,7 @@ def test_one_wrong_weight_is_found_out(served: Pool, sender: BroadcastSender) ->
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_request_that_a_sync_held_goes_on_with_the_new_weights_from_the_token_that_its_spans_say(
-    served: Pool, sender: BroadcastSender, mode: Literal["in_place", "retract"]
+    served: Pool, sender: Sender, mode: Literal["in_place", "retract"]
 ) -> None:
     prompt, longest = [5, 6, 7, 8], 300
     old, new = HfModel(served.model), HfModel(served.model)

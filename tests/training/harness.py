@@ -48,3 +48,22 @@ def actor_spec(folder: Path, layout: Layout = Layout()) -> RoleSpec:  # noqa: B0
 def weights(rank: Rank, role: str) -> dict[str, torch.Tensor]:
     """A copy of the role's whole weights under their HF names."""
     return {name: tensor.clone() for bucket in rank.buckets(role, 1 << 16) for name, tensor in bucket}
+
+
+def written(rank: Rank, role: str) -> dict[str, torch.Tensor]:
+    """The same as the only rank writes it into memory that others share."""
+    found = {}
+    with rank.engine(role).pieces(1 << 16) as pieces:
+        assert len(pieces.buckets) > 1
+        for number, bucket in enumerate(pieces.buckets):
+            flat = torch.full((bucket[-1].start + bucket[-1].nbytes,), 255, dtype=torch.uint8)
+            pieces.write(number, flat)
+            found |= {entry.name: entry.of(flat) for entry in bucket}
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """In every bit, and in the dtypes."""
+    assert found.keys() == expected.keys()
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in expected.items()}
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []

@@ -10,7 +10,7 @@ from megarl.core.errors import MegarlError
 from megarl.recipe.roles import Lora
 from megarl.training.spec import RoleSpec
 from tests.support.tiny import write_tiny_model
-from tests.training.harness import VOCAB, weights
+from tests.training.harness import VOCAB, assert_same, weights, written
 from tests.training.samples import examples, shards
 
 LENGTHS = [9, 17, 30, 12]
@@ -52,6 +52,17 @@ def test_adapters_learn_and_the_model_without_them_is_the_reference(rank, spec, 
     }
     assert {name.rsplit(".", 2)[1] for name in changed} <= {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
     assert len(changed) == 5 * 3
+    assert_same(written(rank, "actor"), weights(rank, "actor"))
+
+
+def test_what_is_written_into_shared_memory_is_what_is_gathered(rank, tmp_path):
+    """In bfloat16, with buffers that stay float32, tied embeddings, and parameters that are elsewhere between operations."""
+    for family, overrides in {"deepseek_v3": {}, "qwen3": {"tie_word_embeddings": True}}.items():
+        folder = write_tiny_model(tmp_path / family, family, num_hidden_layers=3, **overrides)
+        rank.build(family, RoleSpec(folder, "bfloat16", offload=("params",)))
+        assert_same(written(rank, family), weights(rank, family))
+        dtypes = {tensor.dtype for tensor in weights(rank, family).values()}
+        assert dtypes == ({torch.bfloat16, torch.float32} if family == "deepseek_v3" else {torch.bfloat16})
 
 
 def test_a_reference_needs_the_role_that_it_is_the_base_of(rank, folder):

@@ -19,7 +19,8 @@ from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ModelFacts
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
-from megarl.sync.broadcast import SyncReport
+from megarl.sync.session import SyncReport
+from megarl.sync.transport import Sending
 from megarl.training.spec import RoleSpec
 from tests.support.dry.learning import column_of, learn
 
@@ -120,11 +121,11 @@ class Rank:
         role: str,
         version: int,
         servers: Sequence[ServerEndpoint],
-        bucket_bytes: int,
-        timeout_s: float,
+        sending: Sending,
         keep_kv: bool,
     ) -> SyncReport:
-        self._book.note("send", role, version, len(servers), bucket_bytes, timeout_s, keep_kv)
+        told = (sending.transport, sending.writers, sending.bucket_bytes, sending.timeout_s)
+        self._book.note("send", role, version, len(servers), *told, keep_kv)
         self._book.version = version
         return SyncReport(version, tuple(server.name for server in servers), {}, 1, 1.0, 1)
 

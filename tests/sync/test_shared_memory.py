@@ -1,0 +1,125 @@
+"""The sending end against fake servers that really read the memory, one of which fails in every way there is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import SyncError
+from megarl.core.janitor import SHARED_MEMORY
+from megarl.serving.client import ServerEndpoint
+from megarl.serving.process import free_port
+from megarl.sync.segments import Segment
+from megarl.sync.session import SyncReport
+from tests.sync.receiver import Receiver
+from tests.sync.test_broadcast import (
+    NUM_BYTES,
+    break_begin,
+    break_first_bucket,
+    break_second_bucket,
+    break_version,
+    buckets,
+    holds,
+    serving,
+)
+from tests.sync.written import SharedBuckets, Written
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[SharedBuckets]:
+    made = SharedBuckets(tmp_path / "registry", timeout_s=20.0, join_s=1.0)
+    yield made
+    made.close()
+    assert not any((SHARED_MEMORY / name).exists() for name in registered(tmp_path))
+
+
+def registered(folder: Path) -> list[str]:
+    registry = folder / "registry"
+    return registry.read_text().split() if registry.exists() else []
+
+
+def send(sender: SharedBuckets, version: int, *receivers: Receiver) -> SyncReport:
+    report = sender.send(buckets, version, [receiver.endpoint for receiver in receivers])
+    assert report is not None
+    return report
+
+
+def test_all_ranks_of_all_servers_read_all_weights_sync_after_sync(sender: SharedBuckets, tmp_path: Path) -> None:
+    one, two = Receiver("server 0"), Receiver("server 1")
+    with serving(one, two):
+        for version in range(1, 5):
+            for receiver in (one, two):
+                receiver.weights.clear()
+            report = sender.send(buckets, version, [one.endpoint, replace(two.endpoint, tp=2)])
+            assert report is not None
+            assert (report.ok, report.failed, report.attempts) == (("server 0", "server 1"), {}, 1)
+            assert report.num_bytes == NUM_BYTES
+            assert holds(one, version) and holds(two, version)
+        assert [len(body["serialized_named_tensors"]) for body in two.bodies("/update_weights_from_tensor")] == [2] * 8
+        # Two for all syncs, known to whoever removes what is left, and still there although readers came and went.
+        assert len(registered(tmp_path)) == 2
+        assert all((SHARED_MEMORY / name).exists() for name in registered(tmp_path))
+
+
+@pytest.mark.parametrize("ruin", [break_begin, break_first_bucket, break_second_bucket, break_version])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_server_that_answers_with_an_error_is_named_and_the_rest_are_updated_without_a_second_attempt(
+    ruin: Callable[[Receiver], None], place: int, sender: SharedBuckets
+) -> None:
+    receivers = [Receiver("server 0"), Receiver("server 1")]
+    ill, well = receivers[place], receivers[1 - place]
+    with serving(*receivers):
+        ruin(ill)
+        report = send(sender, 1, *receivers)
+        assert (report.ok, set(report.failed), report.attempts) == ((well.name,), {ill.name}, 1)
+        assert "answered" in report.failed[ill.name]
+        assert holds(well, 1)
+        assert len(well.bodies("/update_weights_from_tensor")) == 2  # nothing twice
+        ill.refuse.clear()
+        assert send(sender, 2, well).ok == (well.name,)
+        assert holds(well, 2)
+
+
+@pytest.mark.parametrize("bucket", [1, 2])
+def test_a_server_that_never_loads_a_bucket_is_named(bucket: int, sender: SharedBuckets) -> None:
+    ill, well = Receiver("server 0"), Receiver("server 1")
+    ill.hang_bucket = bucket
+    with serving(ill, well):
+        began = time.monotonic()
+        report = send(sender, 1, ill, well)
+        assert time.monotonic() - began < 10
+        assert (report.ok, set(report.failed)) == (("server 1",), {"server 0"})
+        assert "answer within" in report.failed["server 0"]
+        assert holds(well, 1)
+
+
+def test_with_no_server_left_nothing_more_is_written(sender: SharedBuckets) -> None:
+    ill, written = Receiver("server 0"), list[int]()
+    gone = ServerEndpoint("server 1", f"http://127.0.0.1:{free_port()}", "key")
+    with serving(ill):
+        ill.refuse["/begin_weight_update"] = (500, "broken")
+        report = sender.sender.send(Written(list(buckets()), written.append), 1, [ill.endpoint, gone])
+    assert report is not None and report.ok == () and written == []
+    assert set(report.failed) == {"server 0", "server 1"}
+    assert "no answer" in report.failed["server 1"]
+
+
+def test_what_a_rank_cannot_write_is_raised(sender: SharedBuckets) -> None:
+    def broken(number: int) -> None:
+        if number == 1:
+            raise RuntimeError("reading failed")
+
+    one = Receiver("server 0")
+    with serving(one), pytest.raises(RuntimeError, match="reading failed"):
+        sender.sender.send(Written(list(buckets()), broken), 1, [one.endpoint])
+
+
+def test_memory_that_is_not_to_be_had_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SyncError, match=r"--shm-size.*sync\.transport") as caught:
+        Segment.make(1 << 42, tmp_path / "registry")
+    assert "/dev/shm" in str(caught.value)
+    assert not any((SHARED_MEMORY / name).exists() for name in registered(tmp_path))
