@@ -31,13 +31,16 @@ from megarl.placement.compute import score_seconds, update_seconds
 from megarl.placement.devices import GIB
 from megarl.placement.generation import prefill_seconds, step_model
 from megarl.placement.lengths import lognormal
+from megarl.placement.links import group_bytes_s
 from megarl.placement.partitions import Partition, Pool, learns_late
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts
-from megarl.placement.tables import gather_seconds, has_head, held_bytes, sync_seconds
+from megarl.placement.tables import has_head, held_bytes
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TRAINED, Workload
 
 NODE, NODE_BYTES_S = 8, 200e9 / 8
+# Weights into servers on the same devices, bytes a second: the paper has no figure of it.
+COPY_BYTES_S = 4e9
 TOKENS, PROMPTS, UPDATES = 1024, 1024, 8
 USABLE = 0.96
 COLOCATE, SPLIT, ALONE, CRITIC_ALONE = "colocate", "split", "standalone", "critic alone, the others together"
@@ -281,7 +284,10 @@ class Pricing:
         if trained:
             update = update_seconds(config, layouts, self._work, self.cluster, head=has_head(role)).total + call
         state = held.state + software.process_gib * GIB
-        gather = gather_seconds(config, layouts, self._work, self.cluster)
+        # Their engine gathers all that is cut before it hands over.
+        total = model_sizes(config).total * self._work.bytes_each
+        cut = layouts.tp * layouts.pp
+        gather = total * (1 - 1 / cut) / group_bytes_s(self.cluster, cut, 1)
         return Priced(layouts, state, held.working, score, update, gather)
 
     def _rollout(self, room: Any, devices: int) -> Any:
@@ -295,7 +301,7 @@ class Pricing:
         step = step_model(self._work, self.cluster, tp, servers)
         decode = waves * TOKENS * step(each / waves, TOKENS * 1.5)
         fixed = prefill_seconds(config, devices, tp, self._work, self.cluster) + self.cluster.rates.wake_s
-        fixed += sync_seconds(config, self._work, self.cluster)[1] + self._software.dispatch_s * devices
+        fixed += model_sizes(config).total * self._work.bytes_each / COPY_BYTES_S + self._software.dispatch_s * devices
         return np.where(holds >= 1, decode + fixed, np.inf)
 
 

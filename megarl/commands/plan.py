@@ -31,6 +31,9 @@ def plan(
     simulate: Annotated[int, typer.Option(min=0, help="Also play so many steps: lengths drawn, devices failing.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="With --simulate: of what is drawn.")] = 1,
     explain: Annotated[bool, typer.Option("--explain", help="Show where seconds and bytes go, and what lost.")] = False,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Instead: who sends which weights of the recipe's placement, and how long.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page there.")] = None,
 ) -> None:
@@ -42,7 +45,12 @@ def plan(
     """
     from megarl.placement.simulate import Conditions
     from megarl.run.plan import PlanOptions, choose_cluster, run_plan
+    from megarl.run.plan_sync import run_plan_sync
 
+    found = choose_cluster(cluster, device, nodes, devices_per_node, from_run)
+    if sync:
+        run_plan_sync(recipe, overrides or [], found, as_text=json)
+        return
     options = PlanOptions(
         top=top,
         name=placement,
@@ -59,4 +67,4 @@ def plan(
         as_text=json,
         html=html,
     )
-    run_plan(recipe, overrides or [], choose_cluster(cluster, device, nodes, devices_per_node, from_run), options)
+    run_plan(recipe, overrides or [], found, options)

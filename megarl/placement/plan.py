@@ -21,12 +21,11 @@ from megarl.placement.space import RECOMPUTE, Space
 from megarl.placement.tables import (
     AllTables,
     build_tables,
-    gather_seconds,
     held_bytes,
     served_bytes,
     stage_seconds,
-    sync_seconds,
 )
+from megarl.placement.weight_sync import gather_seconds, sync_seconds
 from megarl.placement.workload import ACTOR, ROLLOUT, Workload
 
 # Stages of a step: generation, preparation, training; each is waited for.

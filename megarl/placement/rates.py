@@ -30,7 +30,8 @@ class Rates:
     request_s (one sample's way through router, client and grader). micro_s (one micro-batch's forward pass beside its layers),
     sequence_s (one sequence in one layer, where attention takes packed ones one by one), cut_sequence_s (the same under context
     parallel), call_s (one pass or update of a role), call_sample_s (the dispatch of one sample in it, to the ranks and back),
-    sync_s (one weight sync). copy_bytes_s: weights from the ranks into servers on the same devices. at_once: devices of a node
+    sync_s (one weight sync), load_tensor_s (in it one HF tensor, which an engine loads after another). copy_bytes_s: weights from
+    the ranks into servers on the same devices, where they take longer than their copies. at_once: devices of a node
     that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for devices
     share cores. reserved_bytes: context, communicators. server_bytes: what a server holds beside weights and KV cache;
     offloaded_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
@@ -40,7 +41,8 @@ class Rates:
     reduce_s, reduce_links: custom all-reduces of 0.5 KiB to 1 MiB on 2, 4 and 8 H100 (SGLang, pull request 2904). traffic,
     update_s, call_sample_s, decode_layer_s and decode_request_s are fitted to runs of one model on H100, expert_layer_s to half
     of the runs of another (bench/plan_published.py). decode_expert_layer_s lies between what two sources speak for: 0.6 ms
-    (verl's runs there, as slow as without graphs) and 0.1 ms (NeMo-RL's).
+    (verl's runs there, as slow as without graphs) and 0.1 ms (NeMo-RL's). load_tensor_s: slime's colocated sync of Qwen3-30B-A3B
+    on 8 H200 takes 3.0 s, 2.5 s of them in the engine's load of 18,867 tensors.
     """
 
     matmul: float = 0.78
@@ -71,9 +73,10 @@ class Rates:
     call_s: float = 0.0
     call_sample_s: float = 1.6e-3
     sync_s: float = 0.0
+    load_tensor_s: float = 0.13e-3
     at_once: float = math.inf
     servers_at_once: float = math.inf
-    copy_bytes_s: float = 4 * GB
+    copy_bytes_s: float = math.inf
     reserved_bytes: float = 2.0 * GIB
     server_bytes: float = 3.0 * GIB
     offloaded_bytes: float = 0.6 * GIB
@@ -112,6 +115,7 @@ _CPU_RATES = Rates(
     call_s=2e-3,
     call_sample_s=0.0,
     sync_s=0.04,
+    load_tensor_s=0.0,
     copy_bytes_s=0.3 * GB,
     reserved_bytes=1.0 * GIB,
     server_bytes=1.5 * GIB,

@@ -12,17 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
 from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
-from megarl.placement.links import group_bytes_s
 from megarl.placement.memory import OFFLOADED_SHARE, Role, RoleBytes, ServerBytes, role_bytes, server_bytes
 from megarl.placement.search import Tables
-from megarl.placement.sizes import model_sizes
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
+from megarl.placement.weight_sync import gather_seconds, sync_seconds
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TRAINED, Workload
 
 # Shares of a device's memory within which the fastest layout of a role is looked for, by whether it is offloaded.
@@ -258,26 +256,3 @@ def served_bytes(choice: Servers, workload: Workload, cluster: Cluster) -> Serve
 def has_head(role: str) -> bool:
     """Whether a role's model ends in a vocabulary matrix: critics and reward models end in one row."""
     return role not in (CRITIC, REWARD)
-
-
-def sync_seconds(
-    config: ModelConfig, workload: Workload, cluster: Cluster, *, across: bool = False
-) -> tuple[float, float]:
-    """Seconds of moving the actor's weights into servers on other devices, and into servers on its own.
-
-    across: whether the other devices are on nodes of another kind.
-    """
-    total = model_sizes(config).total * workload.bytes_each
-    device, rates = cluster.device, cluster.rates
-    # A broadcast is as fast as its slowest link, however many servers listen.
-    link = (
-        device.between_bytes_s * rates.network if across or cluster.nodes > 1 else device.inside_bytes_s * rates.links
-    )
-    return rates.sync_s + total / min(link, rates.copy_bytes_s * 2), rates.sync_s + total / rates.copy_bytes_s
-
-
-def gather_seconds(config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster) -> Any:
-    """[N] seconds of gathering the actor's cut weights where they are sent from."""
-    cut = choice.tp * choice.pp * choice.ep
-    total = model_sizes(config).total * workload.bytes_each
-    return total * (1 - 1 / cut) / group_bytes_s(cluster, cut, 1)

@@ -101,7 +101,7 @@ def test_on_several_kinds_of_nodes_the_recipe_has_the_fastest_that_holds_it(tmp_
 
 def test_equal_losers_are_one_line() -> None:
     plan = make_plan(workload(QWEN_7B, GRPO), make_cluster("H100", 2), top=3)
-    [(first, why), (second, other)] = plan.others
+    [first, second], why, other = [each for each, _ in plan.others], "one reason", "another"
     alike = replace(plan, others=((first, why),) * (EQUALS + 2) + ((second, other),))
     lines = other_lines(alike)
     assert len(lines) == 2

@@ -1,0 +1,110 @@
+"""Where ranks and servers stand, as a sync's plan wants it: of a recipe on a cluster, or of as many devices as one says."""
+
+from __future__ import annotations
+
+from megarl.core.errors import UserError
+from megarl.core.layout import Layout
+from megarl.models.config import ModelConfig
+from megarl.placement.cluster import Cluster
+from megarl.recipe.layouts import pools_of, role_layouts
+from megarl.recipe.schema import Recipe
+from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, plan_sync
+
+MIB = 2**20
+
+
+def trainer_on(
+    config: ModelConfig,
+    layout: Layout,
+    per_node: int,
+    *,
+    first_device: int = 0,
+    bytes_each: int = 2,
+    fused: bool = True,
+) -> Trainer:
+    """Ranks on neighbouring devices from `first_device` on. fused: whether layers are Transformer Engine's."""
+    nodes = tuple((first_device + rank) // per_node for rank in range(layout.world_size))
+    return Trainer(config, layout, nodes, bytes_each, "transformer_engine" if fused else "torch")
+
+
+def servers_apart(count: int, tp: int, per_node: int, first_device: int) -> tuple[Receiver, ...]:
+    """Servers on devices of their own, from `first_device` on; none begins in the middle of what another node holds of it."""
+    part = min(tp, per_node)
+    start = -(-first_device // part) * part
+    return tuple(
+        Receiver(f"server {index}", tuple((start + index * tp + device) // per_node for device in range(tp)))
+        for index in range(count)
+    )
+
+
+def servers_beside(
+    count: int, tp: int, trainer: Trainer, *, per_node: int, first_device: int = 0, devices: int | None = None
+) -> tuple[Receiver, ...]:
+    """Servers on devices of ranks: neighbours, in turn (cluster/slots.py). first_device: of the trainer.
+
+    devices: of the pool from device 0 on that the servers share; default: the trainer's. Where it is not the trainer's
+    alone, a server may stand beside none of its ranks.
+    """
+    shared = trainer.layout.world_size if devices is None else devices
+    if shared < tp:
+        raise UserError(
+            f"Servers of rollout.tp {tp} do not fit on {shared} devices. Lower rollout.tp, or take more devices."
+        )
+    found = []
+    for index in range(count):
+        start = index % (shared // tp) * tp
+        ranks = tuple(device - first_device for device in range(start, start + tp))
+        has_ranks = all(0 <= rank < trainer.layout.world_size for rank in ranks)
+        nodes = tuple(device // per_node for device in range(start, start + tp))
+        found.append(Receiver(f"server {index}", nodes, ranks if has_ranks else ()))
+    return tuple(found)
+
+
+def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
+    """The plan of a recipe's own placement: servers on devices of their own where there are enough, else on the first pool's.
+
+    Raises UserError where the ranks alone are more than the cluster's devices.
+    """
+    pools, per_node = pools_of(recipe), cluster.devices_per_node
+    first, ranks = 0, sum(pool.devices for pool in pools.values())
+    for pool in pools.values():
+        if "actor" in pool.roles:
+            break
+        first += pool.devices
+    trainer = trainer_on(
+        config,
+        role_layouts(recipe)["actor"],
+        per_node,
+        first_device=first,
+        bytes_each=4 if recipe.model.dtype == "float32" else 2,
+        fused=cluster.device.kernels.fused,
+    )
+    receivers = _servers_of(recipe, trainer, cluster, ranks, first)
+    without_devices = not cluster.device.offloads_to_host and recipe.rollout.external is None
+    is_beside = without_devices or all(receiver.ranks for receiver in receivers)
+    transport: Transport = "shared_memory" if is_beside else "broadcast"
+    return plan_sync(trainer, receivers, transport, recipe.sync.bucket_mb * MIB)
+
+
+def _servers_of(recipe: Recipe, trainer: Trainer, cluster: Cluster, ranks: int, first: int) -> tuple[Receiver, ...]:
+    """Where a recipe's servers stand. ranks: of all pools. first: device of the trainer's first rank."""
+    per_node, tp, count, used = (
+        cluster.devices_per_node,
+        recipe.rollout.tp,
+        recipe.rollout.num_servers,
+        recipe.rollout.server_devices,
+    )
+    if cluster.num_devices < ranks:
+        raise UserError(
+            f"The recipe's ranks take {ranks} devices, and there are {cluster.num_devices}: {cluster.describe()}. Give as many "
+            f"nodes as it asks for: {ranks + used} devices for ranks and servers, or {ranks} that they share."
+        )
+    if recipe.rollout.external is not None:
+        return servers_apart(count, tp, per_node, cluster.num_devices)
+    if not cluster.device.offloads_to_host:
+        # Where processes stand for devices servers have none: they are on the ranks' nodes.
+        return tuple(Receiver(f"server {index}", (trainer.nodes[0],) * tp) for index in range(count))
+    if cluster.num_devices - ranks >= used:
+        return servers_apart(count, tp, per_node, ranks)
+    shared = next(iter(pools_of(recipe).values())).devices
+    return servers_beside(count, tp, trainer, per_node=per_node, first_device=first, devices=shared)

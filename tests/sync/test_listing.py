@@ -1,0 +1,94 @@
+"""`megarl plan --sync`: what it shows of a recipe, and where a recipe's ranks and servers stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.models.known_configs import known_config
+from megarl.placement.cluster import Cluster, make_cluster
+from megarl.placement.workload import read_model
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.recipe.servers import ExternalServers
+from megarl.sync.places import plan_of
+from megarl.sync.plan import SyncPlan
+
+LLAMA = "recipes/llama31_70b_ppo_128.yaml"
+FOLDER = known_config("Qwen/Qwen3-4B")
+
+
+def plan(cluster: Cluster, *overrides: str, servers: ExternalServers | None = None) -> SyncPlan:
+    assert FOLDER is not None
+    recipe = load_recipe(Path(LLAMA), list(overrides), Recipe).recipe
+    if servers is not None:
+        recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"servers": servers, "tp": 1})})
+    return plan_of(recipe, read_model(FOLDER.parent), cluster)
+
+
+def show(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--sync", *words], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_recipes_senders_seconds_and_first_rows_are_shown() -> None:
+    text = show("--nodes", "16")
+    assert "by broadcast; every stage and expert-parallel rank sends its own" in text
+    assert "141.1 GB in 723 tensors and 298 buckets of at most 2,004 MiB, to 16 servers; actor tp8 pp4" in text
+    assert "0.507 s; bound 0.353 s, ratio 1.44" in text
+    assert "and 16 more" in text and text.count("all 16 servers") == 20
+
+
+def test_programs_get_every_row() -> None:
+    found: dict[str, Any] = json.loads(show("--nodes", "16", "--json").splitlines()[-1])
+    assert found["transport"] == "broadcast" and len(found["senders"]) == 32
+    assert sum(row[found["columns"].index("bytes")] for row in found["rows"]) == found["bytes"]
+    assert sum(sender["bytes"] for sender in found["senders"]) == found["bytes"]
+    assert found["predicted"]["ratio"] == pytest.approx(1.44, abs=0.01)
+    assert found["receivers"][-1]["nodes"] == [15, 15, 15, 15]
+
+
+def test_servers_share_the_first_pools_devices_where_there_are_no_others() -> None:
+    shared = plan(make_cluster("H100", 8))
+    assert shared.transport == "shared_memory" and shared.hosts == tuple(range(64))
+    assert shared.receivers[1].ranks == (4, 5, 6, 7) and shared.receivers[2].nodes == (1, 1, 1, 1)
+    first, second = "{devices: 64, roles: [critic, reward_model]}", "{devices: 64, roles: [actor, reference]}"
+    pools = f"placement.pools={{first: {first}, second: {second}}}"
+    others = plan(make_cluster("H100", 16), pools, "cluster.devices=128")
+    assert others.trainer.nodes[0] == 8 and others.receivers[0].nodes == (0, 0, 0, 0)
+    assert others.transport == "broadcast" and not others.receivers[0].ranks, "none of the actor's ranks is beside it"
+
+
+def test_where_processes_stand_for_devices_servers_are_on_the_ranks_node() -> None:
+    found = plan(make_cluster("cpu", 1, 64))
+    assert found.transport == "shared_memory" and found.hosts == (0,) and len(found.served(0)) == 16
+    assert found.trainer.spec == "torch"
+
+
+def test_servers_that_somebody_else_started_are_on_other_nodes() -> None:
+    servers = ExternalServers(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    for cluster in (make_cluster("H100", 8), make_cluster("cpu", 1, 64)):
+        found = plan(cluster, servers=servers)
+        assert found.transport == "broadcast" and len(found.receivers) == 2
+        assert not {node for each in found.receivers for node in each.nodes} & set(found.trainer.nodes)
+
+
+def test_too_few_devices_are_refused_with_what_is_needed() -> None:
+    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--nodes", "4", "--sync"])
+    assert result.exit_code != 0
+    assert "ranks take 64 devices, and there are 32" in str(result.exception)
+    assert "128 devices for ranks and servers, or 64 that they share" in str(result.exception)
+
+
+def test_a_placement_that_is_searched_for_is_the_one_that_is_shown() -> None:
+    words = ["recipes/quickstart.yaml", "model.path=models/Qwen3-4B", "--device", "H100", "--sync", "--json"]
+    for name, transport in (("split", "broadcast"), ("colocate", "shared_memory")):
+        result = CliRunner().invoke(app, ["plan", *words, f"placement.name={name}"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout.splitlines()[-1])["transport"] == transport
