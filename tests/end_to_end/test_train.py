@@ -61,6 +61,8 @@ def test_the_run_folder_holds_what_it_promises(trained: Driver) -> None:
     model = AutoModelForCausalLM.from_pretrained(trained.folder / "hf")
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     AutoTokenizer.from_pretrained(trained.folder / "hf")
+    log = (trained.folder / "logs" / "driver.log").read_text()
+    assert "weights go to the servers by shared_memory: the model's first copy and all servers are on " in log
 
 
 def test_no_secret_is_written(trained: Driver) -> None:
