@@ -40,10 +40,10 @@ from straw.tensor import publish_tensors
 root, blocks, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 made = [torch.from_numpy(numpy.random.default_rng(n).integers(0, 256, size, numpy.uint8)) for n in range(blocks)]
 began = time.perf_counter()
-with SharedFilesystemStore(root, "bench") as store:
+with SharedFilesystemStore(root, "bench", codecs=("tensor.v1",), max_record_bytes=2 * size, max_buffer_bytes=2 * size) as store:
     kept = [publish_tensors(store, {"block": block}, submission_id=f"w{n}")[0] for n, block in enumerate(made)]
     wrote = time.perf_counter()
-    sums = [int(ref.load().to(torch.int64).sum()) for ref in kept]
+    sums = [int(ref.load(reader=store).to(torch.int64).sum()) for ref in kept]
     read = time.perf_counter()
 assert sums == [int(block.to(torch.int64).sum()) for block in made]
 print(json.dumps({"write_s": wrote - began, "read_s": read - wrote, "sum": sum(sums)}))
