@@ -16,7 +16,7 @@ APART = {
     "servers are on other nodes (two) than the ranks (one)": replace(TOGETHER, servers={"one", "two"}),
     "the model's first copy are on several nodes (one, two)": replace(TOGETHER, writers={"two", "one"}),
     "/dev/shm has 64 MiB free and 128 are needed": replace(TOGETHER, free_bytes=64 * MIB),
-    "the servers of rollout.external are not this run's own": replace(TOGETHER, servers=(), external=True),
+    "the servers of rollout.servers.urls are not this run's own": replace(TOGETHER, servers=(), external=True),
     "devices here have memory of their own": replace(TOGETHER, takes_memory=False),
 }
 
