@@ -28,11 +28,12 @@ def plain_url(url: str, example: str = "http://host:8000/grade") -> str:
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # a port that is no number, or a host that nobody can look up
         known = False
     if not known or any(character.isspace() for character in url):
         raise ValueError(f"wanted is an address such as {example}, or one with https")
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+    if parts.username is not None or parts.password is not None or "?" in url or "#" in url:
         raise ValueError(
             "an address with a user, a password, `?` or `#` is refused: recipes are saved and shown. "
             "Put the key into an environment variable and name it in key_env"

@@ -12,12 +12,15 @@ from megarl.recipe.section import A_SECTION, A_VALUE, PositiveInt, Section, Vari
 
 
 def _server_url(url: str) -> str:
-    """As one that is compared: lower case, without a slash behind it. Raises ValueError."""
+    """As one that is compared: lower case, without a slash behind it, nor a port that goes without saying. Raises ValueError."""
     example = "http://10.0.0.7:30000"
-    plain = plain_url(url, example)
-    if urlsplit(plain).path:
+    parts = urlsplit(plain_url(url, example))
+    if parts.path:
         raise ValueError(f"wanted is where a server listens, such as {example}, without a path behind it")
-    return plain.lower()
+    host = parts.hostname or ""
+    shown = f"[{host}]" if ":" in host else host
+    implied = parts.port in (None, 443 if parts.scheme == "https" else 80)
+    return f"{parts.scheme}://{shown}" + ("" if implied else f":{parts.port}")
 
 
 def _different(urls: tuple[str, ...]) -> tuple[str, ...]:

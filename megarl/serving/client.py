@@ -333,12 +333,19 @@ class ServerClient:
     async def _send(self, method: str, path: str, body: bytes | None) -> bytes:
         try:
             headers = JSON if body is not None else None
-            async with self._open().request(method, path, data=body, headers=headers) as answer:
+            # A redirect would take prompts elsewhere, and of most kinds make a GET of a POST, which changes nothing.
+            asked = self._open().request(method, path, data=body, headers=headers, allow_redirects=False)
+            async with asked as answer:
                 told = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnreachableError(f"{self._what(path)}: no answer: {type(error).__name__}: {error}") from error
         if answer.status != 200:
-            text = told.decode("utf-8", "replace")[:ANSWER_SHOWN]
+            text = told.decode("utf-8", "replace")
+            if leads_to := answer.headers.get("Location"):
+                text = f"a redirect to {leads_to}, which is not followed: give the address that it leads to. {text}"
+            if key := self.endpoint.api_key:
+                text = text.replace(key, "***")  # some servers show in their errors what they were asked
+            text = text[:ANSWER_SHOWN]
             raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
         return told
 

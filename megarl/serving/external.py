@@ -69,7 +69,7 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
     of_model, of_server, of_tokens = (f"{what} {path}" for path in ("/model_info", "/server_info", "/tokenize"))
     return ModelFacts(
         name=PurePath(field(model, "served_model_name", str, of_model)).name,
-        architectures=tuple(field(model, "architectures", list, of_model)),
+        architectures=tuple(map(str, field(model, "architectures", list, of_model))),
         context=field(tokens, "max_model_len", int, of_tokens),
         probe_ids=tuple(field(tokens, "tokens", list, of_tokens)),
         sglang=field(server, "version", str, of_server),

@@ -6,10 +6,11 @@ import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megarl.core.errors import DeadlineError
 from megarl.core.types import VersionSpan
@@ -113,6 +114,32 @@ def test_the_key_is_sent_but_never_shown() -> None:
     _, fake = talk(lambda client: client.weight_version())
     assert fake.keys == [f"Bearer {KEY}"]
     assert KEY not in repr(ServerEndpoint("server 0", "http://h:1", KEY))
+
+
+def test_a_server_that_shows_what_it_was_asked_does_not_show_the_key() -> None:
+    def prepare(fake: FakeSglang) -> None:
+        fake.refuse["/generate"] = (500, f"debug: Authorization: Bearer {KEY} of POST")
+
+    with pytest.raises(ServerError, match=r"Bearer \*\*\* of POST") as caught:
+        talk(lambda client: client.generate([1], Sampling(3)), prepare)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [302, 307])
+def test_a_redirect_is_an_error_that_says_where_to_and_nothing_is_sent_there(status: int) -> None:
+    class Moved(FakeSglang):
+        async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+            return web.Response(status=status, headers={"Location": f"{elsewhere.endpoint.url}{path}"})
+
+    elsewhere = FakeSglang()
+
+    async def go() -> None:
+        async with elsewhere, Moved() as fake, ServerClient(fake.endpoint) as client:
+            with pytest.raises(ServerError, match=rf"answered {status}: a redirect to {elsewhere.endpoint.url}"):
+                await client.begin_weight_update()
+
+    asyncio.run(go())
+    assert not elsewhere.calls
 
 
 def test_a_broken_connection_is_tried_again() -> None:

@@ -104,6 +104,16 @@ def test_one_that_is_no_sglang_is_refused() -> None:
         check_external([url], KEY, EXPECTED)
 
 
+def test_one_whose_architectures_are_no_names_is_refused() -> None:
+    class Odd(Pool):
+        async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+            told = {"served_model_name": "Qwen3-8B", "architectures": [None, 1], "weight_version": "0"}
+            return web.json_response(told) if path == "/model_info" else await super().respond(path, body)
+
+    with in_a_thread(Odd()) as url, pytest.raises(UserError, match=r"serves 'Qwen3-8B' \(None, 1\)"):
+        check_external([url], KEY, EXPECTED)
+
+
 def test_one_where_nobody_listens_is_refused() -> None:
     with pytest.raises(UserError, match=r"does not answer.*reachable"):
         check_external([f"http://127.0.0.1:{free_port()}"], KEY, EXPECTED)
