@@ -98,7 +98,8 @@ def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
         whole = meta if flat is None else read_json(body, where)["meta_info"]
         logprobs = _logprobs(field(whole, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where)
     # A request that is ended while it waits in the server's queue is answered without these.
-    num_prompt = int(meta.get("prompt_tokens", num_prompt))
+    counts = {"prompt_tokens": num_prompt, "cached_tokens": 0} | meta
+    num_prompt = field(counts, "prompt_tokens", int, where, "meta_info.")
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -107,7 +108,7 @@ def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
         finish_message=str(reason.get("message") or ""),
         versions=_versions(meta, len(token_ids), where),
         prompt_tokens=num_prompt,
-        cached_tokens=int(meta.get("cached_tokens", 0)),
+        cached_tokens=field(counts, "cached_tokens", int, where, "meta_info."),
         routing=_routing(meta.get("routed_experts"), num_prompt + len(token_ids) - 1, where),
         matched=matched if isinstance(matched, (int, str)) else None,
     )

@@ -16,17 +16,21 @@ import numpy as np
 import orjson
 
 from megarl.core.errors import DeadlineError, MegarlError
+from megarl.core.log import get_logger
 from megarl.core.types import FloatArray, TokenArray
 from megarl.recipe.roles import ServerPart
 from megarl.serving import answers
 from megarl.serving.answers import Generation
 from megarl.serving.sampling import Sampling, prompt_key
 
+log = get_logger(__name__)
+
 CONNECT_S = 10.0
 CALL_S = 60.0
 LONGEST_BACKOFF_S = 4.0
 ATTEMPTS = 8  # over 20 seconds: a router that died is back by then
 ANSWER_SHOWN = 500
+STRAGGLERS_S = 2.0, 4.0  # what was ended is gone within moments; what is not came later, and is ended as well
 # The router's answer where it sees no living server at the moment.
 UNAVAILABLE = 503
 
@@ -217,10 +221,22 @@ class ServerClient:
         """
         # It dies when asked while anything runs, and a request that was ended takes a moment to be gone. Pausing by "abort"
         # would wait for that, too, but looks again only after a second, which every step would lose.
-        await self.abort(deadline_s)
-        await self.flush_cache(deadline_s / 2, deadline_s)
+        await self._empty(deadline_s)
         await self.pause("retract", deadline_s)
         await self._post("/release_memory_occupation", {"tags": list(parts)}, deadline_s)
+
+    async def _empty(self, deadline_s: float) -> None:
+        """End all requests, and those that were on their way when the first were ended, which would run to their end."""
+        for wait_s in STRAGGLERS_S:
+            await self.abort(deadline_s)
+            try:
+                await self.flush_cache(min(wait_s, deadline_s / 2), deadline_s)
+            except ServerError as error:
+                log.info("%s: ended once more", error)
+            else:
+                return
+        await self.abort(deadline_s)
+        await self.flush_cache(deadline_s / 2, deadline_s)
 
     async def wake(self, parts: Sequence[ServerPart], *, serve: bool, deadline_s: float = CALL_S) -> None:
         """Take memory for these parts, which rested. serve: requests may come again."""

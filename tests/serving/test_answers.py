@@ -93,6 +93,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "told"),
     [
         ("output_ids", None, "output_ids is missing"),
+        ("meta_info.prompt_tokens", "many", "meta_info.prompt_tokens is 'many'; expected is a int"),
+        ("meta_info.cached_tokens", [1], r"meta_info.cached_tokens is \[1\]; expected is a int"),
         ("output_ids", [1.5, 2], "output_ids are no token ids"),
         ("text", 3, "text is 3; expected is a str"),
         ("meta_info", [], r"meta_info is \[\]; expected is a dict"),

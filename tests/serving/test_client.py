@@ -287,6 +287,26 @@ def test_a_server_is_idle_before_it_sleeps_and_is_never_asked_to_wait_in_whole_s
     ]
 
 
+@pytest.mark.parametrize(("late", "slept"), [(1, True), (2, True), (3, False)])
+def test_a_request_that_was_on_its_way_is_ended_too_before_a_server_sleeps(late: int, slept: bool) -> None:
+    class Busy(FakeSglang):
+        async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+            refused = path == "/flush_cache" and len(self.bodies(path)) <= late
+            return web.Response(status=400, text="requests run") if refused else await super().respond(path, body)
+
+    async def go() -> list[str]:
+        async with Busy() as fake, ServerClient(fake.endpoint) as client:
+            if slept:
+                await client.sleep(["kv_cache"], 60.0)
+            else:
+                with pytest.raises(ServerError, match="requests run"):
+                    await client.sleep(["kv_cache"], 60.0)
+            return [path for path, _ in fake.calls]
+
+    tries = ["/abort_request", "/flush_cache"] * min(late + 1, 3)
+    assert asyncio.run(go()) == tries + ["/pause_generation", "/release_memory_occupation"] * slept
+
+
 @pytest.mark.parametrize("lost", ["drops", "refuses"])
 def test_whoever_wants_no_request_any_more_does_not_wait_for_a_server(lost: str) -> None:
     def prepare(fake: FakeSglang) -> None:
