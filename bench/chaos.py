@@ -81,7 +81,7 @@ def show(runs: dict[str, dict[str, Any]]) -> None:
     for each in runs["struck"]["strikes"]:
         back = each["back_after_s"]
         table.add_row(
-            str(each["step"]), each["victim"], each["signal"], "the run ended" if back is None else f"{back:.0f}"
+            str(each["step"]), each["victim"], each["signal"], "not told apart" if back is None else f"{back:.0f}"
         )
     console.print(table)
     table = Table("", *runs, title="runs")

@@ -105,7 +105,10 @@ def events(driver: Driver) -> list[Event]:
 
 
 def seconds_until_back(strikes: Sequence[Strike], seen: Sequence[Event]) -> list[float | None]:
-    """Of each strike, from it until the driver said that whom it had hit is back; None where the run ended before."""
+    """Of each strike, from it until the driver said that whom it had hit is back.
+
+    None where that was not seen: the run ended before, or a second strike hit whom the driver had given up already.
+    """
     left, found = [event for event in seen if not event.back], []
     for strike in strikes:
         kind = "server" if strike.victim == "scheduler" else strike.victim
