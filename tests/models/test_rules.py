@@ -110,9 +110,9 @@ def test_latent_attention_under_both_specs() -> None:
     assert names(DEEPSEEK, "torch", "decoder.layers.0.") == [
         "input_layernorm.weight",
         "self_attention.linear_q_down_proj.weight",
+        "self_attention.linear_kv_down_proj.weight",
         "self_attention.q_layernorm.weight",
         "self_attention.linear_q_up_proj.weight",
-        "self_attention.linear_kv_down_proj.weight",
         "self_attention.kv_layernorm.weight",
         "self_attention.linear_kv_up_proj.weight",
         "self_attention.linear_proj.weight",
@@ -123,9 +123,9 @@ def test_latent_attention_under_both_specs() -> None:
     assert names(DEEPSEEK, "transformer_engine", "decoder.layers.0.") == [
         "input_layernorm.weight",
         "self_attention.linear_q_down_proj.weight",
+        "self_attention.linear_kv_down_proj.weight",
         "self_attention.linear_q_up_proj.layer_norm_weight",
         "self_attention.linear_q_up_proj.weight",
-        "self_attention.linear_kv_down_proj.weight",
         "self_attention.linear_kv_up_proj.layer_norm_weight",
         "self_attention.linear_kv_up_proj.weight",
         "self_attention.linear_proj.weight",

@@ -13,6 +13,7 @@ LONGEST = (
     "tests/end_to_end/test_several_nodes.py",
     "tests/end_to_end/test_train.py",
     "tests/end_to_end/test_engines.py",
+    "tests/end_to_end/test_external.py",
     "tests/end_to_end/test_rm_and_dpo.py",
     "tests/end_to_end/test_ray_jobs.py",
     "tests/end_to_end/test_sft_and_eval.py",
