@@ -29,6 +29,7 @@ RUNTIME = [
     "math-verify",
     "matplotlib",
     "tensorboard",
+    "zstandard",
 ]
 
 # Folders at the top of a checkout that commands need, too: a wheel has them within the package (megarl/core/shipped.py).

@@ -262,6 +262,22 @@ def _header_fuzz(result: Result) -> str:
     return f"{result['files']:,} files: " + ", ".join(f"{kind}: {result[kind]:,}" for kind in kinds)
 
 
+def _peers_trl(result: Result) -> str:
+    def rates(form: str) -> str:
+        return f"{form} {_range((one['tokens_per_s'] for one in result['steps']['forms'][form]), ',.0f')}"
+
+    found = [", ".join(map(rates, result["steps"]["forms"]))]
+    over = ", ".join(f"{form} {ratio:.2f}" for form, ratio in result["steps"]["ratios"].items())
+    found.append(f"over TRL's fastest of the same dtype: {over}")
+    for form, one in result.get("quickstart", {}).items():
+        found.append(
+            f"quickstart to 0.9, {form}: {one['seconds']:.0f} s after {one['start_s']:.0f} s of start, "
+            f"{one['tokens']:,} tokens"
+        )
+    loads = [one["load"] for some in result["steps"]["forms"].values() for one in some]
+    return f"tokens/s of whole steps: {'; '.join(found)}. Load after each run {_range(loads, '.1f')}"
+
+
 def _memory_predicted(result: Result) -> str:
     found = result["summary"]
     return (
@@ -297,6 +313,34 @@ def _weight_sync(result: Result) -> str:
     return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}; {equal}"
 
 
+def _weight_sync_layouts(result: Result) -> str:
+    rows = result["rows"]
+    layouts = len({(row["model"], row["layout"]) for row in rows})
+    return f"{sum(row['tensors'] > 0 for row in rows)} of {len(rows)} syncs equal, all bits of all tensors; {layouts} layouts"
+
+
+def _disk_sync(result: Result) -> str:
+    def median(rows: Sequence[Result], name: str) -> str:
+        return f"{statistics.median(row[name] for row in rows):.1f} s"
+
+    def seconds(rows: Sequence[Result]) -> str:
+        steps = {"written": "write_s", "put together": "together_s", "loaded": "load_s"}
+        return ", ".join(f"{step} {median(rows, name)}" for step, name in steps.items())
+
+    found = []
+    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["dtype"] == dtype]
+        whole, changes = ([row for row in rows if row["whole"] is kind] for kind in (True, False))
+        ratios = ", ".join(
+            f"{statistics.mean(row['of'] for row in changes if row['rate'] == rate):.1%} at {rate:g}"
+            for rate in dict.fromkeys(row["rate"] for row in changes)
+        )
+        size = f"{whole[0]['bytes'] / 1e6:,.0f} MB"
+        found.append(f"{dtype}, {size} whole: {seconds(whole)}; what a step changed: {ratios}; {seconds(changes)}")
+    equal = "all answers equal" if all(row.get("equal", True) for row in result["rows"]) else "answers that differ"
+    return f"{'. '.join(found)}; {equal}"
+
+
 def _algorithms(result: Result) -> str:
     costs = "; ".join(
         f"{name} {cost['cpu_ms']:.1f} ms" + (f" (loop {cost['loop_ms']:,.0f} ms)" if cost["loop_ms"] else "")
@@ -324,6 +368,7 @@ ROWS = (
         _asynchronous_learn,
         "python -m bench.asynchronous --learn",
     ),
+    Row("peers_trl", "TRL 1.16.0 on the same model, prompts and reward; target 2.5", _peers_trl),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),
@@ -349,6 +394,12 @@ ROWS = (
     Row("deterministic", "the same server by default ([the same run twice](determinism.md))", _deterministic),
     Row("server_sleep", "the server awake", _server_sleep),
     Row("weight_sync", "shared memory: memcpy once, target 40%; broadcast: a bare one, target 70%", _weight_sync),
+    Row(
+        "weight_sync_layouts",
+        "the trainer's export, by the engine's hashes, at every layout to servers of tp 1 and 2 ([all](weight_sync_layouts.md))",
+        _weight_sync_layouts,
+    ),
+    Row("disk_sync", "whole versions; what AdamW changes by learning rate ([weight sync](weight_sync.md))", _disk_sync),
     Row("algorithms", "plain loops", _algorithms),
 )  # fmt: skip
 

@@ -28,8 +28,9 @@ from rich.table import Table
 
 from bench.support.measure import in_fresh_process, in_fresh_ranks, write
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
+from megarl.core.platform import get_platform, held_bytes, peak_bytes, reset_peak_bytes
 from megarl.models.parts import first_copy
+from megarl.recipe.schema import Sync
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import free_port
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
@@ -43,7 +44,8 @@ LAYOUTS = {
     "pp2": Layout(pp=2, world_size=2),
 }
 TRANSPORTS = ("shared_memory", "broadcast")
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = Sync().bucket_mb * 2**20  # as recipes have it by themselves
+BARE_BUCKET_BYTES = 64 * 2**20
 DEADLINE_S = 300.0
 ROLE = "actor"
 PROBE = [[7 * i % 8000 + 1 for i in range(start, start + 60)] for start in (0, 100, 1000)]
@@ -77,16 +79,16 @@ def memcpy_s(num_bytes: int, repeats: int) -> float:
 
 
 def bare_broadcast_s(rank: int, port: int, num_bytes: int, repeats: int) -> float:
-    """Median seconds of a gloo broadcast of so many bytes to one other process, in buckets of BUCKET_BYTES."""
+    """Median seconds of a gloo broadcast of so many bytes to one other process, in buckets of BARE_BUCKET_BYTES."""
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    flat = torch.ones(BUCKET_BYTES, dtype=torch.uint8)
+    flat = torch.ones(BARE_BUCKET_BYTES, dtype=torch.uint8)
 
     def once() -> None:
-        for start in range(0, num_bytes, BUCKET_BYTES):
-            dist.broadcast(flat[: min(BUCKET_BYTES, num_bytes - start)], src=0)
+        for start in range(0, num_bytes, BARE_BUCKET_BYTES):
+            dist.broadcast(flat[: min(BARE_BUCKET_BYTES, num_bytes - start)], src=0)
         dist.barrier()
 
     taken = _seconds(repeats, once)
@@ -118,18 +120,23 @@ def syncs(
         ranks.build(name, RoleSpec(model, "float32", layout=layout))
     told: dict[str, list[dict[str, Any]]] = {}
     for name in TRANSPORTS:
-        sending = Sending(name, first_copy(layout), registry, BUCKET_BYTES, DEADLINE_S)  # type: ignore[arg-type]
+        sending = Sending(name, first_copy(layout), (0,) * layout.world_size, registry, BUCKET_BYTES, DEADLINE_S)  # type: ignore[arg-type]
         transport = make_transport(
             sending,
             rank=rank,
             host="127.0.0.1",
-            device=platform.device,
-            backend=platform.backend,
+            platform=platform,
             control=ranks.everyone(),
         )
-        reports = [transport.send(ranks.engine(role), 1, [server]) for role in ("other", *[ROLE] * repeats)]
+        reports, extra = [], 0
+        for role in ("other", *[ROLE] * repeats):
+            before = held_bytes(platform)
+            reset_peak_bytes(platform)
+            reports.append(transport.send(ranks.engine(role), 1, [server]))
+            extra = max(extra, peak_bytes(platform) - before)
         transport.close()
-        told[name] = [asdict(report) for report in reports[1:] if report is not None]
+        told[name] = [asdict(report) for report in reports[1:] if report is not None] or [{}]
+        told[name][-1]["extra_bytes"] = extra
         if rank == 0:
             told[name][-1]["answers"] = answers(server)
     ranks.close()
@@ -166,17 +173,27 @@ def measured(folder: Path, num_bytes: int, repeats: int) -> dict[str, Any]:
         for layout_name, layout in LAYOUTS.items():
             told = in_fresh_ranks(
                 layout.world_size, syncs, layout, free_port(), models, server.endpoint, folder / "registry", repeats
-            )[0]
-            rows += [row(layout_name, name, told[name], first, result) for name in TRANSPORTS]
+            )
+            for name in TRANSPORTS:
+                extra = max(each[name][-1]["extra_bytes"] for each in told)
+                rows.append(row(layout_name, name, told[0][name], extra, first, result))
     finally:
         server.stop()
     return {**result, "rows": rows, "met": all(each["met"] for each in rows)}
 
 
 def row(
-    layout: str, transport: str, reports: Sequence[dict[str, Any]], expected: list[list[float]], bounds: dict[str, Any]
+    layout: str,
+    transport: str,
+    reports: Sequence[dict[str, Any]],
+    extra_bytes: int,
+    expected: list[list[float]],
+    bounds: dict[str, Any],
 ) -> dict[str, Any]:
-    """The median sync of one transport. of: its rate over that of the bound that it is held against."""
+    """The median sync of one transport. of: its rate over that of the bound that it is held against.
+
+    extra_bytes: most that a rank held beside what it held before, in the worst of all syncs; the first one takes the memory.
+    """
     middle = sorted(reports, key=lambda report: report["seconds"])[len(reports) // 2]
     shared = transport == "shared_memory"
     share = bounds["memcpy_s" if shared else "bare_broadcast_s"] / middle["seconds"]
@@ -185,6 +202,7 @@ def row(
         "transport": transport,
         "seconds": middle["seconds"],
         "pieces": middle["pieces"],
+        "extra_bytes": extra_bytes,
         "of": share,
         "met": share >= (LEAST_OF_MEMCPY if shared else LEAST_OF_BARE),
         "equal": reports[-1]["answers"] == expected and not any(report["failed"] for report in reports),
@@ -196,13 +214,15 @@ def table(result: dict[str, Any]) -> Iterator[Table]:
     size = result["bytes"]
     memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
     shown = Table(title=f"{size / MB:,.0f} MB; memcpy {memcpy:.2f} GB/s, bare gloo broadcast {bare:.2f} GB/s")
-    for name in ("trainer", "transport", "s", "GB/s", "of its bound", "target met", "answers equal", "s by piece"):
+    columns = ("s", "GB/s", "of its bound", "target met", "answers equal", "extra MB a rank", "s by piece")
+    for name in ("trainer", "transport", *columns):
         shown.add_column(name)
     for each in result["rows"]:
         pieces = ", ".join(f"{name} {seconds:.2f}" for name, seconds in each["pieces"].items())
         figures = (f"{each['seconds']:.2f}", f"{size / each['seconds'] / 1e9:.2f}", f"{each['of']:.0%}")
         yes = ("yes" if each["met"] else "no", "yes" if each["equal"] else "NO")
-        shown.add_row(each["layout"], each["transport"], *figures, *yes, pieces)
+        extra = f"{each['extra_bytes'] / MB:,.0f}"
+        shown.add_row(each["layout"], each["transport"], *figures, *yes, extra, pieces)
     yield shown
 
 

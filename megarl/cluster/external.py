@@ -13,7 +13,7 @@ import ray
 
 from megarl.cluster.process import ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.server_actors import ASK_S, HEALTH_S, LOOK_S, Started, told
+from megarl.cluster.server_actors import ASK_S, HEALTH_S, LOOK_S, ServerCalls, Started
 from megarl.cluster.server_start import UNKNOWN
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Worker
@@ -31,15 +31,14 @@ RELEASE_S = 10.0  # longest wait for a server to take back what a run has told i
 NO_PID = 0  # it may be another machine's
 
 
-class ExternalActor:
+class ExternalActor(ServerCalls):
     """Beside one server that somebody else started: finds it, tells it what the run wants, and says when it is gone."""
 
     def __init__(self, spec: ProcessSpec, server: ServerEndpoint, expected: ModelFacts, answer_s: float) -> None:
         self._facts = configure_process(spec)
-        self._endpoint = server
+        super().__init__(server)
         self._expected = expected
         self._answer_s = answer_s
-        self._paused = False
 
     async def start(self, deadline_s: float) -> Started:
         """Wait until the server answers, and serves what it should. Raises DeadlineError with what was wrong last.
@@ -77,17 +76,6 @@ class ExternalActor:
                 trouble, asked = vigil.heard(None if self._paused else answers), time.monotonic()
                 if trouble:
                     return trouble
-
-    async def pause(self, keep_kv: bool, deadline_s: float) -> str:
-        """Have the server stop generating; its requests go on after `resume`. Why it did not, where it did not."""
-        self._paused = True
-        return await told(self._endpoint, lambda client: client.pause("in_place" if keep_kv else "retract", deadline_s))
-
-    async def resume(self, deadline_s: float) -> str:
-        """Have the server go on after `pause`. Why it did not, where it did not."""
-        trouble = await told(self._endpoint, lambda client: client.resume(deadline_s))
-        self._paused = False
-        return trouble
 
     async def stop(self) -> None:
         """Let go of the server, which goes on without this run."""

@@ -18,7 +18,9 @@ from megarl.core.platform import PlatformName
 from megarl.core.progress import Progress
 from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan
 from megarl.data.pack import assemble, join_columns, merge_columns, merge_shards, split_column
+from megarl.models.hf_dtypes import ModelDtype
 from megarl.serving.client import ServerEndpoint
+from megarl.sync.hashes import HashReport, compare
 from megarl.sync.session import SyncReport
 from megarl.sync.transport import Sending, Transport, make_transport
 from megarl.training.rank import Rank
@@ -67,9 +69,11 @@ class RankActor:
     Shards come as `RankShards.of` takes them, and columns go as its `parts`: one array a shard and owner.
     """
 
-    def __init__(self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int) -> None:
+    def __init__(
+        self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int, threads: int | None
+    ) -> None:
         self._facts = configure_process(spec)
-        self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None))
+        self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None), threads)
         self._sending: tuple[Sending, Transport] | None = None
 
     def facts(self) -> ProcessFacts:
@@ -164,6 +168,21 @@ class RankActor:
         with self._rank.watched(role, "send"):
             return transport.send(self._rank.engine(role), version, servers, flush_cache=not keep_kv)
 
+    def compare_hashes(
+        self, role: str, servers: Sequence[ServerEndpoint], dtype: ModelDtype, sending: Sending, deadline_s: float
+    ) -> HashReport | None:
+        """Compare the role's weights with the servers' by hashes, together with all other ranks; rank 0 reports.
+
+        dtype: of the weights at the servers.
+        """
+        with self._rank.watched(role, "send"):
+            buckets = self._rank.buckets(role, sending.bucket_bytes)
+            if self._rank.rank == 0:
+                return compare(buckets, self._rank.engine(role).config, servers, dtype, self._rank.platform, deadline_s)
+            for _ in buckets:
+                continue
+        return None
+
     def _transport(self, sending: Sending) -> Transport:
         """What is kept from sync to sync, as long as it is to send the same way."""
         if self._sending is not None and self._sending[0] == sending:
@@ -175,8 +194,7 @@ class RankActor:
             sending,
             rank=self._rank.rank,
             host=self._facts.address,
-            device=platform.device,
-            backend=platform.backend,
+            platform=platform,
             control=self._rank.everyone(),
         )
         self._sending = sending, made
@@ -212,14 +230,21 @@ class RankGroup:
 
     @classmethod
     def launch(
-        cls, runtime: Runtime, slots: Sequence[Slot], pool: str, seed: int, waiter: Waiter, deadline_s: float
+        cls,
+        runtime: Runtime,
+        slots: Sequence[Slot],
+        pool: str,
+        seed: int,
+        waiter: Waiter,
+        deadline_s: float,
+        threads: int | None = None,
     ) -> LaunchingRanks:
-        """Start one process on each slot; returns at once, so that others can start meanwhile."""
+        """Start one process on each slot; returns at once, so that others can start meanwhile. threads: of each."""
         starting = []
         for rank, slot in enumerate(slots):
             spec = runtime.process(f"{pool} {rank}", slot.node)
             actor = ray.remote(RankActor).options(**slot.options)
-            handle = actor.remote(spec, rank, len(slots), runtime.platform.name, seed)
+            handle = actor.remote(spec, rank, len(slots), runtime.platform.name, seed, threads)
             starting.append(Worker(handle, spec, ProcessFacts(0, "?")))
         calls = [Call(worker, worker.handle.facts.remote()) for worker in starting]
 

@@ -44,7 +44,8 @@ class Runtime:
 
     folder: the run's folder, absolute. api_key: the servers' and the router's. scratch: on the driver's machine. closes:
     whether the scratch folder goes with it. nodes: the driver's first. slots: one a rank, in the order of the ranks. reached:
-    whether servers elsewhere have to reach processes of the run.
+    whether servers elsewhere have to reach processes of the run. asked_threads: OMP_NUM_THREADS, where the driver was
+    started with one.
     """
 
     platform: Platform
@@ -55,6 +56,13 @@ class Runtime:
     nodes: Nodes = field(default_factory=lambda: Nodes(()))
     slots: tuple[Slot, ...] = ()
     reached: bool = False
+    asked_threads: int | None = None
+
+    def threads(self, together: int) -> int | None:
+        """Threads of each of so many processes of the run that compute at the same time; None: nothing is to be said."""
+        if self.asked_threads is not None:
+            return self.asked_threads
+        return self.platform.threads(-(-together // len(self.nodes.members)))
 
     @property
     def run_id(self) -> str:
@@ -100,10 +108,12 @@ class Runtime:
         closes = scratch is None
         scratch = scratch or Scratch.open()
         run_id = scratch.run_id
+        asked = os.environ.get("OMP_NUM_THREADS", "")
         os.environ.update(platform.env)
         os.environ[janitor.RUN_ID_VARIABLE] = run_id
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
         runtime = cls(platform, folder, secrets.token_hex(32), scratch, closes)
+        runtime.asked_threads = int(asked) if asked.isdigit() and int(asked) else None
         own = address_towards(reached_from)
         runtime.reached = bool(own)
         address = os.environ.get(RAY_ADDRESS_VARIABLE)

@@ -19,6 +19,7 @@ from megarl.serving.process import ManagedProcess, process_tree
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.serving.vigil import Vigil
+from megarl.sync.fetch import Fetched, Fetcher, Order
 
 LOOK_S = 2.0  # between two looks at whether a process stands still
 ASK_S = 30.0  # most seconds between two questions whether it answers
@@ -36,6 +37,30 @@ class Started:
     pid: int
     facts: ProcessFacts
     endpoint: ServerEndpoint
+
+
+class ServerCalls:
+    """What any server is told through the process beside it, whoever started the server."""
+
+    def __init__(self, endpoint: ServerEndpoint) -> None:
+        self._endpoint = endpoint
+        self._paused = False
+        self._fetcher = Fetcher(endpoint)
+
+    async def pause(self, keep_kv: bool, deadline_s: float) -> str:
+        """Have the server stop generating; its requests go on after `resume`. Why it did not, where it did not."""
+        self._paused = True
+        return await told(self._endpoint, lambda client: client.pause("in_place" if keep_kv else "retract", deadline_s))
+
+    async def resume(self, deadline_s: float) -> str:
+        """Have the server go on after `pause`. Why it did not, where it did not."""
+        trouble = await told(self._endpoint, lambda client: client.resume(deadline_s))
+        self._paused = False
+        return trouble
+
+    async def fetch(self, order: Order) -> Fetched:
+        """Have the server load a weight version from a folder that its node sees."""
+        return await self._fetcher.fetch(order)
 
 
 class _Supervisor:
@@ -74,7 +99,7 @@ class _Supervisor:
         while not await asyncio.to_thread(self._process.wait_exit, LOOK_S):
             trouble = vigil.saw(await asyncio.to_thread(self._stopped))
             if not trouble and time.monotonic() - asked >= min(ASK_S, self._answer_s / 4):
-                answers = await asyncio.to_thread(self._process.answers, HEALTH_S) if self._expected() else None
+                answers = await asyncio.to_thread(self._process.works, HEALTH_S) if self._expected() else None
                 trouble, asked = vigil.heard(answers if self._expected() else None), time.monotonic()
             if trouble:
                 return f"{trouble} {self._process.epitaph()}"
@@ -92,7 +117,7 @@ class _Supervisor:
         return [each for each in map(stopped, process_tree(self._process.pid)) if each is not None]
 
 
-class ServerActor(_Supervisor):
+class ServerActor(_Supervisor, ServerCalls):
     """Beside one SGLang server."""
 
     def __init__(
@@ -106,29 +131,20 @@ class ServerActor(_Supervisor):
     ) -> None:
         process = ServerProcess(f"sglang {spec.name}", server, get_platform(platform), place)
         self._asleep: set[ServerPart] = set()
-        self._paused = False
-        super().__init__(spec, registry, process, process.endpoint, answer_s)
+        ServerCalls.__init__(self, process.endpoint)
+        _Supervisor.__init__(self, spec, registry, process, process.endpoint, answer_s)
 
     async def sleep(self, parts: tuple[ServerPart, ...], deadline_s: float) -> str:
         """Have the server give back the memory of these parts; why it did not, where it did not."""
         self._asleep.update(parts)
+        if "weights" in parts:
+            self._fetcher.forget()
         return await told(self._endpoint, lambda client: client.sleep(parts, deadline_s))
 
     async def wake(self, parts: tuple[ServerPart, ...], serve: bool, deadline_s: float) -> str:
         """Have the server take it again; serve: and requests, too. Why it did not, where it did not."""
         trouble = await told(self._endpoint, lambda client: client.wake(parts, serve=serve, deadline_s=deadline_s))
         self._asleep.difference_update(parts)
-        return trouble
-
-    async def pause(self, keep_kv: bool, deadline_s: float) -> str:
-        """Have the server stop generating; its requests go on after `resume`. Why it did not, where it did not."""
-        self._paused = True
-        return await told(self._endpoint, lambda client: client.pause("in_place" if keep_kv else "retract", deadline_s))
-
-    async def resume(self, deadline_s: float) -> str:
-        """Have the server go on after `pause`. Why it did not, where it did not."""
-        trouble = await told(self._endpoint, lambda client: client.resume(deadline_s))
-        self._paused = False
         return trouble
 
     def _expected(self) -> bool:

@@ -24,6 +24,7 @@ from megarl.core.errors import GivenUpError, WorkerDiedError
 from megarl.core.log import get_logger
 from megarl.recipe.roles import ServerPart
 from megarl.serving.client import ServerEndpoint
+from megarl.sync.fetch import Fetched, Order
 
 log = get_logger(__name__)
 
@@ -162,6 +163,14 @@ class ServerPool:
         """Have all servers go on."""
         self._tell(lambda server: server.resume.remote(deadline_s), "resume", deadline_s)
 
+    def fetch(self, order: Order) -> dict[ServerEndpoint, Fetched]:
+        """Have all that are up load a weight version from the disk, and how it went with each."""
+        told = self.receivers()
+        calls = [Call(each.worker, each.worker.handle.fetch.remote(order)) for each in told]
+        answers = self._answers(calls, "sync", order.timeout_s)
+        found = (each if isinstance(each, Fetched) else Fetched(str(each)) for each in answers)
+        return dict(zip((server.endpoint for server in told), found, strict=True))
+
     def close(self, timeout_s: float = 15.0) -> None:
         """Ask every process to end, side by side, those that start too; what does not is killed with the run."""
         self._waiter.watches.clear()
@@ -187,16 +196,19 @@ class ServerPool:
 
     def _ask(self, calls: Sequence[Call], phase: str, deadline_s: float) -> list[str]:
         """What went wrong with each, or nothing: an actor that died says no more than that."""
-        troubles = []
+        return [str(each) for each in self._answers(calls, phase, deadline_s)]
+
+    def _answers(self, calls: Sequence[Call], phase: str, deadline_s: float) -> list[Any]:
+        """What each says; of an actor that died the error."""
+        found: list[Any] = []
         for call in calls:
             try:
-                answers = self._waiter.wait([call], phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
-                troubles.append(str(answers[0]))
+                found += self._waiter.wait([call], phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
             except (RayDiedError, GivenUpError):
                 raise
             except WorkerDiedError as error:
-                troubles.append(str(error))
-        return troubles
+                found.append(error)
+        return found
 
     def _watch(self, member: Member) -> None:
         server = member.server

@@ -107,6 +107,15 @@ def share_no_device(ranks: Sequence[Slot], servers: Sequence[ServerSlot]) -> boo
     return not any((slot.node, device) in taken for slot in ranks for device in slot.devices)
 
 
+def ranks_beside(ranks: Sequence[Slot], servers: Sequence[ServerSlot]) -> tuple[tuple[int, ...], ...]:
+    """For each server, the rank on each of its devices, in their order; nothing where a device of a server has none."""
+    on = {(slot.node, device): rank for rank, slot in enumerate(ranks) for device in slot.devices}
+    places = [[(part.node, device) for part in server.parts for device in part.devices] for server in servers]
+    if not all(place in on for each in places for place in each) or not all(places):
+        return ()
+    return tuple(tuple(on[place] for place in each) for each in places)
+
+
 def share(ranks: Sequence[Slot]) -> tuple[Slot, ...]:
     """The slots of neighbouring ranks as those of one server, a part for each node. Raises UserError for uneven parts."""
     parts = []

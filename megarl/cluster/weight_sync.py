@@ -1,7 +1,8 @@
-"""A weight sync as the loop sees it: the ranks send, the servers acknowledge, and a probe proves it."""
+"""A weight sync as the loop sees it: the ranks send, the servers acknowledge, and a probe, or hashes as well, prove it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.cluster.ranks import RankGroup
@@ -11,14 +12,20 @@ from megarl.core.layout import Layout
 from megarl.core.log import get_logger
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
-from megarl.sync.session import SyncReport
-from megarl.sync.transport import Sending
+from megarl.serving.client import ServerEndpoint
+from megarl.sync.fetch import Order
+from megarl.sync.hashes import HashReport, refuse
+from megarl.sync.session import GRACE_S, SyncReport
+from megarl.sync.transport import Sending, Versions
 
 log = get_logger(__name__)
 
+BLAME_S = 4 * GRACE_S  # for servers to answer an attempt that was given up, and to be brought back to where one starts
 LEAVE_S = 10.0  # longest wait for a server to give up a group
 # float32 log-probs of two implementations agree to about 1e-5; bfloat16 rounds weights of both, but sums differently.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
+# FP8 moves each weight by up to a sixteenth, and the engine rounds activations as well: docs/weight_sync.md.
+FP8_TOLERANCE = 2.0
 UNSCALED = 1.0
 WEIGHTS: tuple[ServerPart, ...] = ("weights",)
 
@@ -34,6 +41,7 @@ class WeightSync:
     recipe: Recipe
     sending: Sending
     _version: int | None = None  # of the last push
+    _written: int | None = None  # the last version that the ranks wrote to the disk, where it is good
 
     def __post_init__(self) -> None:
         self.rollout.servers.refresh = self.again
@@ -60,6 +68,8 @@ class WeightSync:
             servers.wake(WEIGHTS, self.recipe.deadlines.sync_s)
             metrics = {"sync/bytes": self._send(weight_version)}
             self.rollout.arrived()
+            if self.recipe.sync.verify == "hash":
+                metrics |= self._compare_hashes(weight_version)
             if servers.holding():
                 metrics |= self.verify(weight_version)
         return {
@@ -98,26 +108,89 @@ class WeightSync:
             log.warning("%s did not leave the group of the weight sync: %s", name, why)
 
     def _send(self, weight_version: int) -> float:
-        """Bytes that were sent to all servers that are up. Those that failed leave the pool."""
-        servers, keep_kv = self.rollout.servers, self.rollout.keeps_kv
+        """Bytes that were sent to all servers that are up, or written. Those that failed leave the pool."""
+        servers = self.rollout.servers
+        if self.sending.fetched is not None:
+            return self._write_and_fetch(weight_version, self.sending.fetched)
         endpoints = [server.endpoint for server in servers.receivers()]
+        report = self._ask_ranks(weight_version, endpoints)
+        self._settle({endpoint: report.failed.get(endpoint.name, "") for endpoint in endpoints})
+        return float(report.num_bytes)
+
+    def _write_and_fetch(self, weight_version: int, versions: Versions) -> float:
+        """The ranks write a version, unless they have; then every server that is up fetches it, whatever it has by now.
+
+        What turns out to be torn is written once more, whole.
+        """
+        servers = self.rollout.servers
+        order = Order(
+            versions.store,
+            weight_version,
+            not self.rollout.keeps_kv,
+            versions.in_place,
+            self.sending.timeout_s,
+            versions.all_files,
+        )
+        num_bytes = 0
+        for is_last in (False, True):
+            if self._written != weight_version:
+                num_bytes += self._ask_ranks(weight_version, []).num_bytes
+                self._written = weight_version
+            fetched = servers.fetch(order)
+            torn = next((each.trouble for each in fetched.values() if each.torn), "")
+            if is_last or not torn:
+                break
+            log.warning("weight version %d is written again, whole: %s", weight_version, torn)
+            self._written = None
+        self._settle({endpoint: each.trouble for endpoint, each in fetched.items()})
+        return float(num_bytes)
+
+    def _settle(self, troubles: Mapping[ServerEndpoint, str]) -> None:
+        """Who has the weights, and who leaves the pool. troubles: why a server has not, or nothing."""
+        servers = self.rollout.servers
+        servers.received([endpoint for endpoint, trouble in troubles.items() if not trouble])
+        for endpoint, trouble in troubles.items():
+            if trouble:
+                servers.drop(endpoint, f"It failed the weight sync: {trouble}")
+
+    def _ask_ranks(self, weight_version: int, endpoints: Sequence[ServerEndpoint]) -> SyncReport:
+        keep_kv = self.rollout.keeps_kv
         reports: list[SyncReport | None] = self.ranks.ask(
             lambda worker, _: worker.handle.send_weights.remote(
                 self.role, weight_version, endpoints, self.sending, keep_kv
             ),
             "sync",
             self.role,
-            # Rank 0 gives up one attempt after this time; a broadcast may need one more for every server that failed.
-            self.sending.timeout_s * (1 + len(endpoints)),
+            # Rank 0 gives up one attempt after this time, and waits a little for who is to blame; a broadcast may need one more
+            # for every server that failed.
+            (self.sending.timeout_s + BLAME_S) * (1 + len(endpoints)),
         ).wait()
         report = reports[0]
         if report is None:
             raise SyncError(f"Rank 0 sent nothing for weight version {weight_version}.")
-        servers.received([endpoint for endpoint in endpoints if endpoint.name in report.ok])
+        return report
+
+    def _compare_hashes(self, weight_version: int) -> dict[str, float]:
+        """Hold every tensor of every server to the trainer's. Servers that give no hashes leave the pool. Raises SyncError."""
+        servers, deadline_s = self.rollout.servers, self.recipe.deadlines.sync_s
+        endpoints = [server.endpoint for server in servers.holding()]
+        if not endpoints:
+            return {}
+        report: HashReport | None = self.ranks.ask(
+            lambda worker, _: worker.handle.compare_hashes.remote(
+                self.role, endpoints, self.recipe.model.dtype, self.sending, deadline_s
+            ),
+            "sync",
+            self.role,
+            2 * deadline_s,
+        ).wait()[0]
+        if report is None:
+            raise SyncError(f"Rank 0 compared no hashes of weight version {weight_version}.")
+        refuse(report.wrong, weight_version)
         for endpoint in endpoints:
             if endpoint.name in report.failed:
-                servers.drop(endpoint, f"It failed the weight sync: {report.failed[endpoint.name]}")
-        return float(report.num_bytes)
+                servers.drop(endpoint, f"It gave no hashes of its weights: {report.failed[endpoint.name]}")
+        return {"sync/hashed_tensors": float(report.num_tensors)}
 
     def verify(self, weight_version: int) -> dict[str, float]:
         """Prove, on a few sequences, that every server holds the trainer's weights. Raises SyncError with the numbers.
@@ -141,5 +214,6 @@ class WeightSync:
             self.role,
             self.recipe.deadlines.sync_s,
         ).wait()[0][0]
-        tolerance = self.recipe.sync.tolerance or TOLERANCES[self.recipe.model.dtype]
+        usual = FP8_TOLERANCE if self.sending.quantized else TOLERANCES[self.recipe.model.dtype]
+        tolerance = self.recipe.sync.tolerance or usual
         return {"sync/probe_diff_max": self.rollout.verify(column, tolerance, weight_version)}

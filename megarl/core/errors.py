@@ -65,6 +65,10 @@ class SyncError(MegarlError):
     """A weight sync that failed or that could not be verified: carries the servers and the numbers."""
 
 
+class TornError(SyncError):
+    """A weight version on the disk that is not as it was written: names the file, and what is wrong. Nobody loads it."""
+
+
 class UnfitServerError(MegarlError):
     """A server that somebody else started cannot be used: says which, why and what to do, in one paragraph."""
 

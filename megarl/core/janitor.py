@@ -23,6 +23,7 @@ from pathlib import Path
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
+FOLDERS = "folders.txt"  # beside the registry of shared memory: folders elsewhere
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,20 @@ def register_segments(registry: Path, names: Iterable[str]) -> None:
         file.writelines(f"{name}\n" for name in names)
 
 
+def register_folder(registry: Path, folder: Path) -> None:
+    """Have a folder of the run, wherever it is, removed when the run ends, however it ends. registry: beside the list of them."""
+    with registry.with_name(FOLDERS).open("a") as file:
+        file.write(f"{folder.absolute()}\n")
+
+
 def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Iterable[int] = ()) -> Cleaned:
     """Kill what is left of the run, remove its shared memory and its temporary folders; returns what was found.
 
     but: pids to spare (the driver itself). Takes at most a few seconds: SIGKILL cannot be refused.
     """
     names = set(registry.read_text().split()) if registry.exists() else set()
+    listed = registry.with_name(FOLDERS)
+    more = [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
     killed: set[int] = set()
     deadline = time.monotonic() + 8
     while pids := processes_of(run_id, but=but):
@@ -96,7 +105,7 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
         if segment.is_file() and segment.resolve().is_relative_to(SHARED_MEMORY):
             segment.unlink(missing_ok=True)
             removed.append(name)
-    for folder in folders:
+    for folder in (*folders, *more):
         shutil.rmtree(folder, ignore_errors=True)
     return Cleaned(tuple(sorted(killed)), tuple(removed))
 

@@ -193,7 +193,14 @@ _METRICS: dict[str, MetricSpec] = {
     "sync/probe_diff_max": MetricSpec(
         "nats", "largest |server's log-prob - the trainer's| over the probe's tokens and all servers", ".1e"
     ),
-    "sync/bytes": MetricSpec("bytes", "weights sent, counted once however many servers receive them", ".3e"),
+    "sync/hashed_tensors": MetricSpec(
+        "tensors",
+        "whose hashes agreed with the trainer's, over all ranks of all servers; only with sync.verify: hash",
+        ".0f",
+    ),
+    "sync/bytes": MetricSpec(
+        "bytes", "weights sent, counted once however many servers receive them; over the disk: written", ".3e"
+    ),
     "sync/weight_version": MetricSpec("version", "version that every server acknowledged; only goes up", ".0f"),
     "sync/servers": MetricSpec("servers", "servers that hold this version", ".0f"),
     "data/epoch": MetricSpec("epochs", "times that the training rows have been gone through, as a fraction", ".3f"),

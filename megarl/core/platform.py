@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 PlatformName = Literal["cpu", "cuda"]
+TensorHash = Literal["sha256", "tiles"]  # see sync/tensor_hash.py
 
 CPU_SERVER_ARGS = (
     *("--device", "cpu"),
@@ -26,10 +27,17 @@ CPU_SERVER_ARGS = (
 CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # Two OpenMP threads beside other busy processes run 10-30 times slower than one.
+    # Its ranks each look at the free memory of the machine, at moments of their own, and refuse to start where it differs.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    # Of whatever computes little; ranks and servers are told how many (`Platform.threads`).
     "OMP_NUM_THREADS": "1",
+    # Threads that spin while they wait for one another run 5-30 times slower than one beside other busy processes.
+    "OMP_WAIT_POLICY": "passive",
     # torch asks for huge pages where the system lets it: a fresh page costs more than arithmetic on it.
     "THP_MEM_ALLOC_ENABLE": "1",
+    # For the same reason what is freed is kept to be used again: glibc gives large pieces back to the system at once.
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
 }
 
 
@@ -43,13 +51,19 @@ class Platform:
     gives its memory back at times (none on cpu: there SGLang 0.5.21 keeps what it is asked to release).
     deterministic_server_args: those of one whose answers must not depend on what else it answers.
     deterministic_attention: its attention backends; most_deterministic_tp: its largest tensor-parallel size, if there is one.
+    lora_server_args: those of one that takes LoRA adapters.
     env: variables that every rank and server starts with.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
     enough to stay in memory that is at hand, since fresh pages cost more than arithmetic.
+    micro_batch_tokens: most tokens of a forward pass where the recipe says nothing; None: its own default. On a CPU fewer, for
+    the same reason.
     needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
     serves_fp8: SGLang can serve FP8 weights there.
+    fuses_shared_experts: SGLang may hold shared experts among the others there.
+    tensor_hash: the function by which SGLang hashes weights there. pads_weights: its ranks' shares of weights are filled up with
+    zeros to even sizes.
     has_device_memory: devices have memory of their own, so that what is offloaded can move to the host's.
     """
 
@@ -66,13 +80,24 @@ class Platform:
     offload_server_args: tuple[str, ...] = ()
     deterministic_server_args: tuple[str, ...] = ()
     deterministic_attention: tuple[str, ...] = ()
+    lora_server_args: tuple[str, ...] = ()
     most_deterministic_tp: int | None = None
     chunk_elements: int = 16 * 2**20
+    micro_batch_tokens: int | None = None
     needs_kv_tokens: bool = False
     adapts_megatron: bool = False
     returns_routing: bool = True
     serves_fp8: bool = True
+    fuses_shared_experts: bool = True
+    tensor_hash: TensorHash = "tiles"
+    pads_weights: bool = False
     has_device_memory: bool = True
+
+    def threads(self, together: int) -> int | None:
+        """Threads of each of so many processes that compute at the same time; None where that is no question."""
+        if self.name != "cpu":
+            return None
+        return max(1, len(os.sched_getaffinity(0)) // max(1, together))
 
     @property
     def frees_servers(self) -> bool:
@@ -127,10 +152,15 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             has_transformer_engine=False,
             has_apex=False,
             chunk_elements=2**20,
+            micro_batch_tokens=4096,
             needs_kv_tokens=True,
             adapts_megatron=True,
             returns_routing=False,
             serves_fp8=False,
+            lora_server_args=("--lora-backend", "torch_native"),
+            fuses_shared_experts=False,
+            tensor_hash="sha256",
+            pads_weights=True,
             has_device_memory=False,
         )
     return Platform(

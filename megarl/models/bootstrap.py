@@ -8,9 +8,10 @@ from megarl.core.platform import Platform
 def prepare_megatron(platform: Platform) -> None:
     """Make megatron-core usable in this process; repeatable. Call it before any import of megatron."""
     if platform.adapts_megatron:
-        from megarl.models import megatron_cpu
+        from megarl.models import cpu_matmul, megatron_cpu
 
         megatron_cpu.install()
+        cpu_matmul.install()
     if not (platform.has_transformer_engine or platform.has_apex):
         from megarl.models import megatron_torch_adam
 

@@ -1,7 +1,7 @@
 """Weights under HF names in buckets that several ranks fill side by side: each writes the rows that it holds into place.
 
-Nothing is gathered: who can write into a bucket's memory needs nobody else. `hf_weights.export_buckets` is for one rank
-that has to have whole tensors.
+Nothing is gathered: who can write into a bucket's memory needs nobody else. `hf_gather` is for one rank that
+has to have whole tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def size_of(bucket: Sequence[Entry]) -> int:
 class Pieces:
     """One rank's part in filling all buckets. Every rank of the layout plans the same ones, without asking the others.
 
-    value: what to export in a parameter's place, as `export_buckets` takes it. dtypes: of HF tensors that are
+    value: what to export in a parameter's place, as `Gatherer` takes it. dtypes: of HF tensors that are
     to be in another dtype than the value.
     """
 
@@ -76,7 +76,8 @@ class Pieces:
         self._held, self._rank = Held(chunks, layout, rank, value), rank
         self._dealing = Dealing(config, layout)
         units = units_of(rules(config, layer_spec(chunks)))
-        self._units = list(planned(units, self._held.dtype, bucket_bytes))
+        # Nobody loads while the first one is written.
+        self._units = list(planned(units, self._held.dtype, bucket_bytes, first_bytes=bucket_bytes // 4))
         given = dtypes or {}
         self.buckets = tuple(
             lay_out((unit.name, unit.shape, given.get(unit.name, unit.dtype(self._held.dtype))) for unit in bucket)

@@ -1,4 +1,4 @@
-"""Weights between HF folders and a Megatron model of any layout: each rank reads only its part; exports go by buckets."""
+"""Weights between HF folders and a Megatron model of any layout: each rank reads only its part, and knows what it exports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
@@ -20,8 +19,7 @@ from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig
 from megarl.models.hf_files import check_weights, some
 from megarl.models.hf_read import HfReader
-from megarl.models.mapping import take, window
-from megarl.models.parts import Dealing, Part, part_of
+from megarl.models.parts import Dealing, Part
 from megarl.models.rules import FUSED, LayerSpec, Rule, expected_tensors, rules
 
 Bucket = list[tuple[str, Tensor]]
@@ -157,45 +155,22 @@ class Unit:
         return torch.Size(self.shape).numel() * self.dtype(of_parameters).itemsize
 
 
-def export_buckets(
-    chunks: Sequence[Module],
-    config: ModelConfig,
-    layout: Layout,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    bucket_bytes: int,
-    value: Value | None = None,
-    exported: Sequence[Rule] | None = None,
-) -> Iterator[Bucket]:
-    """The whole model under HF names, in the order of a forward pass, at most about `bucket_bytes` at a time.
-
-    Collective: every rank of `group` (None: there is one) has to take every bucket. Rank 0 gets whole tensors, which may
-    share memory with the model; the others get empty buckets, equally many. A tensor larger than the limit is a bucket of
-    its own. Padding and second copies of tied embeddings are left out. Rank 0 holds at most two buckets beside the model.
-    value: what to export in a parameter's place (gradients, merged weights), of its shape and of one dtype for all; it is
-    given the global Megatron name. exported: rules of what to export; None is those of the model.
-    Raises MegarlError where the model does not hold what a rule promises, or `value` gives something else.
-    """
-    units = units_of(rules(config, layer_spec(chunks)) if exported is None else exported)
-    exporter = _Exporter(chunks, config, layout, rank, group, value)
-    for bucket in planned(units, exporter.dtype, bucket_bytes):
-        yield exporter.bucket(bucket)
-
-
 def units_of(exported: Iterable[Rule]) -> list[Unit]:
     """All HF tensors of these rules, in their order: those of a rule follow each other."""
     return [Unit(rule, source) for rule in exported for source in range(len(rule.sources))]
 
 
-def planned(units: Sequence[Unit], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[Unit]]:
-    """Buckets, as every rank plans them without asking the others. dtype: of the parameters."""
+def planned(
+    units: Sequence[Unit], dtype: torch.dtype, bucket_bytes: int, first_bytes: int | None = None
+) -> Iterator[list[Unit]]:
+    """Buckets, as every rank plans them without asking the others. dtype: of the parameters. first_bytes: of the first one."""
     bucket: list[Unit] = []
-    size = 0
+    size, limit = 0, bucket_bytes if first_bytes is None else first_bytes
     for together in _inseparable(units):
         nbytes = sum(unit.nbytes(dtype) for unit in together)
-        if bucket and size + nbytes > bucket_bytes:
+        if bucket and size + nbytes > limit:
             yield bucket
-            bucket, size = [], 0
+            bucket, size, limit = [], 0, bucket_bytes
         bucket += together
         size += nbytes
     if bucket:
@@ -240,67 +215,3 @@ class Held:
                 )
             self._last = rule.megatron, tensor.detach()
         return self._last[1]
-
-
-class _Exporter:
-    """Moves parts from the ranks of the model's first copy to rank 0, bucket by bucket."""
-
-    def __init__(
-        self,
-        chunks: Sequence[Module],
-        config: ModelConfig,
-        layout: Layout,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        value: Value | None,
-    ) -> None:
-        self._held, self._rank, self._group = Held(chunks, layout, rank, value), rank, group
-        self._dealing = Dealing(config, layout)
-        self.dtype, self._device = self._held.dtype, self._held.device
-
-    def bucket(self, units: Sequence[Unit]) -> Bucket:
-        """The next bucket: whole tensors on rank 0, none elsewhere."""
-        if self._rank != 0:
-            self._exchange([operation for unit in units for operation in self._sends(unit)])
-            return []
-        found: Bucket = []
-        operations: list[dist.P2POp] = []
-        arriving: list[tuple[Tensor, Tensor]] = []  # into what, and where it belongs
-        for unit in units:
-            found.append((unit.name, self._whole(unit, operations, arriving)))
-        self._exchange(operations)
-        for received, place_of in arriving:
-            place_of.copy_(received)
-        return found
-
-    def _whole(self, unit: Unit, operations: list[dist.P2POp], arriving: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The tensor, complete when the operations are done and what arrived is copied."""
-        holders = self._dealing.holders(unit.rule)
-        if holders == [0]:
-            return take(self._held.value(unit.rule, part_of(unit.rule, 0, 1)), part_of(unit.rule, 0, 1), unit.source)
-        whole = torch.empty(unit.shape, dtype=unit.dtype(self.dtype), device=self._device)
-        for number, holder in enumerate(holders):
-            part = part_of(unit.rule, number, len(holders))
-            target = window(whole, part, unit.source)
-            if holder == 0:
-                target.copy_(take(self._held.value(unit.rule, part), part, unit.source))
-            elif target.numel():
-                received = target if target.is_contiguous() else torch.empty_like(target)
-                operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=holder))
-                if received is not target:
-                    arriving.append((received, target))
-        return whole
-
-    def _sends(self, unit: Unit) -> Iterator[dist.P2POp]:
-        """What this rank holds of the tensor in the first copy of the model: nothing, or one part."""
-        holders = self._dealing.holders(unit.rule)
-        if self._rank in holders:
-            part = part_of(unit.rule, holders.index(self._rank), len(holders))
-            tensor = take(self._held.value(unit.rule, part), part, unit.source)
-            if tensor.numel():
-                yield dist.P2POp(dist.isend, tensor.contiguous(), group=self._group, group_peer=0)
-
-    def _exchange(self, operations: list[dist.P2POp]) -> None:
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()

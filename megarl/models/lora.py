@@ -156,7 +156,7 @@ def adapters_off(chunks: Sequence[Module]) -> Iterator[None]:
 
 
 def merged(chunks: Sequence[Module]) -> Callable[[str, Tensor], Tensor]:
-    """For `export_buckets(..., value=)`: adapted weights with their adapters in them, everything else as it is."""
+    """For `Gatherer(..., value=)`: adapted weights with their adapters in them, everything else as it is."""
     adapted = {f"{name}.weight": linear for chunk in chunks for name, linear in _adapted(chunk)}
 
     def value(name: str, tensor: Tensor) -> Tensor:

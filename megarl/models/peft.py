@@ -21,7 +21,8 @@ from torch.nn import Module
 from megarl.core.disk import sync, sync_tree
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
-from megarl.models.hf_weights import Value, export_buckets, layer_spec
+from megarl.models.hf_gather import Gatherer, export_buckets
+from megarl.models.hf_weights import Value, layer_spec
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.rules import LayerSpec, Rule, Source, rules
 
@@ -42,7 +43,7 @@ def save_peft(
 ) -> None:
     """Write the adapters of all ranks to a folder, which appears whole and replaces an earlier one of that name.
 
-    Collective over `group` (None: there is one rank), as `export_buckets` is; rank 0 writes. base_model: the name or the
+    Collective over `group` (None: there is one rank), as gathering is; rank 0 writes. base_model: the name or the
     folder of the HF model that the adapters belong to.
     """
     tensors = peft_tensors(chunks, config, settings, layout, rank, group)
@@ -79,7 +80,8 @@ def peft_tensors(
     found: dict[str, Tensor] = {}
     adapted = list(adapted_rules(config, settings, layer_spec(chunks)))
     needed = [rule for weight in adapted for rule in factor_rules(weight, settings.rank)]
-    for bucket in export_buckets(chunks, config, layout, rank, group, BUCKET_BYTES, value, exported=needed):
+    gatherer = Gatherer(chunks, config, layout, rank, group, value, exported=needed)
+    for bucket in export_buckets(gatherer, BUCKET_BYTES):
         found.update({name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket})
     for weight in adapted if found else []:
         first, *others = (_peft_name(source.name, "lora_A") for source in weight.sources)

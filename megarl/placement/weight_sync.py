@@ -92,8 +92,9 @@ def sync_seconds(
     """
     total, node = model_sizes(config).total * workload.bytes_each, cluster.devices_per_node
     fixed = cluster.rates.sync_s + engine_s(cluster, config)
-    send = total / send_bytes_s(cluster, node, node, across=across or cluster.nodes > 1)
-    load = float(load_s(cluster, total, 1))
+    sent = workload.served_weights  # what is quantised is, by its sender
+    send = sent / send_bytes_s(cluster, node, node, across=across or cluster.nodes > 1)
+    load = float(load_s(cluster, sent, 1))
     buckets = max(1.0, total / BUCKET_BYTES)
     separate = (send + load + (buckets - 1) * max(send, load)) / buckets
     foreign = total * (1 - 1 / node)

@@ -153,6 +153,7 @@ def recipe_workload(
         scores=recipe.algorithm.old_logprobs == "trainer",
         shards_optimizer=actor.optimizer.name == "adam",
         lora=actor.lora,
+        quantization=rollout.quantization,
         kv_tokens=rollout.kv_tokens,
         server_share=server_share(rollout.server_args),
     )

@@ -116,21 +116,20 @@ def _time_case(rank: Rank, platform: Platform, job: Job, case: Case) -> Timed:
 
 def _sync_s(rank: Rank, platform: Platform, job: Job) -> float:
     """Median seconds of sending the first model, which the servers have, to all of them; the first time is not counted."""
-    from megarl.sync.broadcast import BroadcastSender
+    from megarl.sync.transport import Sending, make_transport
 
     rank.build(ROLE, RoleSpec(job.models[0], job.dtype))
-    sender = BroadcastSender(
-        rank=0, host="127.0.0.1", device=platform.device, backend=platform.backend, timeout_s=job.deadline_s
-    )
+    sending = Sending("broadcast", (0,), (0,), Path("unused"), EXPORT_BUCKET_BYTES, job.deadline_s)
+    transport = make_transport(sending, rank=0, host="127.0.0.1", platform=platform, control=None)
     try:
         seconds = []
         for version in range(1, 2 + job.repeats):
-            report = sender.send(lambda: rank.buckets(ROLE, EXPORT_BUCKET_BYTES), version, job.servers)
+            report = transport.send(rank.engine(ROLE), version, job.servers)
             assert report is not None and not report.failed, report
             seconds.append(report.seconds)
         return statistics.median(seconds[1:])
     finally:
-        sender.close()
+        transport.close()
 
 
 def _spec(folder: Path, job: Job, layout: Layout, algorithm: Algorithm) -> RoleSpec:

@@ -100,7 +100,8 @@ def fill_defaults(recipe: R) -> R:
     What nothing reads is at its default, wherever a preset said otherwise: nobody downstream has to ask. An advantage
     that asks for values has a critic. Samples of older weights are weighed where nothing else is said
     (sampling_rules.correction_by_default). Where SGLang cannot size its cache by itself, rollout.kv_tokens holds
-    rollout.max_running_requests whole samples.
+    rollout.max_running_requests whole samples. On a CPU a forward pass has fewer tokens where nothing is said
+    (Platform.micro_batch_tokens), if whole samples are within them.
     """
     unread = unread_keys(recipe)
     for key in unread:
@@ -112,11 +113,19 @@ def fill_defaults(recipe: R) -> R:
     correction = correction_by_default(recipe)
     if "algorithm.correction" not in unread and correction != recipe.algorithm.correction:
         recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"correction": correction})})
+    recipe = _with_micro_batch(recipe)
     sized = recipe.rollout.kv_tokens is not None or recipe.rollout.external is not None
     if sized or not get_platform(recipe.cluster.platform).needs_kv_tokens:
         return recipe
     tokens = recipe.rollout.max_running_requests * longest_sample(recipe)
     return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"kv_tokens": tokens})})
+
+
+def _with_micro_batch(recipe: Recipe) -> Recipe:
+    fewer = get_platform(recipe.cluster.platform).micro_batch_tokens
+    if fewer is None or fewer < longest_sample(recipe) or "micro_batch_tokens" in recipe.actor.model_fields_set:
+        return recipe
+    return recipe.model_copy(update={"actor": recipe.actor.model_copy(update={"micro_batch_tokens": fewer})})
 
 
 def _with_default(section: Any, keys: list[str]) -> Any:

@@ -72,7 +72,8 @@ class Actor(Section):
         None, description="samples of one optimizer step; default: all of the step's"
     )
     micro_batch_tokens: PositiveInt = Field(
-        16384, description="most tokens of one forward pass, on one data-parallel rank"
+        16384,
+        description="most tokens of one forward pass, on one data-parallel rank; default on cpu: 4096, if samples fit",
     )
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
     recompute: Recompute = Field(

@@ -98,6 +98,12 @@ SERVER_UNREAD: tuple[Unread, ...] = (
         "(docs/rollout.md)",
         (Recipe,),
     ),
+    Unread(
+        ("sync.folder",),
+        lambda r, _: r.sync.transport == "disk",
+        "weights go through files with sync.transport: disk alone",
+        (Recipe,),
+    ),
 )
 
 SERVER_CONTRADICTIONS: tuple[Contradiction, ...] = (

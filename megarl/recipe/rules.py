@@ -15,6 +15,7 @@ from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
+from megarl.recipe.sync_rules import SYNC_CONTRADICTIONS, SYNC_UNREAD
 
 # What a search decides, by role.
 SEARCHED_KEYS = (
@@ -58,6 +59,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
     *DATA_UNREAD,
     *SAMPLING_UNREAD,
     *SERVER_UNREAD,
+    *SYNC_UNREAD,
     *(
         Unread(
             keys,
@@ -125,6 +127,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ROLE_CONTRADICTIONS,
     *SERVER_CONTRADICTIONS,
     *SAMPLING_CONTRADICTIONS,
+    *SYNC_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",
         lambda r, _: r.rollout.top_k == 0 or r.rollout.top_k < -1,

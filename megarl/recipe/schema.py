@@ -16,7 +16,7 @@ from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, ServerPart, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import PositiveFloat, PositiveInt, Section
+from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
 from megarl.recipe.servers import ExternalServers, Servers
 from megarl.recipe.supervised import SupervisedRecipe
 
@@ -66,6 +66,11 @@ class Rollout(Section):
     max_running_requests: PositiveInt = Field(64, description="most sequences that one server decodes at once")
     kv_tokens: PositiveInt | None = Field(
         None, description="KV cache of one server, in tokens; default: SGLang decides; needed on cpu"
+    )
+    quantization: Literal["fp8"] | None = Field(
+        None,
+        description="fp8: servers hold the linears of layers in FP8, in blocks of 128 x 128 that the trainer makes at each sync; "
+        "default: all of it in model.dtype; not on cpu",
     )
     deterministic: bool = Field(
         False,
@@ -137,13 +142,32 @@ class Rollout(Section):
 class Sync(Section):
     """Weights from the actor to the servers."""
 
-    transport: Literal["auto", "broadcast", "shared_memory"] = Field(
+    transport: Literal["auto", "broadcast", "shared_memory", "disk"] = Field(
         "auto",
-        description="shared_memory: ranks write weights into memory of the node that its servers load from; broadcast: one rank "
-        "gathers and sends them, to any node; auto takes shared memory where it can, and the log says why",
+        description="shared_memory: ranks write weights into memory of the node, or the devices, that its servers load from; "
+        "broadcast: every "
+        "rank that holds a part sends it, to any node; disk: ranks write versions into a folder that servers read; auto takes "
+        "shared memory where it can, else broadcast, and the log says why",
+    )
+    folder: UserPath | None = Field(
+        None,
+        strict=False,
+        description="with transport: disk, the folder that weight versions go into; ranks and servers see it under this path; "
+        "default: the run's",
     )
     bucket_mb: PositiveInt = Field(
-        512, description="most megabytes gathered and sent at once; over shared memory at most 64"
+        512,
+        description="most megabytes gathered and sent at once; over shared memory at most 128, and broadcast by gloo at most 64",
+    )
+    lora: Literal["merged", "adapters"] = Field(
+        "merged",
+        description="with actor.lora: merged: the whole weights are sent, adapters in them; adapters: they alone, through the "
+        "run's folder, and servers keep the model as it is",
+    )
+    verify: Literal["probe", "hash"] = Field(
+        "probe",
+        description="probe: each server's log-probs of a few sequences against the trainer's; hash: and beside it the hash of "
+        "every tensor that each server holds, bit for bit, for which the trainer gathers its weights once more",
     )
     tolerance: PositiveFloat | None = Field(
         None,

@@ -6,18 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.core.types import FloatArray, IntArray, Sample, Status
+from megarl.core.types import FloatArray, Sample, Status
 
 
 def usable(samples: Sequence[Sample]) -> list[Sample]:
     """Without samples that have no response or no grade: a reward of zero in their place would teach a falsehood."""
     return [sample for sample in samples if sample.status is not Status.FAILED and sample.grade_failure is None]
-
-
-def group_index(samples: Sequence[Sample]) -> IntArray:
-    """The number of each sample's group, counted in the order of first appearance: [N]."""
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples], dtype=np.int64)
 
 
 def mean_nll(samples: Sequence[Sample]) -> FloatArray:

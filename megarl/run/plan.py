@@ -102,7 +102,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         workload,
         responses=lengths.responses,
         prompt_tokens=lengths.prompt_tokens,
-        quantization=options.quantization,
+        quantization=options.quantization or workload.quantization,
         staleness=workload.staleness if options.max_staleness is None else options.max_staleness,
     )
     plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)

@@ -287,6 +287,8 @@ def _check_generation(recipe: Recipe) -> ModelConfig:
 def _check_sync(recipe: Recipe, model: ModelConfig) -> None:
     """Servers begin with the folder's own weights, and take the trainer's from then on: the two have to be alike."""
     _refuse_fp8(recipe, model, "the servers would begin with another model than the trainer, which dequantises them")
+    if recipe.sync.folder is not None:
+        _check_writable(recipe.sync.folder)
 
 
 def _refuse_fp8(recipe: Recipe, model: ModelConfig, reason: str) -> None:

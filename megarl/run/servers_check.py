@@ -17,6 +17,9 @@ from megarl.core.platform import Platform
 from megarl.core.versions import pins
 from megarl.data.chat import load_tokenizer
 from megarl.models.config import ModelConfig
+from megarl.models.fp8_weights import check_servable
+from megarl.models.lora_served import ServedLora, served_lora
+from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import read_key
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 KEY = "rollout.servers"
 OWN_WEIGHTS = "0"  # the version of weights that no run has sent
+SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -39,6 +43,11 @@ def check_servers(
     own_weights: they have to have the model's own weights still.
     """
     check_server_args(recipe.rollout.server_args, platform)
+    if not own_weights:
+        lora_at_servers(recipe, model)
+    _check_quantization(recipe, model, platform, own_weights=own_weights)
+    if not own_weights:
+        _check_hashes(recipe, model, platform)
     external = recipe.rollout.external
     if external is None or not here:
         return None
@@ -62,6 +71,42 @@ def check_servers(
         routing=recipe.actor.routing_replay,
     )
     return check_external(external.urls, key, expected)
+
+
+def lora_at_servers(recipe: Recipe, model: ModelConfig) -> ServedLora | None:
+    """Room for adapters at the servers, where they are sent alone (`sync.lora`). Raises UserError where servers take none."""
+    lora = recipe.actor.lora
+    if lora is None or recipe.sync.lora != "adapters":
+        return None
+    return served_lora(model, LoraSettings(lora.rank, lora.alpha, lora.targets))
+
+
+def _check_quantization(recipe: Recipe, model: ModelConfig, platform: Platform, *, own_weights: bool) -> None:
+    """Whether servers can hold the model in FP8. Raises UserError."""
+    if recipe.rollout.quantization is None:
+        return
+    if own_weights:
+        raise UserError(
+            "`rollout.quantization` is what a trainer sends, and `megarl eval` has no trainer: its servers load the "
+            "model's folder. Add rollout.quantization=null to the command."
+        )
+    if not platform.serves_fp8:
+        raise UserError(
+            f"`rollout.quantization`: SGLang cannot serve FP8 weights on {platform.name}. Set it to null, or run on cuda."
+        )
+    check_servable(model, recipe.rollout.tp)
+
+
+def _check_hashes(recipe: Recipe, model: ModelConfig, platform: Platform) -> None:
+    """Whether hashes of the servers' weights can be told from the trainer's (`sync.verify`). Raises UserError."""
+    shared = model.moe is not None and model.moe.shared_ffn_hidden_size > 0
+    if recipe.sync.verify != "hash" or not shared or not platform.fuses_shared_experts:
+        return
+    if SEPARATE_EXPERTS not in recipe.rollout.server_args:
+        raise UserError(
+            f"`sync.verify`: on {platform.name} SGLang may hold the model's shared experts among the others, and hashes of "
+            f"that are not known. Add {SEPARATE_EXPERTS} to rollout.server_args, or set sync.verify to probe."
+        )
 
 
 def model_name(folder: Path) -> str:

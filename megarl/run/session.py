@@ -20,10 +20,10 @@ from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.server_start import Launched, Source, Starter
 from megarl.cluster.servers import LaunchingPool
-from megarl.cluster.slots import ServerSlot, Slot, server_slots, share_no_device
+from megarl.cluster.slots import ServerSlot, Slot, ranks_beside, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
-from megarl.core.janitor import SHARED_MEMORY
+from megarl.core.janitor import SHARED_MEMORY, register_folder
 from megarl.core.layout import Layout
 from megarl.core.log import get_logger
 from megarl.core.pending import Joined
@@ -31,22 +31,30 @@ from megarl.core.protocols import Pending
 from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.data.rows import data_files
+from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.models.parts import first_copy
 from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.rules import longest_sample
-from megarl.recipe.sampling_rules import beside_ranks, check_beside
+from megarl.recipe.sampling_rules import beside_ranks, check_beside, overlaps
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
+from megarl.recipe.sync_rules import quantizing
 from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
+from megarl.run.servers_check import lora_at_servers, model_name
 from megarl.serving.external import ExternalPool
 from megarl.serving.router import RouterSpec
 from megarl.serving.server import ServerSpec
-from megarl.sync.transport import MIB, Sending, Where, choose, shared_bytes
+from megarl.sync.plan import Receiver
+from megarl.sync.ring import ring_bytes
+from megarl.sync.store import Store
+from megarl.sync.transport import MIB, Sending, Versions, Where, choose
 from megarl.training.spec import RoleSpec
 
 log = get_logger(__name__)
+
+ADAPTERS = "adapters"  # in the run's folder: those that servers have
 
 # What a role's update may read; its loss takes what it needs of these.
 _READS = {
@@ -91,6 +99,7 @@ def _reads(recipe: AnyRecipe) -> list[Path]:
     if isinstance(recipe, Recipe):
         others = (recipe.critic, recipe.reward_model, recipe.teacher)
         models += (model.path for model in others if model is not None and model.path is not None)
+        models += [recipe.sync.folder] if recipe.sync.folder is not None else []
     rows = (path for path in (recipe.data.train, recipe.data.eval) if path is not None)
     # Links to files stay links: a cache of the hub is made of them.
     return [path.resolve() for path in models] + [file.absolute() for path in rows for file in data_files(path)]
@@ -109,19 +118,55 @@ def _sending(
     [home] = [name for name, pool in pools_of(recipe).items() if ACTOR in pool.roles]
     ranks, writers = _pool_slots(runtime, recipe)[home], first_copy(layout)
     nodes, bucket_bytes = {ranks[rank].node for rank in writers}, recipe.sync.bucket_mb * MIB
-    shapes = expected_tensors(checked.model).values()
     itemsize = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
+    sizes = [math.prod(shape) * itemsize for shape in expected_tensors(checked.model).values()]
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(slot.node for slot in ranks))}
+    of_ranks = tuple(numbers[slot.node] for slot in ranks)
+    beside = tuple(
+        Receiver(f"{Launched.kind} {index}", tuple(of_ranks[rank] for rank in hosts), hosts)
+        for index, hosts in enumerate(ranks_beside(ranks, servers))
+    )
     where = Where(
         writers={str(node) for node in nodes},
         servers={str(part.node) for slot in servers for part in slot.parts},
         takes_memory=not runtime.platform.has_device_memory,
-        needed_bytes=shared_bytes(max(math.prod(shape) for shape in shapes) * itemsize, bucket_bytes),
+        needed_bytes=ring_bytes(max(sizes), bucket_bytes),
         free_bytes=shutil.disk_usage(SHARED_MEMORY).free if nodes == {runtime.here} else None,
         external=checked.external is not None,
+        quantized=recipe.rollout.quantization is not None,
+        beside=bool(beside),
     )
     transport, why = choose(recipe.sync.transport, where)
+    adapters = None
+    if lora_at_servers(recipe, checked.model) is not None:
+        adapters = recipe.run.folder.resolve() / ADAPTERS
+        transport, why = "adapters", f"sync.lora asks for them alone; servers read them in {adapters}"
     log.info("weights go to the servers by %s: %s", transport, why)
-    return Sending(transport, writers, ranks[0].node.registry, bucket_bytes, recipe.deadlines.sync_s)
+    versions = _versions(runtime, recipe, servers, sum(sizes)) if transport == "disk" else None
+    return Sending(
+        transport,
+        writers,
+        of_ranks,
+        ranks[0].node.registry,
+        bucket_bytes,
+        recipe.deadlines.sync_s,
+        versions,
+        where.quantized,
+        adapters,
+        beside if transport == "shared_memory" else (),
+    )
+
+
+def _versions(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot], whole_bytes: int) -> Versions:
+    """Where weight versions go: a folder that is removed with the run."""
+    folder = (recipe.sync.folder or runtime.folder).absolute() / f"weights-{runtime.run_id}"
+    register_folder(runtime.scratch.registry, folder)
+    folder.mkdir(parents=True)
+    # A server that is on several nodes, or that somebody else started, is told one path for all of its processes.
+    in_place = recipe.rollout.external is not None or any(len(slot.parts) > 1 for slot in servers)
+    # SGLang makes all quantised weights ready after each load, those that did not come as well.
+    all_files = recipe.rollout.quantization is not None or bool(quantizing(recipe))
+    return Versions(Store(folder, model_name(recipe.model.path)), whole_bytes, in_place, all_files)
 
 
 def _with_critic(
@@ -142,9 +187,22 @@ def _with_critic(
     return learning, SyncAfterCritic(sync, learning)
 
 
+def _threads(runtime: Runtime, recipe: AnyRecipe) -> tuple[int | None, int | None]:
+    """Threads of each rank and of each server: all cores' where the others wait meanwhile."""
+    ranks = recipe.cluster.devices
+    if not isinstance(recipe, Recipe) or recipe.rollout.external is not None:
+        return runtime.threads(ranks), None
+    servers = recipe.rollout.server_devices
+    if overlaps(recipe):
+        ranks = servers = ranks + servers
+    own = runtime.threads(servers)
+    # Deterministic servers compute the same bits with one thread alone.
+    return runtime.threads(ranks), own and (1 if recipe.rollout.deterministic else own)
+
+
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:
     """The ranks that host each role: one process a device."""
-    deadlines, slots = recipe.deadlines, _pool_slots(runtime, recipe)
+    deadlines, slots, threads = recipe.deadlines, _pool_slots(runtime, recipe), _threads(runtime, recipe)[0]
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
     pools = pools_of(recipe)
     launching = {
@@ -155,6 +213,7 @@ def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[st
             recipe.run.seed,
             waiter,
             deadlines.start_s,
+            threads,
         )
         for name in pools
     }
@@ -170,7 +229,13 @@ def _server_slots(runtime: Runtime, recipe: Recipe) -> tuple[ServerSlot, ...]:
     return server_slots(runtime.platform, runtime.nodes.members, runtime.slots, settings.num_servers, settings.tp)
 
 
-def _source(runtime: Runtime, recipe: Recipe, slots: Sequence[ServerSlot], external: ExternalPool | None) -> Source:
+def _source(
+    runtime: Runtime,
+    recipe: Recipe,
+    slots: Sequence[ServerSlot],
+    external: ExternalPool | None,
+    lora: ServedLora | None,
+) -> Source:
     """Where the run's servers come from."""
     settings, answer_s = recipe.rollout, recipe.deadlines.answer_s
     if external is not None:
@@ -185,6 +250,9 @@ def _source(runtime: Runtime, recipe: Recipe, slots: Sequence[ServerSlot], exter
         seed=recipe.run.seed,
         offloaded=bool(settings.offload),
         deterministic=settings.deterministic,
+        quantized=settings.quantization is not None,
+        lora=lora,
+        threads=_threads(runtime, recipe)[1],
         extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
     )
     return Launched(runtime, spec, slots, answer_s)
@@ -197,9 +265,11 @@ def _launch_rollout(
     external: ExternalPool | None,
     num_shards: int,
     waiter: Waiter,
+    lora: ServedLora | None = None,
 ) -> LaunchingRollout:
-    deadlines = recipe.deadlines
-    source, router = _source(runtime, recipe, slots, external), RouterSpec(request_timeout_s=deadlines.rollout_s)
+    deadlines, adapter = recipe.deadlines, "" if lora is None else ADAPTER
+    source = _source(runtime, recipe, slots, external, lora)
+    router = RouterSpec(request_timeout_s=deadlines.rollout_s, adapter=adapter)
     starter = Starter(runtime, source, router, deadlines.start_s, deadlines.answer_s)
     servers = LaunchingPool.launch(starter, waiter, Restarts(recipe.rollout.max_restarts))
     return LaunchingRollout.launch(runtime, recipe, servers, num_shards, waiter, beside=beside(runtime, recipe, slots))
@@ -222,6 +292,8 @@ def _build_roles(specs: dict[str, RoleSpec], ranks: dict[str, RankGroup], recipe
 
 def _runtime(recipe: Recipe, checked: Preflight, folder: Path, devices: int, scratch: Scratch | None) -> Runtime:
     hosts = [] if checked.external is None else checked.external.hosts
+    if recipe.sync.folder is not None:
+        recipe.sync.folder.mkdir(parents=True, exist_ok=True)  # every node is asked whether it sees it
     return Runtime.start(checked.platform, folder, devices, _reads(recipe), scratch, reached_from=hosts)
 
 
@@ -253,7 +325,8 @@ def train_session(
         slots = _server_slots(runtime, recipe)
         check_beside(recipe, beside=share_no_device(runtime.slots, slots))
         sending = _sending(runtime, recipe, checked, layouts[ACTOR], slots)
-        launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter)
+        lora = lora_at_servers(recipe, checked.model)
+        launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter, lora)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = launching.ready()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from megarl.core.types import FloatArray, TokenArray
 from megarl.recipe.roles import ServerPart
 from megarl.serving import answers
 from megarl.serving.answers import Generation
+from megarl.serving.deadline import deadline
 from megarl.serving.sampling import Sampling, prompt_key
 
 log = get_logger(__name__)
@@ -47,7 +49,7 @@ class ServerEndpoint:
     """Where a server (or the router) answers. tp: its tensor-parallel size: its ranks in a weight sync.
 
     api_key: empty for one that wants none. shares_devices: its devices are ranks' as well. since: what tells one that came back
-    at the same address from the one before.
+    at the same address from the one before. adapter: LoRA adapters that requests are answered with; none where empty.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ServerEndpoint:
     tp: int = 1
     shares_devices: bool = False
     since: float = 0.0
+    adapter: str = ""
 
 
 class ServerError(MegarlError):
@@ -80,6 +83,7 @@ class ServerClient:
 
     def __init__(self, endpoint: ServerEndpoint, *, attempts: int = ATTEMPTS, backoff_s: float = 0.5) -> None:
         self.endpoint = endpoint
+        self._adapter = {"lora_path": endpoint.adapter} if endpoint.adapter else {}
         self._attempts = attempts
         self._backoff_s = backoff_s
         self._session: aiohttp.ClientSession | None = None
@@ -125,13 +129,14 @@ class ServerClient:
                 "input_ids": ids,
                 "sampling_params": sampling.body(),
                 "return_logprob": True,
+                **self._adapter,
                 **({"return_routed_experts": True} if sampling.routing else {}),
                 **({"extra_key": prompt_key(ids[:num_prompt])} if sampling.alone else {}),
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
         )
         what = self._what("/generate")
-        async with _deadline(deadline_s, what):
+        async with deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
                     return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
@@ -150,6 +155,7 @@ class ServerClient:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **self._adapter,
         }
         return answers.read_prompt_logprobs(await self._post("/generate", body, deadline_s), self._what("/generate"))
 
@@ -163,7 +169,7 @@ class ServerClient:
     async def well(self, deadline_s: float) -> bool:
         """Whether the server answers that it is well. Raises ServerUnreachableError where nobody listens."""
         try:
-            async with _deadline(deadline_s, self._what("/health")):
+            async with deadline(deadline_s, self._what("/health")):
                 await self._send("GET", "/health", None)
         except (ServerError, DeadlineError):
             return False
@@ -180,7 +186,7 @@ class ServerClient:
         Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
         what = self._what(path)
-        async with _deadline(deadline_s, what):
+        async with deadline(deadline_s, what):
             method, sent = ("GET", None) if body is None else ("POST", orjson.dumps(body))
             return answers.read_json(await self._send(method, path, sent), what)
 
@@ -286,12 +292,14 @@ class ServerClient:
         group: str,
         deadline_s: float,
         *,
+        flattened: bool = True,
         flush_cache: bool = True,
     ) -> None:
-        """Receive one flattened bucket in the group's next broadcast and load it. Returns when it is loaded.
+        """Receive tensors in the group's next broadcasts and load them. Returns when they are loaded.
 
-        flush_cache: forget cached prefixes as well. A server that is paused with requests held `in_place` dies of that:
-        False keeps their KV, which the old weights made, and every cached prefix with it.
+        flattened: all in one broadcast, end to end as bytes; else in one each. flush_cache: forget cached prefixes as well.
+        A server that is paused with requests held `in_place` dies of that: False keeps their KV, which the old weights made, and
+        every cached prefix with it.
 
         A server that is not paused waits until no request runs; a paused one loads at once, beside what it holds.
         """
@@ -300,7 +308,7 @@ class ServerClient:
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group,
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if flattened else None,
             # With each bucket, because it is nearly free here, and a third of a second as a call of its own.
             "flush_cache": flush_cache,
         }
@@ -314,12 +322,25 @@ class ServerClient:
         payloads: for each tensor-parallel rank of the server, a pickled description of the memory in base64; SGLang's
         unpickler lets little through (`sync/segments.py` makes them). flush_cache: see `update_from_distributed`.
         """
+        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket"}
+        await self._post("/update_weights_from_tensor", body | {"flush_cache": flush_cache}, deadline_s)
+
+    async def update_from_disk(
+        self, folder: Path, version: int, deadline_s: float, *, flush_cache: bool = True
+    ) -> None:
+        """Load all tensors of the safetensors in a folder that the server sees, and serve them as this version.
+
+        Tensors that are not there stay as they are. It is no part of a session. The server calls its model what the folder is
+        called from then on. A file that it cannot read leaves it with a mixture: they have to be checked before. flush_cache: see
+        `update_from_distributed`.
+        """
         body = {
-            "serialized_named_tensors": list(payloads),
-            "load_format": "flattened_bucket",
+            "model_path": str(folder),
+            "load_format": "safetensors",
+            "weight_version": str(version),
             "flush_cache": flush_cache,
         }
-        await self._post("/update_weights_from_tensor", body, deadline_s)
+        await self._post("/update_weights_from_disk", body, deadline_s)
 
     async def set_weight_version(self, version: int, deadline_s: float = CALL_S) -> None:
         """Have the server write this version into its answers, for the tokens that it makes from now on."""
@@ -343,7 +364,7 @@ class ServerClient:
         return self._session
 
     async def _post(self, path: str, body: Mapping[str, Any], deadline_s: float) -> bytes:
-        async with _deadline(deadline_s, self._what(path)):
+        async with deadline(deadline_s, self._what(path)):
             return await self._send("POST", path, orjson.dumps(body))
 
     async def _send(self, method: str, path: str, body: bytes | None) -> bytes:
@@ -375,22 +396,3 @@ def _read(body: bytes, what: str, num_prompt: int, sampling: Sampling) -> Genera
             "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
         )
     return generation
-
-
-class _deadline:
-    """An asyncio.timeout whose error says what was waited for."""
-
-    def __init__(self, seconds: float, what: str) -> None:
-        self._seconds, self._what = seconds, what
-        self._timeout = asyncio.timeout(seconds)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._timeout.__aexit__(kind, error, trace)
-        except TimeoutError as late:
-            raise DeadlineError(f"{self._what}: no answer within {self._seconds:g} s") from late

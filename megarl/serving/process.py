@@ -52,11 +52,15 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a process answers HTTP, and the path that says that it is ready."""
+    """Where a process answers HTTP, and the path that says that it is ready.
+
+    work_path: of what it answers only where all of it works, such as its scheduler; default: the same.
+    """
 
     host: str
     port: int
     ready_path: str
+    work_path: str = ""
 
     @property
     def url(self) -> str:
@@ -146,11 +150,19 @@ class ManagedProcess:
         self.shm_names()
 
     def answers(self, timeout_s: float = CONNECT_S) -> bool:
-        """Whether the endpoint answers 200 within so many seconds."""
+        """Whether the endpoint answers 200 within so many seconds that it is ready."""
+        return self._answers(self.command.endpoint.ready_path, timeout_s)
+
+    def works(self, timeout_s: float) -> bool:
+        """Whether the endpoint answers 200 within so many seconds where all of the process has to work for it."""
+        endpoint = self.command.endpoint
+        return self._answers(endpoint.work_path or endpoint.ready_path, timeout_s)
+
+    def _answers(self, path: str, timeout_s: float) -> bool:
         endpoint = self.command.endpoint
         connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=timeout_s)
         try:
-            connection.request("GET", endpoint.ready_path)
+            connection.request("GET", path)
             return connection.getresponse().status == http.client.OK
         except (OSError, http.client.HTTPException):
             return False  # not listening yet, or not answering
@@ -165,10 +177,14 @@ class ManagedProcess:
         return not self.alive()
 
     def shm_names(self) -> frozenset[str]:
-        """Names under /dev/shm that this process and its descendants hold now or held at an earlier call."""
+        """Names under /dev/shm that this process and its descendants hold now or held at an earlier call.
+
+        Without the memory that weights came in: it is a rank's.
+        """
         if self._process is not None:
             tree = process_tree(self.pid)
-            self._segments |= janitor.segments_of(tree) | _open_segments(tree)
+            held = janitor.segments_of(tree) | _open_segments(tree)
+            self._segments |= {name for name in held if _maker(name) in (None, *tree)}
         return frozenset(self._segments)
 
     def log_tail(self, lines: int = 30) -> str:
@@ -239,6 +255,12 @@ def start_all(processes: Sequence[ManagedProcess], deadline_s: float) -> None:
         for process in processes:
             process.stop()
         raise
+
+
+def _maker(name: str) -> int | None:
+    """The process that made a segment, where torch named it: torch_<pid>_..."""
+    first, *rest = name.split("_")
+    return int(rest[0]) if first == "torch" and rest and rest[0].isdigit() else None
 
 
 def _open_segments(pids: Iterable[int]) -> set[str]:

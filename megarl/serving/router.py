@@ -24,11 +24,15 @@ REGISTER_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How the router treats requests. request_timeout_s: longest single request. port: a free one where not given."""
+    """How the router treats requests. request_timeout_s: longest single request. port: a free one where not given.
+
+    adapter: LoRA adapters that requests through it are answered with; none where empty.
+    """
 
     policy: str = "cache_aware"
     request_timeout_s: float = 3600.0
     port: int | None = None
+    adapter: str = ""
 
     def flags(self, host: str, port: int, metrics_port: int) -> list[str]:
         """As flags of sglang_router.launch_router; the API key is not among them."""
@@ -58,7 +62,7 @@ class RouterProcess(ManagedProcess):
     def __init__(self, spec: RouterSpec, place: ProcessPlace, name: str = "router") -> None:
         port, metrics_port = spec.port or free_port(place.host), free_port(place.host)
         self._api_key = place.api_key
-        self._endpoint = ServerEndpoint(name, f"http://{place.host}:{port}", place.api_key, 1)
+        self._endpoint = ServerEndpoint(name, f"http://{place.host}:{port}", place.api_key, 1, adapter=spec.adapter)
         super().__init__(
             Command(
                 name=name,

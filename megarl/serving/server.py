@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.platform import Platform
+from megarl.models.fp8_weights import quantization_settings
+from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
 
@@ -35,7 +38,9 @@ class ServerSpec:
     model: HF folder. tp: over all of its nodes. kv_tokens: KV cache in tokens; None lets SGLang decide. context_length:
     longest prompt with its response; None is the model's own. weight_version: of the weights in `model`. span: where the
     server is over several nodes; only the first answers requests. shares_devices: with ranks, and so their memory. offloaded:
-    it gives memory back at times. deterministic: an answer depends on its request alone. extra: flags of sglang.launch_server.
+    it gives memory back at times. deterministic: an answer depends on its request alone. quantized: it begins with random
+    weights, and waits for a sync in FP8 (models/fp8_weights.py). lora: adapters that it takes as they are. threads: of each of
+    its tensor-parallel ranks; None is what suits the platform. extra: flags of sglang.launch_server.
     """
 
     model: Path
@@ -50,6 +55,9 @@ class ServerSpec:
     shares_devices: bool = False
     offloaded: bool = False
     deterministic: bool = False
+    quantized: bool = False
+    lora: ServedLora | None = None
+    threads: int | None = None
     extra: tuple[str, ...] = ()
 
     def flags(self, host: str, port: int) -> list[str]:
@@ -72,6 +80,11 @@ class ServerSpec:
         if self.span is not None:
             flags += ["--nnodes", str(self.span.num_nodes), "--node-rank", str(self.span.node_rank)]
             flags += ["--dist-init-addr", self.span.meet]
+        if self.quantized:
+            # The folder's weights are of another form than those that come.
+            flags += ["--load-format", "dummy", "--json-model-override-args", json.dumps(quantization_settings())]
+        if self.lora is not None:
+            flags += self.lora.flags()
         return [*flags, *self.extra]
 
 
@@ -97,8 +110,9 @@ class ServerProcess(ManagedProcess):
         self.spec = spec
         port = free_port(place.host)
         self._temp = Path(tempfile.mkdtemp(prefix="server-", dir=place.temp))
+        adapter = ADAPTER if spec.lora is not None else ""
         self._endpoint = ServerEndpoint(
-            name, f"http://{place.host}:{port}", place.api_key, spec.tp, spec.shares_devices
+            name, f"http://{place.host}:{port}", place.api_key, spec.tp, spec.shares_devices, adapter=adapter
         )
         super().__init__(
             Command(
@@ -110,13 +124,18 @@ class ServerProcess(ManagedProcess):
                     *(platform.shared_server_args if spec.shares_devices else ()),
                     *(platform.offload_server_args if spec.offloaded else ()),
                     *(platform.deterministic_server_args if spec.deterministic else ()),
+                    *(platform.lora_server_args if spec.lora is not None else ()),
                     *spec.flags(place.host, port),
                 ),
                 log=place.logs / f"{name.replace(' ', '_')}.log",
-                endpoint=Endpoint(place.host, port, "/health"),
+                endpoint=Endpoint(place.host, port, "/health", "/health_generate"),
                 env={
                     **platform.env,
+                    **({} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}),
                     **platform.server_env(spec.tp),
+                    # The router asks every two seconds. A token that is made for it while weights arrive ends SGLang: it is to
+                    # forget what it computed with the old ones, and asserts that nothing is computed.
+                    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
                     **place.env,
                     "TMPDIR": str(self._temp),
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),

@@ -28,6 +28,7 @@ from megarl.core.loading import without_collection
 
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
+LORA = "--enable-lora"
 
 
 class StandInModule(ModuleType):
@@ -122,6 +123,8 @@ def install(*, deterministic: bool = False) -> None:
     check_version()
     if deterministic:
         _install_invariant()
+    else:
+        importlib.import_module("megarl.models.cpu_matmul").install()
     if _missing("sgl_kernel"):
         kernels = importlib.import_module("megarl.serving.sglang_cpu_kernels")
         kernels.register_operators()
@@ -169,13 +172,59 @@ def _allow_attention() -> None:
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-def load(*, deterministic: bool = False) -> None:
+def _finish_kernels() -> None:
+    """Answer who waits for CUDA's kernels: there are none. SGLang does before and after it hashes its weights."""
+    importlib.import_module("torch").cuda.synchronize = _nothing_to_wait_for
+
+
+def _nothing_to_wait_for(device: Any = None) -> None:
+    """What `torch.cuda.synchronize` does, where it would raise."""
+
+
+def keep_mapped() -> None:
+    """Keep the memory that the last bucket of weights came in mapped, for the next bucket comes in the same.
+
+    torch forgets it with the bucket's last tensor; mapping it anew for each costs more than loading what is in it.
+    """
+    reductions: Any = importlib.import_module("torch.multiprocessing.reductions")
+    rebuild = reductions.rebuild_storage_filename
+    kept: list[Any] = []
+
+    def rebuild_and_keep(*arguments: Any, **more: Any) -> Any:
+        kept[:] = [rebuild(*arguments, **more)]
+        return kept[0]
+
+    reductions.rebuild_storage_filename = rebuild_and_keep
+
+
+def _forget_pinning() -> None:
+    """Answer who wants memory that CUDA copies from at once: all memory is as good. SGLang's LoRA does, on every device."""
+    torch: Any = importlib.import_module("torch")
+
+    def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*values: Any, pin_memory: bool = False, **options: Any) -> Any:
+            return make(*values, **options)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+
+
+def load(*, deterministic: bool = False, lora: bool = False) -> None:
     """Import the server. What is there then stays: nobody looks for garbage in it, and its copies share it."""
     with without_collection():
         install(deterministic=deterministic)
         importlib.import_module("sglang.srt.entrypoints.http_server")
+        _finish_kernels()
+        if lora:
+            _forget_pinning()
+        keep_mapped()
         if deterministic:
             _allow_attention()
+        else:
+            importlib.import_module("megarl.serving.sglang_cpu_attention").install()
         gc.freeze()
 
 
@@ -196,6 +245,6 @@ if __name__ == "__main__":
     from megarl.serving.launcher import read_api_key, run_sglang_server
 
     api_key = read_api_key()
-    load(deterministic=DETERMINISTIC in sys.argv)
+    load(deterministic=DETERMINISTIC in sys.argv, lora=LORA in sys.argv)
     fork_children()
     run_sglang_server(sys.argv[1:], api_key)

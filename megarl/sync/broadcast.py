@@ -1,9 +1,9 @@
-"""Sends the trainer's weights to the servers over torch.distributed: one rank broadcasts, every server receives.
+"""Sends the trainer's weights to the servers over torch.distributed: who holds a part sends it, every server receives all.
 
-The sending rank joins a process group with all servers and broadcasts flattened buckets, while it tells each server
-over HTTP what comes. A server that answers with an error, dies, or is late is named and left out; the group is made
-anew without it, and the whole sync repeated for the rest. Whether the servers then hold the right weights is for
-verify.py to say.
+Each sending rank joins a process group with all servers and broadcasts its buckets; rank 0 tells each server over HTTP what
+comes from whom, bucket by bucket in the one order that all ranks know (plan.py). A server that answers with an error, dies, or
+is late is named and left out; the groups are made anew without it, and the whole sync repeated for the rest. Whether the
+servers then hold the right weights is for verify.py to say.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megarl.core.errors import DeadlineError, MegarlError, SyncError
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
-from megarl.sync.group import BackendName, MeetingPlace, SendGroup, Slot, connect, flatten, slots
+from megarl.sync.group import BackendName, MeetingPlace, slots
+from megarl.sync.member import GIVEN_UP, Attempt, Member, Outcome, members_of
+from megarl.sync.outgoing import Outgoing, Parcel
 from megarl.sync.session import (
+    GRACE_S,
     JOIN_S,
     Clients,
     Failures,
@@ -34,20 +37,15 @@ from megarl.sync.session import (
     left,
 )
 
-Bucket = list[tuple[str, Tensor]]  # HF names and full tensors
-Buckets = Callable[[], Iterator[Bucket]]  # called once an attempt: each gathers anew
-
-GRACE_S = 10.0  # how long servers may take to notice that an attempt was given up
-ARRIVAL_POLL_S = 0.005
+Calls = dict[str, asyncio.Task[None]]
 
 
 class BroadcastSender:
-    """The sending end. Every rank of the trainer makes one and calls `send`: gathering is collective, rank 0 sends.
+    """The sending end. Every rank of the trainer makes one and calls `send`; rank 0 leads.
 
     host: this node's address, as the servers reach it. backend: for servers on devices of their own; NCCL refuses two
     processes on one device, so that gloo serves those that share the ranks'. control: the trainer ranks' own process
-    group, over which rank 0 tells the others whether to gather once more; None where there is one rank. timeout_s: longest
-    single attempt. join_s: how long a broadcast waits for its members; gloo cannot be told to give up earlier.
+    group; None where there is one rank. timeout_s: longest single attempt. join_s: how long a broadcast waits for its members.
     """
 
     def __init__(
@@ -64,21 +62,25 @@ class BroadcastSender:
     ) -> None:
         self._rank = rank
         self._host = host
-        self._device = torch.device(device)
         self._backend: BackendName = backend
         self._timeout_s = timeout_s
-        self._control = control
-        self._grace_s = grace_s
-        self._join_s = join_s
-        self._group: SendGroup | None = None
+        self._grace_s, self._join_s = grace_s, join_s
+        self._member = Member(rank, host, torch.device(device), control, grace_s, join_s)
         # Servers refuse a group whose name they have seen: a later sender's must differ from this one's.
         self._name = uuid.uuid4().hex[:12]
-        self._groups_made = 0
+        self._attempts = 0
+        self._asked: dict[str, list[str]] = {}  # by a server's URL, the groups that it was asked to join
+        self._names: dict[int, str] = {}  # of the groups that are open, by sender
+        self._places: dict[int, MeetingPlace] = {}
         self._flush_cache = True
         self._watch = Stopwatch()
 
+    def backend_for(self, servers: Sequence[ServerEndpoint]) -> BackendName:
+        """The backend that these servers are reached with."""
+        return "gloo" if any(server.shares_devices for server in servers) else self._backend
+
     def send(
-        self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
+        self, outgoing: Outgoing, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
     ) -> SyncReport | None:
         """Send all buckets to all servers and give them the version; None on every rank but 0.
 
@@ -90,20 +92,23 @@ class BroadcastSender:
         """
         if self._rank == 0:
             self._flush_cache = flush_cache
-            return asyncio.run(self._lead(buckets, version, servers))
-        while self._gather_again(False):
-            for _ in buckets():
-                continue
+            return asyncio.run(self._lead(outgoing, version, servers))
+        nothing: Attempt | None = None
+        while (attempt := self._member.word(nothing)) is not None:
+            if attempt.joins:
+                addresses = self._member.open(attempt, outgoing.parcels)
+                self._member.share(self._member.join(attempt, addresses))
+            if self._member.word(False):
+                self._member.share(self._member.stream(outgoing, attempt.seconds))
         return None
 
     def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Leave the groups."""
+        self._places = {}
+        self._member.close()
 
     def leave(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
-        """Leave the group, and have these servers give up whatever they hold of this sender; who did not, and why.
+        """Leave the groups, and have these servers give up whatever they hold of them; who did not, and why.
 
         For servers that go on without this process. Rank 0's alone to do.
         """
@@ -111,32 +116,22 @@ class BroadcastSender:
         return asyncio.run(self._end_groups(servers, deadline_s))
 
     async def _end_groups(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
-        """Also those that a server was in before it went and came back."""
-
-        async def end(client: ServerClient) -> None:
-            for number in range(self._groups_made, 0, -1):
-                try:
-                    await client.destroy_group(self._group_name(number), deadline_s)
-                except ServerError as error:
-                    if "does not exist" not in str(error):
-                        raise
-
         async with connected(servers) as clients:
-            failures = await everyone(clients, end)
+            failures = await everyone(clients, lambda client: self._end_groups_of(client, deadline_s))
         return {name: str(error) for name, error in failures.items()}
 
-    def _group_name(self, number: int) -> str:
-        return f"megarl-{self._name}-{number}"
+    async def _end_groups_of(self, client: ServerClient, deadline_s: float) -> None:
+        """Also those that a server was in before it went and came back. deadline_s: of each."""
+        names = self._asked.get(client.endpoint.url, [])
+        while names:
+            try:
+                await client.destroy_group(names[-1], deadline_s)
+            except ServerError as error:
+                if "does not exist" not in str(error):
+                    raise
+            names.pop()
 
-    def _gather_again(self, again: bool) -> bool:
-        """Rank 0's word, on every rank; what the others pass is not heard."""
-        if self._control is None:
-            return again
-        word = torch.tensor([int(again)], device=self._device)
-        dist.broadcast(word, src=0, group=self._control)
-        return bool(word.item())
-
-    async def _lead(self, buckets: Buckets, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
+    async def _lead(self, outgoing: Outgoing, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
         began = time.monotonic()
         failed: dict[str, str] = {}
         num_bytes = attempts = 0
@@ -145,32 +140,45 @@ class BroadcastSender:
             try:
                 while remaining:
                     attempts += 1
-                    end = time.monotonic() + self._timeout_s
                     here = {server.name: clients[server.name] for server in remaining}
                     self._watch = Stopwatch()
-                    failures, num_bytes, again = await self._attempt(buckets, version, remaining, here, end)
+                    failures, num_bytes, again = await self._attempt(outgoing, version, remaining, here)
                     failed |= {name: str(error) for name, error in failures.items()}
                     remaining = [server for server in remaining if server.name not in failures]
                     if not again:
                         break
-            finally:
-                self._gather_again(False)
+            except BaseException as error:
+                # Raised after all ranks have said how they fared: they wait for the word.
+                if isinstance(error, SyncError):
+                    await asyncio.to_thread(self._member.word, None)
+                await self._give_up(clients, {})
+                raise
+            await asyncio.to_thread(self._member.word, None)
         ok = tuple(server.name for server in remaining)
         return SyncReport(version, ok, failed, num_bytes, time.monotonic() - began, attempts, self._watch.seconds)
 
     async def _attempt(
-        self, buckets: Buckets, version: int, servers: list[ServerEndpoint], clients: Clients, end: float
+        self, outgoing: Outgoing, version: int, servers: list[ServerEndpoint], clients: Clients
     ) -> tuple[Failures, int, bool]:
         """Who failed, bytes sent, and whether the rest need another attempt."""
-        failures = await self._join(servers, clients, end)
+        end = time.monotonic() + self._timeout_s
+        name = f"megarl-{self._name}-{self._attempts}"
+        self._attempts += 1
+        joins = not self._member.is_joined(servers, outgoing.parcels)
+        attempt = Attempt(tuple(servers), name, self.backend_for(servers), self._timeout_s, joins)
+        await asyncio.to_thread(self._member.word, attempt)
+        try:
+            failures = await self._join(attempt, outgoing.parcels, clients, end) if joins else {}
+        except SyncError:
+            await asyncio.to_thread(self._member.word, False)
+            raise
         if not failures:
             failures = await everyone(clients, lambda client: client.begin_weight_update(left(end)))
+        await asyncio.to_thread(self._member.word, not failures)
         if failures:
             return await self._give_up(clients, failures), 0, True
-        assert self._group is not None
-        self._gather_again(True)
         self._watch.lap("begin")
-        failures, num_bytes = await self._stream(buckets, clients, end)
+        failures, num_bytes = await self._stream(outgoing, clients, end)
         if failures:
             return await self._give_up(clients, failures), num_bytes, True
         # From here on a server that fails takes nothing from the others.
@@ -178,114 +186,121 @@ class BroadcastSender:
         self._watch.lap("commit")
         return failures, num_bytes, False
 
-    async def _join(self, servers: list[ServerEndpoint], clients: Clients, end: float) -> Failures:
-        """Be in a group with exactly these servers."""
-        if self._group is not None and self._group.servers == tuple(servers):
-            return {}
-        if self._group is not None:
-            old = self._group.name
-            self.close()
-            await everyone(clients, lambda client: client.destroy_group(old, left(end)))
-        self._groups_made += 1
-        name = self._group_name(self._groups_made)
-        backend: BackendName = "gloo" if any(server.shares_devices for server in servers) else self._backend
-        places, world_size = slots(servers)
-        place = MeetingPlace(self._host, world_size, left(end))
-        calls = {
+    async def _join(self, attempt: Attempt, parcels: Sequence[Parcel], clients: Clients, end: float) -> Failures:
+        """Make groups with exactly these servers."""
+        addresses = await asyncio.to_thread(self._member.open, attempt, parcels)
+        self._places = {sender: MeetingPlace.find(address, left(end)) for sender, address in addresses.items()}
+        self._names = {sender: attempt.group(sender) for sender in addresses}
+        if stuck := await self._end_old_groups(clients):
+            self._tell_to_give_up()
+            await asyncio.to_thread(self._member.share, await asyncio.to_thread(self._member.join, attempt, addresses))
+            return stuck
+        joining = asyncio.create_task(asyncio.to_thread(self._member.join, attempt, addresses))
+        calls: Calls = {}
+        first: Failures = {}
+        for sender, members in members_of(parcels).items():
+            calls = self._call_together(attempt, sender, members, clients, end)
+            while not _all_well(calls) and not (first := failures_of(calls)) and time.monotonic() < end:
+                await asyncio.wait(calls.values(), timeout=left(end), return_when=asyncio.FIRST_EXCEPTION)
+            if not _all_well(calls):
+                tps = {server.name: server.tp for server in attempt.servers}
+                coming = sum(tps[name] for name, call in calls.items() if not call.done())
+                self._tell_to_give_up({sender: coming})
+                break
+            self._places[sender].all_come()
+        reasons = await asyncio.to_thread(self._member.share, await joining)
+        return await self._settle(calls, first, next(filter(None, reasons), None))
+
+    async def _end_old_groups(self, clients: Clients) -> Failures:
+        """Have servers give up the groups of former attempts, which this side has left: each takes memory and connections.
+
+        Who does not answer. One that cannot has nothing of the group left to give up.
+        """
+        failures = await everyone(clients, lambda client: self._end_groups_of(client, self._grace_s))
+        return {name: error for name, error in failures.items() if not isinstance(error, ServerError)}
+
+    def _call_together(
+        self, attempt: Attempt, sender: int, members: Sequence[int], clients: Clients, end: float
+    ) -> Calls:
+        """Ask all servers to join a sender's group."""
+        found, world_size = slots(attempt.servers, len(members))
+        host, port = self._places[sender].address
+        name = attempt.group(sender)
+        for server in attempt.servers:
+            self._asked.setdefault(server.url, []).append(name)
+        return {
             slot.server.name: asyncio.create_task(
                 clients[slot.server.name].init_group(
-                    host=place.host,
-                    port=place.port,
+                    host=host,
+                    port=port,
                     rank_offset=slot.rank_offset,
                     world_size=world_size,
                     group=name,
-                    backend=backend,
+                    backend=attempt.backend,
                     # Longer than giving up takes, so that who answers it can be told from who does not.
                     deadline_s=left(end) + 3 * self._grace_s,
                 )
             )
-            for slot in places
+            for slot in found
         }
-        reason = None
-        try:
-            # NCCL's members do not wait for each other until the first broadcast: their calls just return.
-            while not (come := place.arrived() >= world_size - 1 or _all_well(calls)):
-                if time.monotonic() > end or failures_of(calls):
-                    break
-                await asyncio.sleep(ARRIVAL_POLL_S)
-            if come:
-                self._group = await asyncio.to_thread(connect, name, servers, place, backend)
-        except RuntimeError as error:
-            reason = f"the group could not be made: {error}"
-        first = failures_of(calls)
-        if self._group is None:
-            reason = reason or "not every server came to join the group"
-            await self._await_stragglers(place, places, calls)
-            place.close()
-        return await self._settle(calls, first, reason)
 
-    async def _await_stragglers(
-        self, place: MeetingPlace, places: list[Slot], calls: dict[str, asyncio.Task[None]]
-    ) -> None:
-        """Wait, after giving up, until every server that has not answered is at the meeting place.
+    def _tell_to_give_up(self, coming: Mapping[int, int] | None = None) -> None:
+        """Have all members of all groups give up; coming: how many ranks of servers are on their way to a sender's group."""
+        for sender, place in self._places.items():
+            place.give_up((coming or {}).get(sender, 0))
 
-        Closing it turns away whoever is there; a server that comes later would look for it for half an hour.
-        """
-        end = time.monotonic() + self._grace_s
-        while time.monotonic() < end:
-            coming = sum(slot.server.tp for slot in places if not calls[slot.server.name].done())
-            if place.arrived() >= coming:
-                return
-            await asyncio.sleep(ARRIVAL_POLL_S)
-
-    async def _stream(self, buckets: Buckets, clients: Clients, end: float) -> tuple[Failures, int]:
-        """Send every bucket; after a failure the rest are still gathered, because the other ranks gather them too."""
-        assert self._group is not None
-        failures: Failures = {}
+    async def _stream(self, outgoing: Outgoing, clients: Clients, end: float) -> tuple[Failures, int]:
+        """Send every bucket; who failed, and how many bytes were loaded."""
+        sending = asyncio.create_task(asyncio.to_thread(self._member.stream, outgoing, left(end)))
+        calls: Calls = {}
+        first: Failures = {}
         num_bytes = 0
-        for bucket in buckets():
-            self._watch.lap("gather")
-            if not failures:
-                failures = await self._send_bucket(bucket, clients, self._group, end)
-                self._watch.lap("send and load")
-                num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-        return failures, num_bytes
+        for parcel in outgoing.parcels:
+            calls = self._announce(parcel, clients, end)
+            await _answered(calls, sending, bucket_limit_s(parcel.nbytes, end, self._join_s))
+            if not _all_well(calls):
+                first = failures_of(calls)
+                self._tell_to_give_up()
+                break
+            num_bytes += parcel.nbytes
+        try:
+            mine = await sending
+        except Exception:
+            await _cancelled(calls)
+            raise
+        outcomes: list[Outcome] = await asyncio.to_thread(self._member.share, mine)
+        self._watch.lap("send and load")
+        self._watch.seconds["gather"] = max(outcome.gather_s for outcome in outcomes)
+        reason = next((outcome.reason for outcome in outcomes if outcome.reason is not None), None)
+        return await self._settle(calls, first, reason), num_bytes
 
-    async def _send_bucket(self, bucket: Bucket, clients: Clients, group: SendGroup, end: float) -> Failures:
-        names = [name for name, _ in bucket]
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-        shapes = [list(tensor.shape) for _, tensor in bucket]
-        calls = {
+    def _announce(self, parcel: Parcel, clients: Clients, end: float) -> Calls:
+        """Tell every server what comes, and from whom."""
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in parcel.dtypes]
+        return {
             name: asyncio.create_task(
                 client.update_from_distributed(
-                    names, dtypes, shapes, group.name, left(end) + self._grace_s, flush_cache=self._flush_cache
+                    parcel.names,
+                    dtypes,
+                    parcel.shapes,
+                    self._names[parcel.sender],
+                    left(end) + self._grace_s,
+                    flattened=parcel.is_flattened,
+                    flush_cache=self._flush_cache,
                 )
             )
             for name, client in clients.items()
         }
-        flat = flatten(bucket, self._device)
-        limit_s = bucket_limit_s(flat.nbytes, end, self._join_s)
-        sending = asyncio.create_task(group.broadcast(flat, limit_s))
-        everything: set[asyncio.Task[None]] = {sending, *calls.values()}
-        await asyncio.wait(everything, timeout=left(end), return_when=asyncio.FIRST_EXCEPTION)
-        if all(task.done() and task.exception() is None for task in everything):
-            return {}
-        first = failures_of(calls)
-        group.abort()
-        (outcome,) = await asyncio.gather(sending, return_exceptions=True)
-        # Leaving frees the servers that still wait in the broadcast: they answer with an error, and so say that they
-        # live.
-        self.close()
-        return await self._settle(calls, first, None if outcome is None else str(outcome))
 
-    async def _settle(self, calls: dict[str, asyncio.Task[None]], first: Failures, reason: str | None) -> Failures:
+    async def _settle(self, calls: Calls, first: Failures, reason: str | None) -> Failures:
         """Wait for what is left of the calls and say who is to blame for what went wrong; nobody where all went well.
 
         Servers that cannot be reached or stay silent are; else those that answered with an error of their own accord.
         The errors of all others are these servers' passed on, so they get another attempt. first: who had failed when
         the attempt was given up. reason: what went wrong on this side.
         """
-        await asyncio.wait(calls.values(), timeout=self._grace_s if reason is not None or first else None)
+        if calls:
+            await asyncio.wait(calls.values(), timeout=self._grace_s if reason is not None or first else None)
         answered: Failures = {}
         silent: Failures = {}
         for name, call in calls.items():
@@ -300,7 +315,10 @@ class BroadcastSender:
                 raise error
         if reason is not None and not silent and not answered:
             raise SyncError(f"The weight sync failed on the trainer's side, every server is well: {reason}")
-        return silent or {name: error for name, error in answered.items() if name in first} or answered
+        blamed = silent or {name: error for name, error in answered.items() if name in first} or answered
+        if reason is None or reason == GIVEN_UP:
+            return blamed
+        return {name: SyncError(f"{error} (the ranks' side: {reason})") for name, error in blamed.items()}
 
     async def _give_up(self, clients: Clients, failures: Failures) -> Failures:
         """Bring the servers that did not fail back to where an attempt starts; those that cannot, fail too."""
@@ -309,5 +327,22 @@ class BroadcastSender:
         return failures | await everyone(others, lambda client: client.close_weight_update(self._grace_s))
 
 
-def _all_well(calls: dict[str, asyncio.Task[None]]) -> bool:
+async def _answered(calls: Calls, sending: asyncio.Task[Outcome], limit_s: float) -> None:
+    """Wait until all have answered, or one call has failed, or this rank could not gather, or the time is over."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and not failures_of(calls):
+        pending: set[asyncio.Task[Any]] = {call for call in calls.values() if not call.done()}
+        if not pending or (sending.done() and sending.exception() is not None):
+            return
+        watched = pending if sending.done() else {sending, *pending}
+        await asyncio.wait(watched, timeout=left(end), return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _cancelled(calls: Calls) -> None:
+    for call in calls.values():
+        call.cancel()
+    await asyncio.gather(*calls.values(), return_exceptions=True)
+
+
+def _all_well(calls: Calls) -> bool:
     return all(call.done() for call in calls.values()) and not failures_of(calls)

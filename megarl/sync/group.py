@@ -1,4 +1,4 @@
-"""The process group of a weight sync, seen from the trainer: rank 0 sends, every rank of every server receives.
+"""The process groups of a weight sync, seen from the trainer: one rank sends, every rank of every server receives.
 
 SGLang makes its side with torch.distributed's own helpers; this side speaks to the same backend directly, because those
 helpers neither accept a group beside the trainer's own one nor let go of it when a server never comes.
@@ -6,9 +6,9 @@ helpers neither accept a group beside the trainer's own one nor let go of it whe
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,9 +23,12 @@ from megarl.core.errors import DeadlineError
 from megarl.serving.client import ServerEndpoint
 
 BackendName = Literal["gloo", "nccl"]
+Address = tuple[str, int]
 
 CONNECT_S = 30.0  # longest wait for connections once every server has come to the meeting place
-POLL_S = 0.002
+POLL_S = 0.001
+# Rank 0's words to the other members of a group, in the group's own store.
+COME, GIVE_UP = "megarl/come", "megarl/give_up"
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,9 @@ class Slot:
     rank_offset: int
 
 
-def slots(servers: Sequence[ServerEndpoint]) -> tuple[list[Slot], int]:
-    """Ranks for every server, after the sender's rank 0; and the size of the group."""
-    taken, result = 1, []
+def slots(servers: Sequence[ServerEndpoint], num_members: int = 1) -> tuple[list[Slot], int]:
+    """Ranks for every server, after those of the trainer; and the size of the group."""
+    taken, result = num_members, []
     for server in servers:
         result.append(Slot(server, taken))
         taken += server.tp
@@ -48,54 +51,103 @@ def slots(servers: Sequence[ServerEndpoint]) -> tuple[list[Slot], int]:
 class MeetingPlace:
     """The store that the members of a group find each other through, on a free port of one address.
 
-    As long as only it holds the store, closing it turns away whoever waits for members that will not come.
+    As long as only the trainer's ranks hold it, closing it turns away whoever waits for members that will not come.
     """
 
-    def __init__(self, host: str, world_size: int, timeout_s: float) -> None:
+    def __init__(self, store: TCPStore, address: Address) -> None:
+        self.store: TCPStore | None = store
+        self.address = address
+
+    @classmethod
+    def make(cls, host: str, timeout_s: float) -> MeetingPlace:
+        """A new one, on this rank."""
         listener = socket.create_server((host, 0))
-        self.host, self.port = host, int(listener.getsockname()[1])
-        self.store: TCPStore | None = TCPStore(
+        port = int(listener.getsockname()[1])
+        store = TCPStore(
             host,
-            self.port,
-            world_size,
+            port,
             is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        return cls(store, (host, port))
+
+    @classmethod
+    def find(cls, address: Address, timeout_s: float) -> MeetingPlace:
+        """Another rank's. Raises RuntimeError (torch's DistError) where it is not there any more."""
+        return cls(TCPStore(*address, timeout=timedelta(seconds=timeout_s), wait_for_workers=False), address)
 
     def arrived(self) -> int:
         """How many ranks wait for the others, before the sender connects: gloo's ranks each leave an address here."""
-        return 0 if self.store is None else len(self.store.list_keys())
+        return 0 if self.store is None else sum(not key.endswith((COME, GIVE_UP)) for key in self.store.list_keys())
+
+    def all_come(self) -> None:
+        """Tell the members that every server has come."""
+        if self.store is not None:
+            self.store.set(COME, "")
+
+    def give_up(self, coming: int) -> None:
+        """Tell the members to give up, once as many ranks have come as are on their way."""
+        if self.store is not None:
+            self.store.set(GIVE_UP, str(coming))
+
+    def is_come(self) -> bool:
+        """Whether `all_come` was said."""
+        return self.store is not None and self.store.check([COME])
+
+    def is_given_up(self) -> bool:
+        """Whether `give_up` was said."""
+        return self.store is None or self.store.check([GIVE_UP])
+
+    def coming(self) -> int:
+        """What `give_up` was said with."""
+        return 0 if self.store is None else int(self.store.get(GIVE_UP))
 
     def close(self) -> None:
         """Close the store."""
         self.store = None
 
 
+class Sent:
+    """Broadcasts that are under way; it keeps their tensors alive."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor], timeout_s: float) -> None:
+        self._works, self._tensors = works, tensors
+        self._timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
+
+    def wait(self, is_given_up: Callable[[], bool], abort: Callable[[], None]) -> None:
+        """Until all are on their way to every member. Raises DeadlineError, RuntimeError.
+
+        is_given_up: asked meanwhile; then they are aborted, and waited for all the same: the memory is theirs until they end.
+        """
+        # Gloo keeps the time itself, and frees its members when it is over; NCCL leaves that to us.
+        polls, aborted = 0, False
+        while not all(work.is_completed() for work in self._works):
+            if time.monotonic() > self._end + POLL_S * 200:
+                nbytes = sum(tensor.nbytes for tensor in self._tensors)
+                raise DeadlineError(f"a broadcast of {nbytes:,} bytes took over {self._timeout_s:g} s")
+            polls += 1
+            if polls % 50 == 0 and not aborted and is_given_up():
+                abort()
+                aborted = True
+            time.sleep(POLL_S)
+        for work in self._works:
+            work.wait()
+
+
 class SendGroup:
-    """A joined group."""
+    """A joined group, on one of its trainer's ranks."""
 
-    def __init__(self, name: str, servers: Sequence[ServerEndpoint], backend: Any, place: MeetingPlace) -> None:
-        self.name = name
-        self.servers = tuple(servers)
+    def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._place = place
 
-    async def broadcast(self, tensor: Tensor, timeout_s: float) -> None:
-        """Send a tensor to every member; returns when it is on its way to all. Raises DeadlineError, RuntimeError."""
+    def start(self, tensors: Sequence[Tensor], timeout_s: float) -> Sent:
+        """Begin to send tensors, contiguous ones, to every member; on other members than the sender, to receive them."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)
-        work = self._backend.broadcast([tensor], options)
-        try:
-            # Gloo keeps the time itself, and frees its members when it is over; NCCL leaves that to us.
-            async with asyncio.timeout(timeout_s + POLL_S * 100):
-                while not work.is_completed():
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError as late:
-            raise DeadlineError(f"a broadcast of {tensor.nbytes:,} bytes took over {timeout_s:g} s") from late
-        work.wait()
+        return Sent([self._backend.broadcast([tensor], options) for tensor in tensors], tensors, timeout_s)
 
     def abort(self) -> None:
         """End what is under way; with gloo, which cannot, it ends when its time is over."""
@@ -104,25 +156,21 @@ class SendGroup:
     def close(self) -> None:
         """Leave: members that wait for the sender get an error. No broadcast may be under way."""
         self._backend = None
-        self._place.close()
 
 
-def connect(name: str, servers: Sequence[ServerEndpoint], place: MeetingPlace, backend: BackendName) -> SendGroup:
+def connect(name: str, rank: int, world_size: int, place: MeetingPlace, backend: BackendName) -> SendGroup:
     """Connect to members that have all arrived; blocks. Raises RuntimeError where a connection cannot be made."""
-    _, world_size = slots(servers)
     device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
     assert place.store is not None
     # The names that SGLang's own init_custom_process_group and torch's _new_process_group_helper put in front of keys.
     store = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, place.store)))
     if backend == "gloo":
-        made: Any = dist.ProcessGroupGloo(store, 0, world_size, timedelta(seconds=CONNECT_S))
-    else:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=CONNECT_S)
-        made = dist.ProcessGroupNCCL(store, 0, world_size, options)
-    return SendGroup(name, servers, made, place)
+        return SendGroup(dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=CONNECT_S)))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=CONNECT_S)
+    return SendGroup(dist.ProcessGroupNCCL(store, rank, world_size, options))
 
 
-def flatten(bucket: Sequence[tuple[str, Tensor]], device: torch.device) -> Tensor:
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """SGLang's flattened_bucket: the bytes of all tensors end to end. [bytes] uint8."""
-    return torch.cat([tensor.detach().to(device).flatten().view(torch.uint8) for _, tensor in bucket])
+    return torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in tensors])

@@ -24,7 +24,6 @@ from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY, register_segments
 from megarl.models.hf_pieces import Entry
 
-NUM_SEGMENTS = 2  # of a sync: one is written while the other is loaded
 Handle = tuple[bytes, bytes, int]  # the manager's socket, the segment's name, its bytes
 
 
@@ -48,8 +47,8 @@ class Segment:
             storage: Any = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # takes all of its pages
         except RuntimeError as error:
             raise SyncError(
-                f"The weight sync needs {NUM_SEGMENTS} x {num_bytes / 2**20:,.0f} MiB of shared memory, and {SHARED_MEMORY} has "
-                f"no room for them: {error}. Make it larger (docker run --shm-size), lower sync.bucket_mb, or set "
+                f"The weight sync needs {num_bytes / 2**20:,.0f} MiB of shared memory, and {SHARED_MEMORY} has "
+                f"no room for it: {error}. Make it larger (docker run --shm-size), lower sync.bucket_mb, or set "
                 "sync.transport to broadcast."
             ) from error
         segment = cls(storage, storage._share_filename_cpu_(), owned=True)
@@ -68,28 +67,19 @@ class Segment:
         """The file behind it."""
         return SHARED_MEMORY / self.handle[1].decode().removeprefix("/")
 
-    def payload(self, bucket: Sequence[Entry], num_readers: int) -> str:
-        """What `/update_weights_from_tensor` takes as a flattened bucket of what is in the segment.
+    def payload(self, bucket: Sequence[Entry], start: int, num_readers: int) -> str:
+        """What `/update_weights_from_tensor` takes as a flattened bucket of what is in the segment from byte `start` on.
 
         Each of the readers counts itself out once it has let go, so they are counted in here.
         """
         for _ in range(num_readers):
             self._storage._shared_incref()
-        metadata = [
-            SimpleNamespace(
-                name=entry.name,
-                shape=entry.shape,
-                dtype=entry.dtype,
-                start_idx=entry.start,
-                end_idx=entry.start + entry.nbytes,
-                numel=entry.nbytes,
-            )
-            for entry in bucket
-        ]
-        tensor = _Shared(
+        tensor = Shared(
             reductions.rebuild_tensor, torch.Tensor, _typed(self.handle), (0, (self.handle[2],), (1,), False)
         )
-        return base64.b64encode(pickle.dumps({"flattened_tensor": tensor, "metadata": metadata})).decode()
+        return base64.b64encode(
+            pickle.dumps({"flattened_tensor": tensor, "metadata": described(bucket, start)})
+        ).decode()
 
     def close(self) -> None:
         """Let go of the memory; who made it removes its name as well. Others that have it mapped keep it until they let go."""
@@ -98,8 +88,23 @@ class Segment:
         self.flat, self._storage = torch.empty(0, dtype=torch.uint8), None
 
 
-class _Shared:
-    """Pickles as a call: what torch itself writes under its `file_system` strategy, without setting that for the process."""
+def described(bucket: Sequence[Entry], start: int) -> list[SimpleNamespace]:
+    """A bucket's tensors as SGLang's flattened buckets have them: where each is in memory in which it begins at `start`."""
+    return [
+        SimpleNamespace(
+            name=entry.name,
+            shape=entry.shape,
+            dtype=entry.dtype,
+            start_idx=start + entry.start,
+            end_idx=start + entry.start + entry.nbytes,
+            numel=entry.nbytes,
+        )
+        for entry in bucket
+    ]
+
+
+class Shared:
+    """Pickles as a call: what torch itself writes, without setting its sharing strategy for the process."""
 
     def __init__(self, rebuild: Any, *arguments: Any) -> None:
         self._call = rebuild, arguments
@@ -108,6 +113,6 @@ class _Shared:
         return self._call
 
 
-def _typed(handle: Handle) -> _Shared:
-    untyped = _Shared(reductions.rebuild_storage_filename, torch.UntypedStorage, *handle)
-    return _Shared(reductions.rebuild_typed_storage, untyped, torch.uint8)
+def _typed(handle: Handle) -> Shared:
+    untyped = Shared(reductions.rebuild_storage_filename, torch.UntypedStorage, *handle)
+    return Shared(reductions.rebuild_typed_storage, untyped, torch.uint8)

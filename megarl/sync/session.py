@@ -17,6 +17,7 @@ from megarl.serving.client import ServerClient, ServerEndpoint
 Clients = dict[str, ServerClient]
 Failures = dict[str, MegarlError]  # by the server's name
 
+GRACE_S = 10.0  # how long servers may take to notice that a sync was given up
 # How long one bucket may take: a server that just answered needs moments to begin, and every way carries more than this.
 JOIN_S = 30.0
 SLOWEST_BYTES_PER_S = 50e6

@@ -1,29 +1,28 @@
 """Sends the trainer's weights to servers on the trainer's own node: ranks write them into memory that servers load from.
 
-There are two buckets. Every rank that holds a part of the model's first copy writes its own rows into one, while the
-servers load the other: nothing is gathered, and nothing goes through a socket but names. All ranks of all servers read the
-same memory. A server that answers with an error, dies, or is late is named and left out. The rest go on where they are: unlike
-in a broadcast no server waits for another's part, so nothing is sent twice. Whether the servers then hold the right
-weights is for verify.py to say.
+Buckets take turns in one piece of memory. Every rank that holds a part of the model's first copy writes its own rows into one,
+while the servers load those before it: nothing is gathered, and nothing goes through a socket but names. All ranks of all
+servers read the same memory. A server that answers with an error, dies, or is late is named and left out. The rest go on where
+they are: unlike in a broadcast no server waits for another's part, so nothing is sent twice. Whether the servers then hold the
+right weights is for verify.py to say.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megarl.core.errors import MegarlError, SyncError
+from megarl.core.errors import MegarlError
 from megarl.models.hf_pieces import Entry, size_of
-from megarl.serving.client import ServerClient, ServerEndpoint
-from megarl.sync.segments import NUM_SEGMENTS, Handle, Segment
+from megarl.serving.client import ServerEndpoint
+from megarl.sync.memory import Memory, Pieces
+from megarl.sync.ring import Turn, ring_bytes, turns
 from megarl.sync.session import (
+    GRACE_S,
     JOIN_S,
     Clients,
     Failures,
@@ -33,53 +32,39 @@ from megarl.sync.session import (
     commit,
     connected,
     everyone,
+    failures_of,
     left,
 )
 
 STOP = -1
-
-
-class Pieces(Protocol):
-    """What is sent: buckets that every rank knows, and that each rank fills where it holds something."""
-
-    @property
-    def buckets(self) -> Sequence[Sequence[Entry]]:
-        """What lies where in each bucket."""
-        ...
-
-    def write(self, number: int, flat: Tensor) -> None:
-        """Write this rank's rows of a bucket into its memory."""
-        ...
+LAST = 2**62
 
 
 class SharedMemorySender:
     """The sending end. Every rank of the trainer makes one and calls `send`; rank 0 leads.
 
-    writers: the ranks that hold the model's first copy; all are on the servers' node. registry: file with the names of shared
-    memory that is removed when the run ends. control: the trainer ranks' own process group, which tells them which bucket is
-    next and rank 0 that it is whole; None where there is one rank. timeout_s: longest sync. join_s: how long a server may take
-    for one bucket, beside what its bytes take.
+    memory: that buckets take turns in. bucket_bytes: two such buckets are taken of it. control: the trainer ranks' own process
+    group, which tells them which bucket is next; None where there is one rank. timeout_s: longest sync. join_s: how long a
+    server may take for one bucket, beside what its bytes take.
     """
 
     def __init__(
         self,
         *,
         rank: int,
-        writers: Collection[int],
-        registry: Path,
+        memory: Memory,
+        bucket_bytes: int,
         timeout_s: float,
         control: dist.ProcessGroup | None = None,
         join_s: float = JOIN_S,
     ) -> None:
-        assert 0 in writers, writers
         self._rank = rank
-        self._writes = rank in writers
-        self._registry = registry
+        self._memory = memory
+        self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._control = control
         self._join_s = join_s
-        self._segments: tuple[Segment, ...] = ()
-        self._size = 0
+        self._turns: list[Turn] = []
 
     def send(
         self, pieces: Pieces, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
@@ -92,46 +77,47 @@ class SharedMemorySender:
         A server's failure is no exception: the report names it. Where no server is left, `ok` is empty.
         Raises SyncError where the memory is not to be had, and what a rank raises that cannot write.
         """
-        self._take_segments(max(map(size_of, pieces.buckets)))
+        self._take_memory([size_of(bucket) for bucket in pieces.buckets])
         if self._rank == 0:
             return asyncio.run(self._lead(pieces, version, servers, flush_cache))
         while (number := self._word(STOP)) != STOP:
-            self._fill(pieces, number)
+            self._memory.fill(pieces, number, self._turns[number].start)
         return None
 
     def close(self) -> None:
-        """Let go of the memory; rank 0, which made it, removes it."""
-        for segment in self._segments:
-            segment.close()
-        self._segments, self._size = (), 0
+        """Give the memory back."""
+        self._memory.close()
 
     async def _lead(
         self, pieces: Pieces, version: int, servers: Sequence[ServerEndpoint], flush_cache: bool
     ) -> SyncReport:
         began, watch = time.monotonic(), Stopwatch()
         end = began + self._timeout_s
-        tps = {server.name: server.tp for server in servers}
         async with connected(servers) as clients:
             failures = await everyone(clients, lambda client: client.begin_weight_update(left(end)))
             watch.lap("begin")
-            loads: dict[str, asyncio.Task[None]] = {}
+            loads = Loads()
             num_bytes = 0
             try:
                 for number, bucket in enumerate(pieces.buckets):
+                    failures |= await loads.settled(self._turns[number].after)
+                    watch.lap("load")
                     if len(failures) == len(clients):
                         break
                     await asyncio.to_thread(self._fill_next, pieces, number)
                     watch.lap("write")
-                    failures |= await _settled(loads)
-                    watch.lap("load")
                     num_bytes += sum(entry.nbytes for entry in bucket)
-                    limit_s = bucket_limit_s(size_of(bucket), end, self._join_s)
-                    loads = self._start_loads(number, bucket, _without(clients, failures), tps, limit_s, flush_cache)
-                failures |= await _settled(loads)
+                    # Those before it are still being loaded.
+                    limit_s = bucket_limit_s(self._memory.size, end, self._join_s)
+                    failures |= loads.failures()
+                    calls = self._start_loads(number, bucket, _without(clients, failures), limit_s, flush_cache)
+                    loads.add(number, calls)
+                failures |= await loads.settled()
                 watch.lap("load")
-            finally:
-                for load in loads.values():
-                    load.cancel()
+            except BaseException:
+                await loads.cancelled()
+                await everyone(clients, lambda client: client.close_weight_update(GRACE_S))
+                raise
             self._word(STOP)
             failures |= await everyone(_without(clients, failures), lambda client: commit(client, version, end))
             watch.lap("commit")
@@ -144,37 +130,20 @@ class SharedMemorySender:
         number: int,
         bucket: Sequence[Entry],
         clients: Clients,
-        tps: dict[str, int],
         limit_s: float,
         flush_cache: bool,
     ) -> dict[str, asyncio.Task[None]]:
-        segment = self._segments[number % NUM_SEGMENTS]
-
-        async def load(client: ServerClient, tp: int) -> None:
-            payload = segment.payload(bucket, num_readers=tp)
-            await client.update_from_tensors([payload] * tp, limit_s, flush_cache=flush_cache)
-
-        return {name: asyncio.create_task(load(client, tps[name])) for name, client in clients.items()}
+        start = self._turns[number].start
+        # Now: once the next bucket is filled it is too late.
+        payloads = {name: self._memory.payloads(client.endpoint, bucket, start) for name, client in clients.items()}
+        return {
+            name: asyncio.create_task(client.update_from_tensors(payloads[name], limit_s, flush_cache=flush_cache))
+            for name, client in clients.items()
+        }
 
     def _fill_next(self, pieces: Pieces, number: int) -> None:
         self._word(number)
-        self._fill(pieces, number)
-
-    def _fill(self, pieces: Pieces, number: int) -> None:
-        """Write what this rank holds; returns, on every rank, once all have written. Raises where one of them could not."""
-        trouble: Exception | None = None
-        if self._writes:
-            try:
-                pieces.write(number, self._segments[number % NUM_SEGMENTS].flat)
-            except Exception as error:  # raised below: the others wait for this rank's word first
-                trouble = error
-        if self._control is not None:
-            failed = torch.tensor([int(trouble is not None)])
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._control)
-            if trouble is None and failed.item():
-                raise SyncError("Another rank could not write its part of the weights; its own error says why.")
-        if trouble is not None:
-            raise trouble
+        self._memory.fill(pieces, number, self._turns[number].start)
 
     def _word(self, number: int) -> int:
         """Rank 0's word which bucket is next, on every rank; what the others pass is not heard."""
@@ -184,42 +153,51 @@ class SharedMemorySender:
         dist.broadcast(word, src=0, group=self._control)
         return int(word.item())
 
-    def _take_segments(self, num_bytes: int) -> None:
-        """Have memory for two buckets of this size. It is kept: taking it costs as much as writing into it."""
-        if self._size >= num_bytes:
-            return
-        self.close()
-        handles: list[Any] = [None] * NUM_SEGMENTS
-        try:
-            if self._rank == 0:
-                self._segments = tuple(Segment.make(num_bytes, self._registry) for _ in handles)
-                handles = [segment.handle for segment in self._segments]
-        finally:
-            if self._control is not None:
-                dist.broadcast_object_list(handles, src=0, group=self._control)
-        if self._rank != 0:
-            given = [_given(handle) for handle in handles]
-            self._segments = tuple(map(Segment.open, given)) if self._writes else ()
-        self._size = num_bytes
-
-
-def _given(handle: Handle | None) -> Handle:
-    if handle is None:
-        raise SyncError("Rank 0 could not take the shared memory of the weight sync; its own error says why.")
-    return handle
+    def _take_memory(self, sizes: Sequence[int]) -> None:
+        """Have memory for these buckets to take turns in. It is kept: taking it costs as much as writing into it."""
+        num_bytes = ring_bytes(max(sizes), self._bucket_bytes)
+        if self._memory.size < num_bytes:
+            self._memory.take(num_bytes)
+        self._turns = turns(sizes, self._memory.size)
 
 
 def _without(clients: Clients, failures: Failures) -> Clients:
     return {name: client for name, client in clients.items() if name not in failures}
 
 
-async def _settled(loads: dict[str, asyncio.Task[None]]) -> Failures:
-    """Wait for all loads, each of which has a deadline of its own; whose failed. Raises what is no server's failure."""
-    results = await asyncio.gather(*loads.values(), return_exceptions=True)
-    failures: Failures = {}
-    for name, result in zip(loads, results, strict=True):
-        if isinstance(result, MegarlError):
-            failures[name] = result
-        elif result is not None:
-            raise result
-    return failures
+class Loads:
+    """What servers are asked to load and have not yet: of each bucket, a call for each server."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, dict[str, asyncio.Task[None]]] = {}
+
+    def add(self, number: int, calls: dict[str, asyncio.Task[None]]) -> None:
+        """They have begun."""
+        self._calls[number] = calls
+
+    def failures(self) -> Failures:
+        """Who has failed so far, and was not told of."""
+        return {name: error for calls in self._calls.values() for name, error in failures_of(calls).items()}
+
+    async def settled(self, until: int | None = LAST) -> Failures:
+        """Wait for all buckets up to this one; None is for none. Who failed. Raises what is no server's failure.
+
+        Each call has a deadline of its own.
+        """
+        found: Failures = {}
+        for number in [each for each in self._calls if until is not None and each <= until]:
+            calls = self._calls.pop(number)
+            results = await asyncio.gather(*calls.values(), return_exceptions=True)
+            for name, result in zip(calls, results, strict=True):
+                if isinstance(result, MegarlError):
+                    found.setdefault(name, result)
+                elif result is not None:
+                    raise result
+        return found
+
+    async def cancelled(self) -> None:
+        """Give up all of them."""
+        calls = [call for calls in self._calls.values() for call in calls.values()]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

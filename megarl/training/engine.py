@@ -6,7 +6,7 @@ Import only after `models.bootstrap.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,9 @@ from megarl.core.platform import Platform
 from megarl.core.progress import Progress
 from megarl.core.types import Column, FloatArray, MiniBatch, Shard
 from megarl.models.config import ModelConfig
+from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_pieces import Pieces
-from megarl.models.hf_weights import Bucket, Value, export_buckets
+from megarl.models.hf_weights import Bucket, Value
 from megarl.models.lora import adapters_off
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.peft import save_peft
@@ -318,15 +319,11 @@ class Engine:
                 for name, parameter in mine.named_parameters():
                     parameter.copy_(parameters[name])
 
-    def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """The weights under their HF names, whole, about so many bytes at a time: on rank 0, nothing elsewhere.
-
-        Every rank of the pool has to take every bucket: gathering is collective.
-        """
+    @contextmanager
+    def gatherer(self) -> Iterator[Gatherer]:
+        """Brings the weights under their HF names together on any rank: collective over the pool."""
         with self._awake("params", active=False):
-            value, dtypes = exported(self._chunks, self._config, self._spec)
-            for bucket in self._export(bucket_bytes, value):
-                yield [(name, tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in bucket]
+            yield self._gatherer(*exported(self._chunks, self._config, self._spec))
 
     @contextmanager
     def pieces(self, bucket_bytes: int) -> Iterator[Pieces]:
@@ -336,18 +333,18 @@ class Engine:
             yield Pieces(self._chunks, self._config, layout, self._groups.rank, bucket_bytes, *what)
 
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """The gradients of the last update, after clipping, as `buckets` gives the weights.
+        """The gradients of the last update, after clipping, as `export_buckets` gives the weights.
 
         They are whole only where the optimizer is not distributed (SGD): otherwise each rank keeps its share. None are
         left where gradients are offloaded between operations.
         """
         self._require_stepper("gradients")
-        yield from self._export(bucket_bytes, _main_grad)
+        yield from export_buckets(self._gatherer(_main_grad), bucket_bytes)
 
-    def _export(self, bucket_bytes: int, value: Value | None) -> Iterator[Bucket]:
+    def _gatherer(self, value: Value | None, dtypes: Mapping[str, torch.dtype] | None = None) -> Gatherer:
         layout = self._groups.layout
         pool = dist.group.WORLD if layout.world_size > 1 else None
-        return export_buckets(self._chunks, self._config, layout, self._groups.rank, pool, bucket_bytes, value=value)
+        return Gatherer(self._chunks, self._config, layout, self._groups.rank, pool, value, dtypes)
 
     def export_adapters(self, folder: Path) -> None:
         """Write the LoRA adapters in PEFT's format. Collective; raises MegarlError where the role has none."""

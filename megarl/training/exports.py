@@ -17,7 +17,7 @@ from megarl.training.spec import RoleSpec
 def exported(
     chunks: Sequence[Module], config: ModelConfig, spec: RoleSpec
 ) -> tuple[Value | None, dict[str, torch.dtype]]:
-    """As `export_buckets(value=)` takes it; and the dtype of each HF tensor, where the HF folder had several."""
+    """As `Gatherer(value=)` takes it; and the dtype of each HF tensor, where the HF folder had several."""
     if spec.stored:  # all of them are exact in float32
         dtypes = tensor_dtypes(config, spec.dtype, spec.stored)
         return lambda _, parameter: parameter.float(), {name: getattr(torch, each) for name, each in dtypes.items()}

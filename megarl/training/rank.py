@@ -44,13 +44,22 @@ class Rank:
     """Hosts roles by name. Every rank of a pool gets the same calls in the same order: most of them are collective."""
 
     def __init__(
-        self, rank: int, world_size: int, platform_name: PlatformName, seed: int, progress: Progress | None = None
+        self,
+        rank: int,
+        world_size: int,
+        platform_name: PlatformName,
+        seed: int,
+        progress: Progress | None = None,
+        threads: int | None = None,
     ) -> None:
-        """Prepare this process; the other ranks are met in `rendezvous`. progress: where passes over a shard are counted."""
+        """Prepare this process; the other ranks are met in `rendezvous`. progress: where passes over a shard are counted.
+
+        threads: of this process; None is what it was started with.
+        """
         self.rank, self.world_size, self.seed, self._progress = rank, world_size, seed, progress
         self.platform = get_platform(platform_name)
         _load(self.platform)
-        _set_num_threads(self.platform)
+        _set_num_threads(self.platform, threads)
         self._timeout_s: float | None = None
         self._groups: dict[Layout, Groups] = {}
         self._engines: dict[str, Engine] = {}
@@ -201,7 +210,10 @@ class Rank:
 
     def buckets(self, role: str, bucket_bytes: int) -> Iterator[Bucket]:
         """The role's weights under HF names, bucket by bucket, on rank 0; every rank has to take every bucket."""
-        return self.engine(role).buckets(bucket_bytes)
+        from megarl.models.hf_gather import export_buckets
+
+        with self.engine(role).gatherer() as gatherer:
+            yield from export_buckets(gatherer, bucket_bytes)
 
     def sleep(self, role: str, parts: tuple[Part, ...] = PARTS) -> int:
         """Free the device memory of a role's parts; what needs them wakes them. Returns the bytes freed."""
@@ -243,10 +255,10 @@ def _load(platform: Platform) -> None:
         importlib.import_module("megarl.training.engine")
 
 
-def _set_num_threads(platform: Platform) -> None:
-    """Keep to the threads that the process was started with; where nothing was said, to what suits the platform."""
+def _set_num_threads(platform: Platform, threads: int | None) -> None:
+    """Take these threads, or those that the process was started with; where nothing was said, what suits the platform."""
     import torch
 
-    wanted = os.environ.get("OMP_NUM_THREADS") or platform.env.get("OMP_NUM_THREADS")
+    wanted = threads or os.environ.get("OMP_NUM_THREADS") or platform.env.get("OMP_NUM_THREADS")
     if wanted:
         torch.set_num_threads(int(wanted))

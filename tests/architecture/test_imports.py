@@ -44,6 +44,7 @@ OWNERS = {"ray": {"cluster", "launch"}, "megatron": {"models", "training"}}
 SGLANG_MODULES = {
     "megarl.serving.launcher",
     "megarl.serving.sglang_cpu",
+    "megarl.serving.sglang_cpu_attention",
     "megarl.serving.sglang_cpu_kernels",
     "megarl.serving.sglang_flags",
     "megarl.serving.sglang_router",

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.cluster.nodes import Node
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.slots import Slot, beside, server_slots, share_no_device, slot_on
+from megarl.cluster.slots import Slot, beside, ranks_beside, server_slots, share_no_device, slot_on
 from megarl.core.errors import UserError
 from megarl.core.platform import get_platform
 
@@ -67,6 +67,18 @@ def test_ranks_are_apart_from_servers_on_other_devices() -> None:
     assert not share_no_device(policy, on_first) and share_no_device(critic, on_first)
     assert not share_no_device(critic, server_slots(CUDA, [a, b], [*policy, *critic], 2, 2))
     assert share_no_device([slot_on(a)], server_slots(get_platform("cpu"), [a], [slot_on(a)], 1, 1))
+
+
+def test_the_ranks_beside_a_server_are_those_on_its_devices_in_their_order() -> None:
+    a, b = nodes(2)
+    ranks = gpus((a, "0"), (a, "1"), (b, "0"), (b, "1"))
+    assert ranks_beside(ranks, server_slots(CUDA, [a, b], ranks, 2, 2)) == ((0, 1), (2, 3))
+    assert ranks_beside(ranks, server_slots(CUDA, [a, b], ranks, 1, 4)) == ((0, 1, 2, 3),)
+    assert ranks_beside(ranks, server_slots(CUDA, [a, b], ranks, 5, 1)) == ((0,), (1,), (2,), (3,), (0,))
+    # A device is another pool's; there are none.
+    assert ranks_beside(ranks[:3], server_slots(CUDA, [a, b], ranks, 2, 2)) == ()
+    assert ranks_beside(ranks[2:], server_slots(CUDA, [a, b], ranks, 1, 2)) == ()
+    assert ranks_beside([slot_on(a)], server_slots(get_platform("cpu"), [a], [slot_on(a)], 1, 1)) == ()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,17 @@ def test_clean_kills_only_its_own_run(run_id: str, tmp_path: Path) -> None:
         Path("/dev/shm", other_segment).unlink()
 
 
+def test_folders_that_were_registered_go_with_the_run(run_id: str, tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other):
+        (folder / "inner").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    janitor.register_folder(tmp_path / "run" / "registry", mine)
+    janitor.register_folder(tmp_path / "run" / "registry", tmp_path / "never made")
+    janitor.clean(run_id, tmp_path / "run" / "registry")
+    assert not mine.exists() and other.exists()
+
+
 def test_clean_spares_the_named_pids(run_id: str, tmp_path: Path) -> None:
     spared = start_sleeper(run_id, f"megarl-test-{run_id}")
     try:

@@ -46,7 +46,9 @@ def samples(driver: Driver, step: int) -> set[str]:
 
 def test_samples_of_several_versions_and_a_resume_that_goes_on_with_what_was_under_way(launch: Launch) -> None:
     """The first run is ended by Ctrl-C, and the one that goes on by SIGTERM."""
-    setting = ("run.name=beside", *SMALL, *IN_PLACE, *TWO, *EVALUATED, "train.save_every=3", "train.steps=1000")
+    # Few at a time, so that some are still being answered when a step ends.
+    few = "rollout.max_running_requests=2"
+    setting = ("run.name=beside", *SMALL, *IN_PLACE, *TWO, *EVALUATED, few, "train.save_every=3", "train.steps=1000")
     driver = launch(*setting)
     driver.wait_for_step(5)
     os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all that it has started

@@ -22,11 +22,14 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.preflight import preflight
 from megarl.run.session import TrainSession, train_session
-from megarl.serving.client import ServerClient
+from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
-from megarl.sync.transport import TransportName
+from megarl.sync.fetch import Fetched, Order
+from megarl.sync.store import Store
+from megarl.sync.transport import TransportName, Versions
 from tests.end_to_end.harness import RECIPE
+from tests.support.processes import ended
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +41,7 @@ def recipe(inputs: Path) -> Recipe:
     path = inputs / "engines.yaml"
     path.write_text(RECIPE.format(folder=inputs))
     overrides = ["run.name=engines", "cluster.devices=2", "rollout.servers=2", "rollout.temperature=0.7"]
+    overrides += ["sync.verify=hash"]
     overrides += ["reference.parallel.pp=2", "reference.parallel.first_stage_layers=1"]
     return load_recipe(path, overrides, Recipe).recipe
 
@@ -59,20 +63,55 @@ def one_step(session: TrainSession, step: int, version: int) -> tuple[Batch, dic
     return batch, actor.update(batch, columns).wait()
 
 
-def test_rollout_and_trainer_agree_before_and_after_updates(session: TrainSession) -> None:
+def test_rollout_and_trainer_agree_before_and_after_updates(session: TrainSession, tmp_path: Path) -> None:
     assert isinstance(session.sync, WeightSync) and session.sync.sending.transport == "shared_memory"
-    ways: tuple[tuple[int, int, TransportName], ...] = ((1, 1, "broadcast"), (2, 2, "shared_memory"))
+    ways: tuple[tuple[int, int, TransportName], ...] = (
+        (1, 1, "disk"),
+        (2, 2, "disk"),
+        (3, 3, "broadcast"),
+        (4, 4, "shared_memory"),
+    )
     for step, version, transport in ways:
         batch, metrics = one_step(session, step, version)
         assert batch.info.num_samples == 16 and batch.info.weight_version == version
         assert metrics["rollout/logprob_diff_max"] < 1e-4
         assert metrics["actor/grad_norm"] > 0
-        session.sync.sending = replace(session.sync.sending, transport=transport)
+        # Over the disk: whole, then what changed; two servers of one node, which share what is put together there.
+        versions = Versions(Store(tmp_path / "versions", "model"), whole_bytes=2**20, in_place=False)
+        session.sync.sending = replace(session.sync.sending, transport=transport, versions=versions)
         sync = session.sync.push(version + 1)
+        assert transport != "disk" or versions.store.manifest(version + 1).base == (None if version == 1 else version)
         assert sync["sync/probe_diff_max"] < 1e-4
-        assert sync["sync/servers"] == 2
+        assert sync["sync/servers"] == 2 and sync["sync/hashed_tensors"] == 36
     # The weights have moved: the reference, which has not, must say something else.
     assert metrics["actor/kl_loss"] > 0
+
+
+def test_a_version_that_is_torn_is_written_again_and_nobody_has_loaded_it(
+    session: TrainSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(session.sync, WeightSync)
+    servers, before = session.rollout.servers, session.sync.sending
+    versions = Versions(Store(tmp_path / "versions", "model"), whole_bytes=2**20, in_place=False)
+    session.sync.sending = replace(before, transport="disk", versions=versions)
+    assert session.sync.push(6)["sync/servers"] == 2
+    fetch, asked = servers.fetch, []
+
+    def damaged_once(order: Order) -> dict[ServerEndpoint, Fetched]:
+        if not asked:
+            path = next(versions.store.files(order.version).iterdir())
+            path.write_bytes(path.read_bytes()[:-1])
+        asked.append(fetch(order))
+        return asked[-1]
+
+    monkeypatch.setattr(servers, "fetch", damaged_once)
+    _, _ = one_step(session, 6, 6)
+    sync = session.sync.push(7)
+    first, second = asked
+    assert all(each.torn and "Weight version 7 is torn" in each.trouble for each in first.values())
+    assert not any(each.trouble for each in second.values()) and versions.store.manifest(7).base is None
+    assert sync["sync/servers"] == 2 and sync["sync/probe_diff_max"] < 1e-4
+    session.sync.sending = before
 
 
 def test_exported_greedy_answers_equal_the_pools(session: TrainSession, recipe: Recipe, tmp_path: Path) -> None:
@@ -111,7 +150,7 @@ def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: 
     batch, metrics = one_step(session, 10, 10)
     assert batch.info.num_samples == 16 and batch.info.metrics["rollout/failed"] == 0
     assert metrics["rollout/logprob_diff_max"] < 1e-4
-    assert not Path(f"/proc/{scheduler}").exists()
+    assert ended([scheduler], within_s=30)
     session.rollout.waiter.until(lambda: len(servers.receivers()) == 2, "both servers", 120)
     sync = session.sync.push(11)
     assert sync["sync/servers"] == 2 and sync["sync/probe_diff_max"] < 1e-4

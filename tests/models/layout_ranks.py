@@ -72,14 +72,16 @@ def exported(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The model's tensors after HF -> layout -> HF, on rank 0: gathered, and as all ranks write them into one file."""
     from megarl.models.gpt import build_gpt
+    from megarl.models.hf_gather import Gatherer, export_buckets
     from megarl.models.hf_pieces import Pieces
-    from megarl.models.hf_weights import export_buckets, load_hf_weights
+    from megarl.models.hf_weights import load_hf_weights
 
     layout = groups.layout
     with groups.active():
         chunks = build_gpt(config, layout, groups.collection, dtype=torch.float32, platform=CPU)
         load_hf_weights(chunks, config, folder, layout, rank)
-    buckets = list(export_buckets(chunks, config, layout, rank, dist.group.WORLD, BUCKET_BYTES))
+    gatherer = Gatherer(chunks, config, layout, rank, dist.group.WORLD)
+    buckets = list(export_buckets(gatherer, BUCKET_BYTES))
     counts = [torch.zeros(1) for _ in range(layout.world_size)]
     dist.all_gather(counts, torch.tensor([float(len(buckets))]))
     assert len({count.item() for count in counts}) == 1, "every rank takes equally many buckets"

@@ -190,8 +190,8 @@ def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]
     """Everything that must not depend on the layout. The adapters, PEFT files and merged weights are left in `target`."""
     from megatron.core import dist_checkpointing
 
+    from megarl.models.hf_gather import Gatherer, export_buckets
     from megarl.models.hf_save import save_hf
-    from megarl.models.hf_weights import export_buckets
     from megarl.models.lora import adapters_off, is_adapter, merged
     from megarl.models.peft import peft_tensors, save_peft
 
@@ -207,7 +207,7 @@ def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]
         with adapters_off(chunks):
             result["off"] = score(chunks, groups)
         save_peft(chunks, *place, target / "peft", base_model="tiny")
-        buckets = export_buckets(chunks, config, layout, rank, pool, 1 << 14, value=merged(chunks))
+        buckets = export_buckets(Gatherer(chunks, config, layout, rank, pool, merged(chunks)), 1 << 14)
         if rank == 0:
             save_hf(buckets, config, folder, target / "merged")
         else:

@@ -17,7 +17,8 @@ from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.models.gpt import build_gpt, packed_params, transformer_config
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_weights import export_buckets, load_hf_weights
+from megarl.models.hf_gather import Gatherer, export_buckets
+from megarl.models.hf_weights import load_hf_weights
 from megarl.models.layer_spec import stage_spec, uses_transformer_engine
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_tokens, transformers_logprobs
@@ -79,7 +80,7 @@ def loss_gradients(model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
     tokens, positions, bounds = packed_tokens(VOCAB)
     logits = model(tokens[None], positions[None], None, packed_seq_params=packed_params(bounds))[0]
     label_logprobs(logits, tokens).sum().backward()
-    buckets = export_buckets([model], load_model_config(folder), ONE, 0, None, 1 << 30, value=gradient)
+    buckets = export_buckets(Gatherer([model], load_model_config(folder), ONE, 0, None, gradient), 1 << 30)
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 

@@ -20,7 +20,8 @@ from megarl.core.platform import get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_weights import Bucket, Value, exact_buffers, export_buckets, global_tensors, load_hf_weights
+from megarl.models.hf_gather import Gatherer, export_buckets
+from megarl.models.hf_weights import Bucket, Value, exact_buffers, global_tensors, load_hf_weights
 from megarl.models.rules import expected_tensors, rules
 from megarl.training.parallel import Groups
 from tests.support.tiny import write_tiny_model
@@ -69,7 +70,7 @@ def loaded(folder: Path, groups: Groups, dtype: torch.dtype = torch.float32) -> 
 def buckets(
     chunks: list[Module], config: ModelConfig, limit: int = 1 << 30, value: Value | None = None
 ) -> list[Bucket]:
-    return list(export_buckets(chunks, config, ONE, 0, None, limit, value))
+    return list(export_buckets(Gatherer(chunks, config, ONE, 0, None, value), limit))
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from megarl.rollout import filters
 from megarl.rollout.local_advantages import LocalAdvantages, SampleNumbers
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.training.spec import PolicyObjective, ValueObjective
-from tests.rollout.samples import make_prompt
+from tests.rollout.samples import group_index, make_prompt
 from tests.support.dry.learning import column_of, learn, rounded
 
 MOST = 8
@@ -179,7 +179,7 @@ def learned(recipe: Recipe, louder: str = "") -> dict[str, Any]:
 
 FACTS = StepFacts(
     filters.rewards(SAMPLES),
-    filters.group_index(SAMPLES),
+    group_index(SAMPLES),
     np.array([len(sample.response_ids) for sample in SAMPLES], np.int64),
     np.array([sample.loss_mask.sum() for sample in SAMPLES], np.int64),
     filters.mean_nll(SAMPLES),

@@ -38,6 +38,10 @@ UNREAD = [
             "rollout.offload=[kv_cache]",
         )
     ),
+    (["sync.folder=weights"], ["sync.transport=disk"]),
+    (["sync.lora=adapters"], ["actor.lora.rank=4"]),
+    (["actor.lora.rank=4", "sync.lora=adapters", "sync.transport=broadcast"], ["sync.lora=merged"]),
+    (["actor.lora.rank=4", "sync.lora=adapters", "sync.bucket_mb=64"], ["sync.lora=merged"]),
     (["teacher.path=m"], ["algorithm.policy_loss=distill"]),
     (["reference.refresh_every=2"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),
@@ -312,6 +316,19 @@ def test_the_cache_size_is_computed_where_the_server_cannot(recipe_file: Path) -
     assert load_recipe(recipe_file, ["cluster.platform=cuda"]).recipe.rollout.kv_tokens is None
     chosen = load_recipe(recipe_file, ["cluster.platform=cpu", "rollout.kv_tokens=5000"])
     assert chosen.recipe.rollout.kv_tokens == 5000
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["cluster.platform=cpu"], 4096),
+        (["cluster.platform=cuda"], 16384),
+        (["cluster.platform=cpu", "actor.micro_batch_tokens=16384"], 16384),
+        (["cluster.platform=cpu", "data.max_prompt_tokens=4096"], 16384),  # a sample of 4160 tokens
+    ],
+)
+def test_a_forward_pass_has_fewer_tokens_on_a_cpu(recipe_file, words, wanted):
+    assert load_recipe(recipe_file, words).recipe.actor.micro_batch_tokens == wanted
 
 
 OWN = "tests.support.dry.own"

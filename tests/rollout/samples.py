@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from megarl.core.types import Prompt, Sample, Status, VersionSpan
+from megarl.core.types import IntArray, Prompt, Sample, Status, VersionSpan
+
+
+def group_index(samples: Sequence[Sample]) -> IntArray:
+    """The number of each sample's group, counted in the order of first appearance: [N]."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(sample.group_id, len(numbers)) for sample in samples], dtype=np.int64)
 
 
 def make_prompt(name: str, answer: str = "42") -> Prompt:

@@ -17,7 +17,7 @@ from megarl.recipe.schema import Data, Recipe, Rollout, Train
 from megarl.rollout import filters
 from megarl.rollout.local_advantages import LocalAdvantages, SampleNumbers
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
-from tests.rollout.samples import make_prompt, make_sample
+from tests.rollout.samples import group_index, make_prompt, make_sample
 
 MOST = 6
 ROLES = ("old_logprobs", "ref_logprobs", "values", "teacher_logprobs", "scores")
@@ -108,7 +108,7 @@ def facts_of(step: Step) -> StepFacts:
     """What a coordinator knows of the samples."""
     return StepFacts(
         rewards=filters.rewards(step.samples),
-        group_index=filters.group_index(step.samples),
+        group_index=group_index(step.samples),
         response_tokens=np.array([len(sample.response_ids) for sample in step.samples], np.int64),
         trained_tokens=np.array([sample.loss_mask.sum() for sample in step.samples], np.int64),
         mean_nll=filters.mean_nll(step.samples),
@@ -121,7 +121,7 @@ def numbers_of(step: Step, indices: Sequence[int], kl_coef: float) -> SampleNumb
     facts = facts_of(step)
     at = np.array(indices, np.int64)
     samples = [step.samples[index] for index in indices]
-    numbers = filters.group_index(samples)  # counted where they are
+    numbers = group_index(samples)  # counted where they are
     return SampleNumbers(
         facts.rewards[at], numbers, facts.response_tokens[at], facts.mean_nll[at], kl_coef, step.greedy_rewards
     )

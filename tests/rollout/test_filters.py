@@ -11,8 +11,3 @@ def test_failed_and_ungraded_samples_are_left_out() -> None:
     good, truncated = make_sample("a", 1.0), make_sample("a", status=Status.TRUNCATED)
     failed, ungraded = make_sample("a", status=Status.FAILED), make_sample("b", grade_failure="timeout")
     assert filters.usable([good, failed, ungraded, truncated]) == [good, truncated]
-
-
-def test_groups_are_numbered_as_they_appear() -> None:
-    samples = [make_sample(group) for group in ("b", "a", "b", "c")]
-    assert filters.group_index(samples).tolist() == [0, 1, 0, 2]

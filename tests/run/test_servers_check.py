@@ -13,11 +13,12 @@ from megarl.core.versions import pins
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
 from megarl.run.plan import PlanOptions, run_plan
-from megarl.run.servers_check import check_servers, model_name
+from megarl.run.servers_check import _check_hashes, check_servers, model_name
 from megarl.serving import external
 from megarl.serving.external import ExternalPool, ModelFacts
 from tests.support.bad_input import Place, good_place
-from tests.support.tiny import write_tiny_qwen
+from tests.support.fp8_models import write_wide
+from tests.support.tiny import write_tiny_model, write_tiny_qwen
 
 KEY = "key-of-the-external-servers"
 
@@ -101,3 +102,31 @@ def test_a_plan_has_nothing_to_choose_for_them(place: Place) -> None:
     nowhere: Any = None
     with pytest.raises(UserError, match=r"put rollout\.servers=N behind the recipe"):
         run_plan(place.recipe, ["rollout.servers.urls=[http://127.0.0.1:1]"], nowhere, PlanOptions())
+
+
+def test_fp8_is_for_trainers_with_servers_that_can_hold_it(place: Place) -> None:
+    recipe = load_recipe(place.recipe, ["rollout.quantization=fp8", "model.dtype=bfloat16"]).recipe
+    small, wide = (load_model_config(each) for each in (place.model, write_wide(place.root / "wide", "qwen3")))
+    cpu, cuda = get_platform("cpu"), get_platform("cuda")
+    check_servers(recipe, wide, cuda)
+    for model, platform, evaluates, says in (
+        (wide, cpu, False, r"SGLang cannot serve FP8 weights on cpu\. Set it to null, or run on cuda"),
+        (small, cuda, False, r"cannot be held in blocks of 128 x 128"),
+        (wide, cuda, True, r"has no trainer.*rollout\.quantization=null"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_servers(recipe, model, platform, own_weights=evaluates)
+
+
+def test_hashes_of_shared_experts_are_for_servers_that_keep_them_apart(place: Place) -> None:
+    model = load_model_config(write_tiny_model(place.root / "deepseek", "deepseek_v3"))
+    apart = "rollout.server_args=[--disable-shared-experts-fusion]"
+
+    def check(platform: str, *overrides: str) -> None:
+        _check_hashes(load_recipe(place.recipe, overrides).recipe, model, get_platform(platform))  # type: ignore[arg-type]
+
+    check("cpu", "sync.verify=hash")
+    check("cuda")
+    check("cuda", "sync.verify=hash", apart)
+    with pytest.raises(UserError, match=r"`sync.verify`: on cuda .* Add --disable-shared-experts-fusion"):
+        check("cuda", "sync.verify=hash")

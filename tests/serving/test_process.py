@@ -135,6 +135,18 @@ def test_shared_memory_of_others_is_left_alone(make: Make) -> None:
     other.unlink()
 
 
+def test_memory_that_a_rank_sends_weights_in_outlives_a_server_that_has_it_mapped(make: Make) -> None:
+    """torch names a segment after the process that made it: this one."""
+    name = f"torch_{os.getpid()}_{secrets.token_hex(4)}_0"
+    process = make(f"segment={name}")
+    process.start()
+    process.wait_ready(20)
+    assert process.shm_names() == frozenset()
+    process.stop(0.1)
+    assert (Path("/dev/shm") / name).exists()
+    (Path("/dev/shm") / name).unlink()
+
+
 def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
     script = f"""
 import sys, time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,20 @@ def test_a_deterministic_server_is_told_so(tmp_path: Path) -> None:
         argv = ServerProcess("server 0", replace(SPEC, deterministic=True), platform, place).command.argv
         assert flag in argv and flag not in by_default
         assert argv.index(flag) < argv.index("--x")
+
+
+def test_a_server_of_fp8_begins_without_the_folders_weights() -> None:
+    flags = replace(SPEC, quantized=True).flags("10.0.0.1", 30000)
+    assert value(flags, "--load-format") == "dummy" and flags[-2:] == ["--x", "1"]
+    assert json.loads(value(flags, "--json-model-override-args")) == {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
+        }
+    }
+    assert "--load-format" not in SPEC.flags("10.0.0.1", 30000)
 
 
 def test_parts_of_a_server_meet_at_the_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,32 @@ def test_a_kernel_without_a_stand_in_says_its_name_when_called() -> None:
         assert sglang_cpu_kernels.__wrapped__
 
 
+def test_memory_of_a_bucket_stays_mapped_until_another_piece_comes(tmp_path: Path) -> None:
+    """In a process of its own, because torch's function is replaced there."""
+    code = f"""
+from pathlib import Path
+from megarl.serving import sglang_cpu
+from megarl.sync.segments import Segment
+from torch.multiprocessing import reductions
+import torch
+sglang_cpu.keep_mapped()
+first, second = (Segment.make(1 << 16, Path({str(tmp_path / "registry")!r})) for _ in range(2))
+first.flat.fill_(7)
+def receive(segment):
+    segment._storage._shared_incref()
+    storage = reductions.rebuild_storage_filename(torch.UntypedStorage, *segment.handle)
+    return storage.data_ptr(), storage[5]
+def mappings(segment):
+    return Path("/proc/self/maps").read_text().count(segment.path.name)
+print([receive(first) == receive(first), mappings(first)])
+print([receive(second)[1], mappings(first), mappings(second)])
+first.close(); second.close()
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    # Of each piece one mapping is its maker's.
+    assert told.stdout.splitlines() == ["[True, 2]", "[0, 1, 2]"]
+
+
 @pytest.mark.slow
 def test_the_loaded_server_has_one_thread_and_its_children_are_copies() -> None:
     code = (
@@ -107,3 +134,21 @@ def test_the_loaded_server_has_one_thread_and_its_children_are_copies() -> None:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     # A copy of a process with threads could wait for ever for what one of them held.
     assert told.stdout.split() == ["fork", "1"]
+
+
+def test_what_asks_for_cuda_of_torch_is_answered() -> None:
+    asks = """
+import torch
+from megarl.serving import sglang_cpu
+
+sglang_cpu._finish_kernels()
+sglang_cpu._forget_pinning()
+torch.cuda.synchronize()
+torch.cuda.synchronize("cpu")
+assert torch.tensor([1, 2], dtype=torch.int32, pin_memory=True).tolist() == [1, 2]
+assert torch.zeros((2, 3), pin_memory=True, device="cpu").shape == torch.empty((2, 3), pin_memory=True).shape == (2, 3)
+kept = torch.ones(2)
+assert kept.pin_memory() is kept
+"""
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -27,9 +27,10 @@ class Receiver(FakeSglang):
         self.session = False
         self.refuse_bucket: int | None = None
         self.hang_bucket: int | None = None
+        self.refuse_group: int | None = None
         self.join_after_s = 0.0  # how long it takes until it looks for the others
         self._buckets = 0
-        self._group: Any = None
+        self.groups: dict[str, Any] = {}
 
     async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
         """As SGLang answers, with a real group behind it."""
@@ -54,7 +55,7 @@ class Receiver(FakeSglang):
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/destroy_weights_update_group":
-            self._group = None
+            self.groups.pop(body["group_name"], None)
         return await super().respond(path, body)
 
     async def _try(self, work: Any, body: dict[str, Any]) -> web.Response:
@@ -69,19 +70,28 @@ class Receiver(FakeSglang):
 
     def _join(self, body: dict[str, Any]) -> None:
         """What init_custom_process_group does, without registering the group with this process."""
+        if len(self.groups) + 1 == self.refuse_group:
+            raise RuntimeError("no such group")
         timeout = timedelta(seconds=20)
         name, size = body["group_name"], body["world_size"]
         place = TCPStore(body["master_address"], body["master_port"], size, False, timeout, wait_for_workers=False)
         store = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, place)))
-        self._group = dist.ProcessGroupGloo(store, body["rank_offset"], size, timeout)
+        self.groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], size, timeout)
 
     def _receive(self, body: dict[str, Any]) -> None:
         dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
         empty = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
-        flat = torch.empty(sum(tensor.nbytes for tensor in empty), dtype=torch.uint8)
+        group = self.groups[body["group_name"]]
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([flat], options).wait()
+        if body["load_format"] is None:
+            for work in [group.broadcast([tensor], options) for tensor in empty]:
+                work.wait()
+            self.weights.update(zip(body["names"], empty, strict=True))
+            return
+        assert body["load_format"] == "flattened_bucket"
+        flat = torch.empty(sum(tensor.nbytes for tensor in empty), dtype=torch.uint8)
+        group.broadcast([flat], options).wait()
         for name, tensor in zip(body["names"], empty, strict=True):
             part, flat = flat[: tensor.nbytes], flat[tensor.nbytes :]
             self.weights[name] = part.view(tensor.dtype).reshape(tensor.shape)

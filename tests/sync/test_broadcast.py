@@ -8,16 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megarl.core.errors import SyncError
+from megarl.models.hf_weights import Bucket
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port
-from megarl.sync.broadcast import BroadcastSender, Bucket
-from megarl.sync.group import BackendName
+from megarl.sync.broadcast import BroadcastSender
+from megarl.sync.group import BackendName, Sent
+from megarl.sync.member import Attempt, Member
 from megarl.sync.session import SyncReport
+from tests.sync.given import Given
 from tests.sync.receiver import Receiver
 
 WEIGHTS: dict[str, Tensor] = {
@@ -66,7 +71,7 @@ def make_sender(timeout_s: float = 20.0, grace_s: float = 5.0, backend: BackendN
 
 
 def send(sender: BroadcastSender, version: int, *receivers: Receiver) -> SyncReport:
-    report = sender.send(buckets, version, [receiver.endpoint for receiver in receivers])
+    report = sender.send(Given(list(buckets())), version, [receiver.endpoint for receiver in receivers])
     assert report is not None
     return report
 
@@ -85,7 +90,9 @@ def holds(receiver: Receiver, version: int) -> bool:
 def test_servers_on_the_ranks_devices_are_reached_without_nccl() -> None:
     one = Receiver("server 0")
     with serving(one):
-        report = make_sender(backend="nccl").send(buckets, 1, [replace(one.endpoint, shares_devices=True)])
+        report = make_sender(backend="nccl").send(
+            Given(list(buckets())), 1, [replace(one.endpoint, shares_devices=True)]
+        )
         assert report is not None and report.ok == ("server 0",)
         assert holds(one, 1)
 
@@ -102,6 +109,23 @@ def test_all_servers_receive_all_weights_and_the_version() -> None:
         sender.close()
 
 
+def test_large_tensors_travel_by_themselves_and_small_ones_end_to_end() -> None:
+    large: Bucket = [
+        ("large", torch.rand(1024, 600)),
+        ("also", torch.rand(2, 1024, 512, dtype=torch.float32).bfloat16()),
+    ]
+    one, two = Receiver("server 0"), Receiver("server 1")
+    with serving(one, two):
+        sender = make_sender()
+        report = sender.send(Given([large, *buckets()]), 1, [one.endpoint, two.endpoint])
+        assert report is not None and report.ok == ("server 0", "server 1")
+        formats = [body["load_format"] for body in one.bodies("/update_weights_from_distributed")]
+        assert formats == [None, "flattened_bucket", "flattened_bucket"]
+        for name, tensor in [*large, *WEIGHTS.items()]:
+            assert two.weights[name].equal(tensor) and two.weights[name].dtype == tensor.dtype
+        sender.close()
+
+
 def test_a_group_is_kept_for_the_next_sync() -> None:
     one = Receiver("server 0")
     with serving(one):
@@ -110,6 +134,32 @@ def test_a_group_is_kept_for_the_next_sync() -> None:
             assert send(sender, version, one).ok == ("server 0",)
             assert holds(one, version)
         assert len(one.bodies("/init_weights_update_group")) == 1
+        sender.close()
+
+
+def test_servers_keep_no_group_of_former_syncs() -> None:
+    """Each takes connections, and memory of the servers' devices."""
+    one, two = Receiver("server 0"), Receiver("server 1")
+    with serving(one, two):
+        sender = make_sender()
+        for version in range(1, 7):
+            servers = [one, two] if version % 2 else [one]
+            assert send(sender, version, *servers).failed == {}
+            assert [len(each.groups) for each in servers] == [1] * len(servers)
+        assert sender.leave([one.endpoint, two.endpoint], 5.0) == {}
+        assert (one.groups, two.groups) == ({}, {})
+
+
+def test_a_server_that_does_not_leave_a_former_group_is_named() -> None:
+    ill, well = Receiver("server 0"), Receiver("server 1")
+    with serving(ill, well):
+        sender = make_sender(grace_s=1.0)
+        assert send(sender, 1, ill).failed == {}
+        ill.hang.add("/destroy_weights_update_group")
+        report = send(sender, 2, ill, well)
+        assert (report.ok, list(report.failed)) == (("server 1",), ["server 0"])
+        assert "/destroy_weights_update_group" in report.failed["server 0"]
+        assert holds(well, 2)
         sender.close()
 
 
@@ -202,7 +252,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
     gone = ServerEndpoint("server 0", f"http://127.0.0.1:{free_port()}", "key")
     with serving(well):
         sender = make_sender()
-        report = sender.send(buckets, 1, [gone, well.endpoint])
+        report = sender.send(Given(list(buckets())), 1, [gone, well.endpoint])
         assert report is not None
         assert report.ok == ("server 1",)
         assert "no answer" in report.failed["server 0"]
@@ -221,17 +271,58 @@ def test_with_no_server_left_the_report_says_so() -> None:
 
 def test_other_ranks_send_nothing() -> None:
     sender = BroadcastSender(rank=1, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=1.0)
-    assert sender.send(buckets, 1, []) is None
+    assert sender.send(Given(list(buckets())), 1, []) is None
 
 
 def test_a_failure_of_the_gathering_is_raised() -> None:
-    def broken() -> Iterator[Bucket]:
-        yield list(WEIGHTS.items())
-        raise RuntimeError("gathering failed")
+    def broken(number: int) -> None:
+        if number == 1:
+            raise RuntimeError("gathering failed")
 
     one = Receiver("server 0")
     with serving(one):
         sender = make_sender()
         with pytest.raises(RuntimeError, match="gathering failed"):
-            sender.send(broken, 1, [one.endpoint])
+            sender.send(Given(list(buckets()), broken), 1, [one.endpoint])
+        assert not one.session
+        # It is well, and takes the next one.
+        assert send(sender, 2, one).ok == ("server 0",)
+        assert holds(one, 2)
         sender.close()
+
+
+def test_a_failure_of_the_sending_is_raised_and_leaves_the_server_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(sent: Sent, *_: object) -> None:
+        wait(sent, *_)  # type: ignore[arg-type]
+        raise RuntimeError("the link broke")
+
+    wait, one = Sent.wait, Receiver("server 0")
+    with serving(one):
+        sender = make_sender()
+        with monkeypatch.context() as patch, pytest.raises(SyncError, match="every server is well: the link broke"):
+            patch.setattr(Sent, "wait", broken)
+            sender.send(Given([list(WEIGHTS.items())]), 1, [one.endpoint])
+        assert not one.session
+        assert send(sender, 2, one).ok == ("server 0",)
+        assert holds(one, 2)
+        sender.close()
+
+
+def test_ranks_are_told_what_they_wait_for_where_one_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have said so themselves, and then wait for whether to send, and for the next attempt."""
+    words: list[object] = []
+
+    def join(member: Member, *given: Any) -> str:
+        assert joined(member, *given) is None
+        return "the group could not be made"
+
+    def word(member: Member, said: object) -> object:
+        words.append(said)
+        return said
+
+    joined, one = Member.join, Receiver("server 0")
+    monkeypatch.setattr(Member, "join", join)
+    monkeypatch.setattr(Member, "word", word)
+    with serving(one), pytest.raises(SyncError, match="every server is well: the group could not be made"):
+        send(make_sender(), 1, one)
+    assert isinstance(words[0], Attempt) and words[1:] == [False, None]

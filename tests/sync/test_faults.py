@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ import pytest
 from megarl.core import janitor
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
-from megarl.sync.broadcast import BroadcastSender, Bucket
+from megarl.sync.broadcast import BroadcastSender
 from megarl.sync.verify import probe_servers, verify
 from tests.support.processes import ended
 from tests.support.served import KEY, HfModel
-from tests.sync.written import SharedBuckets, Written
+from tests.sync.given import BroadcastBuckets, Given
+from tests.sync.written import DiskBuckets, SharedBuckets, Written
 
 pytestmark = pytest.mark.slow
 
@@ -116,21 +118,48 @@ def test_a_server_that_freezes_while_it_loads_is_named_and_the_other_goes_on(fau
     shared.close()
 
 
+def test_a_server_that_freezes_with_a_version_on_the_disk_is_named_and_the_other_has_it(
+    faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainer, disk = HfModel(faulty.model), DiskBuckets(tmp_path, timeout_s=5.0)
+
+    def freeze() -> None:
+        for pid in faulty.trees[1]:
+            os.kill(pid, signal.SIGSTOP)
+
+    trainer.perturb(8)
+    report = disk.send(trainer.buckets, 8, faulty.endpoints[:2])
+    assert report is not None and report.ok == ("server 0", "server 1")
+    trainer.perturb(9)
+    disk.between = freeze
+    report = disk.send(trainer.buckets, 9, faulty.endpoints[:2])
+    for pid in faulty.trees[1]:
+        os.kill(pid, signal.SIGCONT)
+    assert report is not None
+    assert (report.ok, list(report.failed)) == (("server 0",), ["server 1"])
+    check(faulty, faulty.endpoints[:1], trainer, 9)
+    # It goes on, and whatever it has by now, it loads all of it.
+    disk.between = lambda: None
+    report = disk.send(trainer.buckets, 10, faulty.endpoints[:2])
+    assert report is not None and report.failed == {} and disk.store.manifest(10).base == 9
+    check(faulty, faulty.endpoints[:2], trainer, 10)
+    disk.close()
+
+
 def test_a_server_that_freezes_in_a_sync_is_named_and_the_other_is_updated(faulty: Faulty) -> None:
     trainer = HfModel(faulty.model)
     trainer.perturb(1)
 
-    def freezing() -> Iterator[Bucket]:
-        first, *rest = trainer.buckets()
-        yield first
-        for pid in faulty.trees[1]:
-            os.kill(pid, signal.SIGSTOP)
-        yield from rest
+    def freezing(number: int) -> None:
+        if number == 1:
+            for pid in faulty.trees[1]:
+                os.kill(pid, signal.SIGSTOP)
 
     sender = BroadcastSender(
         rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0, grace_s=2.0, join_s=2.0
     )
-    report = sender.send(freezing, 1, faulty.endpoints[:2])
+    report = sender.send(Given(list(trainer.buckets()), freezing), 1, faulty.endpoints[:2])
     for pid in faulty.trees[1]:
         os.kill(pid, signal.SIGCONT)
     assert report is not None
@@ -185,13 +214,25 @@ def test_a_killed_servers_processes_end_with_it(faulty: Faulty) -> None:
 def test_a_dead_server_in_a_sync_is_named_and_the_other_is_updated(faulty: Faulty) -> None:
     trainer = HfModel(faulty.model)
     trainer.perturb(2)
-    sender = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
+    sender = BroadcastBuckets()
     report = sender.send(trainer.buckets, 2, faulty.endpoints[:2])
     assert report is not None
     assert report.ok == ("server 0",)
     assert list(report.failed) == ["server 1"]
     check(faulty, faulty.endpoints[:1], trainer, 2)
     sender.close()
+
+
+def test_a_server_that_is_dead_when_a_version_is_on_the_disk_is_named_at_once(
+    faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainer, disk = HfModel(faulty.model), DiskBuckets(tmp_path)
+    trainer.perturb(11)
+    report = disk.send(trainer.buckets, 11, faulty.endpoints[:2])
+    assert report is not None and report.ok == ("server 0",) and "no answer" in report.failed["server 1"]
+    check(faulty, faulty.endpoints[:1], trainer, 11)
+    disk.close()
 
 
 def test_a_server_killed_while_it_loads_is_named_at_once(faulty: Faulty) -> None:

@@ -17,18 +17,37 @@ def test_servers_take_as_many_ranks_as_they_have_after_the_sender() -> None:
 
 def test_a_bucket_is_the_bytes_of_its_tensors_end_to_end() -> None:
     transposed = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T
-    flat = flatten([("a", transposed), ("b", torch.tensor([5], dtype=torch.int16))], torch.device("cpu"))
+    flat = flatten([transposed, torch.tensor([5], dtype=torch.int16)])
     assert flat.dtype == torch.uint8
     assert flat[:16].view(torch.float32).tolist() == [1.0, 3.0, 2.0, 4.0]
     assert flat[16:].view(torch.int16).tolist() == [5]
 
 
 def test_a_meeting_place_listens_on_its_address_and_counts_who_waits() -> None:
-    place = MeetingPlace("127.0.0.1", 3, 1.0)
-    assert place.port > 0
+    place = MeetingPlace.make("127.0.0.1", 30.0)
+    assert place.address[1] > 0
     assert place.arrived() == 0
     assert place.store is not None
     place.store.set("group/0/1", "address")
     assert place.arrived() == 1
     place.close()
     assert place.arrived() == 0
+
+
+def test_who_waits_at_a_meeting_place_hears_what_rank_0_says() -> None:
+    place = MeetingPlace.make("127.0.0.1", 30.0)
+    other = MeetingPlace.find(place.address, 30.0)
+    assert not other.is_come() and not other.is_given_up()
+    place.all_come()
+    place.give_up(coming=3)
+    assert (other.is_come(), other.is_given_up(), other.coming(), other.arrived()) == (True, True, 3, 0)
+    other.close()
+    place.close()
+    assert place.is_given_up()
+
+
+def test_who_helps_a_sender_is_before_the_servers() -> None:
+    servers = [ServerEndpoint(f"server {i}", "http://h:1", "key", tp) for i, tp in enumerate((2, 1))]
+    places, world_size = slots(servers, num_members=3)
+    assert [place.rank_offset for place in places] == [3, 5]
+    assert world_size == 6

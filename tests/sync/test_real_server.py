@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 
 from megarl.core.errors import SyncError
+from megarl.models.hf_weights import Bucket
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient, ServerError
 from megarl.serving.sampling import Sampling
-from megarl.sync.broadcast import BroadcastSender, Bucket
 from megarl.sync.verify import probe_servers, verify
 from tests.support.served import HfModel, Pool
-from tests.sync.written import SharedBuckets
+from tests.sync.given import BroadcastBuckets
+from tests.sync.written import DiskBuckets, SharedBuckets
 
 pytestmark = pytest.mark.slow
 
@@ -25,18 +27,26 @@ PROBE = [[5, 6, 7, 8, 9, 10], [40, 30, 20], [60, 61, 60, 61, 62, 63, 64]]
 TOLERANCE = 1e-4
 
 
-Sender = BroadcastSender | SharedBuckets
+Sender = BroadcastBuckets | SharedBuckets | DiskBuckets
 
 
-@pytest.fixture(params=["broadcast", "shared_memory"])
-def sender(served: Pool, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+@pytest.fixture(params=["broadcast", "shared_memory", "disk", "disk in place"])
+def sender(
+    served: Pool, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sender]:
     """A sender of each transport, which gives the server its own weights back in the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as in the processes of a run
     made: Sender = SharedBuckets(tmp_path / "registry")
     if request.param == "broadcast":
-        made = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
+        made = BroadcastBuckets()
+    elif request.param.startswith("disk"):
+        made = DiskBuckets(tmp_path, in_place=request.param == "disk in place")
     yield made
     original = HfModel(served.model)
-    made.send(original.buckets, 0, [served.servers[0].endpoint])
+    if isinstance(made, DiskBuckets):
+        made = DiskBuckets(tmp_path)
+    report = made.send(original.buckets, 0, [served.servers[0].endpoint])
+    assert report is not None and not report.failed, report
     made.close()
 
 
@@ -69,11 +79,11 @@ def test_new_weights_arrive_and_serve_under_their_version(served: Pool, sender: 
 
 
 def test_a_server_that_goes_on_alone_holds_nothing_of_a_sender_that_left(served: Pool) -> None:
-    sender = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0)
+    buckets = BroadcastBuckets()
+    sender = buckets.sender
     server = served.servers[0].endpoint
-    sender.send(HfModel(served.model).buckets, 1, [server])
-    assert sender._group is not None
-    group = sender._group.name
+    buckets.send(HfModel(served.model).buckets, 1, [server])
+    [group] = sender._asked
     assert sender.leave([server], 10.0) == {} and sender.leave([server], 10.0) == {}
 
     async def twice() -> None:
@@ -83,7 +93,7 @@ def test_a_server_that_goes_on_alone_holds_nothing_of_a_sender_that_left(served:
     with pytest.raises(ServerError, match="does not exist"):
         asyncio.run(twice())
     # Who comes back is in a group with it again.
-    report = sender.send(HfModel(served.model).buckets, 2, [server])
+    report = buckets.send(HfModel(served.model).buckets, 2, [server])
     assert report is not None and report.ok == ("server 0",)
     sender.close()
 
@@ -127,7 +137,7 @@ def test_one_wrong_weight_is_found_out(served: Pool, sender: Sender) -> None:
 def test_a_request_that_a_sync_held_goes_on_with_the_new_weights_from_the_token_that_its_spans_say(
     served: Pool, sender: Sender, mode: Literal["in_place", "retract"]
 ) -> None:
-    prompt, longest = [5, 6, 7, 8], 300
+    prompt, longest = [5, 6, 7, 8], 600
     old, new = HfModel(served.model), HfModel(served.model)
     new.perturb(5)
     server = served.servers[0].endpoint
@@ -136,8 +146,9 @@ def test_a_request_that_a_sync_held_goes_on_with_the_new_weights_from_the_token_
         async with ServerClient(server) as client:
             await client.flush_cache(10.0)
             running = asyncio.create_task(client.generate(prompt, Sampling(longest, 0.0)))
-            # Batched with the other, which has about as many tokens by then.
-            await client.generate(prompt, Sampling(40, 0.0))
+            # Batched with the other, which has begun before the second of these, and has about as many tokens by then.
+            for _ in range(2):
+                await client.generate(prompt, Sampling(40, 0.0))
             await client.pause(mode)
             waiting = asyncio.create_task(client.generate([9, 9], Sampling(4, 0.0)))
             # Flushing would end a server that holds requests in place.

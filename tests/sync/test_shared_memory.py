@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port
+from megarl.sync.ring import bucket_limit, ring_bytes
 from megarl.sync.segments import Segment
 from megarl.sync.session import SyncReport
 from tests.sync.receiver import Receiver
@@ -60,8 +62,8 @@ def test_all_ranks_of_all_servers_read_all_weights_sync_after_sync(sender: Share
             assert report.num_bytes == NUM_BYTES
             assert holds(one, version) and holds(two, version)
         assert [len(body["serialized_named_tensors"]) for body in two.bodies("/update_weights_from_tensor")] == [2] * 8
-        # Two for all syncs, known to whoever removes what is left, and still there although readers came and went.
-        assert len(registered(tmp_path)) == 2
+        # One for all syncs, known to whoever removes what is left, and still there although readers came and went.
+        assert len(registered(tmp_path)) == 1
         assert all((SHARED_MEMORY / name).exists() for name in registered(tmp_path))
 
 
@@ -97,6 +99,28 @@ def test_a_server_that_never_loads_a_bucket_is_named(bucket: int, sender: Shared
         assert holds(well, 1)
 
 
+def test_buckets_take_turns_in_less_memory_than_all_of_them_need(tmp_path: Path) -> None:
+    """Of the nine, four fit at once."""
+    weights = [[(str(index), torch.full((1000,), float(index)))] for index in range(9)]
+    one, two = Receiver("server 0"), Receiver("server 1")
+    sender = SharedBuckets(tmp_path / "registry", bucket_bytes=8192)
+    with serving(one, two):
+        report = sender.send(lambda: iter(weights), 1, [one.endpoint, two.endpoint])
+        assert report is not None and report.ok == ("server 0", "server 1")
+        for receiver in (one, two):
+            assert all(receiver.weights[name].equal(tensor) for [(name, tensor)] in weights)
+        [name] = registered(tmp_path)
+        assert (SHARED_MEMORY / name).stat().st_size == 4 * 4096 + 64  # torch keeps its count in front
+    sender.close()
+
+
+def test_the_memory_that_a_sync_takes_is_two_buckets_or_two_of_the_largest_tensor() -> None:
+    mib = 2**20
+    assert (bucket_limit(512 * mib), ring_bytes(10 * mib, 512 * mib)) == (128 * mib, 512 * mib)
+    assert (bucket_limit(16 * mib), ring_bytes(4 * mib, 16 * mib)) == (8 * mib, 32 * mib)
+    assert ring_bytes(600 * mib, 16 * mib) == 1200 * mib + 128
+
+
 def test_with_no_server_left_nothing_more_is_written(sender: SharedBuckets) -> None:
     ill, written = Receiver("server 0"), list[int]()
     gone = ServerEndpoint("server 1", f"http://127.0.0.1:{free_port()}", "key")
@@ -116,6 +140,7 @@ def test_what_a_rank_cannot_write_is_raised(sender: SharedBuckets) -> None:
     one = Receiver("server 0")
     with serving(one), pytest.raises(RuntimeError, match="reading failed"):
         sender.sender.send(Written(list(buckets()), broken), 1, [one.endpoint])
+    assert one.session is False  # a later sync may begin
 
 
 def test_memory_that_is_not_to_be_had_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

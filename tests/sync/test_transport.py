@@ -9,15 +9,17 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.parts import first_copy
-from megarl.sync.transport import MIB, Where, choose, shared_bytes
+from megarl.sync.transport import MIB, Where, choose
 
 TOGETHER = Where({"one"}, {"one"}, takes_memory=True, needed_bytes=128 * MIB, free_bytes=256 * MIB)
 APART = {
     "servers are on other nodes (two) than the ranks (one)": replace(TOGETHER, servers={"one", "two"}),
     "the model's first copy are on several nodes (one, two)": replace(TOGETHER, writers={"two", "one"}),
     "/dev/shm has 64 MiB free and 128 are needed": replace(TOGETHER, free_bytes=64 * MIB),
+    "rollout.quantization needs each weight whole": replace(TOGETHER, quantized=True),
     "the servers of rollout.servers.urls are not this run's own": replace(TOGETHER, servers=(), external=True),
     "devices here have memory of their own": replace(TOGETHER, takes_memory=False),
+    "no rank that holds weights is on every device": replace(TOGETHER, takes_memory=False),
 }
 
 
@@ -28,6 +30,15 @@ def test_memory_is_shared_where_everybody_is_on_one_node() -> None:
     assert choose("broadcast", TOGETHER)[0] == "broadcast"
 
 
+def test_memory_of_devices_is_shared_where_every_server_has_ranks_beside_it() -> None:
+    """Over as many nodes as there are, and whatever the host's shared memory has free."""
+    where = replace(TOGETHER, writers={"one", "two"}, takes_memory=False, free_bytes=0, beside=True)
+    assert choose("auto", where) == ("shared_memory", "every device of a server has a rank that holds weights")
+    for never in (replace(where, quantized=True), replace(where, external=True)):
+        assert choose("auto", never)[0] == "broadcast"
+    assert choose("disk", TOGETHER) == ("disk", "sync.transport asks for it")
+
+
 @pytest.mark.parametrize("why", APART)
 def test_where_it_cannot_be_shared_it_is_broadcast_or_refused(why: str) -> None:
     transport, reason = choose("auto", APART[why])
@@ -35,12 +46,6 @@ def test_where_it_cannot_be_shared_it_is_broadcast_or_refused(why: str) -> None:
     with pytest.raises(UserError) as refused:
         choose("shared_memory", APART[why])
     assert why in str(refused.value) and "Set sync.transport to auto or broadcast" in str(refused.value)
-
-
-def test_the_memory_that_a_sync_takes_is_two_buckets_or_two_of_the_largest_tensor() -> None:
-    assert shared_bytes(10 * MIB, 512 * MIB) == 128 * MIB
-    assert shared_bytes(10 * MIB, 16 * MIB) == 32 * MIB
-    assert shared_bytes(600 * MIB, 16 * MIB) == 1200 * MIB
 
 
 def test_the_first_copy_leaves_out_the_other_copies() -> None:

@@ -19,6 +19,8 @@ from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ModelFacts
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.sync.fetch import Fetched, Order
+from megarl.sync.hashes import HashReport
 from megarl.sync.session import SyncReport
 from megarl.sync.transport import Sending
 from megarl.training.spec import RoleSpec
@@ -48,7 +50,9 @@ class Book:
 class Rank:
     """A rank whose models say what `column_of` says, and whose updates are losses and gradients on these."""
 
-    def __init__(self, book: Book, spec: ProcessSpec, rank: int, world_size: int, platform: str, seed: int) -> None:
+    def __init__(
+        self, book: Book, spec: ProcessSpec, rank: int, world_size: int, platform: str, seed: int, threads: int | None
+    ) -> None:
         self._book, self._rank, self._name = book, rank, spec.name
         book.note("rank", spec.name, rank, world_size, platform, seed)
 
@@ -126,8 +130,16 @@ class Rank:
     ) -> SyncReport:
         told = (sending.transport, sending.writers, sending.bucket_bytes, sending.timeout_s)
         self._book.note("send", role, version, len(servers), *told, keep_kv)
+        if sending.fetched is not None:
+            self._book.note("write", sending.fetched.store.folder.parent, sending.fetched.in_place)
         self._book.version = version
         return SyncReport(version, tuple(server.name for server in servers), {}, 1, 1.0, 1)
+
+    def compare_hashes(
+        self, role: str, servers: Sequence[ServerEndpoint], dtype: str, sending: Sending, deadline_s: float
+    ) -> HashReport:
+        self._book.note("hashes", role, len(servers), dtype, sending.bucket_bytes, deadline_s)
+        return HashReport(1, {}, {})
 
     def leave_servers(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
         self._book.note("leave", len(servers))
@@ -191,6 +203,10 @@ class Server(_Process):
         self._book.note("wake", self._process.name, parts, serve, deadline_s)
         return ""
 
+    def fetch(self, order: Order) -> Fetched:
+        self._book.note("fetch", self._process.name, order.version, order.flush_cache, order.timeout_s)
+        return Fetched()
+
     def pause(self, keep_kv: bool, deadline_s: float) -> str:
         self._book.note("pause", self._process.name, keep_kv, deadline_s)
         self._book.paused = True
@@ -218,6 +234,10 @@ class External:
     async def watch(self) -> str:
         await asyncio.Event().wait()
         return ""
+
+    def fetch(self, order: Order) -> Fetched:
+        self._book.note("fetch", self._server.name, order.version, order.flush_cache, order.timeout_s)
+        return Fetched()
 
     def pause(self, keep_kv: bool, deadline_s: float) -> str:
         self._book.note("pause", self._server.name, keep_kv, deadline_s)

@@ -1,0 +1,45 @@
+"""Memory of a CUDA device that a server on the same device reads, by CUDA's handles. Never run: no GPU was at hand.
+
+SGLang reads what torch pickles for it, but for the device, which it wants by its UUID: its number is another in each process
+(sglang/srt/utils/patch_torch.py, 0.5.21).
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from megarl.models.hf_pieces import Entry
+from megarl.sync.segments import Shared, described
+
+DEVICE = 6  # the place of the device's number among the arguments of torch's rebuild_cuda_tensor
+
+
+class DeviceSegment:
+    """Device memory as a tensor. flat: [bytes] uint8."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        self.flat: Tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._uuid = str(torch.cuda.get_device_properties(self.flat.device).uuid)
+
+    def payload(self, bucket: Sequence[Entry], start: int, num_readers: int) -> str:
+        """What `/update_weights_from_tensor` takes as a flattened bucket of what is there from byte `start` on.
+
+        Of one reader: torch counts each handle that it gives out, and the reader counts it back.
+        """
+        assert num_readers == 1, num_readers
+        torch.cuda.synchronize(self.flat.device)  # what was written is there before anybody reads it
+        rebuild, arguments = reductions.reduce_tensor(self.flat)
+        tensor = Shared(rebuild, *arguments[:DEVICE], self._uuid, *arguments[DEVICE + 1 :])
+        return base64.b64encode(
+            pickle.dumps({"flattened_tensor": tensor, "metadata": described(bucket, start)})
+        ).decode()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.flat = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,137 @@
+"""What each rank of an SGLang server holds of HF's tensors: fused, cut, repeated and padded. Pure, without torch.
+
+Checked on SGLang 0.5.21, family by family, against what its servers say that they hold (tests/sync/test_hashes.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.models.config import ModelConfig
+from megarl.models.rules import Rule, Source, rules
+
+VOCAB_PADDING = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
+MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+SHARED = ".shared_experts."
+KEYS_VALUES = (".k_proj.", ".v_proj.")
+# Ends of module names: HF's -> the engine's. Those with the same target stand in it in the order of the rules.
+HEADS = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj")
+LATENT = dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa")
+GATED = {
+    f"{mlp}.{each}": f"{mlp}.gate_up_proj" for mlp in ("mlp", "mlp.shared_experts") for each in ("gate_proj", "up_proj")
+}
+EXPERTS = {
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "w13_weight"),
+    **dict.fromkeys(("down_proj", "w2"), "w2_weight"),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [start, stop) of an HF tensor, of these columns: (first, behind the last); None is all.
+
+    below: rows of zeros behind them. beside: zeros behind each row.
+    """
+
+    tensor: str
+    start: int
+    stop: int
+    columns: tuple[int, int] | None = None
+    below: int = 0
+    beside: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of one rank: pieces end to end. wide: float32 whatever the model is."""
+
+    rank: int
+    name: str
+    pieces: tuple[Piece, ...]
+    wide: bool = False
+
+
+def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
+    """Every tensor of every rank of a server of this tensor-parallel size, in which something of the model lies.
+
+    pads: sizes that its ranks do not share evenly are filled up with zeros, as SGLang's CPU engine does it
+    (configs/update_config.py); off: what is fewer than ranks is repeated.
+    """
+    server = _Server(config, tp, pads)
+    found: dict[tuple[int, str], tuple[list[Piece], bool]] = {}
+    for rule in rules(config, "transformer_engine"):  # which keeps whole what engines keep whole
+        for source in rule.sources:
+            name = _engine_name(config, source.name, rule)
+            for rank in range(tp):
+                pieces, _ = found.setdefault((rank, name), ([], rule.is_buffer))
+                pieces.append(server.piece(rule, source, rank))
+    return [Held(rank, name, tuple(pieces), wide) for (rank, name), (pieces, wide) in found.items()]
+
+
+def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
+    prefix, _, rest = name.partition(".layers.")
+    if not rest:
+        return name
+    number, _, path = rest.partition(".")
+    if rule.expert is not None:
+        experts, _, linear = path.removesuffix(".weight").partition(f".experts.{rule.expert}.")
+        path = f"{experts}.experts.{EXPERTS[linear]}"
+    else:
+        module, _, kind = path.rpartition(".")
+        fused = dict(GATED)
+        if config.mla is None:
+            fused |= HEADS
+        elif config.mla.q_rank is not None:
+            fused |= LATENT
+        path = f"{fused.get(module, module)}.{kind}"
+    return f"{prefix}.layers.{number}.{path}"
+
+
+@dataclass(frozen=True)
+class _Server:
+    config: ModelConfig
+    tp: int
+    pads: bool
+
+    def piece(self, rule: Rule, source: Source, rank: int) -> Piece:
+        """A rank's part of an HF tensor."""
+        rows = source.shape[0]
+        # Gemma's embedding is one of torch's own, whole on every rank.
+        if rule.cut == "whole" or (source.name in VOCABULARY and self.config.family == "gemma3"):
+            return Piece(source.name, 0, rows)
+        if rule.cut == "columns":
+            start, stop, beside = self._share(rule, source.name, source.shape[1], rank)
+            return Piece(source.name, 0, rows, (start, stop), beside=beside)
+        start, stop, below = self._share(rule, source.name, rows, rank)
+        return Piece(source.name, start, stop, below=below)
+
+    def _share(self, rule: Rule, name: str, size: int, rank: int) -> tuple[int, int, int]:
+        """[start, stop) of what is cut, and the zeros behind it."""
+        keys = any(each in name for each in KEYS_VALUES)
+        if keys and not self.pads and self.config.num_kv_heads < self.tp:
+            repeats, each = self.tp // self.config.num_kv_heads, self.config.head_dim
+            return rank // repeats * each, (rank // repeats + 1) * each, 0
+        each, rest = divmod(self._padded(name, size), self.tp)
+        assert rest == 0, (name, size, self.tp)
+        start, stop = min(rank * each, size), min((rank + 1) * each, size)
+        return start, stop, each - (stop - start)
+
+    def _padded(self, name: str, size: int) -> int:
+        """The whole size, with its padding."""
+        tp, config = self.tp, self.config
+        if name in VOCABULARY:
+            once = _up(size, VOCAB_PADDING)
+            return once if once % tp == 0 else _up(size, VOCAB_PADDING * tp)
+        if not self.pads:
+            return size
+        if ".self_attn." in name:
+            # As many heads for each head of keys and values as before.
+            return size // config.num_kv_heads * _up(config.num_kv_heads, tp) if config.mla is None else size
+        # Shared experts are as wide as so many of the others, each with its padding.
+        each = config.moe.ffn_hidden_size if config.moe is not None and SHARED in name else size
+        return size // each * _up(each, MLP_PADDING * tp)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,145 @@
+"""Which weights are FP8 at a server, held against SGLang's own models; and which models a server cannot hold so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
+from megarl.models.fp8_quantize import quantize
+from megarl.models.fp8_weights import UNSCALED_FAMILIES, check_servable, quantised
+from megarl.models.hf_config import load_model_config
+from megarl.models.hf_fp8 import scale_name
+from megarl.models.known_configs import FOLDER
+from megarl.models.rules import expected_tensors
+from megarl.placement.workload import read_model
+from megarl.serving.server import ServerSpec
+from megarl.sync.held import held_by
+from tests.support.fp8_models import write_wide
+from tests.support.sglang_fp8 import loaded_by_sglang
+from tests.support.tiny import CONFIGS, write_tiny_model
+
+KNOWN = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("config.json"))
+
+
+def wide(folder: Path, family: str) -> Path:
+    """With what SGLang asks of a config of DeepSeek's, and transformers does not write."""
+    write_wide(folder, family)
+    if family == "deepseek_v3":
+        file = folder / "config.json"
+        more = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    return folder
+
+
+def sent(folder: Path) -> dict[str, Tensor]:
+    """A model as it goes to servers."""
+    config = load_model_config(folder)
+    scales, found = quantised(config), {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name in scales:
+            found[name], found[scale_name(name)] = quantize(tensor.bfloat16())
+        elif name in expected_tensors(config):
+            found[name] = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+    return found
+
+
+def as_held(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same under the engine's names, on its only rank: [numbers]."""
+    found = {}
+    for held in held_by(config, 1, pads=False):
+        names = [piece.tensor for piece in held.pieces]
+        zeros = sum(piece.below for piece in held.pieces)
+        parts = [tensors[name].reshape(-1) for name in names]
+        found[held.name] = torch.cat([*parts, parts[0].new_zeros(zeros * tensors[names[0]].shape[-1])])
+        if scale_name(names[0]) in tensors:
+            engine_name = scale_name(held.name)
+            found[engine_name] = torch.cat([tensors[scale_name(name)].reshape(-1) for name in names])
+    return found
+
+
+@pytest.mark.slow
+def test_sglang_builds_and_fills_its_fp8_models_with_what_is_sent(tmp_path: Path) -> None:
+    """Every family, by the flags of a server: each of its parameters is set, and to the bits that were sent.
+
+    But for the scales of the families that are refused, every one of which SGLang drops.
+    """
+    folders = {family: wide(tmp_path / family, family) for family in CONFIGS}
+    cases = []
+    for family, folder in folders.items():
+        save_file(sent(folder), tmp_path / f"{family}.sent")
+        flags = ServerSpec(folder, "bfloat16", quantized=True, kv_tokens=1024).flags("127.0.0.1", 30000)
+        cases.append((flags, tmp_path / f"{family}.sent", tmp_path / f"{family}.held"))
+    loaded_by_sglang(cases)
+    for family, folder in folders.items():
+        held = load_file(tmp_path / f"{family}.held")
+        expected = as_held(load_model_config(folder), sent(folder))
+        assert held.keys() == expected.keys(), family
+        wrong = [
+            name
+            for name, tensor in held.items()
+            if tensor.dtype != expected[name].dtype
+            or not torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].contiguous().view(torch.uint8))
+        ]
+        scales = [name for name in held if name.endswith("scale_inv")]
+        assert sorted(wrong) == (sorted(scales) if family in UNSCALED_FAMILIES else []), family
+        assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in held.values()) >= 8
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_linears_of_layers_are_quantised_and_nothing_else(family: str, tmp_path: Path) -> None:
+    config = load_model_config(write_tiny_model(tmp_path / "model", family))
+    left = set(expected_tensors(config)) - set(quantised(config))
+    ends = ("norm.weight", "embed_tokens.weight", "lm_head.weight", ".bias", ".gate.weight", "correction_bias")
+    assert [name for name in left if not name.endswith(ends)] == []
+    assert [name for name in quantised(config) if name.endswith(ends)] == []
+    shapes = expected_tensors(config)
+    assert all(
+        scale == (-(-shapes[name][0] // 128), -(-shapes[name][1] // 128)) for name, scale in quantised(config).items()
+    )
+
+
+def test_published_fp8_models_have_scales_of_the_same_weights() -> None:
+    """Names from the index of DeepSeek-V3's files, of a dense and of a sparse layer."""
+    config = read_model(FOLDER / "deepseek-ai/DeepSeek-V3")
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    mlp = ("gate_proj", "up_proj", "down_proj")
+    dense = {*(f"self_attn.{name}" for name in attention), *(f"mlp.{name}" for name in mlp)}
+    experts = {f"mlp.experts.{number}.{name}" for number in range(256) for name in mlp}
+    sparse = {*(f"self_attn.{name}" for name in attention), *experts, *(f"mlp.shared_experts.{name}" for name in mlp)}
+    for layer, expected in ((0, dense), (3, sparse)):
+        prefix = f"model.layers.{layer}."
+        found = {name.removeprefix(prefix) for name in quantised(config) if name.startswith(prefix)}
+        assert found == {f"{name}.weight" for name in expected}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_models_can_be_served_in_fp8(name: str) -> None:
+    config = read_model(FOLDER / name)
+    if config.family in UNSCALED_FAMILIES:
+        with pytest.raises(UserError, match=f"of the family {config.family}"):
+            check_servable(config, 1)
+    elif config.hidden_size % 128 or config.ffn_hidden_size % 128:
+        with pytest.raises(UserError, match="has to be whole blocks"):
+            check_servable(config, 1)
+    else:
+        check_servable(config, 1)
+
+
+def test_a_rank_that_would_hold_a_part_of_a_block_is_refused(tmp_path: Path) -> None:
+    config = load_model_config(write_wide(tmp_path / "model", "qwen3"))
+    check_servable(config, 1)
+    with pytest.raises(
+        UserError, match=r"k_proj.weight of 128 x 256 cannot be held in blocks of 128 x 128 .* rollout.tp 2"
+    ):
+        check_servable(config, 2)
+    config = load_model_config(write_wide(tmp_path / "heads", "qwen3", num_key_value_heads=4, num_attention_heads=8))
+    check_servable(config, 2)
+    with pytest.raises(UserError, match=r"`rollout\.quantization`"):
+        check_servable(config, 4)

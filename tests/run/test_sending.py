@@ -1,0 +1,72 @@
+"""How ranks are told to send: servers that share devices with them are found by the names that they answer under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster import server_actors
+from megarl.cluster.nodes import Node
+from megarl.cluster.process import ProcessFacts, ProcessSpec
+from megarl.cluster.server_actors import ServerActor
+from megarl.cluster.slots import ServerSlot, Slot
+from megarl.core.platform import get_platform
+from megarl.models.hf_config import load_model_config
+from megarl.recipe.layouts import role_layouts
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.run.session import ACTOR, _sending
+from megarl.serving.server import ProcessPlace, ServerSpec
+from megarl.sync.memory import DeviceMemory
+from tests.support.dry.world import write_world
+
+
+def test_what_ranks_hand_over_on_a_device_reaches_the_server_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_world(tmp_path)
+    recipe = load_recipe(tmp_path / "train.yaml", ["cluster.platform=cuda", "cluster.devices=2"], Recipe).recipe
+    node = Node("node", "127.0.0.1", "0" * 56, tmp_path, 2)
+    ranks = tuple(Slot(node, (str(device),), {}) for device in range(2))
+    runtime: Any = SimpleNamespace(platform=get_platform("cuda"), slots=ranks, here=node)
+    checked: Any = SimpleNamespace(model=load_model_config(tmp_path / "dense"), external=None)
+    servers = [ServerSlot((slot,), shared=True) for slot in ranks]
+    sending = _sending(runtime, recipe, checked, role_layouts(recipe)[ACTOR], servers)
+    assert sending.transport == "shared_memory"
+    assert [receiver.ranks for receiver in sending.beside] == [(0,), (1,)]
+
+    monkeypatch.setattr(server_actors, "configure_process", lambda spec: ProcessFacts(1, "host"))
+    place = ProcessPlace(tmp_path, api_key="key", temp=tmp_path)
+    spec = ServerSpec(tmp_path / "dense", "float32", tp=1)
+    actor = ServerActor(
+        ProcessSpec("server 1", tmp_path, "127.0.0.1"), tmp_path / "registry", spec, "cpu", place, answer_s=1.0
+    )
+    hosts = {receiver.name: receiver.ranks for receiver in sending.beside}
+    memory = DeviceMemory(rank=1, hosts=hosts, make=lambda num_bytes: _Handles())
+    memory.take(64)
+    memory.fill(_Nothing(), 0, 0)
+    assert memory.payloads(actor._endpoint, (), 0) == ["handle"]
+
+
+class _Handles:
+    """A device's memory."""
+
+    flat: Any = ()
+
+    def payload(self, bucket: object, start: int, num_readers: int) -> str:
+        return "handle"
+
+    def close(self) -> None:
+        return None
+
+
+class _Nothing:
+    """What is sent: one empty bucket."""
+
+    buckets = ((),)
+
+    def write(self, number: int, flat: object) -> None:
+        return None

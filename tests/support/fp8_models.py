@@ -1,0 +1,27 @@
+"""Tiny models whose linears are whole blocks of FP8, by family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import write_tiny_model
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 128, "mlp_only_layers": []},
+    "deepseek_v3": {
+        "moe_intermediate_size": 128,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,  # compressed keys and values: one block and a half
+        "v_head_dim": 64,
+    },
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 64},
+}
+
+
+def write_wide(folder: Path, family: str, **overrides: Any) -> Path:
+    """Such a model; returns the folder."""
+    return write_tiny_model(folder, family, **{**SIZES, **OWN.get(family, {}), **overrides})

@@ -1,0 +1,50 @@
+"""Whether a server holds an HF folder's weights, bit for bit: its own hashes of all its tensors against those of the files.
+
+Independent of how the weights came: nothing of a transport, and nothing of the trainer's, is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megarl.core.platform import get_platform
+from megarl.models.hf_config import load_model_config
+from megarl.models.rules import expected_tensors
+from megarl.serving.client import ServerEndpoint
+from megarl.sync.hashes import ExpectedSums, differences, server_sums
+
+DEADLINE_S = 60.0
+
+
+def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of an HF folder, by name."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as found:
+            for name in found.keys():  # noqa: SIM118
+                yield name, found.get_tensor(name)
+
+
+def differing(
+    server: ServerEndpoint,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> list[str]:
+    """Tensors of the server that are not what the folder (or `tensors`, by HF's names) has; none where all bits are equal.
+
+    dtype: that the server was started with.
+    """
+    config = load_model_config(folder)
+    expected = expected_tensors(config)
+    sums = ExpectedSums(config, [server.tp], dtype, get_platform("cpu"))
+    for name, tensor in tensors.items() if tensors is not None else tensors_in(folder):
+        if name in expected:  # files of tied models may have the head as well
+            sums.add(name, tensor)
+    return differences(sums.finish()[server.tp], asyncio.run(server_sums(server, DEADLINE_S)))

@@ -1,0 +1,91 @@
+"""SGLang's own FP8 models on a machine that cannot run them: built by the flags of a server, and filled by its own loader.
+
+SGLang 0.5.21 builds them on a CPU, and refuses only what comes after loading, which is for its kernels. As a program, with a
+JSON list of [flags, file of what is sent, file for what the model then holds]: each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megarl.core.platform import get_platform
+from megarl.serving import sglang_cpu
+
+Case = tuple[list[str], Path, Path]
+
+
+def loaded_by_sglang(cases: Sequence[Case], deadline_s: float = 300.0) -> None:
+    """Run all cases. Fails with what SGLang said."""
+    platform = get_platform("cpu")
+    words = [[[*platform.server_args, *flags], str(sent), str(held)] for flags, sent, held in cases]
+    command = [sys.executable, "-m", "tests.support.sglang_fp8", json.dumps(words)]
+    done = subprocess.run(
+        command, env={**os.environ, **platform.env}, capture_output=True, text=True, timeout=deadline_s, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def build(flags: list[str]) -> Any:
+    """A model as a server with these flags builds it, on one rank and without weights."""
+    import torch
+
+    runtime, distributed = import_module("sglang.srt.runtime_context"), import_module("sglang.srt.distributed")
+    arguments, loader = import_module("sglang.srt.server_args"), import_module("sglang.srt.model_loader.loader")
+    args = arguments.prepare_server_args(flags)
+    arguments.set_global_server_args_for_scheduler(args)
+    config = import_module("sglang.srt.configs.model_config").ModelConfig.from_server_args(args)
+    assert config.quantization == "fp8"
+    runtime.publish(args, role="scheduler", hf_config=config.hf_config, ranks=runtime.SpawnRanks(world_rank=0))
+    store = Path("/tmp") / f"megarl-fp8-{os.getpid()}"
+    distributed.init_distributed_environment(
+        backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}"
+    )
+    distributed.initialize_model_parallel()
+    store.unlink(missing_ok=True)
+    import_module("sglang.srt.layers.dp_attention").initialize_dp_attention(args)
+    import_module("sglang.srt.distributed.bootstrap").init_layer_runtime(model_config=config)
+    load = import_module("sglang.srt.configs.load_config").LoadConfig(load_format="dummy")
+    torch.set_default_dtype(config.dtype)
+    return loader._initialize_model(config, load, loader._get_quantization_config(config, load))
+
+
+def run(flags: list[str], sent: str, held: str) -> None:
+    """One case: scales that nothing sets stay what SGLang puts there, the smallest float32; other numbers stay NaN.
+
+    Scales of the KV cache, one number each, are none of the weights.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = build(flags)
+    weights = {name: parameter for name, parameter in model.named_parameters() if parameter.dim()}
+    for name, parameter in weights.items():
+        if not name.endswith("scale_inv"):
+            parameter.data.view(torch.uint8).fill_(255)
+    model.load_weights(iter(load_file(sent).items()))
+    save_file({name: parameter.detach().contiguous() for name, parameter in weights.items()}, held)
+
+
+def main() -> None:
+    """Load once; a process for each case."""
+    cases = json.loads(sys.argv[1])
+    sglang_cpu.load()
+    for case in cases:
+        child = os.fork()
+        if child == 0:
+            run(*case)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"{case[0]}: status {status}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Servers hold what the trainer has, bit for bit: real servers' hashes of all their tensors, of every family and size."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.core.errors import SyncError
+from megarl.core.platform import get_platform
+from megarl.models.hf_config import load_model_config
+from megarl.serving.client import ServerEndpoint
+from megarl.serving.process import free_port, start_all
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences, refuse
+from tests.support.forked_ranks import Ranks
+from tests.support.hashes import differing, tensors_in
+from tests.support.tiny import write_tiny_model
+from tests.sync.hash_ranks import DEVICES, ROWS, Job
+from tests.sync.receiver import Receiver
+
+KEY, START_S = "key-of-the-tests-servers", 300.0
+# SGLang asks its model before it says that it is well, and its attention on CPUs is not for latent attention: such a server
+# holds weights, and can be asked for nothing else.
+UNASKED = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+EXPERTS = {"mlp_only_layers": []}
+TRANSPORTS = ["broadcast", "shared_memory", DEVICES, "disk"]
+
+
+@contextmanager
+def servers_of(folder: Path, model: Path, tps: Sequence[int], dtype: Any = "float32") -> Iterator[list[ServerEndpoint]]:
+    """A server of each tensor-parallel size."""
+    place = ProcessPlace(folder / "logs", KEY, env=UNASKED)
+    with ExitStack() as stack:
+        made = []
+        for tp in tps:
+            spec = ServerSpec(model, dtype, tp=tp, kv_tokens=2048)
+            made.append(ServerProcess(f"server of tp {tp}", spec, get_platform("cpu"), place))
+            stack.callback(made[-1].stop)
+        start_all(made, START_S)
+        yield [server.endpoint for server in made]
+
+
+def write_model(folder: Path, family: str, **overrides: Any) -> Path:
+    """What SGLang asks of a config of DeepSeek's, and transformers does not write, is added."""
+    write_tiny_model(folder, family, **overrides)
+    if family == "deepseek_v3":
+        file = folder / "config.json"
+        more = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "overrides", "tps"),
+    [
+        # Both sizes of all families but two: bench/weight_sync_layouts. The other two are below.
+        ("qwen2", {"vocab_size": 130, "tie_word_embeddings": True}, (1,)),
+        ("llama", {"num_key_value_heads": 1}, (2,)),
+        ("mistral", {}, (2,)),
+        ("mixtral", {}, (2,)),
+        ("deepseek_v3", {}, (2,)),
+        ("gemma3", {"vocab_size": 130}, (2,)),
+    ],
+)
+def test_what_servers_hold_of_every_family_is_known(
+    family: str, overrides: dict[str, Any], tps: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", family, **overrides)
+    with servers_of(tmp_path, model, tps) as servers:
+        for server in servers:
+            assert differing(server, model) == []
+            # One number of one tensor, by the least that float32 knows.
+            for name in ("model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"):
+                tensors = dict(tensors_in(model))
+                last = tensors[name].view(-1)[-1:]
+                last.copy_(torch.nextafter(last, last + 1))
+                engine_name = f"{name} of rank" if server.tp > 1 else name
+                assert [each for each in differing(server, model, tensors=tensors) if engine_name in each] != []
+
+
+@pytest.mark.slow
+def test_servers_in_bfloat16_hold_what_rounding_makes_of_float32(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS)
+    with servers_of(tmp_path, model, (1,), "bfloat16") as [server]:
+        assert differing(server, model, torch.bfloat16) == []
+        assert len(differing(server, model, torch.float32)) > 20
+
+
+# All layouts of tests/training/invariance_cases: bench/weight_sync_layouts.
+LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[dict[str, Any]]]]] = [
+    (
+        "qwen3",
+        {"vocab_size": 130, "num_hidden_layers": 4},
+        {1: [{}], 2: [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}, {"cp": 2}], 4: [{"tp": 2, "pp": 2}]},
+    ),
+    ("qwen3_moe", EXPERTS, {2: [{"tp": 2, "ep": 2, "sequence_parallel": True}, {"etp": 2}], 4: [{"ep": 2, "etp": 2}]}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "overrides", "layouts"), LAYOUTS, ids=[family for family, _, _ in LAYOUTS])
+def test_servers_of_any_size_hold_the_export_of_any_layout(
+    family: str, overrides: dict[str, Any], layouts: dict[int, list[dict[str, Any]]], ranks: Ranks, tmp_path: Path
+) -> None:
+    models = [write_model(tmp_path / f"model {seed}", family, seed=seed, **overrides) for seed in (1, 2)]
+    start = write_model(tmp_path / "start", family, seed=3, **overrides)
+    with servers_of(tmp_path, start, (1, 2)) as servers:
+        for world_size, each in layouts.items():
+            job = Job(
+                free_port(),
+                world_size,
+                each,
+                TRANSPORTS,
+                [str(model) for model in models],
+                [asdict(server) for server in servers],
+                str(tmp_path),
+            )
+            file, log = job.write(tmp_path / f"{world_size}.json"), tmp_path / f"{world_size}.log"
+            assert ranks.run("tests.sync.hash_ranks", world_size, file, log=log) == ""
+        rows = (tmp_path / ROWS).read_text().splitlines()
+        assert len(rows) == len(TRANSPORTS) * sum(map(len, layouts.values()))
+
+
+def test_differences_name_tensor_rank_and_what_is_wrong() -> None:
+    ours = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    assert differences(ours, ours) == []
+    theirs = [{"a": "1", "b": "0"}, {"a": "3", "c": "5"}]
+    assert differences(ours, theirs) == [
+        "b of rank 0",
+        "b of rank 1 (not there)",
+        "c of rank 1 (nothing was sent for it)",
+    ]
+    assert differences(ours[:1], theirs[:1]) == ["b"]
+    assert differences(ours, theirs[:1]) == ["hashes of 1 ranks in the place of 2"]
+
+
+def test_a_difference_stops_the_run_with_names() -> None:
+    refuse({}, 3)
+    with pytest.raises(SyncError) as raised:
+        refuse({"server 1": [f"t{number}" for number in range(5)]}, 3)
+    assert "Weight version 3" in str(raised.value) and "server 1: 5 tensors, t0, t1, t2, t3, ..." in str(raised.value)
+
+
+def test_hashes_do_not_depend_on_the_order_in_which_tensors_come(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "qwen3_moe", **EXPERTS)
+    config, tensors = load_model_config(folder), list(tensors_in(folder))
+    found = []
+    for order in (tensors, tensors[::-1]):
+        sums = ExpectedSums(config, [1, 2], torch.float32, get_platform("cpu"))
+        for name, tensor in order:
+            sums.add(name, tensor)
+        found.append(sums.finish())
+    assert found[0] == found[1]
+    assert len(found[0][2]) == 2 and found[0][1][0] != found[0][2][0]
+
+
+def test_what_is_missing_or_unknown_is_said(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    config, tensors = load_model_config(folder), dict(tensors_in(folder))
+    taken: list[str] = []
+    nobody = ServerEndpoint("nobody", "http://127.0.0.1:9", KEY)
+
+    def buckets(names: list[str]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for name in names:
+            taken.append(name)
+            yield [(name, tensors.get(name, torch.zeros(1)))]
+
+    for names, message in ((list(tensors)[1:], "has no"), (["other", *tensors], "known to hold other")):
+        taken.clear()
+        with pytest.raises(SyncError, match=message):
+            compare(buckets(names), config, [nobody], "float32", get_platform("cpu"), 5.0)
+        assert taken == names  # the other ranks wait for every bucket
+    report = compare(buckets(list(tensors)), config, [nobody], "float32", get_platform("cpu"), 5.0)
+    assert report.num_tensors == 0 and report.wrong == {} and "no answer" in report.failed["nobody"]
+
+
+def test_a_server_without_an_answer_is_told_from_one_with_wrong_weights() -> None:
+    async def go() -> dict[str, Any]:
+        async with Receiver("well") as well, Receiver("refusing") as refusing:
+            refusing.refuse["/weights_checker"] = 400, "no"
+            return await all_sums([well.endpoint, refusing.endpoint], 5.0)
+
+    found = asyncio.run(go())
+    assert "answered 400" in found["refusing"]
+    assert "ranks" in found["well"]  # the fake knows no hashes: the answer has no such field
