@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from hypothesis import settings
 
 from megarl.core.loading import without_collection
 from megarl.core.platform import Platform
-from tests.support.platforms import MODULES, VARIABLE, chosen, lacking, trouble
+from tests.support.platforms import MAY_LACK, VARIABLE, absent_import, chosen, lacking, may_lack, trouble
 from tests.support.results import Results
 from tests.support.tolerances import Tolerance, tolerance
 
@@ -33,18 +32,19 @@ settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
 
 
-OPTIONAL = {module for modules in MODULES.values() for module in modules}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     default = os.environ.get(VARIABLE, "cpu")
     parser.addoption("--platform", choices=("cpu", "cuda"), default=default, help="on what the engine's tests compute")
+    parser.addoption("--may-lack", action="store_true", help="skip, and say so, what a package is not there for")
     parser.addoption("--results", type=Path, help="file for what became of each test, a JSON line each")
     parser.addoption("--until", type=float, help="seconds of the epoch, after which no test begins (with --results)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before what other conftests prepare for the platform
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[VARIABLE] = config.getoption("--platform")
+    if config.getoption("--may-lack"):
+        os.environ[MAY_LACK] = "1"
     if wrong := trouble(chosen()):
         raise pytest.UsageError(f"--platform {chosen().name}: {wrong}")
     if chosen().has_device_memory:
@@ -64,9 +64,9 @@ def compute_exactly() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """On a machine with devices, what it lacks takes its own tests away; on a CPU nothing may be lacking."""
+    """What a machine lacks takes its own tests away, where it may lack something."""
     for mark in item.iter_markers("needs"):
-        if without := lacking(chosen(), mark.args):
+        if without := lacking(chosen(), *mark.args):
             pytest.skip(without)
     if chosen().has_device_memory and any(item.iter_markers("host_only")):
         pytest.skip("is about a device that is the host itself")
@@ -74,31 +74,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Generator[None, Any, Any]:
-    """A test file that imports a package that a machine with devices lacks is skipped as a whole, and says so."""
+    """A test file that imports a package that the machine lacks is skipped as a whole, where it may lack something."""
     module = yield
-    if chosen().has_device_memory:
+    if may_lack():
         load = module._getobj
 
         def load_or_skip() -> Any:
             try:
                 return load()
-            except pytest.Collector.CollectError:
-                if needed := unavailable():
-                    pytest.skip(f"needs {needed}", allow_module_level=True)
+            except pytest.Collector.CollectError as error:
+                if without := absent_import(error):
+                    pytest.skip(without, allow_module_level=True)
                 raise
 
         module._getobj = load_or_skip
     return module
-
-
-def unavailable() -> str | None:
-    """The package that could not be imported in the error that is being handled, where it is one that may be absent."""
-    error: BaseException | None = sys.exception()
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in OPTIONAL:
-            return error.name
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -142,7 +132,7 @@ def served(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """One real SGLang server with its router, for all tests that leave it as they found it."""
     from tests.support.served import NEEDS, serving
 
-    if without := lacking(platform, NEEDS):
+    if without := lacking(platform, *NEEDS):
         pytest.skip(without)
     with serving(tmp_path_factory.mktemp("served"), platform) as pool:
         yield pool

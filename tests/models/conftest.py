@@ -15,7 +15,10 @@ from tests.support.platforms import chosen
 if TYPE_CHECKING:
     from megarl.training.parallel import Groups
 
-prepare_megatron(chosen())
+
+def pytest_configure() -> None:
+    """Megatron meets the platform before any test file imports it."""
+    prepare_megatron(chosen())
 
 
 @pytest.fixture(scope="module")

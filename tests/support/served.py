@@ -21,7 +21,7 @@ from tests.support.tiny import write_tiny_qwen
 
 KEY = "key-of-the-tests-servers"
 START_S = 300.0
-NEEDS = ("SGLang", "SGLang's kernels")  # of a machine with devices (tests/support/platforms.py)
+NEEDS = ("SGLang",)
 # Of servers on devices: several share one, and the heads of tiny models are too narrow for the other kernels.
 ON_DEVICES = ("--mem-fraction-static", "0.15", "--attention-backend", "triton")
 

@@ -19,8 +19,8 @@ class Tolerance:
     """Bounds of one dtype on one platform; 0 where no test asks.
 
     logprob: the largest difference of a log-prob, nats; mean_logprob: their mean. gradient: of an element, relative to the
-    largest of its tensor. loss: of a loss or a norm, relative; loss_abs: absolute. weight: of a weight after a few steps of 1e-3. split:
-    of what differs by the order of sums alone, relative.
+    largest of its tensor. loss: of a loss or a norm, relative; loss_abs: absolute. weight: of a weight after a few steps of
+    1e-3. split: of what differs by the order of sums alone, relative.
     """
 
     logprob: float
