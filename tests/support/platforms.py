@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import sys
+from pathlib import Path
 
 from megarl.core.platform import Platform, cuda_device_count, get_platform, num_local_devices
 
 VARIABLE = "MEGARL_TEST_PLATFORM"
 # Set by --may-lack: what the machine has not takes its own tests away. Otherwise they fail.
 MAY_LACK = "MEGARL_TEST_MAY_LACK"
-# What tests ask for that a machine may lack, with the modules that it takes; on devices, these as well.
-MODULES = {"Ray": ("ray",), "SGLang": ("sglang", "sglang_router")}
+# What tests ask for that a machine may lack, with the modules or programs that it takes; on devices, these as well.
+MODULES = {"Ray": ("ray",), "SGLang": ("sglang", "sglang_router"), "py-spy": ("py-spy",)}
 ON_DEVICES = {"SGLang": ("sgl_kernel",)}
 
 
@@ -52,7 +55,8 @@ def _modules(platform: Platform, need: str) -> tuple[str, ...]:
 
 
 def _absent(module: str) -> bool:
-    return importlib.util.find_spec(module) is None
+    beside = Path(sys.executable).with_name(module)
+    return importlib.util.find_spec(module) is None and not beside.exists() and shutil.which(module) is None
 
 
 def absent_import(error: BaseException | None) -> str | None:

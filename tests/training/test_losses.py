@@ -54,7 +54,7 @@ def test_clipped_policy_loss_by_hand():
     assert given.entropy.grad is None
     assert output.num_tokens == 3
     assert output.sums["actor/pg_clipfrac"] == 2
-    assert output.sums["actor/entropy"] == pytest.approx(1.8)
+    assert output.sums["actor/entropy"].item() == pytest.approx(1.8)
     approx_kl = sum(ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.1))
     assert output.sums["actor/approx_kl"].item() == pytest.approx(approx_kl, abs=1e-6)
     assert output.sums["rollout/logprob_diff_mean"].item() == pytest.approx(0.1, abs=1e-6)

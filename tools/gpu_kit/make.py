@@ -15,7 +15,19 @@ from tools.gpu_kit.parts import KitError, split
 from tools.gpu_kit.wheels import chosen, download_words, read_lock
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("megarl", "tests", "tools", "recipes", "requirements", "launch", "pyproject.toml", "setup.py", "README.md")
+FOLDERS = (
+    "megarl",
+    "tests",
+    "tools",
+    "recipes",
+    "requirements",
+    "launch",
+    "docs",
+    "bench",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+)
 FACTS = "kit.json"
 PROGRAM = "gpu_kit"  # of the standard library alone, in one file
 
