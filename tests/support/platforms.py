@@ -18,6 +18,7 @@ VARIABLE = "MEGARL_TEST_PLATFORM"
 MAY_LACK = "MEGARL_TEST_MAY_LACK"
 # What tests ask for that a machine may lack, with the modules or programs that it takes; on devices, these as well.
 MODULES = {"Ray": ("ray",), "SGLang": ("sglang", "sglang_router"), "py-spy": ("py-spy",)}
+PROGRAMS = ("py-spy",)
 ON_DEVICES = {"SGLang": ("sgl_kernel",)}
 
 
@@ -54,9 +55,10 @@ def _modules(platform: Platform, need: str) -> tuple[str, ...]:
     return MODULES[need] + (ON_DEVICES.get(need, ()) if platform.has_device_memory else ())
 
 
-def _absent(module: str) -> bool:
-    beside = Path(sys.executable).with_name(module)
-    return importlib.util.find_spec(module) is None and not beside.exists() and shutil.which(module) is None
+def _absent(name: str) -> bool:
+    if name in PROGRAMS:
+        return not Path(sys.executable).with_name(name).exists() and shutil.which(name) is None
+    return importlib.util.find_spec(name) is None
 
 
 def absent_import(error: BaseException | None) -> str | None:

@@ -90,31 +90,22 @@ def test_needs_a_package():
 
 def test_every_test_is_a_line_and_none_is_run_twice(tmp_path: Path) -> None:
     """A file that asks for a package that is not there is a line as well; without --may-lack it is an error."""
-    folder = ROOT / "tests" / "gpu"
-    files = {
-        folder / "test_made_for_a_test.py": TESTS,
-        folder / "test_made_without.py": "import sglang.no_such_thing\n",
-    }
+    files = [tmp_path / "test_made.py", tmp_path / "test_made_without.py"]
+    files[0].write_text(TESTS)
+    files[1].write_text("import sglang.no_such_thing\n")
     results = tmp_path / "results.jsonl"
     hidden = "import sys; sys.modules.update(ray=None, sglang=None); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", hidden, "-q", "-p", "no:cacheprovider", "--results", str(results), "--may-lack"]
-    try:
-        for file, text in files.items():
-            file.write_text(text)
-        done = [
-            subprocess.run([*command, *map(str, files)], cwd=ROOT, capture_output=True, text=True) for _ in range(2)
-        ]
-    finally:
-        for file in files:
-            file.unlink()
+    options = ["-p", "tests.conftest", "-c", "pyproject.toml", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", hidden, "-q", *options, "--results", str(results), "--may-lack", *map(str, files)]
+    done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
     lines = {line["test"].rpartition("/")[2]: line for line in map(json.loads, results.read_text().splitlines())}
     assert {name: line["outcome"] for name, line in lines.items()} == {
-        "test_made_for_a_test.py::test_passes": "passed",
-        "test_made_for_a_test.py::test_fails": "failed",
-        "test_made_for_a_test.py::test_needs_a_package": "lacking",
+        "test_made.py::test_passes": "passed",
+        "test_made.py::test_fails": "failed",
+        "test_made.py::test_needs_a_package": "lacking",
         "test_made_without.py": "lacking",
     }, done[0].stdout
-    assert "one is not two" in lines["test_made_for_a_test.py::test_fails"]["why"]
+    assert "one is not two" in lines["test_made.py::test_fails"]["why"]
     assert lines["test_made_without.py"]["why"] == "needs SGLang"
     assert len(results.read_text().splitlines()) == 4
     assert [each.returncode for each in done] == [1, gpu_check.NOTHING_LEFT], done[1].stdout
