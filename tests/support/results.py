@@ -1,6 +1,7 @@
-"""A pytest plugin: what became of every test, a JSON line each, written as it ends. For tools/gpu_check.
+"""A pytest plugin: what became of every test, JSON lines that are written as it begins and ends. For tools/gpu_check.
 
-outcome: passed, failed, lacking (what the machine has not, in `why`), or late (the time that was given is over).
+outcome: begun, and then passed, failed, lacking (what the machine has not, in `why`), or late (the time that was given is over).
+A test whose last line says that it has begun ended its process.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from typing import Any
 
 import pytest
 
+BROKEN = ("CUDA error", "device-side assert", "CUBLAS_STATUS", "NCCL error")
+
 
 class Results:
-    """Writes the lines, leaves out tests that a line is there of already, and begins none once the time is over."""
+    """Writes the lines, leaves out tests that a line is there of already, and begins none once the time is over.
+
+    Behind an error of CUDA's the process ends: everything that it would do on the device would fail as well.
+    """
 
     def __init__(self, file: Path, until: float | None) -> None:
         """until: seconds of the epoch, after which no test begins."""
@@ -23,6 +29,10 @@ class Results:
         self._done = {json.loads(line)["test"] for line in lines}
         self._seconds: dict[str, float] = {}
         self._found: dict[str, tuple[str, str]] = {}
+        self._session: pytest.Session | None = None
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         again = [item for item in items if item.nodeid in self._done]
@@ -34,6 +44,7 @@ class Results:
         if self._until is not None and time.time() > self._until:
             self._found[item.nodeid] = "late", "no time was left"
             pytest.skip("no time was left")
+        self._write(item.nodeid, "begun", "the process ended within it", 0.0)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file whose imports fail, or that asks for what is not there, is one line."""
@@ -49,8 +60,9 @@ class Results:
             self._found.setdefault(name, ("lacking", said(report)))
         if report.when == "teardown":
             outcome, why = self._found.pop(name, ("passed", ""))
-            if outcome != "late":
-                self._write(name, outcome, why, self._seconds.pop(name))
+            self._write(name, outcome, why, self._seconds.pop(name))
+            if outcome == "failed" and any(words in why for words in BROKEN) and self._session is not None:
+                self._session.shouldstop = f"the device is of no more use to this process: {name}"
 
     def _write(self, test: str, outcome: str, why: str, seconds: float) -> None:
         line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3), "why": why}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -62,6 +61,8 @@ def test_a_row_counts_tests_and_says_what_the_machine_lacks() -> None:
     assert gpu_check.summed_up("x", lines[2:], 0, "", 0.0).verdict == "not run"
     row = gpu_check.summed_up("x", [*lines, line("failed", "a != b")], 1, "", 0.0)
     assert row.verdict == "failed" and row.detail.startswith("1 failed, the first tests/x.py::a: a != b; 2 passed")
+    row = gpu_check.summed_up("x", [*lines, line("begun", "the process ended within it")], -6, "", 0.0)
+    assert row.verdict == "failed" and "1 failed, the first tests/x.py::a: the process ended within it" in row.detail
     row = gpu_check.summed_up("x", lines, -1, "Fatal Python error", 0.0)
     assert row.verdict == "failed" and "pytest ended with -1: Fatal Python error" in row.detail
 
@@ -71,9 +72,11 @@ def test_only_what_failed_or_came_too_late_makes_a_check_fail() -> None:
     assert gpu_check.well([absent, lacking, gpu_check.Row("y", "works", "")])
     assert not gpu_check.well([gpu_check.Row("y", "failed", "")])
     assert not gpu_check.well([gpu_check.Row("y", "not run", "no time was left")])
+    assert not gpu_check.well([gpu_check.Row("y", "works", "3 passed; 2 not tried: no time was left")])
 
 
 TESTS = """
+import os
 import pytest
 
 def test_passes(platform):
@@ -85,11 +88,20 @@ def test_fails():
 @pytest.mark.needs("Ray")
 def test_needs_a_package():
     raise AssertionError("never run")
+
+def test_breaks_the_device():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_ends_the_process():
+    os._exit(3)
+
+def test_comes_behind_it():
+    pass
 """
 
 
 def test_every_test_is_a_line_and_none_is_run_twice(tmp_path: Path) -> None:
-    """A file that asks for a package that is not there is a line as well; without --may-lack it is an error."""
+    """A file that asks for a package that is not there is a line as well; a process of no more use is told by its exit."""
     files = [tmp_path / "test_made.py", tmp_path / "test_made_without.py"]
     files[0].write_text(TESTS)
     files[1].write_text("import sglang.no_such_thing\n")
@@ -97,18 +109,21 @@ def test_every_test_is_a_line_and_none_is_run_twice(tmp_path: Path) -> None:
     hidden = "import sys; sys.modules.update(ray=None, sglang=None); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     options = ["-p", "tests.conftest", "-c", "pyproject.toml", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
     command = [sys.executable, "-c", hidden, "-q", *options, "--results", str(results), "--may-lack", *map(str, files)]
-    done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(2)]
-    lines = {line["test"].rpartition("/")[2]: line for line in map(json.loads, results.read_text().splitlines())}
-    assert {name: line["outcome"] for name, line in lines.items()} == {
+    done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(4)]
+    found = gpu_check.outcomes(results)
+    assert {name.rpartition("/")[2]: line["outcome"] for name, line in found.items()} == {
         "test_made.py::test_passes": "passed",
         "test_made.py::test_fails": "failed",
         "test_made.py::test_needs_a_package": "lacking",
+        "test_made.py::test_breaks_the_device": "failed",
+        "test_made.py::test_ends_the_process": "begun",
+        "test_made.py::test_comes_behind_it": "passed",
         "test_made_without.py": "lacking",
     }, done[0].stdout
-    assert "one is not two" in lines["test_made.py::test_fails"]["why"]
-    assert lines["test_made_without.py"]["why"] == "needs SGLang"
-    assert len(results.read_text().splitlines()) == 4
-    assert [each.returncode for each in done] == [1, gpu_check.NOTHING_LEFT], done[1].stdout
+    reasons = {name.rpartition(":")[2].rpartition("/")[2]: line["why"] for name, line in found.items()}
+    assert "one is not two" in reasons["test_fails"] and reasons["test_made_without.py"] == "needs SGLang"
+    # Ended by the broken device, by the test that ends its process, by nothing; and then nothing is left.
+    assert [each.returncode for each in done] == [2, 3, 0, gpu_check.NOTHING_LEFT], [each.stdout for each in done]
 
 
 def test_a_platform_that_is_not_there_is_refused_with_a_reason() -> None:
