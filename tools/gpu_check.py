@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[1]
 IMPORT_S, RUN_S = 300.0, 1800.0
 NOTHING_LEFT = 5  # pytest's exit code where no test was selected
 WIDTH = 100
+# Those that the tests need; whatever else a machine's pytest would load could only spoil the check.
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
 LATE = "no time was left"
 LAST_S = 120.0  # for what has begun when the time is over
 
@@ -163,6 +165,7 @@ def run_check(check: Check, place: Place) -> Row:
         return Row(check.what, "not run", LATE)
     before = set(outcomes(place.tests))
     options = ["--platform", place.platform, "--may-lack", "--results", str(place.tests), "--until", str(place.until)]
+    options += [word for plugin in PLUGINS for word in ("-p", plugin)]
     quiet = ["-q", "-p", "no:cacheprovider", "--durations=0", "--no-header"]
     began = time.monotonic()
     while True:
@@ -277,6 +280,7 @@ def main() -> int:
     for old in (place.tests, place.rows, place.log):
         old.unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     rows = []
     for row in check(place):
         rows.append(row)
