@@ -203,8 +203,8 @@ class Train(Section):
     keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
     journal: bool = Field(
         True,
-        description="finished samples are written down before they count, in journal/ of the run's folder: a run that goes on trains "
-        "on them again, and samples nothing twice",
+        description="finished samples are written down before they count, in journal/ of the run's folder: a run that goes on "
+        "trains on them, and samples nothing twice",
     )
 
 

@@ -35,7 +35,8 @@ GREEDY = -1  # the position of a greedy answer; others count from 0
 
 TABLE = f"create table if not exists samples ({', '.join(COLUMNS)})"
 INSERT = f"insert into samples values ({', '.join('?' * len(COLUMNS))})"
-SELECT = f"select {', '.join(NAMES)} from samples where row = ? and first = ? order by written, position"  # blobs of others are not read
+# Blobs of other rows are not read.
+SELECT = f"select {', '.join(NAMES)} from samples where row = ? and first = ? order by written, position"
 
 Value = str | int | float | bytes | None
 
@@ -146,7 +147,13 @@ class Journal:
         for path in sorted(self._folder.glob(f"step_{task.step:06d}-*.sqlite")):
             try:
                 group = _read(path, task, prompt)
-            except (sqlite3.Error, OSError, Damage) as error:
+            except (
+                sqlite3.Error,
+                OSError,
+                ValueError,
+                TypeError,
+                Damage,
+            ) as error:  # text that is none is a ValueError
                 log.warning("%s: a group of step %d cannot be read, and is made anew: %s", path, task.step, error)
                 continue
             found += [group] if group is not None else []
