@@ -15,7 +15,7 @@ from tests.end_to_end.harness import Driver, start
 
 pytestmark = pytest.mark.slow
 
-SETTING = ("run.name=journaled", "train.steps=4", "train.save_every=2", "train.keep_last=1")
+SETTING = ("train.steps=4", "train.save_every=2", "train.keep_last=1")
 SAME = re.compile(r"(actor|reward|rollout|data)/")
 
 
@@ -37,23 +37,23 @@ def samples(driver: Driver, step: int) -> str:
 
 
 def test_a_killed_run_trains_on_what_it_had(inputs: Path) -> None:
-    driver = start(inputs, *SETTING)
+    driver = start(inputs, "run.name=journaled", *SETTING)
     first = killed_after(driver, 1)
     assert not list(driver.folder.glob("checkpoints/step_*"))
     said = samples(driver, 1)
-    driver = start(inputs, *SETTING, "--continue")
+    driver = start(inputs, "run.name=journaled", *SETTING, "--continue")
     second = killed_after(driver, 3)
     assert second[1] == first[1] and samples(driver, 1) == said
     assert 3 in steps_of(driver.folder / JOURNAL)
     said = samples(driver, 3)
 
-    code, _, error = start(inputs, *SETTING, "actor.optimizer.lr=2e-3", "--resume").finish(60)
+    code, _, error = start(inputs, "run.name=journaled", *SETTING, "actor.optimizer.lr=2e-3", "--resume").finish(60)
     assert code == 2
     assert "actor.optimizer.lr was 0.001 and is 0.002" in error and "--discard-journal" in error
     anew = inputs / "runs" / "anew"
     shutil.copytree(driver.folder, anew)
 
-    driver = start(inputs, *SETTING, "--resume")
+    driver = start(inputs, "run.name=journaled", *SETTING, "--resume")
     code, _, error = driver.finish()
     assert code == 0, error
     assert [row["step"] for row in driver.metrics()] == [0, 1, 2, 3, 4]
@@ -61,7 +61,7 @@ def test_a_killed_run_trains_on_what_it_had(inputs: Path) -> None:
     assert steps_of(driver.folder / JOURNAL) == []  # the last checkpoint needs none of it
     driver.assert_nothing_left()
 
-    other = start(inputs, *SETTING, "run.name=anew", "actor.optimizer.lr=2e-3", "--resume", "--discard-journal")
+    other = start(inputs, "run.name=anew", *SETTING, "actor.optimizer.lr=2e-3", "--resume", "--discard-journal")
     code, _, error = other.finish()
     assert code == 0, error
     assert trained(other)[3] != second[3] and samples(other, 3) != said
