@@ -59,4 +59,5 @@ def test_another_process_reads_what_was_put_on_the_device(platform: Platform, re
             assert ask(reader, payload) == {"wide": 1050.0 * version, "narrow": 3000.0 * version}
     memory.close()
     del pieces
+    torch.cuda.ipc_collect()
     assert held_bytes(platform) == before
