@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tools.gpu_kit.__main__ import main
 from tools.gpu_kit.make import project_files, write_program
 from tools.gpu_kit.parts import HEAD_BYTES, Head, KitError, join, split
-from tools.gpu_kit.use import install, place_of
+from tools.gpu_kit.use import install, place_of, unpack
 from tools.gpu_kit.wheels import chosen, download_words, read_lock
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +109,27 @@ def test_files_of_a_wheel_lie_where_python_finds_them_and_never_before_torch(tmp
     assert [str(file.relative_to(site)) for file in site.rglob("*") if file.is_file()] == ["good/a.py"]
     with pytest.raises(KitError, match=r"bad.whl holds torch/a.py, which would stand before"):
         install(tmp_path / "bad.whl", site)
+
+
+def test_a_kit_is_unpacked_once(tmp_path: Path) -> None:
+    """A package called `tests` among the machine's own does not stand before the project's."""
+    made, folder = tmp_path / "made", tmp_path / "there"
+    (made / "wheels").mkdir(parents=True)
+    with zipfile.ZipFile(made / "wheels" / "good.whl", "w") as wheel:
+        wheel.writestr("good/a.py", "1")
+    (made / "project" / "tests").mkdir(parents=True)
+    (made / "project" / "tests" / "conftest.py").touch()
+    (made / "kit.json").write_text('{"python": "3.12", "torch": "2.11"}')
+    with tarfile.open(tmp_path / "kit.tar.gz", "w:gz") as tar:
+        tar.add(made, ".")
+    parts = split(tmp_path / "kit.tar.gz", tmp_path, HEAD_BYTES + 100)
+    assert len(parts) > 1
+    for _ in range(2):
+        assert unpack([tmp_path], folder) == {"python": "3.12", "torch": "2.11"}
+        assert (folder / "site" / "good" / "a.py").read_text() == "1"
+        assert (folder / "project" / "tests" / "__init__.py").exists()
+        (folder / "site" / "mine").touch()
+    assert (folder / "site" / "mine").exists(), "the second time it is taken as it is"
 
 
 def test_the_program_runs_alone_and_says_what_is_wrong(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tools.gpu_kit.parts import KitError, join
 FACTS, SITE, PROJECT = "kit.json", "site", "project"
 # What the machine's own torch consists of: whatever a wheel says, none of it may stand before it.
 OF_TORCH = ("torch", "triton", "nvidia", "functorch", "torchgen")
+OURS = ("tests", "tools", "bench")  # folders that Python takes as packages
 DATA = (".data/purelib/", ".data/platlib/")  # of a wheel: belongs beside its packages
 
 
@@ -68,6 +69,10 @@ def unpack(given: Sequence[Path], folder: Path) -> dict[str, str]:
             tar.extractall(folder, filter="data")
         for wheel in sorted((folder / "wheels").glob("*.whl")):
             install(wheel, folder / SITE)
+        for name in OURS:
+            # A package of this name among the machine's own would stand before a folder that is none.
+            (folder / PROJECT / name).mkdir(parents=True, exist_ok=True)
+            (folder / PROJECT / name / "__init__.py").touch()
         done.write_text(kit)
     archive.unlink()
     facts: dict[str, str] = json.loads((folder / FACTS).read_text())
