@@ -40,7 +40,7 @@ def show(*words: str) -> str:
 def test_a_recipes_senders_seconds_and_first_rows_are_shown() -> None:
     text = show("--nodes", "16")
     assert "by broadcast; every stage and expert-parallel rank sends its own" in text
-    assert "141.1 GB in 723 tensors and 298 buckets of at most 2,004 MiB, to 16 servers; actor tp8 pp4" in text
+    assert "141.1 GB in 723 tensors and 306 buckets of at most 2,004 MiB, to 16 servers; actor tp8 pp4" in text
     assert "0.507 s; bound 0.353 s, ratio 1.44" in text
     assert "and 16 more" in text and text.count("all 16 servers") == 20
 
