@@ -310,7 +310,14 @@ def _weight_sync(result: Result) -> str:
     )
     equal = "all answers equal" if all(row["equal"] for row in result["rows"]) else "answers that differ"
     memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
-    return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}; {equal}"
+    alone = ""
+    if "server_alone" in result:
+        serial, shared = (result["server_alone"][key] for key in ("serial_s", "shared_s"))
+        alone = (
+            f"; a server's own load with nothing of megarl between: {shared:.2f} s shared memory "
+            f"({result['memcpy_s'] / shared:.0%}), {serial:.2f} s broadcast ({result['bare_broadcast_s'] / serial:.0%})"
+        )
+    return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}{alone}; {equal}"
 
 
 def _weight_sync_layouts(result: Result) -> str:
