@@ -187,12 +187,14 @@ def expected_sums(buckets: Iterable[Bucket], make: Callable[[], ExpectedSums]) -
     trouble: Exception | None = None
     sums: ExpectedSums | None = None
     for bucket in buckets:
+        if trouble is not None:
+            continue
         try:
             sums = sums or make()
-            for name, tensor in bucket if trouble is None else ():
+            for name, tensor in bucket:
                 sums.add(name, tensor)
         except Exception as error:  # raised below: the other ranks gather the rest
-            trouble = trouble or error
+            trouble = error
     if trouble is not None:
         raise trouble
     return (sums or make()).finish()
