@@ -117,7 +117,7 @@ docs: $(INSTALLED) ## The pages as one searchable site, in site/; every link is 
 bench: $(INSTALLED) ## All benchmarks, one after the other; results in bench/results/
 	for script in bench/*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python -m bench.$$(basename "$$script" .py); done
 
-gpu-check: ## What works on this machine's GPUs, with the python3 that has CUDA's packages; GPU_PYTHON=... names another
+gpu-check: ## The engine's tests on this machine's GPUs, and what it lacks (docs/gpu.md); GPU_PYTHON=... names its Python
 	@$(GPU_PYTHON) -m tools.gpu_check
 
 clean: ## Remove caches and the quickstart's inputs; runs/ and .venv stay

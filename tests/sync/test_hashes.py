@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megarl.core.errors import SyncError
-from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port, start_all
@@ -23,6 +22,8 @@ from megarl.sync import hashes
 from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences, refuse
 from tests.support.forked_ranks import Ranks
 from tests.support.hashes import differing, tensors_in
+from tests.support.platforms import chosen
+from tests.support.served import NEEDS, ON_DEVICES
 from tests.support.tiny import write_tiny_model
 from tests.sync.hash_ranks import DEVICES, ROWS, Job
 from tests.sync.receiver import Receiver
@@ -42,8 +43,10 @@ def servers_of(folder: Path, model: Path, tps: Sequence[int], dtype: Any = "floa
     with ExitStack() as stack:
         made = []
         for tp in tps:
-            spec = ServerSpec(model, dtype, tp=tp, kv_tokens=2048)
-            made.append(ServerProcess(f"server of tp {tp}", spec, get_platform("cpu"), place))
+            spec = ServerSpec(
+                model, dtype, tp=tp, kv_tokens=2048, extra=ON_DEVICES if chosen().has_device_memory else ()
+            )
+            made.append(ServerProcess(f"server of tp {tp}", spec, chosen(), place))
             stack.callback(made[-1].stop)
         start_all(made, START_S)
         yield [server.endpoint for server in made]
@@ -60,6 +63,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
 @pytest.mark.parametrize(
     ("family", "overrides", "tps"),
     [
@@ -89,6 +93,7 @@ def test_what_servers_hold_of_every_family_is_known(
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
 def test_servers_in_bfloat16_hold_what_rounding_makes_of_float32(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS)
     with servers_of(tmp_path, model, (1,), "bfloat16") as [server]:
@@ -108,6 +113,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[dict[str, Any]]]]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
 @pytest.mark.parametrize(("family", "overrides", "layouts"), LAYOUTS, ids=[family for family, _, _ in LAYOUTS])
 def test_servers_of_any_size_hold_the_export_of_any_layout(
     family: str, overrides: dict[str, Any], layouts: dict[int, list[dict[str, Any]]], ranks: Ranks, tmp_path: Path
@@ -156,7 +162,7 @@ def test_hashes_do_not_depend_on_the_order_in_which_tensors_come(tmp_path: Path)
     config, tensors = load_model_config(folder), list(tensors_in(folder))
     found = []
     for order in (tensors, tensors[::-1]):
-        sums = ExpectedSums(config, [1, 2], torch.float32, get_platform("cpu"))
+        sums = ExpectedSums(config, [1, 2], torch.float32, chosen())
         for name, tensor in order:
             sums.add(name, tensor)
         found.append(sums.finish())
@@ -178,9 +184,9 @@ def test_what_is_missing_or_unknown_is_said(tmp_path: Path) -> None:
     for names, message in ((list(tensors)[1:], "has no"), (["other", *tensors], "known to hold other")):
         taken.clear()
         with pytest.raises(SyncError, match=message):
-            compare(buckets(names), config, [nobody], "float32", get_platform("cpu"), 5.0)
+            compare(buckets(names), config, [nobody], "float32", chosen(), 5.0)
         assert taken == names  # the other ranks wait for every bucket
-    report = compare(buckets(list(tensors)), config, [nobody], "float32", get_platform("cpu"), 5.0)
+    report = compare(buckets(list(tensors)), config, [nobody], "float32", chosen(), 5.0)
     assert report.num_tensors == 0 and report.wrong == {} and "no answer" in report.failed["nobody"]
 
 
