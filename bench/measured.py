@@ -287,6 +287,15 @@ def _memory_predicted(result: Result) -> str:
     )
 
 
+def _layer_memory(result: Result) -> str:
+    rows = result["rows"]
+    return (
+        f"{len(rows)} of layers of {len({row['model'] for row in rows})} models: what a layer keeps is planned within "
+        f"{max(abs(row['kept_error']) for row in rows):.1%}, what its backward pass takes beside within "
+        f"{max(abs(row['extra_error']) for row in rows):.1%}"
+    )
+
+
 def _deterministic(result: Result) -> str:
     slower, cpu, equal = result["slower"], result["more_cpu"], result["equal_samples"]
     return (
@@ -391,6 +400,7 @@ ROWS = (
     Row("balance", "lower bounds, 16,384 samples over 128 ranks", _balance),
     Row("header_fuzz", "the safetensors library, on files with broken headers", _header_fuzz),
     Row("memory_predicted", "the engine's own live bytes ([placement](placement.md))", _memory_predicted),
+    Row("layer_memory", "torch's fake tensors at the widths of real models ([placement](placement.md))", _layer_memory),
     Row("deterministic", "the same server by default ([the same run twice](determinism.md))", _deterministic),
     Row("server_sleep", "the server awake", _server_sleep),
     Row("weight_sync", "shared memory: memcpy once, target 40%; broadcast: a bare one, target 70%", _weight_sync),
