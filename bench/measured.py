@@ -278,6 +278,18 @@ def _peers_trl(result: Result) -> str:
     return f"tokens/s of whole steps: {'; '.join(found)}. Load after each run {_range(loads, '.1f')}"
 
 
+def _peers_algorithms(result: Result) -> str:
+    rows, batch = result["rows"], result["batch"]
+    ratios = [row["verl_s"] / row["megarl_s"] for row in rows]
+    apart = sum(row["factor"] != 1 for row in rows)
+    return (
+        f"{len(rows)} advantages, losses (with gradients) and KLs of {batch['samples']} samples, {batch['trained']:,} trained "
+        f"tokens: equal to {max(row['error'] for row in rows):.1g} of the largest number, {apart} of them by a known factor; "
+        f"verl's seconds on padded tensors over megarl's: {statistics.median(ratios):.1f} (median), {_range(ratios, '.1f')}. "
+        f"{len(result['differences'])} differences on purpose, with their reasons, are in the file"
+    )
+
+
 def _memory_predicted(result: Result) -> str:
     found = result["summary"]
     return (
@@ -378,6 +390,7 @@ ROWS = (
         "python -m bench.asynchronous --learn",
     ),
     Row("peers_trl", "TRL 1.16.0 on the same model, prompts and reward; target 2.5", _peers_trl),
+    Row("peers_algorithms", "verl 0.9.1's core_algos on the same batch, one thread", _peers_algorithms),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),
