@@ -219,6 +219,16 @@ def _plan_published(result: Result) -> str:
     )
 
 
+def _recipes_published(result: Result) -> str:
+    known = [row for row in result["rows"] if "run" in row]
+    ratios = [row["tokens_s"]["planned"] / row["tokens_s"]["published"] for row in known]
+    slower = [row["step_s"] / row["pick"]["step_s"] for row in result["rows"]]
+    return (
+        f"planned, not measured: tokens/s of a device over those of {len(known)} published runs: {_range(ratios)}, in steps of "
+        f"fewer and longer samples; the recipes' own placements take {_range(slower)} times as long as the search's picks"
+    )
+
+
 def _hybridflow(result: Result) -> str:
     variants = "; ".join(f"{name}: at most {each['most']}" for name, each in result["variants"].items())
     return (
@@ -401,6 +411,7 @@ ROWS = (
     Row("ppo_reward_model", "the same before PPO", _ppo_reward_model),
     Row("plan_vs_measured", "real runs of 2 to 4 ranks, beside predictions from `megarl profile`", _plan_vs_measured),
     Row("plan_published", "measurements that others published ([placement](placement.md))", _plan_published),
+    Row("recipes_published", "published runs of the same size ([placement](placement.md))", _recipes_published),
     Row("hybridflow", "HybridFlow's 16 published winners ([placement](placement.md))", _hybridflow),
     Row("plan", "limits of the search for PPO's five roles", _plan),
     Row("placements", "the first of four named placements, same rollouts", _placements),
