@@ -11,8 +11,10 @@ PYTHON ?= $(shell for name in python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+# Packages whose Python files tests read, and nobody imports.
+SOURCES := requirements/sources.txt
 # Named after the content, not its date: a checkout that changes no pin installs nothing.
-INSTALLED := $(VENV)/installed-$(shell cat $(LOCK) setup.py | sha256sum | cut -c1-16)
+INSTALLED := $(VENV)/installed-$(shell cat $(LOCK) $(SOURCES) setup.py | sha256sum | cut -c1-16)
 # Not .venv's, which is for CPUs.
 GPU_PYTHON ?= python3
 INPUTS := .cache/quickstart
@@ -46,6 +48,9 @@ $(INSTALLED):
 	@$(BIN)/python -c 'import torch' || { \
 	  printf 'megarl: torch was installed but cannot be imported (above). The lock leaves out the CUDA libraries, so that\n'; \
 	  printf 'torch must be its CPU build: requirements/README.md says how pip finds it.\n'; exit 2; } >&2
+	@$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: -d $(VENV)/sources -r $(SOURCES) || { \
+	  printf 'megarl: the packages of $(SOURCES) were not found (above); everything but the tests of CUDA layers works without.\n'; \
+	  printf 'Where an index has them: $(BIN)/python -m pip download --no-deps --only-binary :all: -d $(VENV)/sources -r $(SOURCES)\n'; }
 	@rm -f $(VENV)/installed-*
 	@touch $@
 
