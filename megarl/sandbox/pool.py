@@ -9,6 +9,7 @@ They are started ahead and wait, so that a run begins at once; each is used once
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -24,6 +25,7 @@ from megarl.sandbox.job import Check, InForce, Job, Limits, Result, check_job
 
 START_S = 90.0  # for the keeper and its first sandbox
 CLOSE_S = 20.0
+ENDING_S = 2.0
 SLACK_S = 60.0  # what a job may take beyond its own seconds and those before it
 PASSED_ON = (
     "PATH",
@@ -162,6 +164,10 @@ class SandboxPool:
             else:
                 future.set_exception(MegarlError(said.failure))
         if self._broken is None:
+            assert self._process is not None
+            with contextlib.suppress(TimeoutError):  # its socket closes a moment before it can be waited for
+                async with asyncio.timeout(ENDING_S):
+                    await self._process.wait()
             self._break(WorkerDiedError(f"the keeper of the sandboxes ended: {self._ending()}"))
 
     async def _end(self) -> None:

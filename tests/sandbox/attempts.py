@@ -1,4 +1,4 @@
-"""Tries all escapes: `python -m tests.sandbox.attempts FILE`, in sandboxes, and writes what came of it as JSON.
+"""Tries all escapes: `python -m tests.sandbox.attempts`, in sandboxes, and prints what came of it as JSON.
 
 A program of its own, so that another user can run it. With `--bare` nothing holds the escapes but namespaces that keep this
 machine whole: there they have to succeed.
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tests.sandbox.escapes import ESCAPES, PRELUDE, Escape
 
 LIMITS = Limits(
     timeout_s=30,
-    cpu_s=4,
+    cpu_s=3,
     memory_bytes=96 * MIB,
     disk_bytes=16 * MIB,
     file_bytes=8 * MIB,
@@ -76,10 +77,10 @@ class Outside:
             "NUMBERS": repr(numbers),
         }
 
-    def program(self, escape: Escape) -> str:
-        """The escape with what it aims at."""
+    def program(self, escape: Escape, *, files: int) -> str:
+        """The escape with what it aims at. files: how many it makes that tries to fill a disk with empty ones."""
         code = PRELUDE + escape.code
-        for name, value in self.words.items():
+        for name, value in (self.words | {"FILES": str(files)}).items():
             code = code.replace(f"@{name}@", value)
         return code
 
@@ -126,7 +127,7 @@ async def within() -> dict[str, Any]:
         async with SandboxPool(LIMITS, size=6) as pool:
 
             async def attempt(escape: Escape) -> dict[str, Any]:
-                result = await pool.run(around.program(escape), stdin="", timeout_s=escape.timeout_s)
+                result = await pool.run(around.program(escape, files=200_000), stdin="", timeout_s=escape.timeout_s)
                 return {
                     "ended": result.ended,
                     "stdout": result.stdout[:2000],
@@ -150,36 +151,36 @@ async def within() -> dict[str, Any]:
 
 def bare() -> dict[str, Any]:
     """All escapes that can, each beside another process in namespaces of its own, and nothing else held back."""
-    found = {}
-    with outside() as around:
-        for escape in ESCAPES:
-            if escape.not_bare:
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                shell = 'sleep 600 & exec "$0" -c "$1"'
-                command = ["unshare", *(["--user", "--map-root-user"] if os.getuid() else [])]
-                command += ["--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
-                command += ["setsid", "--wait", "bash", "-c", shell, sys.executable, around.program(escape)]
-                done = subprocess.run(
-                    command,
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=BARE_S,
-                    close_fds=False,
-                    check=False,
-                )
-            found[escape.name] = {"stdout": done.stdout[:2000], "stderr": done.stderr[-2000:]}
-        return {"found": found, "reached": around.reached()}
+    able = [escape for escape in ESCAPES if not escape.not_bare]
+    with outside() as around, ThreadPoolExecutor(4) as several:
+        found = several.map(lambda escape: _bare(around.program(escape, files=100)), able)
+        return {"found": {escape.name: each for escape, each in zip(able, found, strict=True)}}
+
+
+def _bare(program: str) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        shell = 'sleep 600 & exec "$0" -c "$1"'
+        command = ["unshare", *(["--user", "--map-root-user"] if os.getuid() else [])]
+        command += ["--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
+        command += ["setsid", "--wait", "bash", "-c", shell, sys.executable, program]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BARE_S,
+            close_fds=False,
+            check=False,
+        )
+    return {"stdout": done.stdout[:2000], "stderr": done.stderr[-2000:]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
     parser.add_argument("--bare", action="store_true")
     options = parser.parse_args()
-    options.file.write_text(json.dumps(bare() if options.bare else asyncio.run(within())))
+    print(json.dumps(bare() if options.bare else asyncio.run(within())))
 
 
 if __name__ == "__main__":
