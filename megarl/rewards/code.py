@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.recipe.reward import Code
-from megarl.rewards.code_tests import Pair, Tests, last_block, read_tests, same_output
+from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output
 from megarl.rewards.grade import Grade, failed
 from megarl.rewards.patience import InFlight, UnderWay
 from megarl.sandbox.job import MIB, Check, Limits
@@ -81,7 +81,7 @@ class CodeGrader:
         """End all sandboxes; grades under way raise."""
         await self._pool.close()
 
-    async def _passed(self, code: str, tests: Tests, row: str) -> int:
+    async def _passed(self, code: str, tests: RowTests, row: str) -> int:
         """How many tests pass. Where only all of them count, the first that does not ends it."""
         if self._settings.score == "share":
             outcomes = await asyncio.gather(*(self._pair(code, pair, row) for pair in tests.pairs))
@@ -96,7 +96,7 @@ class CodeGrader:
             result = await self._pool.run(code, stdin=pair.stdin)
         return result.ended == "ok" and same_output(result.stdout, pair.stdout)
 
-    async def _checks(self, code: str, tests: Tests, row: str) -> int:
+    async def _checks(self, code: str, tests: RowTests, row: str) -> int:
         if not tests.checks:
             return 0
         setup = (Check("assert", tests.setup),) if tests.setup else ()

@@ -57,16 +57,16 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Tests:
+class RowTests:
     """A row's tests. setup: run after the code, before the checks; it is no test itself."""
 
     pairs: tuple[Pair, ...] = ()
     checks: tuple[Expected, ...] = ()
     setup: str = ""
 
-    def first(self, count: int) -> Tests:
+    def first(self, count: int) -> RowTests:
         """The first so many."""
-        return Tests(self.pairs[:count], self.checks[: max(0, count - len(self.pairs))], self.setup)
+        return RowTests(self.pairs[:count], self.checks[: max(0, count - len(self.pairs))], self.setup)
 
     def __len__(self) -> int:
         return len(self.pairs) + len(self.checks)
@@ -85,7 +85,7 @@ def same_output(written: str, wanted: str) -> bool:
     ]
 
 
-def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> Tests:
+def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> RowTests:
     """The tests of a row. field: where they are, with dots into objects; None: the first of `FIELDS` that it has.
 
     Raises ValueError that says what is wrong with the row.
@@ -99,7 +99,7 @@ def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> T
     tests = _of(value, metadata)
     if not len(tests):
         raise ValueError(f"its field {name!r} holds no tests")
-    return Tests(tests.pairs, tests.checks, _setup(metadata))
+    return RowTests(tests.pairs, tests.checks, _setup(metadata))
 
 
 def _found(metadata: Mapping[str, Any], answer: str, field: str | None) -> tuple[str, Any]:
@@ -125,9 +125,9 @@ def _setup(metadata: Mapping[str, Any]) -> str:
     return "\n".join(part if isinstance(part, str) else "\n".join(map(str, part)) for part in parts).strip()
 
 
-def _of(value: Any, metadata: Mapping[str, Any]) -> Tests:
+def _of(value: Any, metadata: Mapping[str, Any]) -> RowTests:
     """Tests of one of the forms, decoded."""
-    if isinstance(value, Tests):
+    if isinstance(value, RowTests):
         return value
     if isinstance(value, str):
         return _code(value, metadata)
@@ -140,11 +140,11 @@ def _of(value: Any, metadata: Mapping[str, Any]) -> Tests:
         name = value.get("fn_name") or value.get("func_name") or _function_of(metadata)
         cases = zip(inputs, outputs, strict=True)
         if name:
-            return Tests(checks=tuple(_call(name, given, wanted) for given, wanted in cases))
-        return Tests(pairs=tuple(Pair(_text(given), _text(wanted)) for given, wanted in cases))
+            return RowTests(checks=tuple(_call(name, given, wanted) for given, wanted in cases))
+        return RowTests(pairs=tuple(Pair(_text(given), _text(wanted)) for given, wanted in cases))
     if isinstance(value, Sequence):
         parts = [_of(each, metadata) for each in value]
-        return Tests(
+        return RowTests(
             tuple(pair for part in parts for pair in part.pairs),
             tuple(check for part in parts for check in part.checks),
         )
@@ -183,18 +183,18 @@ def _json(text: str) -> Any:
         return text
 
 
-def _code(source: str, metadata: Mapping[str, Any]) -> Tests:
+def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
     """Statements: each assert is a test where there is nothing else; otherwise all together are one."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"these are neither JSON nor Python: {_shown(source)} ({error})") from None
     if body and all(isinstance(each, ast.Assert) for each in body):
-        return Tests(checks=tuple(_assert(each) for each in body if isinstance(each, ast.Assert)))
+        return RowTests(checks=tuple(_assert(each) for each in body if isinstance(each, ast.Assert)))
     entry = metadata.get("entry_point")
     if entry and any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in body):
         source = f"{source}\ncheck({entry})"
-    return Tests(checks=(Expected(Check("assert", source)),)) if body else Tests()
+    return RowTests(checks=(Expected(Check("assert", source)),)) if body else RowTests()
 
 
 def _assert(statement: ast.Assert) -> Expected:
