@@ -2,8 +2,9 @@
 
     python -m bench.sandbox [--at-once N]
 
-A program says by the clock that all processes share when it begins. Pooled: a sandbox waits for it. Cold: none does, as one takes all
-and each job comes right behind the other. A bare Python that does the same, `python -I -S`, is beside them in the same turn.
+A program says when it begins, by the clock that all processes share. Pooled: a sandbox waits for it. Cold: none does, as one
+takes all and each job comes right behind the other. A bare Python that does the same, `python -I -S`, is beside them in the
+same turn.
 Exit code 0 only where the pooled start is under 20 ms (median) and all that run at once answer.
 """
 
