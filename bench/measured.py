@@ -358,7 +358,8 @@ def _sandbox(result: Result) -> str:
     return (
         f"until the program runs: {both('pooled_ms')} pooled, {both('cold_ms')} where none waits, {both('bare_ms')} bare; a run "
         f"until its result {both('run_ms')}; {rate['per_s']:.0f} runs/s, {rate['cpu_ms']:.0f} CPU ms each; "
-        f"{several['overlapped']} of {several['asked']} at once, all running after {several['all_running_s']:.1f} s, {each:.1f} MiB each, gone "
+        f"{several['overlapped']} of {several['asked']} at once, all running after {several['all_running_s']:.1f} s, "
+        f"{each:.1f} MiB each, gone "
         f"{several['closed_s']:.1f} s after the last ended. Memory by {result['memory']}"
     )
 
