@@ -29,7 +29,7 @@ from tests.sandbox.escapes import ESCAPES, PRELUDE, Escape
 
 LIMITS = Limits(
     timeout_s=30,
-    cpu_s=3,
+    cpu_s=2,
     memory_bytes=96 * MIB,
     disk_bytes=16 * MIB,
     file_bytes=8 * MIB,
