@@ -152,7 +152,10 @@ class Cell:
             await asyncio.wait([self.stderr.ended], timeout=1.0)
             raise StartError(self.stderr.text().strip() or self.stdout.text().strip())
         self._first = first[0]
-        self._handle = os.pidfd_open(self._first)
+        try:
+            self._handle = os.pidfd_open(self._first)
+        except ProcessLookupError:
+            raise StartError("a sandbox ended as soon as it was ready") from None
 
     async def run(self, job: Job) -> Result:
         """Run a program until it ends, by itself or at a bound; then nothing of the sandbox is left."""
@@ -166,7 +169,7 @@ class Cell:
         finally:
             timer.cancel()
             talk.cancel()
-        if self.group is not None and self._ended is None and self.group.memory_kills():
+        if self.group is not None and self.group.memory_kills():
             self.end("memory", self._memory_words())
         await self.close()
         return self._result(status, seconds)
@@ -184,8 +187,8 @@ class Cell:
             self.end("memory", self._memory_words())
 
     def end(self, ending: Ending, reason: str) -> None:
-        """End it at a bound; the first counts."""
-        if self._ended is None and not self.exited.done():
+        """End it at a bound; the first counts, also where it has ended by itself meanwhile."""
+        if self._ended is None and not self._finished:
             self._ended = ending, reason
             self._kill()
 

@@ -70,9 +70,10 @@ def test_results_say_how_a_program_ended() -> None:
             pool.run("while True: pass", timeout_s=0.5),
             pool.run("def broken(:"),
             pool.run("quit()"),
+            pool.run("import os\nos.write(1, b'x' * 1001)\nos._exit(0)"),
         )  # fmt: skip
 
-    plain, code, raised, aborted, long, files, late, syntax, quitted = in_pool(work)
+    plain, code, raised, aborted, long, files, late, syntax, quitted, short = in_pool(work)
     assert (plain.ended, plain.stdout, plain.stderr, plain.exit_code) == ("ok", "first first\nsecond\n", "", 0)
     assert (code.ended, code.stdout, code.exit_code) == ("error", "before\n", 3)
     assert raised.stderr == (
@@ -86,6 +87,7 @@ def test_results_say_how_a_program_ended() -> None:
     assert (late.ended, late.exit_code, late.reason) == ("timeout", None, "it ran for longer than 0.5 s")
     assert (syntax.ended, syntax.stderr.splitlines()[-1]) == ("error", "SyntaxError: invalid syntax")
     assert quitted.ended == "ok"
+    assert (short.ended, short.stdout_cut) == ("output", True)  # it ended before anybody could end it
 
 
 def test_each_has_a_sandbox_of_its_own() -> None:
@@ -223,7 +225,9 @@ def test_a_waiting_sandbox_that_somebody_killed_is_replaced() -> None:
     async def work(pool: SandboxPool) -> str:
         keeper = pool._process.pid
         await until(lambda: len(list(watch.tree(keeper))) == 4)
-        os.kill(watch.children(keeper)[0], signal.SIGKILL)
+        [waiting] = watch.children(keeper)
+        os.kill(waiting, signal.SIGKILL)
+        await until(lambda: waiting not in watch.children(keeper))  # the keeper knows
         return (await pool.run("print('anew')")).stdout
 
     assert in_pool(work, size=1) == "anew\n"
