@@ -28,7 +28,7 @@ PROGRAM = "import time; print(time.monotonic())"
 LIMITS = Limits(memory_bytes=128 * MIB, timeout_s=120, cpu_s=60)
 TARGET_MS = 20.0
 PAUSE_S = 0.15  # in which the next sandbox gets ready
-TOGETHER_S = 20.0  # how long those at once stay, so that all are there
+TOGETHER_S, QUICK_S = 20.0, 3.0  # how long those at once stay, so that all are there
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -68,14 +68,14 @@ async def rate(pool: SandboxPool, count: int) -> dict[str, float]:
     return {"per_s": count / seconds, "cpu_ms": (watch.usage(keeper, memory=False).cpu_s - cpu) / count * 1e3}
 
 
-async def at_once(count: int) -> dict[str, Any]:
+async def at_once(count: int, stay_s: float) -> dict[str, Any]:
     """So many that run at the same time: how soon all are ready, and the memory of one."""
-    program = f"import time\nprint(time.monotonic(), flush=True)\ntime.sleep({TOGETHER_S})\nprint(time.monotonic())"
+    program = f"import time\nprint(time.monotonic(), flush=True)\ntime.sleep({stay_s})\nprint(time.monotonic())"
     free = available_bytes()
     began = time.monotonic()
     async with SandboxPool(LIMITS, count) as pool:
         runs = [asyncio.ensure_future(pool.run(program)) for _ in range(count)]
-        await asyncio.sleep(TOGETHER_S * 0.9)
+        await asyncio.sleep(stay_s * 0.9)
         processes = list(watch.tree(keeper_of(pool)))
         together = {
             "processes": len(processes),
@@ -113,7 +113,7 @@ def available_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
-async def measure(count: int, together: int) -> dict[str, Any]:
+async def measure(count: int, together: int, stay_s: float) -> dict[str, Any]:
     async with SandboxPool(LIMITS, 4) as pool:
         pooled, whole = await starts(pool, count, PAUSE_S)
         throughput = await rate(pool, count)
@@ -128,12 +128,12 @@ async def measure(count: int, together: int) -> dict[str, Any]:
         "cold_ms": percentiles(cold),
         "bare_ms": percentiles(bare(count)),
         "rate": throughput,
-        "at_once": await at_once(together),
+        "at_once": await at_once(together, stay_s),
     }
 
 
 def main(*, quick: bool = False, out: Path | None = None, together: int = 200) -> None:
-    result = asyncio.run(measure(5 if quick else 100, 4 if quick else together))
+    result = asyncio.run(measure(5, 2, QUICK_S) if quick else measure(100, together, TOGETHER_S))
     write("sandbox", result, out)
     print(result)
     several = result["at_once"]

@@ -12,6 +12,7 @@ from megarl.core.errors import UserError, WorkerDiedError
 from megarl.recipe.reward import Code, Reward
 from megarl.rewards.check import check_graders
 from megarl.rewards.code import CodeGrader, limits_of
+from megarl.rewards.combine import Combined, Graders
 from megarl.rewards.grade import Grade
 
 ADD = {"tests": {"inputs": ["1 2", "4 5", "0 0"], "outputs": ["3", "9", "0"]}}
@@ -49,6 +50,26 @@ def test_all_or_a_share_of_the_tests_pass() -> None:
     assert [each.reward for each in grades(cases)] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     shares = [each.reward for each in grades(cases, score="share")]
     assert shares == pytest.approx([1.0, 2 / 3, 1.0, 3 / 4, 0.0, 0.0, 0.0])
+
+
+def test_it_is_one_of_the_graders_of_a_recipe() -> None:
+    settings = {
+        "passes": {"kind": "code", "score": "share", "weight": 2.0},
+        "right": {"kind": "rule", "fn": "exact", "weight": 0},
+    }
+
+    async def run() -> Combined:
+        graders = Graders.open(Reward.model_validate({"graders": settings}))
+        await graders.start()
+        try:
+            return await graders.grade("", block(WRONG_FOR_ZERO), "3", ADD)
+        finally:
+            await graders.close()
+
+    found = asyncio.run(run())
+    assert found.failure is None
+    assert found.reward == pytest.approx(4 / 3)
+    assert found.parts == {"passes": pytest.approx(2 / 3), "right": 0.0}
 
 
 def test_settings_are_heeded() -> None:
