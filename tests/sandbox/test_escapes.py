@@ -14,6 +14,8 @@ from tests.sandbox.attempts import LIMITS
 from tests.sandbox.escapes import ESCAPES, Escape
 from tests.support.other_user import REPOSITORY, as_nobody
 
+pytestmark = pytest.mark.slow
+
 ATTEMPTS_S = 120
 # Who tries them. A machine where the tests are not root's has the second alone.
 USERS = ("root", "ordinary") if os.getuid() == 0 else ("ordinary",)
