@@ -387,6 +387,21 @@ def _algorithms(result: Result) -> str:
     return f"of {result['num_tokens']:,} tokens in {result['num_samples']:,} samples: {costs}"
 
 
+def _sandbox(result: Result) -> str:
+    def both(name: str) -> str:
+        return f"{result[name]['median']:.1f} ms (p95 {result[name]['p95']:.1f})"
+
+    several, rate = result["at_once"], result["rate"]
+    each = several["pss_bytes"] / several["asked"] / 2**20
+    return (
+        f"until the program runs: {both('pooled_ms')} pooled, {both('cold_ms')} where none waits, {both('bare_ms')} bare; a run "
+        f"until its result {both('run_ms')}; {rate['per_s']:.0f} runs/s, {rate['cpu_ms']:.0f} CPU ms each; "
+        f"{several['overlapped']} of {several['asked']} at once, all running after {several['all_running_s']:.1f} s, "
+        f"{each:.1f} MiB each, gone "
+        f"{several['closed_s']:.1f} s after the last ended. Memory by {result['memory']}"
+    )
+
+
 ROWS = (
     Row("quickstart_seeds", "three seeds from nothing; 200 held-out prompts, greedy", _quickstart_seeds),
     Row("learning_curves", "the same task before training", _learning_curves),
@@ -442,6 +457,7 @@ ROWS = (
     ),
     Row("disk_sync", "whole versions; what AdamW changes by learning rate ([weight sync](weight_sync.md))", _disk_sync),
     Row("algorithms", "plain loops", _algorithms),
+    Row("sandbox", "a Python without a sandbox, started each time; target 20 ms pooled, 200 at once", _sandbox),
 )  # fmt: skip
 
 

@@ -148,6 +148,22 @@ TRAIN: dict[str, Sequence[str]] = {
         },
     ),
     **_under(
+        "reward.graders.code",
+        {
+            "weight": ["0.5"],
+            "field": ["checks"],
+            "score": ["share"],
+            "max_tests": ["3"],
+            "timeout_s": ["2.0"],
+            "memory_mb": ["64"],
+            "disk_mb": ["8"],
+            "processes": ["9"],
+            "output_kb": ["8"],
+            "sandboxes": ["3"],
+            "kind": ["rule"],
+        },
+    ),
+    **_under(
         "algorithm",
         {
             "preset": ["rloo", "dapo"],
@@ -248,6 +264,7 @@ _GRADERS = (
     "reward.graders.rule={kind: rule, fn: math}",
     "reward.graders.remote={kind: remote, url: 'http://a', batch: 4}",
     "reward.graders.judge={kind: judge, url: 'http://a', model: m}",
+    "reward.graders.code={kind: code}",
 )
 _ASYNCHRONOUS = ("rollout.max_staleness=1",)
 _SEARCH = "placement.name=colocate"
@@ -412,7 +429,7 @@ NEVER: dict[str, dict[str, str]] = {
         ),
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",
         **dict.fromkeys(
-            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge")),
+            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge", "code")),
             "it says which keys stand beside it: alone it cannot change",
         ),
     },
