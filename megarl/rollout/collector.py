@@ -23,14 +23,16 @@ from megarl.data.prompts import PromptSet, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout import filters
+from megarl.rollout.asking import Asker
+from megarl.rollout.attempt import Attempt, Player
 from megarl.rollout.batcher import Part
 from megarl.rollout.facts import Flags, GroupFacts
 from megarl.rollout.gate import Gate
 from megarl.rollout.notices import Notices
 from megarl.rollout.pieces import Decode
 from megarl.rollout.samples_file import write_samples
-from megarl.rollout.seeds import Purpose, request_seed
-from megarl.rollout.single_turn import Episode
+from megarl.rollout.seeds import Purpose
+from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
@@ -64,17 +66,26 @@ class Collector:
         client: ServerClient,
         graders: Graders,
         decode: Decode,
+        player: Player | None = None,
         num_collectors: int = 1,
         notices: Notices | None = None,
     ) -> None:
+        """player: plays an attempt; default: asks for one response."""
         self._recipe = recipe
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
         self._client = client
         self._graders = graders
-        self._decode = decode
+        self._player = player or SingleTurn()
         concurrency = max(1, recipe.rollout.concurrency // num_collectors)
         self._gate = Gate(concurrency, recipe.rollout.num_servers / num_collectors)
+        self._asker = Asker(
+            client,
+            self._gate,
+            decode,
+            deadline_s=recipe.deadlines.rollout_s,
+            piece_tokens=recipe.rollout.piece_tokens,
+        )
         self._groups: dict[int, _Group] = {}
         self._finished: asyncio.Queue[GroupFacts | BaseException] = asyncio.Queue()
         self._probe: list[list[int]] = []
@@ -256,19 +267,8 @@ class Collector:
         self, prompt: Prompt, sampling: Sampling, step: int, index: int, purpose: Purpose, expected: float = 0.0
     ) -> Sample:
         """One sample, graded."""
-        group = f"{step}/{prompt.id}"
-        seed = request_seed(self._recipe.run.seed, purpose, step, prompt.id, index)
-        episode = Episode(prompt, replace(sampling, seed=seed), f"{group}/{index}", group)
-        sample = None
-        while sample is None:
-            async with self._gate.request(step, expected):
-                sample = await episode.go_on(
-                    self._client,
-                    self._decode,
-                    deadline_s=self._recipe.deadlines.rollout_s,
-                    piece_tokens=self._recipe.rollout.piece_tokens,
-                    expects_cuts=lambda: self._gate.closed,
-                )
+        attempt = Attempt(prompt, sampling, self._recipe.run.seed, purpose, step, index, expected)
+        sample = await self._player.play(attempt, self._asker)
         if sample.status is not Status.FAILED:
             grade = await self._graders.grade(
                 prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id

@@ -62,10 +62,7 @@ def test_a_response_keeps_its_end_token_and_says_how_it_ended(served: Pool) -> N
     async def go() -> list[tuple[Status, list[int]]]:
         async with ServerClient(served.router.endpoint) as client:
             samples = await asyncio.gather(
-                *(
-                    generate_sample(client, prompt, Sampling(200), sample_id=str(i), group_id="g", deadline_s=60.0)
-                    for i in range(16)
-                )
+                *(generate_sample(client, prompt, Sampling(200), index=i, deadline_s=60.0) for i in range(16))
             )
         return [(sample.status, sample.response_ids.tolist()) for sample in samples]
 
