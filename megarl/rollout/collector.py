@@ -9,28 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import Block, Prompt, Sample, Status, TokenArray, VersionSpan
+from megarl.core.types import Block, Prompt, Sample, Status, TokenArray
 from megarl.data.blocks import sample_block
-from megarl.data.chat import load_tokenizer
+from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
-from megarl.rollout import filters
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt, Player
 from megarl.rollout.batcher import Part
-from megarl.rollout.facts import Flags, GroupFacts
+from megarl.rollout.facts import GroupFacts
 from megarl.rollout.gate import Gate
 from megarl.rollout.notices import Notices
 from megarl.rollout.pieces import Decode
-from megarl.rollout.samples_file import write_samples
+from megarl.rollout.sample_facts import eval_facts, group_facts
+from megarl.rollout.samples_file import shown, write_samples
 from megarl.rollout.seeds import Purpose
 from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
@@ -92,24 +93,32 @@ class Collector:
         self.notices = notices or Notices()
 
     @classmethod
-    def open(cls, recipe: Recipe, router: ServerEndpoint, num_collectors: int = 1) -> Collector:
-        """Read the recipe's data and get ready to start its graders; `start` starts them.
+    def open(
+        cls,
+        recipe: Recipe,
+        router: ServerEndpoint,
+        num_collectors: int = 1,
+        open_player: Callable[[Tokenizer], Player] | None = None,
+    ) -> Collector:
+        """Read the recipe's data and get ready to start its graders; `start` starts them. open_player: makes what plays.
 
         Raises UserError where the data cannot be used.
         """
         tokenizer = load_tokenizer(recipe.model.path)
+        load = partial(load_prompts, tokenizer=tokenizer, data=recipe.data, answered=recipe.agent is None)
         held_out: Sequence[Prompt] = ()
         if recipe.data.eval is not None:
-            held_out = load_prompts(recipe.data.eval, tokenizer, recipe.data).prompts[: recipe.eval.max_prompts]
+            held_out = load(recipe.data.eval).prompts[: recipe.eval.max_prompts]
         notices = Notices()
         return cls(
             recipe,
-            prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
+            prompts=load(recipe.data.train),
             eval_prompts=held_out,
             # As long as a router or the only server takes to come back.
             client=ServerClient(router, attempts=ATTEMPTS + math.ceil(recipe.deadlines.start_s / LONGEST_BACKOFF_S)),
             graders=Graders.open(recipe.reward, notices.tell),
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+            player=open_player(tokenizer) if open_player is not None else None,
             num_collectors=num_collectors,
             notices=notices,
         )
@@ -222,7 +231,7 @@ class Collector:
         samples = [task.result() for task in making]
         if 0 in rows:
             self._write(f"eval_{step:06d}.jsonl", samples)
-        return self._eval_facts(rows, samples)
+        return eval_facts(rows, samples, settings)
 
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
@@ -271,34 +280,20 @@ class Collector:
         sample = await self._player.play(attempt, self._asker)
         if sample.status is not Status.FAILED:
             grade = await self._graders.grade(
-                prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id
+                sample.prompt.text, sample.response_text, prompt.answer, prompt.metadata | sample.metadata, prompt.id
             )
-            sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
+            sample.reward += grade.reward
+            sample.reward_parts = sample.reward_parts | grade.parts
+            sample.grade_failure = grade.failure
         else:
             log.warning("sample %s failed: %s", sample.id, sample.metadata["failure"])
         return sample
-
-    def _eval_facts(self, rows: Sequence[int], samples: Sequence[Sample]) -> EvalFacts:
-        versions = [span.version for sample in samples for span in sample.versions]
-        grades = [sample.grade_failure for sample in samples if sample.grade_failure is not None]
-        return EvalFacts(
-            rows=np.repeat(np.array(rows, np.int64), self._recipe.eval.samples_per_prompt),
-            rewards=filters.rewards(samples),
-            scores=filters.scores(samples, self._recipe.eval.grader),
-            response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
-            truncated=_are(samples, Status.TRUNCATED),
-            failed=_are(samples, Status.FAILED),
-            ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
-            versions=(min(versions), max(versions)) if versions else None,
-            failure=_failure(samples),
-            grade_failure=grades[0] if grades else "",
-        )
 
     def _write(self, name: str, samples: Sequence[Sample]) -> None:
         """The first samples, for reading: one JSON object a line, whole or not at all."""
         count = self._recipe.report.samples
         if count:
-            write_samples(self._recipe.run.folder / "samples" / name, samples[:count])
+            write_samples(self._recipe.run.folder / "samples" / name, shown(samples, count))
 
 
 async def _abort(server: ServerEndpoint) -> None:
@@ -318,37 +313,6 @@ def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
     return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]
 
 
-def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:
-    """What is told of a finished group."""
-    names = sorted({name for sample in samples for name in sample.reward_parts})
-    parts = {
-        name: np.array([_number(sample.reward_parts.get(name)) for sample in samples], np.float64) for name in names
-    }
-    answered = filters.usable(greedy)
-    usable = {id(sample) for sample in filters.usable(samples)}
-    grades = [sample.grade_failure for sample in [*samples, *greedy] if sample.grade_failure is not None]
-    return GroupFacts(
-        group=group,
-        prompt_tokens=len(samples[0].prompt.token_ids),
-        response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
-        trained_tokens=np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
-        rewards=filters.rewards(samples),
-        mean_nll=filters.mean_nll(samples),
-        usable=np.array([id(sample) in usable for sample in samples], np.bool_),
-        truncated=_are(samples, Status.TRUNCATED),
-        failed=_are(samples, Status.FAILED),
-        ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
-        spans=tuple(_trained_spans(sample) for sample in samples),
-        greedy_reward=answered[0].reward if answered else float("nan"),
-        parts=parts,
-        failure=_failure([*samples, *greedy]),
-        grade_failure=grades[0] if grades else "",
-        num_greedy=len(greedy),
-        greedy_ungraded=sum(sample.grade_failure is not None for sample in greedy),
-        greedy_failed=sum(sample.status is Status.FAILED for sample in greedy),
-    )
-
-
 def _masked(sample: Sample, oldest: int) -> Sample:
     """The sample without its tokens of versions before `oldest` among those that are trained on."""
     old = [span for span in sample.versions if span.version < oldest]
@@ -358,22 +322,3 @@ def _masked(sample: Sample, oldest: int) -> Sample:
     for span in old:
         mask[span.start : span.end] = 0
     return replace(sample, loss_mask=mask, memory=None)
-
-
-def _trained_spans(sample: Sample) -> tuple[VersionSpan, ...]:
-    """The sample's spans, counted in trained tokens."""
-    before = np.concatenate([[0], np.cumsum(sample.loss_mask > 0)])
-    spans = (VersionSpan(span.version, int(before[span.start]), int(before[span.end])) for span in sample.versions)
-    return tuple(span for span in spans if span.end > span.start)
-
-
-def _are(samples: Sequence[Sample], status: Status) -> Flags:
-    return np.array([sample.status is status for sample in samples], np.bool_)
-
-
-def _failure(samples: Sequence[Sample]) -> str:
-    return next((str(sample.metadata["failure"]) for sample in samples if sample.status is Status.FAILED), "")
-
-
-def _number(score: float | None) -> float:
-    return float("nan") if score is None else score

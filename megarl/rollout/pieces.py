@@ -93,7 +93,7 @@ def join(pieces: Sequence[Generation]) -> Generation:
         versions=_join_spans(pieces),
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
-        routing=_join_routing(pieces),
+        routing=join_routing(pieces),
     )
 
 
@@ -135,7 +135,7 @@ def _join_spans(pieces: Sequence[Generation]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _join_routing(pieces: Sequence[Generation]) -> RoutingArray | None:
+def join_routing(pieces: Sequence[Generation]) -> RoutingArray | None:
     """Of each token what the piece says that put it through the model first: a piece speaks of all tokens before it too."""
     known = [piece.routing for piece in pieces if piece.routing is not None]
     if len(known) < len(pieces):
