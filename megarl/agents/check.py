@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megarl.agents.loading import check_environment
 from megarl.agents.template import ChatTemplate
-from megarl.core.errors import UserError
-from megarl.data.chat import TemplateRefusalError, Tokenizer, has_chat_template
+from megarl.core.errors import TemplateRefusalError, UserError
+from megarl.data.chat import Tokenizer, has_chat_template
 from megarl.recipe.schema import Recipe
 
 

@@ -25,9 +25,10 @@ from megarl.agents.loading import Make, open_environment
 from megarl.agents.patience import within
 from megarl.agents.template import ChatTemplate
 from megarl.agents.transcript import Transcript
+from megarl.core.errors import TemplateRefusalError
 from megarl.core.log import get_logger
 from megarl.core.types import Prompt, Sample, Status
-from megarl.data.chat import TemplateRefusalError, Tokenizer
+from megarl.data.chat import Tokenizer
 from megarl.data.prompts import MESSAGES_KEY
 from megarl.recipe.agent import ENVIRONMENT
 from megarl.recipe.schema import Recipe

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from megarl.agents.environment import Message
+from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
-from megarl.data.chat import TemplateRefusalError, Tokenizer, apply_template
+from megarl.data.chat import Tokenizer, apply_template
 
 # Stands in for what the policy wrote. Templates trim a message, and look for their own marks in it.
 STAND_IN = "what-the-policy-wrote"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.errors import MegarlError, UserError
+from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.loading import as_if_missing, without_collection
 from megarl.core.types import TokenArray
 from megarl.data.rows import Row, json_type
@@ -89,10 +89,6 @@ def check_messages(value: object, row: Row, key: str) -> list[Message]:
                 found = f"{json_type(message[part])}" if part in message else "missing"
                 raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.")
     return value
-
-
-class TemplateRefusalError(MegarlError):
-    """The chat template has raised an error, or knows no such role."""
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, generation_prompt: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.agents.template import ChatTemplate
-from megarl.data.chat import TemplateRefusalError
+from megarl.core.errors import TemplateRefusalError
 from tests.agents.forms import FORMS, LLAMA3, ends_of, make_tokenizer
 
 HIGHER = [{"role": "user", "content": "higher"}]
