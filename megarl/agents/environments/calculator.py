@@ -15,7 +15,7 @@ from megarl.data.answers import final_answer
 
 DIGITS = 12  # of a number that the calculator takes
 NUMBER = rf"-?\d{{1,{DIGITS}}}"
-ASKED = re.compile(rf"({NUMBER})\s*([-+*/])\s*({NUMBER})\s*=\s*$")
+ASKED = re.compile(rf"(?<!\d)({NUMBER})\s*([-+*/])\s*({NUMBER})\s*=\s*$")
 ANSWER = re.compile(r"-?\d+")
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 HELP = "The calculator takes one operation, such as `12*34=`; the answer is given as `#### 408`."
