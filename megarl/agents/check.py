@@ -1,9 +1,12 @@
-"""What can be refused of a recipe's agent before anything starts: its environment, its settings, the model's chat template."""
+"""What can be refused of a recipe's agent before anything starts: its environment and tools, and the model's chat template."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megarl.agents.loading import check_environment
-from megarl.agents.template import ChatTemplate
+from megarl.agents.template import ASKED, ChatTemplate
+from megarl.agents.tools import Tool, ToolCall, open_tools
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.data.chat import Tokenizer, has_chat_template
 from megarl.recipe.schema import Recipe
@@ -16,6 +19,7 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
         return
     if agent.environment is not None:
         check_environment(agent)
+    tools = open_tools(agent.tools)
     where = f"model.path {recipe.model.path}"
     if not has_chat_template(tokenizer):
         raise UserError(
@@ -23,7 +27,9 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
             "tokenizer_config.json, or take a model that has one."
         )
     try:
-        template = ChatTemplate(tokenizer)
+        template = ChatTemplate(tokenizer, [tool.schema for tool in tools])
+        if tools:
+            _check_tools(template, tools, where)
         rewritten = template.rewritten() if agent.max_turns > 1 else ""
     except TemplateRefusalError as error:
         raise UserError(f"{where}: {error} An agent's turns are the user's and the assistant's by turns.") from error
@@ -33,3 +39,20 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
             "Turns are trained on as they were written, and stay so in the context: set agent.rewritten to keep where the model "
             "may see its earlier turns so, or take a template that keeps them."
         )
+
+
+def _check_tools(template: ChatTemplate, tools: Sequence[Tool], where: str) -> None:
+    """That the model is told of its tools, and of their results. Raises UserError."""
+    _, text = template.prompt([ASKED])
+    remedy = "Take a model whose template knows tools, or remove agent.tools."
+    for tool in tools:
+        if tool.name not in text:
+            raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
+    call = ToolCall(tools[0].name, "{}", "c00000000")
+    told = {"role": "tool", "content": "what-the-tool-gave", "name": call.name, "tool_call_id": call.id}
+    try:
+        shown = template.shown(template.following([told], calls=[call]))
+    except TemplateRefusalError as error:
+        raise UserError(f"agent.tools: {where}: {error} {remedy}") from error
+    if told["content"] not in shown:
+        raise UserError(f"agent.tools: the chat template of {where} leaves out what a tool gave. {remedy}")

@@ -41,26 +41,15 @@ class EpisodeRow:
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A function that the policy called, and with what. arguments: of its JSON object."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str
-
-
-@dataclass(frozen=True)
 class Response:
     """What the policy wrote in one turn.
 
-    text: without special tokens. token_ids: all that were sampled. turn: its number, from 0. calls: of tools, in order; they
-    are the environment's to answer only where the recipe names no tools.
+    text: without special tokens. token_ids: all that were sampled. turn: its number, from 0, those with calls of tools counted.
     """
 
     text: str
     token_ids: tuple[int, ...]
     turn: int
-    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)

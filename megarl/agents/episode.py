@@ -24,6 +24,8 @@ from megarl.agents.environment import (
 from megarl.agents.loading import Make, open_environment
 from megarl.agents.patience import within
 from megarl.agents.template import ChatTemplate
+from megarl.agents.tool_use import ToolUse
+from megarl.agents.tools import ToolCall
 from megarl.agents.transcript import Transcript
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.log import get_logger
@@ -35,6 +37,7 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout.asking import Asker, Request, RequestFailedError
 from megarl.rollout.attempt import Attempt, failed_sample
 from megarl.serving.answers import Generation
+from megarl.serving.client import ServerEndpoint
 
 log = get_logger(__name__)
 
@@ -57,6 +60,7 @@ class Rules:
     turn_tokens: int | None
     timeout_s: float
     step_timeout_s: float
+    tools: ToolUse | None = None
 
 
 class Episodes:
@@ -66,19 +70,21 @@ class Episodes:
         self._rules = rules
 
     @classmethod
-    def open(cls, recipe: Recipe, tokenizer: Tokenizer) -> Episodes:
-        """Of a recipe that has an agent. Raises UserError where its environment does not import."""
+    def open(cls, recipe: Recipe, router: ServerEndpoint, tokenizer: Tokenizer) -> Episodes:
+        """Of a recipe that has an agent. Raises UserError where its environment or a tool does not import."""
         agent = recipe.agent
         assert agent is not None
+        tools = ToolUse.open(agent, router) if agent.tools else None
         return cls(
             Rules(
                 make=open_environment(agent),
-                template=ChatTemplate(tokenizer),
+                template=ChatTemplate(tokenizer, [] if tools is None else tools.schemas),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
                 max_turns=agent.max_turns,
                 turn_tokens=agent.turn_tokens,
                 timeout_s=agent.timeout_s,
                 step_timeout_s=agent.step_timeout_s,
+                tools=tools,
             )
         )
 
@@ -103,7 +109,9 @@ class _Episode:
         self._conversation: list[Message] = []
         self._rewards: list[float] = []  # of each turn
         self._turns = 0
-        self._generation_s = self._environment_s = 0.0
+        self._generation_s = self._environment_s = self._tools_s = 0.0
+        self._calls: tuple[ToolCall, ...] = ()  # of the last turn
+        self._num_calls = self._num_call_failures = 0
 
     async def play(self) -> Sample:
         prompt = await self._start()
@@ -112,7 +120,7 @@ class _Episode:
             answer = await self._ask(transcript)
             if answer.finish == "length":
                 return self._ended(prompt, transcript, over="tokens")
-            outcome = await self._step(answer)
+            outcome = await self._use_tools(answer) or await self._step(answer)
             self._rewards.append(float(outcome.reward))
             if isinstance(outcome, Done):
                 return self._ended(prompt, transcript, metrics=outcome.metrics)
@@ -183,14 +191,32 @@ class _Episode:
         response = Response(answer.text, tuple(answer.token_ids.tolist()), self._turns - 1)
         return check_step(await self._of_environment(lambda: environment.step(response), "step"))
 
+    async def _use_tools(self, answer: Generation) -> Turn | None:
+        """Results of the tools that the policy has called, if it has called any."""
+        self._calls = ()
+        rules = self._rules
+        if rules.tools is None:
+            return None
+        began = time.monotonic()
+        try:
+            used = await rules.tools.use(rules.template.text_with_marks(answer.token_ids.tolist()), self._turns)
+        finally:
+            self._tools_s += time.monotonic() - began
+        if used is None:
+            return None
+        self._calls = used.calls
+        self._num_calls += len(used.results)
+        self._num_call_failures += sum(result.failed for result in used.results)
+        return Turn([result.message for result in used.results])
+
     def _told(self, transcript: Transcript, turn: Turn, last: list[int]) -> Budget | None:
         """Append what the environment said; which budget ran out, if one did. last: the policy's last token, if it has any."""
         if self._turns >= self._rules.max_turns:
             return "turns"
-        if self._generation_s + self._environment_s > self._rules.timeout_s:
+        if self._generation_s + self._environment_s + self._tools_s > self._rules.timeout_s:
             return "time"
         try:
-            ids = self._rules.template.following(turn.messages, last)
+            ids = self._rules.template.following(turn.messages, last, self._calls)
         except TemplateRefusalError as error:
             raise EnvironmentFailedError(f"step: {error}") from error
         if transcript.num_response + len(ids) >= self._attempt.sampling.max_tokens:
@@ -219,10 +245,20 @@ class _Episode:
             "generation_s": self._generation_s,
             "environment_s": self._environment_s,
             "environment_failures": 0.0,
+            **self._tool_numbers(),
             **{f"truncated_by/{each}": float(over == each) for each in ("turns", "tokens", "time")},
             **{f"by/{name}": float(value) for name, value in (metrics or {}).items()},
         }
         return sample
+
+    def _tool_numbers(self) -> dict[str, float]:
+        if self._rules.tools is None:
+            return {}
+        return {
+            "tools_s": self._tools_s,
+            "tool_calls": float(self._num_calls),
+            "tool_failures": float(self._num_call_failures),
+        }
 
     def _say(self, messages: Sequence[Message], tokens: int) -> None:
         """Put messages into the conversation. tokens: of all of them; they stand at the last."""

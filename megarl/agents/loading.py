@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from megarl.agents.environment import Environment
+from megarl.agents.environment import Done, Environment, EpisodeRow, Message, Response, Turn
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
 from megarl.recipe.agent import Agent
@@ -24,9 +24,25 @@ KEY = "agent.environment"
 Make = Callable[[], Environment]
 
 
+class AnswerAlone:
+    """In the place of an environment where there are tools alone: the first turn without a call ends the episode."""
+
+    async def start(self, row: EpisodeRow) -> list[Message]:
+        """The row's own prompt."""
+        return list(row.messages)
+
+    async def step(self, response: Response) -> Turn | Done:
+        """The end; graders say what it is worth."""
+        return Done()
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
 def open_environment(agent: Agent) -> Make:
     """What makes an environment for an episode. Raises UserError, as `check_environment` does, but makes none."""
-    assert agent.environment is not None
+    if agent.environment is None:
+        return AnswerAlone
     return _maker(_environment_class(agent.environment), agent.settings)
 
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
 from megarl.agents.environment import Message
+from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
 from megarl.data.chat import Tokenizer, apply_template
@@ -40,8 +42,8 @@ class ChatTemplate:
             *tokenizer.all_special_ids,
             *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special),
         }
-        end = self._after(self._text([ASKED, _assistant(STAND_IN)], generation_prompt=False))
-        ids = self._encode(end)
+        self._ended = self._after(self._text([ASKED, _assistant(STAND_IN)], generation_prompt=False))
+        ids = self._encode(self._ended)
         self._end = int(ids[0]) if len(ids) and int(ids[0]) in self._special else None
 
     def prompt(self, messages: Sequence[Message]) -> tuple[TokenArray, str]:
@@ -49,13 +51,16 @@ class ChatTemplate:
         text = self._text(messages, generation_prompt=True)
         return self._encode(text), text
 
-    def following(self, messages: Sequence[Message], last: Sequence[int] = ()) -> TokenArray:
+    def following(
+        self, messages: Sequence[Message], last: Sequence[int] = (), calls: Sequence[ToolCall] = ()
+    ) -> TokenArray:
         """What stands between a turn of the policy and its next: the turn's end, the messages, the next one's beginning.
 
         last: the policy's last token, if there is one. Where it ended its turn by a special token, that is the turn's end,
-        whichever the template has: only what comes after is given. Raises TemplateRefusalError.
+        whichever the template has: only what comes after is given. calls: of tools that it made, for templates that take results
+        of calls alone. Raises TemplateRefusalError.
         """
-        ids = self._encode(self._following(messages))
+        ids = self._encode(self._following(messages, calls))
         # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
         if len(ids) and int(ids[0]) == self._end and self._special.intersection(last):
             return ids[1:]
@@ -81,10 +86,27 @@ class ChatTemplate:
     def text_with_marks(self, ids: Sequence[int]) -> str:
         """What the policy wrote with its special tokens, but for the one that ended its turn: what parsers of calls read."""
         kept = ids[:-1] if len(ids) and int(ids[-1]) in self._special else ids
-        return str(self._tokenizer.decode([int(token) for token in kept], skip_special_tokens=False))
+        return self.shown(kept)
 
-    def _following(self, messages: Sequence[Message]) -> str:
-        return self._after(self._text([ASKED, _assistant(STAND_IN), *messages], generation_prompt=True))
+    def shown(self, ids: Sequence[int] | TokenArray) -> str:
+        """What ids stand for, special tokens too."""
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    def _following(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> str:
+        try:
+            return self._after(self._text([ASKED, _assistant(STAND_IN), *messages], generation_prompt=True))
+        except TemplateRefusalError:
+            if not calls:
+                raise
+        # Results are only rendered behind the calls that they are of: what both renderings have in common is left out.
+        before = [ASKED, {"role": "assistant", "content": "", "tool_calls": [_as_message(call) for call in calls]}]
+        head = self._text(before, generation_prompt=False)
+        whole = self._text([*before, *messages], generation_prompt=True)
+        if not whole.startswith(head):
+            raise TemplateRefusalError(
+                f"the model's chat template renders calls of tools otherwise once there are results: {_difference(head, whole)}."
+            )
+        return self._ended + whole[len(head) :]
 
     def _after(self, text: str) -> str:
         _, found, after = text.partition(STAND_IN)
@@ -104,6 +126,16 @@ class ChatTemplate:
 
 def _assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
+
+
+def _as_message(call: ToolCall) -> Message:
+    """A call as templates have it: arguments as an object."""
+    try:
+        arguments = from_json(call.arguments or "{}")
+    except ValueError:  # the tool has said so
+        arguments = {}
+    function = {"name": call.name, "arguments": arguments}
+    return {"type": "function", "id": call.id, "function": function}
 
 
 def _difference(written: str, again: str) -> str:

@@ -39,7 +39,7 @@ class CollectorActor:
 
     def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_collectors: int) -> None:
         self._facts = configure_process(spec)
-        player = partial(Episodes.open, recipe) if recipe.agent is not None else None
+        player = partial(Episodes.open, recipe, router) if recipe.agent is not None else None
         self._collector = Collector.open(recipe, router, num_collectors, player)
         self._advantages = LocalAdvantages(recipe)
         self._probe: list[list[int]] = []

@@ -15,6 +15,46 @@ from megarl.recipe.section import PositiveFloat, PositiveInt, Section
 ENVIRONMENT = "environment"
 
 Path = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+# Those of SGLang 0.5.21.
+PARSERS = (
+    *(
+        "apertus2509",
+        "cohere_command4",
+        "deepseekv3",
+        "deepseekv31",
+        "deepseekv32",
+        "deepseekv4",
+        "deepseekv41",
+        "dots",
+    ),
+    *(
+        "gemma4",
+        "gigachat3",
+        "gigachat35",
+        "glm",
+        "glm45",
+        "glm47",
+        "gpt-oss",
+        "hermes",
+        "hunyuan",
+        "inkling",
+        "interns1",
+    ),
+    *("iquest_q1", "k2_horizon", "kimi_k2", "kimi_k3", "lfm2", "ling3", "llama3", "mimo", "minicpm5", "minimax-m2"),
+    *(
+        "minimax-m3",
+        "mistral",
+        "muse",
+        "nanbeige",
+        "poolside_v1",
+        "pythonic",
+        "qwen",
+        "qwen25",
+        "qwen3_coder",
+        "spark25",
+    ),
+    *("step3", "step3p5", "trinity"),
+)
 BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze")
 
 
@@ -24,7 +64,8 @@ class Agent(Section):
     environment: Literal["guess_number", "calculator", "maze"] | Path | None = Field(
         None,
         description="what answers the policy and rewards it: guess_number, calculator, maze, or pkg.module:Class with the "
-        "coroutines start, step and close; default: nothing but tools",
+        "coroutines start, step and close; default: nobody but tools; the "
+        "first turn without a call is the answer, and graders reward it",
     )
     settings: dict[str, Any] = Field({}, description="keyword arguments of the environment's class")
     max_turns: PositiveInt = Field(16, description="most responses of the policy in one episode")
@@ -38,6 +79,19 @@ class Agent(Section):
     )
     step_timeout_s: PositiveFloat = Field(
         60.0, description="deadline of one call of the environment, seconds; then the episode has failed"
+    )
+    tools: tuple[Path, ...] = Field(
+        (),
+        strict=False,
+        description="functions that the policy may call, as pkg.module:function with type hints; a turn with calls gets their "
+        "results, one without goes to the environment",
+    )
+    tool_parser: Literal[PARSERS] | None = Field(  # type: ignore[valid-type]
+        None,
+        description="SGLang's parser of the model's tool calls: qwen25 for Qwen2.5 and Qwen3, llama3, deepseekv3, mistral",
+    )
+    tool_timeout_s: PositiveFloat = Field(
+        30.0, description="deadline of one call of a tool, seconds; then the policy is told of an error"
     )
     rewritten: Literal["refuse", "keep"] = Field(
         "refuse",

@@ -20,13 +20,25 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         "they are an environment's: set agent.environment",
         (Recipe,),
     ),
+    Unread(
+        ("agent.tool_parser", "agent.tool_timeout_s"),
+        lambda r, _: r.agent is None or bool(r.agent.tools),
+        "there are no tools to call: name functions in agent.tools",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.step_timeout_s",),
+        lambda r, _: r.agent is None or r.agent.environment is not None,
+        "it is an environment's: set agent.environment",
+        (Recipe,),
+    ),
 )
 
 AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "agent",
-        lambda r, _: r.agent is not None and r.agent.environment is None,
-        lambda r: "nobody would answer the policy. Set agent.environment",
+        lambda r, _: r.agent is not None and r.agent.environment is None and not r.agent.tools,
+        lambda r: "nobody would answer the policy. Set agent.environment or agent.tools",
         (Recipe,),
     ),
     Contradiction(
@@ -40,6 +52,12 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"a turn of {r.agent.turn_tokens} tokens does not fit into rollout.max_response_tokens "
             f"{r.rollout.max_response_tokens}, which bounds the whole episode. Raise that, or lower this"
         ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.tool_parser",
+        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.tool_parser is None,
+        lambda r: "nobody could read the model's calls. Set it to the parser of the model's family, such as qwen25",
         (Recipe,),
     ),
     Contradiction(

@@ -11,8 +11,8 @@ from megarl.rollout.facts import Flags, GroupFacts
 
 Numbers = Mapping[str, NDArray[np.float64]]
 
-MEANS = ("policy_tokens", "environment_tokens", "generation_s", "environment_s")
-SUMS = ("environment_failures",)
+MEANS = ("policy_tokens", "environment_tokens", "generation_s", "environment_s", "tools_s", "tool_calls")
+SUMS = ("environment_failures", "tool_failures")
 FAMILIES = ("truncated_by/", "by/")  # of means
 
 

@@ -107,6 +107,14 @@ UNREAD = [
         ["reward.graders={math: {kind: rule, fn: math}, b: {kind: rule, fn: exact}}"],
     ),
     (["agent.max_turns=3", "agent.settings.low=1"], ["agent.environment=guess_number"]),
+    *(
+        (["agent.environment=maze", f"agent.{given}"], ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25"])
+        for given in ("tool_parser=llama3", "tool_timeout_s=3")
+    ),
+    (
+        ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.step_timeout_s=3"],
+        ["agent.environment=guess_number"],
+    ),
     (["train.async_save=true"], ["train.save_every=2"]),
     (["rollout.late=drop"], ["rollout.max_staleness=1"]),
     (["rollout.in_flight=finish"], ["rollout.max_staleness=1"]),
@@ -252,6 +260,7 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["reward_model.path=m", "algorithm.drop_zero_variance_groups=true"], "before the reward model scores them"),
         (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),
         (["agent.max_turns=3"], "nobody would answer the policy"),
+        (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
         (["agent.environment=maze", "agent.turn_tokens=65"], "does not fit into rollout.max_response_tokens 64"),
         (
             ["agent.environment=maze", "reward.graders.environment={kind: rule, fn: math}"],
