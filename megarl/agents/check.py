@@ -29,10 +29,15 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
     try:
         template = ChatTemplate(tokenizer, [tool.schema for tool in tools])
         if tools:
-            _check_tools(template, tools, where)
+            _check_tools(template, tools, where, recipe.data.max_prompt_tokens)
         rewritten = template.rewritten() if agent.max_turns > 1 else ""
     except TemplateRefusalError as error:
         raise UserError(f"{where}: {error} An agent's turns are the user's and the assistant's by turns.") from error
+    if not rewritten and agent.rewritten == "keep":
+        raise UserError(
+            f"agent.rewritten: keep is for chat templates that rewrite earlier turns, and that of {where} rewrites none. Remove "
+            "the key."
+        )
     if rewritten and agent.rewritten == "refuse":
         raise UserError(
             f"agent.rewritten: the chat template of {where} renders earlier turns otherwise than they were written: {rewritten}. "
@@ -41,17 +46,22 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_tools(template: ChatTemplate, tools: Sequence[Tool], where: str) -> None:
+def _check_tools(template: ChatTemplate, tools: Sequence[Tool], where: str, most: int) -> None:
     """That the model is told of its tools, and of their results. Raises UserError."""
-    _, text = template.prompt([ASKED])
+    ids, text = template.prompt([ASKED])
     remedy = "Take a model whose template knows tools, or remove agent.tools."
     for tool in tools:
         if tool.name not in text:
             raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
+    if len(ids) > most:
+        raise UserError(
+            f"agent.tools: what the model is told of them takes {len(ids)} tokens of each prompt, and data.max_prompt_tokens is "
+            f"{most}. Raise that, or shorten the tools' docstrings."
+        )
     call = ToolCall(tools[0].name, "{}", "c00000000")
     told = {"role": "tool", "content": "what-the-tool-gave", "name": call.name, "tool_call_id": call.id}
     try:
-        shown = template.shown(template.following([told], calls=[call]))
+        shown = template.between([told], [call])
     except TemplateRefusalError as error:
         raise UserError(f"agent.tools: {where}: {error} {remedy}") from error
     if told["content"] not in shown:

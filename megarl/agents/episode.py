@@ -100,6 +100,11 @@ class Episodes:
         finally:
             await episode.close()
 
+    async def close(self) -> None:
+        """Close what tools need."""
+        if self._rules.tools is not None:
+            await self._rules.tools.close()
+
 
 class _Episode:
     def __init__(self, rules: Rules, attempt: Attempt, asker: Asker) -> None:

@@ -60,7 +60,7 @@ class ChatTemplate:
         whichever the template has: only what comes after is given. calls: of tools that it made, for templates that take results
         of calls alone. Raises TemplateRefusalError.
         """
-        ids = self._encode(self._following(messages, calls))
+        ids = self._encode(self.between(messages, calls))
         # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
         if len(ids) and int(ids[0]) == self._end and self._special.intersection(last):
             return ids[1:]
@@ -92,7 +92,8 @@ class ChatTemplate:
         """What ids stand for, special tokens too."""
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
 
-    def _following(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> str:
+    def between(self, messages: Sequence[Message], calls: Sequence[ToolCall] = ()) -> str:
+        """What `following` gives ids of, as text."""
         try:
             return self._after(self._text([ASKED, _assistant(STAND_IN), *messages], generation_prompt=True))
         except TemplateRefusalError:

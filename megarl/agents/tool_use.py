@@ -27,6 +27,9 @@ class Parser(Protocol):
     async def parse(self, text: str) -> Parsed:
         """As of CallParser."""
 
+    async def close(self) -> None:
+        """As of CallParser."""
+
 
 @dataclass(frozen=True)
 class Used:
@@ -73,3 +76,7 @@ class ToolUse:
             for number, call in enumerate(parsed.calls)
         )
         return Used(calls, await self._toolbox.call(calls))
+
+    async def close(self) -> None:
+        """Close the parser's connections."""
+        await self._parser.close()

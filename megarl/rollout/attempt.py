@@ -51,6 +51,9 @@ class Player(Protocol):
     async def play(self, attempt: Attempt, asker: Asker) -> Sample:
         """One sample, before it is graded. What goes wrong with this one alone is its failure, and raises nothing."""
 
+    async def close(self) -> None:
+        """Give back what it holds; nothing is played any more."""
+
 
 def failed_sample(attempt: Attempt, failure: str) -> Sample:
     """A sample without a response, and why there is none."""

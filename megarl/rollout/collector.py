@@ -131,6 +131,7 @@ class Collector:
     async def close(self) -> None:
         """End what is being made, the graders and the connections."""
         await self.cancel(list(self._groups))
+        await self._player.close()
         await self._graders.close()
         await self._client.close()
 

@@ -25,6 +25,9 @@ class SingleTurn:
             return failed_sample(attempt, str(error))
         return to_sample(attempt, answer)
 
+    async def close(self) -> None:
+        """Nothing is held."""
+
 
 def to_sample(attempt: Attempt, generation: Generation) -> Sample:
     """A Sample of what a server generated; every token of the response was the policy's choice."""

@@ -61,6 +61,7 @@ def play(
             episodes = Episodes(rules)
             attempts = [Attempt(prompt or make_row(), sampling, 1, "train", 3, index) for index in indices]
             samples = await asyncio.gather(*(episodes.play(attempt, asker) for attempt in attempts))
+            await episodes.close()
             assert gate.running == gate.queued == 0
             return list(samples)
 

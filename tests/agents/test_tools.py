@@ -133,6 +133,9 @@ class FakeReader:
         found = [ParsedCall("multiply", json.dumps({"left": int(digit)})) for digit in text if digit.isdigit()]
         return Parsed(tuple(found), unread=not found and "?" in text)
 
+    async def close(self) -> None:
+        return None
+
 
 def test_a_turn_with_calls_gets_their_results_and_one_without_goes_to_the_environment() -> None:
     tokenizer = make_tokenizer("qwen3")
@@ -208,6 +211,13 @@ def test_a_template_that_does_not_know_tools_is_refused(tmp_path: Path, template
     check_agent(recipe, make_tokenizer("qwen3"))
 
 
+def test_tools_that_fill_the_prompt_are_refused(tmp_path: Path) -> None:
+    agent = {"tools": [f"{KIT}:multiply"], "tool_parser": "qwen25", "rewritten": "keep"}
+    recipe = make_recipe(tmp_path, agent=agent, data={"train": tmp_path, "max_prompt_tokens": 100})
+    with pytest.raises(UserError, match=r"takes \d+ tokens of each prompt, and data.max_prompt_tokens is 100"):
+        check_agent(recipe, make_tokenizer("qwen3"))
+
+
 class FakeServers:
     """A router that says who its servers are, and servers that read calls as `reader` does."""
 
@@ -279,6 +289,9 @@ def test_a_parser_that_raises_costs_the_call_and_a_server_that_is_gone_the_sampl
             if not tools:
                 tools.append(ToolUse(Toolbox([Tool(multiply)], 5.0), CallParser(fake.endpoint, "qwen25", [])))
             return await tools[0].use(text, turn)
+
+        async def close(self) -> None:
+            await tools[0].close()
 
     rules = make_rules(lambda: Scripted([]), tokenizer, tools=Late(), max_turns=2)
     [sample] = play(fake, rules, tokenizer)
