@@ -46,12 +46,12 @@ def make_guessing(
     *,
     seed: int = 1,
     low: int = 1,
-    high: int = 20,
-    guesses: int = 5,
+    high: int = 30,
+    guesses: int = 7,
     num_train: int = 1000,
-    num_eval: int = 100,
-    num_sft: int = 8192,
-    heed: float = 0.1,
+    num_eval: int = 90,
+    num_sft: int = 16384,
+    heed: float = 0.15,
 ) -> None:
     """Write train.jsonl, eval.jsonl and sft.jsonl. Held-out rows have all secrets equally often, the others any.
 
@@ -80,9 +80,9 @@ def main(
     ],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the games. The same seed gives the same bytes.")] = 1,
     low: Annotated[int, typer.Option(help="Smallest number.")] = 1,
-    high: Annotated[int, typer.Option(help="Largest number.")] = 20,
-    guesses: Annotated[int, typer.Option(help="Guesses of a game.")] = 5,
-    heed: Annotated[float, typer.Option(help="Share of demonstrated games that heed the hints, 0 to 1.")] = 0.1,
+    high: Annotated[int, typer.Option(help="Largest number.")] = 30,
+    guesses: Annotated[int, typer.Option(help="Guesses of a game.")] = 7,
+    heed: Annotated[float, typer.Option(help="Share of demonstrated games that heed the hints, 0 to 1.")] = 0.15,
 ) -> None:
     """Write the guessing game: training and held-out secrets, and games for a warm start.
 

@@ -21,22 +21,22 @@ def test_games_are_legal_and_hints_are_true(tmp_path: Path) -> None:
     for row in rows(tmp_path / "sft.jsonl"):
         talk = [message["content"] for message in row["messages"]]  # type: ignore[attr-defined]
         guesses, hints = [int(text) for text in talk[1::2]], talk[2::2]
-        assert talk[0] == "Guess 1-20" and 1 <= len(guesses) == len(hints) + 1 <= 5
-        assert all(1 <= guess <= 20 for guess in guesses)
+        assert talk[0] == "Guess 1-30" and 1 <= len(guesses) == len(hints) + 1 <= 7
+        assert all(1 <= guess <= 30 for guess in guesses)
         above = [guess for guess, hint in zip(guesses, hints, strict=False) if hint == "higher"]
         below = [guess for guess, hint in zip(guesses, hints, strict=False) if hint == "lower"]
-        assert max(above, default=0) < min(below, default=21), "no secret would have got these hints"
-        won += len(guesses) < 5
+        assert max(above, default=0) < min(below, default=31), "no secret would have got these hints"
+        won += len(guesses) < 7
         bounds = [(max([0, *above[:at]]), guess) for at, guess in enumerate(guesses)]
         heeding += all(low < guess or low == 0 for low, guess in bounds)
     assert 0.3 < won / 2000 < 0.7 and heeding > 0
 
 
 def test_held_out_secrets_are_all_equally_often_there(tmp_path: Path) -> None:
-    make_guessing(tmp_path, num_eval=100)
+    make_guessing(tmp_path, num_eval=90)
     secrets = Counter(int(str(row["answer"])) for row in rows(tmp_path / "eval.jsonl"))
-    assert secrets == dict.fromkeys(range(1, 21), 5)
-    assert {int(str(row["answer"])) for row in rows(tmp_path / "train.jsonl")} == set(range(1, 21))
+    assert secrets == dict.fromkeys(range(1, 31), 3)
+    assert {int(str(row["answer"])) for row in rows(tmp_path / "train.jsonl")} == set(range(1, 31))
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
