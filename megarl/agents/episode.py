@@ -43,6 +43,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
+CLOSE_S = 10.0  # who cancels an episode waits for this
+
 # What a budget is of, as metrics have it.
 Budget = Literal["turns", "tokens", "time"]
 # In a sample's metadata, for samples files and graders.
@@ -50,7 +52,7 @@ CONVERSATION, TURN_REWARDS, TRACE = "messages", "turn_rewards", "trace"
 
 
 @dataclass(frozen=True)
-class Rules:
+class EpisodeSettings:
     """What all episodes of a run have in common; the budgets are the recipe's."""
 
     make: Make
@@ -66,8 +68,8 @@ class Rules:
 class Episodes:
     """The Player of recipes with an agent."""
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, settings: EpisodeSettings) -> None:
+        self._settings = settings
 
     @classmethod
     def open(cls, recipe: Recipe, router: ServerEndpoint, tokenizer: Tokenizer) -> Episodes:
@@ -76,7 +78,7 @@ class Episodes:
         assert agent is not None
         tools = ToolUse.open(agent, router) if agent.tools else None
         return cls(
-            Rules(
+            EpisodeSettings(
                 make=open_environment(agent),
                 template=ChatTemplate(tokenizer, [] if tools is None else tools.schemas),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
@@ -90,7 +92,7 @@ class Episodes:
 
     async def play(self, attempt: Attempt, asker: Asker) -> Sample:
         """One episode. What the environment does wrong makes it a sample of Status.FAILED, as a server's failure does."""
-        episode = _Episode(self._rules, attempt, asker)
+        episode = _Episode(self._settings, attempt, asker)
         try:
             return await episode.play()
         except EnvironmentFailedError as error:
@@ -102,13 +104,13 @@ class Episodes:
 
     async def close(self) -> None:
         """Close what tools need."""
-        if self._rules.tools is not None:
-            await self._rules.tools.close()
+        if self._settings.tools is not None:
+            await self._settings.tools.close()
 
 
 class _Episode:
-    def __init__(self, rules: Rules, attempt: Attempt, asker: Asker) -> None:
-        self._rules, self._attempt, self._asker = rules, attempt, asker
+    def __init__(self, settings: EpisodeSettings, attempt: Attempt, asker: Asker) -> None:
+        self._settings, self._attempt, self._asker = settings, attempt, asker
         self._environment: Environment | None = None
         self._transcript: Transcript | None = None
         self._conversation: list[Message] = []
@@ -146,30 +148,30 @@ class _Episode:
         if environment is None:
             return
         try:
-            await within(environment.close, self._rules.step_timeout_s, "close")
+            await within(environment.close, min(CLOSE_S, self._settings.step_timeout_s), "close")
         except EnvironmentFailedError as error:
             log.warning("episode %s: the environment failed: %s", self._attempt.sample_id, error)
 
     async def _start(self) -> Prompt:
         """The first messages as a prompt."""
-        attempt, rules = self._attempt, self._rules
+        attempt, settings = self._attempt, self._settings
         row = attempt.prompt
         fields = {name: value for name, value in row.metadata.items() if name != MESSAGES_KEY}
         messages = row.metadata.get(MESSAGES_KEY, ({"role": "user", "content": row.text},))
         told = EpisodeRow(row.id, tuple(messages), row.answer, fields, attempt.environment_seed)
 
         async def start() -> Any:
-            self._environment = rules.make()
+            self._environment = settings.make()
             return await self._environment.start(told)
 
         first = check_start(await self._of_environment(start, "start"))
         try:
-            ids, text = rules.template.prompt(first)
+            ids, text = settings.template.prompt(first)
         except TemplateRefusalError as error:
             raise EnvironmentFailedError(f"start: {error}") from error
-        if len(ids) > rules.max_prompt_tokens:
+        if len(ids) > settings.max_prompt_tokens:
             raise EnvironmentFailedError(
-                f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={rules.max_prompt_tokens}"
+                f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={settings.max_prompt_tokens}"
             )
         self._say(first, len(ids))
         return replace(row, token_ids=ids, text=text)
@@ -179,7 +181,7 @@ class _Episode:
         attempt = self._attempt
         sampling = attempt.seeded(self._turns)
         left = sampling.max_tokens - transcript.num_response
-        sampling = replace(sampling, max_tokens=min(left, self._rules.turn_tokens or left))
+        sampling = replace(sampling, max_tokens=min(left, self._settings.turn_tokens or left))
         request = Request(transcript.context, sampling, num_prompt=len(transcript.prompt))
         try:
             answer = await self._asker.ask(request, step=attempt.step, expected_tokens=attempt.expected_tokens)
@@ -199,12 +201,12 @@ class _Episode:
     async def _use_tools(self, answer: Generation) -> Turn | None:
         """Results of the tools that the policy has called, if it has called any."""
         self._calls = ()
-        rules = self._rules
-        if rules.tools is None:
+        settings = self._settings
+        if settings.tools is None:
             return None
         began = time.monotonic()
         try:
-            used = await rules.tools.use(rules.template.text_with_marks(answer.token_ids.tolist()), self._turns)
+            used = await settings.tools.use(settings.template.text_with_marks(answer.token_ids.tolist()), self._turns)
         finally:
             self._tools_s += time.monotonic() - began
         if used is None:
@@ -216,12 +218,12 @@ class _Episode:
 
     def _told(self, transcript: Transcript, turn: Turn, last: list[int]) -> Budget | None:
         """Append what the environment said; which budget ran out, if one did. last: the policy's last token, if it has any."""
-        if self._turns >= self._rules.max_turns:
+        if self._turns >= self._settings.max_turns:
             return "turns"
-        if self._generation_s + self._environment_s + self._tools_s > self._rules.timeout_s:
+        if self._generation_s + self._environment_s + self._tools_s > self._settings.timeout_s:
             return "time"
         try:
-            ids = self._rules.template.following(turn.messages, last, self._calls)
+            ids = self._settings.template.following(turn.messages, last, self._calls)
         except TemplateRefusalError as error:
             raise EnvironmentFailedError(f"step: {error}") from error
         if transcript.num_response + len(ids) >= self._attempt.sampling.max_tokens:
@@ -257,7 +259,7 @@ class _Episode:
         return sample
 
     def _tool_numbers(self) -> dict[str, float]:
-        if self._rules.tools is None:
+        if self._settings.tools is None:
             return {}
         return {
             "tools_s": self._tools_s,
@@ -273,6 +275,6 @@ class _Episode:
     async def _of_environment(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         began = time.monotonic()
         try:
-            return await within(call, self._rules.step_timeout_s, what)
+            return await within(call, self._settings.step_timeout_s, what)
         finally:
             self._environment_s += time.monotonic() - began

@@ -25,8 +25,12 @@ def request_seed(run_seed: int, purpose: Purpose, step: int, prompt_id: str, ind
 
 
 def environment_seed(run_seed: int, purpose: Purpose, step: int, prompt_id: str) -> int:
-    """What chance in an environment is made of: the same for all episodes of a group, the greedy one too. 63 bits."""
-    return _hashed(f"environment/{run_seed}/{'eval' if purpose == 'eval' else 'train'}/{step}/{prompt_id}")
+    """What chance in an environment is made of: the same for all episodes of a group, the greedy one too. 63 bits.
+
+    Held-out rows have one for all steps: figures of one evaluation are compared with those of the next.
+    """
+    when = "eval" if purpose == "eval" else f"train/{step}"
+    return _hashed(f"environment/{run_seed}/{when}/{prompt_id}")
 
 
 def _hashed(text: str) -> int:

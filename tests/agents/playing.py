@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.agents.episode import Episodes, Rules
+from megarl.agents.episode import Episodes, EpisodeSettings
 from megarl.agents.template import ChatTemplate
 from megarl.core.types import Prompt, Sample
 from megarl.data.prompts import MESSAGES_KEY
@@ -29,9 +29,9 @@ def make_row(content: str = "Guess.", answer: str = "42", **fields: Any) -> Prom
     return Prompt("rows.jsonl:1", np.array([1], np.int32), content, answer, metadata)
 
 
-def make_rules(make: Callable[[], Any], tokenizer: Any, **changes: Any) -> Rules:
+def make_settings(make: Callable[[], Any], tokenizer: Any, **changes: Any) -> EpisodeSettings:
     """Without budgets that run out."""
-    rules = Rules(
+    settings = EpisodeSettings(
         make=make,
         template=ChatTemplate(tokenizer),
         max_prompt_tokens=1000,
@@ -40,12 +40,12 @@ def make_rules(make: Callable[[], Any], tokenizer: Any, **changes: Any) -> Rules
         timeout_s=LONG_S,
         step_timeout_s=LONG_S,
     )
-    return replace(rules, **changes)
+    return replace(settings, **changes)
 
 
 def play(
     fake: FakeSglang,
-    rules: Rules,
+    settings: EpisodeSettings,
     tokenizer: Any,
     *,
     prompt: Prompt | None = None,
@@ -58,7 +58,7 @@ def play(
         async with fake, ServerClient(fake.endpoint, attempts=3, backoff_s=0.001) as client:
             gate = Gate(4, 1)
             asker = Asker(client, gate, tokenizer.decode, deadline_s=LONG_S)
-            episodes = Episodes(rules)
+            episodes = Episodes(settings)
             attempts = [Attempt(prompt or make_row(), sampling, 1, "train", 3, index) for index in indices]
             samples = await asyncio.gather(*(episodes.play(attempt, asker) for attempt in attempts))
             await episodes.close()

@@ -14,14 +14,14 @@ import pytest
 from aiohttp import web
 
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
-from megarl.agents.episode import Episodes, Rules
+from megarl.agents.episode import Episodes, EpisodeSettings
 from megarl.core.metrics import check_names
 from megarl.core.types import Prompt, Sample, Status
 from megarl.data.prompts import MESSAGES_KEY, PromptSet
 from megarl.recipe.schema import Recipe
 from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import ends_of, make_tokenizer
-from tests.agents.playing import make_rules
+from tests.agents.playing import make_settings
 from tests.agents.test_tokens import assert_exact
 from tests.models.configs import PLAIN
 from tests.rollout.test_collector import make_recipe
@@ -62,16 +62,16 @@ def row(number: int, **fields: Any) -> Prompt:
     return Prompt(f"p{number}", np.array([1, *ids], np.int32), content, "42", metadata)
 
 
-def episodes(folder: Path, **sections: Any) -> tuple[Recipe, Rules]:
+def episodes(folder: Path, **sections: Any) -> tuple[Recipe, EpisodeSettings]:
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 200, "temperature": 1.0}
     sections["rollout"] = sizes | sections.get("rollout", {})
     sections = {"agent": {"environment": "tests.agents.test_collected:ByRow"}, "reward": {"fn": None}} | sections
-    return make_recipe(folder, **sections), make_rules(ByRow, TOKENIZER)
+    return make_recipe(folder, **sections), make_settings(ByRow, TOKENIZER)
 
 
 def collect(
     recipe: Recipe,
-    rules: Rules,
+    settings: EpisodeSettings,
     fake: FakeSglang,
     call: Callable[[LocalRollout], Awaitable[T]],
     rows: tuple[Prompt, ...] = tuple(row(number) for number in range(4)),
@@ -86,7 +86,7 @@ def collect(
                 eval_prompts=[row(0), row(1)],
                 server=fake.endpoint,
                 num_shards=2,
-                player=Episodes(rules),
+                player=Episodes(settings),
                 **changes,
             )
             await local.start()
@@ -111,11 +111,11 @@ class AtVersion(FakePolicy):
 
 
 def test_a_step_of_episodes_has_their_numbers_and_can_be_read(tmp_path: Path) -> None:
-    recipe, rules = episodes(tmp_path, report={"samples": 3})
+    recipe, settings = episodes(tmp_path, report={"samples": 3})
     fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
     rows = (row(0), row(1), row(2), row(3, fails=True))
-    shards, info = collect(recipe, rules, fake, lambda local: local.generate(1, 0), rows)
-    between = len(rules.template.following([{"role": "user", "content": "on"}], [END]))
+    shards, info = collect(recipe, settings, fake, lambda local: local.generate(1, 0), rows)
+    between = len(settings.template.following([{"role": "user", "content": "on"}], [END]))
     check_names(info.metrics)
     # Two episodes of each row: of one turn, of two, of one; the last row's failed.
     assert (info.num_samples, info.num_groups) == (6, 3)
@@ -150,9 +150,9 @@ def test_a_step_of_episodes_has_their_numbers_and_can_be_read(tmp_path: Path) ->
 
 
 def test_held_out_episodes_are_played_and_counted(tmp_path: Path) -> None:
-    recipe, rules = episodes(tmp_path, data={"train": tmp_path / "a", "eval": tmp_path / "b"})
+    recipe, settings = episodes(tmp_path, data={"train": tmp_path / "a", "eval": tmp_path / "b"})
     fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
-    result = collect(recipe, rules, fake, lambda local: local.evaluate(2, 0))
+    result = collect(recipe, settings, fake, lambda local: local.evaluate(2, 0))
     check_names(result.metrics)
     assert (result.num_samples, result.reward, result.accuracy) == (2, 1.25, 1.0)
     assert result.metrics["eval/turns_mean"] == 1.5 and result.metrics["eval/by/solved"] == 0.5
@@ -160,14 +160,14 @@ def test_held_out_episodes_are_played_and_counted(tmp_path: Path) -> None:
 
 
 def test_graders_grade_the_whole_conversation_beside_the_environment(tmp_path: Path) -> None:
-    recipe, rules = episodes(tmp_path, reward={"fn": "tests.agents.grader:turns"})
+    recipe, settings = episodes(tmp_path, reward={"fn": "tests.agents.grader:turns"})
     fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
 
     async def call(local: LocalRollout) -> Any:
         await local.generate(1, 0)
         return [group.samples for group in local.collectors[0]._groups.values()]
 
-    samples = [sample for group in collect(recipe, rules, fake, call) for sample in group]
+    samples = [sample for group in collect(recipe, settings, fake, call) for sample in group]
     for sample in samples:
         turns = sample.numbers["turns"]
         assert sample.reward_parts == {"environment": 1.0 + 0.5 * (turns == 2), "turns": turns}
@@ -176,7 +176,7 @@ def test_graders_grade_the_whole_conversation_beside_the_environment(tmp_path: P
 
 def test_prompts_of_a_group_may_differ(tmp_path: Path) -> None:
     """Each episode's own first messages are its prompt."""
-    recipe, rules = episodes(tmp_path)
+    recipe, settings = episodes(tmp_path)
     lengths = iter(range(100))
 
     class Differs(ByRow):
@@ -185,10 +185,10 @@ def test_prompts_of_a_group_may_differ(tmp_path: Path) -> None:
             return [{"role": "user", "content": "x" * next(lengths)}]
 
     fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
-    shards, info = collect(recipe, replace(rules, make=Differs), fake, lambda local: local.generate(1, 0))
+    shards, info = collect(recipe, replace(settings, make=Differs), fake, lambda local: local.generate(1, 0))
     assert info.num_samples == 8
     assert sum(shard.num_tokens for shard in shards) == info.num_tokens
-    frame = len(rules.template.prompt([{"role": "user", "content": ""}])[0])
+    frame = len(settings.template.prompt([{"role": "user", "content": ""}])[0])
     assert info.prompt_tokens == 8 * frame + sum(range(8))
 
 
@@ -220,7 +220,7 @@ class SlowPolicy(FakePolicy):
 
 
 def test_a_sync_in_the_middle_of_episodes_loses_no_token_and_every_token_says_who_wrote_it(tmp_path: Path) -> None:
-    recipe, rules = episodes(tmp_path, rollout={"max_staleness": 1, "in_flight": "abort"}, train={"steps": 3})
+    recipe, settings = episodes(tmp_path, rollout={"max_staleness": 1, "in_flight": "abort"}, train={"steps": 3})
     fake = SlowPolicy(lambda *_: [5, 6, 7, 8, 9, END], lambda ids: TOKENIZER.decode(ids), ends={END})
 
     async def call(local: LocalRollout) -> list[Sample]:
@@ -235,7 +235,7 @@ def test_a_sync_in_the_middle_of_episodes_loses_no_token_and_every_token_says_wh
             fake.served = step
         return found
 
-    samples = collect(recipe, rules, fake, call, beside=True)
+    samples = collect(recipe, settings, fake, call, beside=True)
     assert len(samples) == 24 and all(sample.status is Status.COMPLETED for sample in samples)
     assert any(cut for *_, cut in fake.turns)
     for sample in samples:
@@ -250,7 +250,7 @@ def test_a_sync_in_the_middle_of_episodes_loses_no_token_and_every_token_says_wh
 
 
 def test_tokens_are_exact_through_a_collector(tmp_path: Path) -> None:
-    recipe, rules = episodes(
+    recipe, settings = episodes(
         tmp_path, rollout={"prompts_per_step": 1, "samples_per_prompt": 1}, algorithm={"advantage": "reinforce_pp"}
     )
     fake = AtVersion(lambda *_: [5, 6, END], lambda ids: TOKENIZER.decode(ids), ends={END})
@@ -260,4 +260,4 @@ def test_tokens_are_exact_through_a_collector(tmp_path: Path) -> None:
         [group] = local.collectors[0]._groups.values()
         return group.samples[0]
 
-    assert_exact(collect(recipe, rules, fake, call, (row(1),)), fake)
+    assert_exact(collect(recipe, settings, fake, call, (row(1),)), fake)

@@ -22,7 +22,7 @@ from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import ends_of, make_tokenizer
-from tests.agents.playing import make_row, make_rules, play
+from tests.agents.playing import make_row, make_settings, play
 
 TOKENIZER = make_tokenizer("qwen3")
 END = ends_of("qwen3")[0]
@@ -70,7 +70,7 @@ def counting(turns: int = 3) -> type[Counting]:
 def test_an_episode_is_done_when_its_environment_says_so() -> None:
     made = counting()
     fake = policy()
-    [sample] = play(fake, make_rules(made, TOKENIZER), TOKENIZER, prompt=make_row("Guess.", level=3))
+    [sample] = play(fake, make_settings(made, TOKENIZER), TOKENIZER, prompt=make_row("Guess.", level=3))
     assert sample.status is Status.COMPLETED
     assert (sample.reward, sample.metadata["turn_rewards"]) == (2.0, [0.5, 0.5, 1.0])
     [environment] = made.made
@@ -117,7 +117,7 @@ def test_a_budget_that_runs_out_truncates_the_episode(
     changes: dict[str, Any], most: int, over: str, turns: int
 ) -> None:
     made = counting(100)
-    [sample] = play(policy(), make_rules(made, TOKENIZER, **changes), TOKENIZER, sampling=Sampling(most))
+    [sample] = play(policy(), make_settings(made, TOKENIZER, **changes), TOKENIZER, sampling=Sampling(most))
     assert sample.status is Status.TRUNCATED
     assert {name for name, value in sample.numbers.items() if name.startswith("truncated") and value} == {
         f"truncated_by/{over}"
@@ -184,7 +184,7 @@ def fails(where: str, wrong: Callable[[], Any]) -> tuple[Sample, Bad]:
         return made[-1]
 
     fake = policy()
-    [sample] = play(fake, make_rules(make, TOKENIZER, step_timeout_s=0.1), TOKENIZER)
+    [sample] = play(fake, make_settings(make, TOKENIZER, step_timeout_s=0.1), TOKENIZER)
     return sample, made[0]
 
 
@@ -238,7 +238,7 @@ def test_an_environment_that_does_not_heed_its_end_is_left_behind(monkeypatch: p
 
 
 def test_a_constructor_that_raises_fails_the_episode() -> None:
-    [sample] = play(policy(), make_rules(raises, TOKENIZER), TOKENIZER)
+    [sample] = play(policy(), make_settings(raises, TOKENIZER), TOKENIZER)
     assert "start raised KeyError" in sample.metadata["failure"]
 
 
@@ -255,7 +255,7 @@ def test_one_that_fails_takes_no_other_with_it() -> None:
     def make() -> Counting:
         return Bad("step", raises) if next(turn) == 1 else Bad("nowhere", raises)
 
-    samples = play(policy(), make_rules(make, TOKENIZER), TOKENIZER, indices=range(4))
+    samples = play(policy(), make_settings(make, TOKENIZER), TOKENIZER, indices=range(4))
     assert [sample.status for sample in samples].count(Status.FAILED) == 1
     assert len({sample.id for sample in samples}) == 4
 
@@ -263,7 +263,7 @@ def test_one_that_fails_takes_no_other_with_it() -> None:
 def test_a_server_that_aborts_in_the_middle_of_turns_loses_nothing() -> None:
     made = counting(4)
     fake = policy([5, 6, 7, END], cut=0.6)
-    [sample] = play(fake, make_rules(made, TOKENIZER), TOKENIZER)
+    [sample] = play(fake, make_settings(made, TOKENIZER), TOKENIZER)
     assert any(cut for *_, cut in fake.turns)
     assert sample.status is Status.COMPLETED and sample.numbers["turns"] == 4
 
@@ -272,7 +272,7 @@ def test_a_server_that_never_answers_fails_the_episode_and_closes_its_environmen
     made = counting()
     fake = policy()
     fake.refuse["/generate"] = (500, "out of memory")
-    [sample] = play(fake, make_rules(made, TOKENIZER), TOKENIZER)
+    [sample] = play(fake, make_settings(made, TOKENIZER), TOKENIZER)
     assert "answered 500: out of memory" in sample.metadata["failure"] and sample.status is Status.FAILED
     assert sample.numbers == {"environment_failures": 0.0}
     assert made.made[0].closed == 1
@@ -304,7 +304,7 @@ def with_slow(call: Callable[[asyncio.Task[Sample], Slow, Gate, FakePolicy], Any
             gate = Gate(1, 1)
             asker = Asker(client, gate, TOKENIZER.decode, deadline_s=20.0)
             attempt = Attempt(make_row(), Sampling(1000), 1, "train", 1, 0)
-            playing = asyncio.create_task(Episodes(make_rules(make, TOKENIZER)).play(attempt, asker))
+            playing = asyncio.create_task(Episodes(make_settings(make, TOKENIZER)).play(attempt, asker))
             while not made:
                 await asyncio.sleep(0)
             await made[0].waits.wait()
@@ -343,6 +343,6 @@ def test_an_episode_that_is_cancelled_closes_its_environment() -> None:
 def test_messages_of_the_row_are_where_the_environment_finds_them() -> None:
     """A row that was one string has one message of the user."""
     made = counting(1)
-    play(policy(), make_rules(made, TOKENIZER), TOKENIZER, prompt=make_row("x"))
+    play(policy(), make_settings(made, TOKENIZER), TOKENIZER, prompt=make_row("x"))
     found: list[Message] = list(made.made[0].rows[0].messages)
     assert found == [{"role": "user", "content": "x"}]

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
@@ -18,7 +19,7 @@ from megarl.data.blocks import laid
 from megarl.serving.sampling import Sampling
 from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import FORMS, ends_of, make_tokenizer
-from tests.agents.playing import make_row, make_rules, play
+from tests.agents.playing import make_row, make_settings, play
 
 EPISODES_EACH = 100  # of each form, with its tokenizer with and without spaces put before texts: 1,000 together
 
@@ -85,7 +86,7 @@ def test_random_episodes_are_trained_on_as_the_engine_saw_them(form: str, spaced
     tokenizer = make_tokenizer(form, spaced=spaced)
     statuses = set()
 
-    @settings(max_examples=EPISODES_EACH, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @examples(max_examples=EPISODES_EACH, deadline=None, database=None, suppress_health_check=[*HealthCheck])
     @given(
         st.lists(TEXTS, max_size=5),
         TEXTS,
@@ -95,8 +96,8 @@ def test_random_episodes_are_trained_on_as_the_engine_saw_them(form: str, spaced
     )
     def run(script: list[str], asked: str, seed: int, cut: float, most: int) -> None:
         fake = make_policy(tokenizer, ends_of(form), seed, cut)
-        rules = make_rules(lambda: Scripted(script), tokenizer, turn_tokens=20)
-        [sample] = play(fake, rules, tokenizer, prompt=make_row(asked), sampling=Sampling(most))
+        settings = make_settings(lambda: Scripted(script), tokenizer, turn_tokens=20)
+        [sample] = play(fake, settings, tokenizer, prompt=make_row(asked), sampling=Sampling(most))
         if sample.status is Status.FAILED:  # cut off again and again
             assert cut and "again and again" in sample.metadata["failure"]
             return
@@ -120,7 +121,7 @@ def test_a_turn_that_ends_with_a_stop_string_gets_the_end_of_its_turn_from_the_t
     stop, end = tokenizer("]", add_special_tokens=False)["input_ids"][0], ends_of("qwen3")[0]
     fake = FakePolicy(lambda *_: [5, stop], lambda ids: tokenizer.decode(ids), ends={stop})
     [sample] = play(
-        fake, make_rules(lambda: Scripted(["a"]), tokenizer), tokenizer, sampling=Sampling(500, stop=("]",))
+        fake, make_settings(lambda: Scripted(["a"]), tokenizer), tokenizer, sampling=Sampling(500, stop=("]",))
     )
     assert_exact(sample, fake)
     assert sample.response_ids[1:3].tolist() == [stop, end]
@@ -142,8 +143,8 @@ def test_experts_of_all_turns_follow_each_other() -> None:
         return answer
 
     fake.answer = with_routing
-    rules = make_rules(lambda: Scripted(["a", "b"]), tokenizer)
-    [sample] = play(fake, rules, tokenizer, sampling=Sampling(500, routing=True))
+    settings = make_settings(lambda: Scripted(["a", "b"]), tokenizer)
+    [sample] = play(fake, settings, tokenizer, sampling=Sampling(500, routing=True))
     assert sample.routing is not None and len(sample.routing) == sample.num_tokens - 1
     firsts = [len(context) + 1 for context, *_ in fake.turns]
     expected = [at + 1000 * (1 + sum(at >= first for first in firsts[:-1])) for at in range(sample.num_tokens - 1)]
@@ -155,7 +156,7 @@ def test_tokens_by_hand() -> None:
     tokenizer = make_tokenizer("deepseek")
     [end], five = ends_of("deepseek"), tokenizer("5", add_special_tokens=False)["input_ids"]
     fake = FakePolicy(lambda *_: [*five, end], lambda _: "5", ends={end})
-    [sample] = play(fake, make_rules(lambda: Scripted(["high"]), tokenizer), tokenizer, prompt=make_row("low"))
+    [sample] = play(fake, make_settings(lambda: Scripted(["high"]), tokenizer), tokenizer, prompt=make_row("low"))
     names = tokenizer.convert_ids_to_tokens([*sample.prompt.token_ids, *sample.response_ids])
     assert names == [
         "<bos>",

@@ -23,7 +23,7 @@ from megarl.recipe.agent import PARSERS
 from megarl.serving.call_parser import CallParser, Parsed, ParsedCall
 from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import QWEN3, ends_of, make_tokenizer
-from tests.agents.playing import make_rules, play
+from tests.agents.playing import make_settings, play
 from tests.agents.test_episode import counting
 from tests.agents.test_tokens import Scripted, assert_exact
 from tests.agents.toolkit import count, exits, fails, hangs, look_up, multiply
@@ -148,8 +148,8 @@ def test_a_turn_with_calls_gets_their_results_and_one_without_goes_to_the_enviro
     fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
     made = counting(5)
     tools = ToolUse(Toolbox([Tool(multiply)], 5.0), FakeReader())
-    rules = make_rules(made, tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas))
-    [sample] = play(fake, rules, tokenizer)
+    settings = make_settings(made, tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas))
+    [sample] = play(fake, settings, tokenizer)
     assert sample.status is Status.COMPLETED
     assert_exact(sample, fake)
     said = [(message["role"], message["content"]) for message in sample.metadata["messages"]]
@@ -293,8 +293,8 @@ def test_a_parser_that_raises_costs_the_call_and_a_server_that_is_gone_the_sampl
         async def close(self) -> None:
             await tools[0].close()
 
-    rules = make_rules(lambda: Scripted([]), tokenizer, tools=Late(), max_turns=2)
-    [sample] = play(fake, rules, tokenizer)
+    settings = make_settings(lambda: Scripted([]), tokenizer, tools=Late(), max_turns=2)
+    [sample] = play(fake, settings, tokenizer)
     if fails_sample:
         assert sample.status is Status.FAILED and "no server read the calls of tools" in sample.metadata["failure"]
     else:

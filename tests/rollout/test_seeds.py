@@ -23,7 +23,7 @@ def test_every_part_makes_another_seed_that_sglang_takes() -> None:
             (0, 1), ("train", "greedy", "eval"), (0, 1, 11), ("", "1", "1/1", "\ud800"), (0, 1, 11), (0, 1, 11)
         )
     ]
-    seeds += [environment_seed(run, "eval", step, "1/1") for run in (0, 1) for step in (0, 1)]
+    seeds += [environment_seed(run, "train", step, "1/1") for run in (0, 1) for step in (0, 1)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -31,6 +31,8 @@ def test_every_part_makes_another_seed_that_sglang_takes() -> None:
 def test_all_attempts_of_a_group_find_the_same_environment() -> None:
     assert environment_seed(1, "train", 3, "row") == environment_seed(1, "greedy", 3, "row")
     assert environment_seed(1, "train", 3, "row") != environment_seed(1, "eval", 3, "row")
+    assert environment_seed(1, "train", 3, "row") != environment_seed(1, "train", 4, "row")
+    assert environment_seed(1, "eval", 3, "row") == environment_seed(1, "eval", 4, "row")
 
 
 def test_a_key_is_of_the_tokens_alone() -> None:
