@@ -53,7 +53,7 @@ CONVERSATION, TURN_REWARDS, TRACE = "messages", "turn_rewards", "trace"
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What all episodes of a run have in common; the budgets are the recipe's."""
+    """What all episodes of a run have in common; the budgets are the recipe's. rewards: whether the environment does."""
 
     make: Make
     template: ChatTemplate
@@ -63,6 +63,7 @@ class EpisodeSettings:
     timeout_s: float
     step_timeout_s: float
     tools: ToolUse | None = None
+    rewards: bool = True
 
 
 class Episodes:
@@ -87,6 +88,7 @@ class Episodes:
                 timeout_s=agent.timeout_s,
                 step_timeout_s=agent.step_timeout_s,
                 tools=tools,
+                rewards=agent.environment is not None,
             )
         )
 
@@ -112,7 +114,6 @@ class _Episode:
     def __init__(self, settings: EpisodeSettings, attempt: Attempt, asker: Asker) -> None:
         self._settings, self._attempt, self._asker = settings, attempt, asker
         self._environment: Environment | None = None
-        self._transcript: Transcript | None = None
         self._conversation: list[Message] = []
         self._rewards: list[float] = []  # of each turn
         self._turns = 0
@@ -122,7 +123,7 @@ class _Episode:
 
     async def play(self) -> Sample:
         prompt = await self._start()
-        transcript = self._transcript = Transcript(prompt.token_ids)
+        transcript = Transcript(prompt.token_ids)
         while True:
             answer = await self._ask(transcript)
             if answer.finish == "length":
@@ -158,7 +159,8 @@ class _Episode:
         row = attempt.prompt
         fields = {name: value for name, value in row.metadata.items() if name != MESSAGES_KEY}
         messages = row.metadata.get(MESSAGES_KEY, ({"role": "user", "content": row.text},))
-        told = EpisodeRow(row.id, tuple(messages), row.answer, fields, attempt.environment_seed)
+        # Copies: all episodes of a row share it, and environments are others' code.
+        told = EpisodeRow(row.id, tuple(map(dict, messages)), row.answer, fields, attempt.environment_seed)
 
         async def start() -> Any:
             self._environment = settings.make()
@@ -243,7 +245,7 @@ class _Episode:
             text=self._asker.decode(transcript.response.tolist()),
             status=Status.COMPLETED if over is None else Status.TRUNCATED,
         )
-        sample.reward, sample.reward_parts = reward, {ENVIRONMENT: reward}
+        sample.reward, sample.reward_parts = reward, {ENVIRONMENT: reward} if self._settings.rewards else {}
         sample.metadata = {CONVERSATION: self._conversation, TURN_REWARDS: self._rewards}
         sample.numbers = {
             "turns": float(self._turns),

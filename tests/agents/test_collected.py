@@ -15,6 +15,8 @@ from aiohttp import web
 
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.agents.episode import Episodes, EpisodeSettings
+from megarl.agents.tool_use import ToolUse
+from megarl.agents.tools import Toolbox
 from megarl.core.metrics import check_names
 from megarl.core.types import Prompt, Sample, Status
 from megarl.data.prompts import MESSAGES_KEY, PromptSet
@@ -23,6 +25,7 @@ from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import ends_of, make_tokenizer
 from tests.agents.playing import make_settings
 from tests.agents.test_tokens import assert_exact
+from tests.agents.test_tools import FakeReader
 from tests.models.configs import PLAIN
 from tests.rollout.test_collector import make_recipe
 from tests.support.fake_sglang import FakeSglang, generation
@@ -172,6 +175,35 @@ def test_graders_grade_the_whole_conversation_beside_the_environment(tmp_path: P
         turns = sample.numbers["turns"]
         assert sample.reward_parts == {"environment": 1.0 + 0.5 * (turns == 2), "turns": turns}
         assert sample.reward == sum(value or 0.0 for value in sample.reward_parts.values())
+
+
+def test_where_nobody_but_graders_rewards_only_they_are_named(tmp_path: Path) -> None:
+    agent = {"tools": ["tests.agents.toolkit:multiply"], "tool_parser": "qwen25"}
+    reward = {"fn": "tests.agents.grader:turns"}
+    recipe, _ = episodes(tmp_path, agent=agent, reward=reward, actor={"micro_batch_tokens": 4096})
+    fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
+
+    async def go() -> dict[str, float]:
+        async with fake:
+            opened = Episodes.open(recipe, fake.endpoint, TOKENIZER)
+            parser = FakeReader()
+            settings = replace(opened._settings, tools=ToolUse(Toolbox([], 1.0), parser), max_prompt_tokens=1000)
+            local = LocalRollout(
+                recipe,
+                model=PLAIN,
+                prompts=PromptSet(tuple(row(number) for number in range(4)), 0, 9),
+                server=fake.endpoint,
+                player=Episodes(settings),
+            )
+            await local.start()
+            try:
+                return (await local.generate(1, 0))[1].metrics
+            finally:
+                await local.close()
+
+    metrics = asyncio.run(asyncio.wait_for(go(), 60))
+    assert metrics["reward/mean"] == metrics["reward/by/turns/mean"] == 1.0
+    assert "reward/by/environment/mean" not in metrics and metrics["agent/tool_calls"] == 0.0
 
 
 def test_prompts_of_a_group_may_differ(tmp_path: Path) -> None:
