@@ -377,7 +377,7 @@ def make_recipe(
             "data": {"train": "t"},
             "rollout": sizes | (rollout or {}),
             "actor": {"micro_batch_tokens": longest + PROMPT_TOKENS},
-            "train": {"steps": steps},
+            "train": {"steps": steps, "journal": False},
             **sections,
         }
     )

@@ -26,6 +26,10 @@ GoOn = Annotated[
         help="As --resume where there is a checkpoint; else begin, in place of an earlier start that committed none.",
     ),
 ]
+DiscardJournal = Annotated[
+    bool,
+    typer.Option("--discard-journal", help="With --resume or --continue: sample all after the checkpoint anew."),
+]
 
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds for all of it.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]

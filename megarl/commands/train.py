@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from megarl.commands.options import GoOn, Overrides, RecipePath, Resume
+from megarl.commands.options import DiscardJournal, GoOn, Overrides, RecipePath, Resume
 
 
-def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, go_on: GoOn = False) -> None:
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    go_on: GoOn = False,
+    discard_journal: DiscardJournal = False,
+) -> None:
     """Train a policy by reinforcement learning.
 
     Checks the whole recipe first (keys, batch sizes, model folder, data rows, reward function) and refuses it with one
@@ -16,4 +22,4 @@ def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = Fals
     """
     from megarl.run.train import run_train
 
-    run_train(recipe, overrides or [], resume, go_on)
+    run_train(recipe, overrides or [], resume, go_on, discard_journal)

@@ -202,6 +202,11 @@ class Train(Section):
         False, description="write checkpoints while training goes on; each is committed one step later"
     )
     keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
+    journal: bool = Field(
+        True,
+        description="finished samples are written down before they count, in journal/ of the run's folder: a run that goes on "
+        "trains on them, and samples nothing twice",
+    )
 
 
 class Recipe(Section):

@@ -28,6 +28,7 @@ from megarl.rollout.attempt import Attempt, Player
 from megarl.rollout.batcher import Part
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.gate import Gate
+from megarl.rollout.journal import JOURNAL, Journal, Written
 from megarl.rollout.notices import Notices
 from megarl.rollout.pieces import Decode
 from megarl.rollout.sample_facts import eval_facts, group_facts
@@ -73,6 +74,7 @@ class Collector:
     ) -> None:
         """player: plays an attempt; default: asks for one response."""
         self._recipe = recipe
+        self._journal = Journal(recipe.run.folder / JOURNAL) if recipe.train.journal else None
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
         self._client = client
@@ -134,6 +136,8 @@ class Collector:
         await self._player.close()
         await self._graders.close()
         await self._client.close()
+        if self._journal is not None:
+            await self._journal.close()
 
     async def begin(self, tasks: Sequence[GroupTask]) -> None:
         """Begin to make these groups."""
@@ -244,6 +248,19 @@ class Collector:
             self._finished.put_nowait(error)
 
     async def _make(self, task: GroupTask) -> None:
+        """A group's samples, as the journal has them, or made and written down."""
+        prompt, found = self._prompts.prompts[task.row], None
+        if self._journal is not None and task.recorded:
+            found = await self._journal.find(task, prompt)
+        made = found or await self._generated(task, prompt)
+        if self._journal is not None and found is None:
+            await self._journal.add(task, prompt, made)
+        group = self._groups[task.group]
+        group.samples, group.greedy = made.samples, made.greedy
+        facts = group_facts(task.group, made.samples, made.greedy)
+        self._finished.put_nowait(replace(facts, recorded=found is not None))
+
+    async def _generated(self, task: GroupTask, prompt: Prompt) -> Written:
         """A group's samples; grading one overlaps with generating others."""
         settings = self._recipe.rollout
         sampling = Sampling(
@@ -255,7 +272,6 @@ class Collector:
             self._recipe.actor.routing_replay,
             alone=settings.deterministic,
         )
-        prompt = self._prompts.prompts[task.row]
         if prompt.max_response_tokens is not None:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, prompt.max_response_tokens))
         async with asyncio.TaskGroup() as tasks:
@@ -269,9 +285,7 @@ class Collector:
                 plain = replace(sampling, temperature=0.0)
                 making.append(tasks.create_task(self._sample(prompt, plain, task.step, task.first, "greedy")))
         samples = [each.result() for each in making]
-        group = self._groups[task.group]
-        group.samples, group.greedy = samples[: task.count], samples[task.count :]
-        self._finished.put_nowait(group_facts(task.group, group.samples, group.greedy))
+        return Written(samples[: task.count], samples[task.count :])
 
     async def _sample(
         self, prompt: Prompt, sampling: Sampling, step: int, index: int, purpose: Purpose, expected: float = 0.0

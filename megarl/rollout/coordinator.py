@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +20,16 @@ from megarl.data.cursor import Cursor
 from megarl.models.config import ModelConfig
 from megarl.recipe.schema import Recipe
 from megarl.rollout import batcher, held_out, step_metrics
+from megarl.rollout import ledger as events
 from megarl.rollout.batcher import Part, StepSamples
+from megarl.rollout.decisions import Decisions
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.flow import Flow
-from megarl.rollout.ledger import Admitted, Committed, Dropped, Entry, Finished, Ledger, Lost, Returned, Taken, rows_of
+from megarl.rollout.intake import Intake
+from megarl.rollout.journal import JOURNAL
+from megarl.rollout.ledger import Entry, Key, Ledger, keys_of
 from megarl.rollout.links import CollectorLink, Links
-from megarl.rollout.local_advantages import Measured, SampleNumbers, Settled
+from megarl.rollout.local_advantages import Measured, SampleNumbers, Settled, numbers_of
 from megarl.rollout.producer import Pace, choose, owner_of, room
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.rollout.tasks import DataFacts, GroupTask, News
@@ -65,9 +68,8 @@ class Coordinator:
         self.ledger = Ledger()
         self._links = Links(links, self._told, self._lost, self._fault)
         self._gone: set[int] = set()  # groups of a step that has them, whose samples died with their collector
-        self._cursor = Cursor(data.rows, recipe.run.seed, shuffle=recipe.data.shuffle, what="prompts")
-        self._again: deque[tuple[int, int, int]] = deque()  # row, step, first: asked before, and not trained on
-        self._asked: Counter[tuple[int, int]] = Counter()  # samples asked for of (step, row)
+        cursor = Cursor(data.rows, recipe.run.seed, shuffle=recipe.data.shuffle, what="prompts")
+        self._intake = Intake(cursor, recipe.rollout.samples_per_prompt)
         self._lengths: dict[int, float] = {}  # row -> tokens of a response, of its last group
         self._changed = asyncio.Event()
         self._trouble: BaseException | None = None
@@ -77,6 +79,8 @@ class Coordinator:
         self._samples: StepSamples | None = None
         self._flow = Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
+        self._asked_as: dict[Key, int] = {}  # numbers of groups that were asked for in an earlier life as well
+        self._decisions = Decisions(recipe.run.folder / JOURNAL if recipe.train.journal else None)
         self._before_settling: tuple[int, dict[str, float]] | None = None  # a step, and the KL's weight before it
 
     async def next(self, step: int, version: int) -> StepPlan:
@@ -91,10 +95,11 @@ class Coordinator:
             self._gone.clear()
             self._step, self._version, self._collecting, self._renewed = step, version, True, False
             self._refills = self._pace.refills
-            self.ledger.apply(Returned(step))
+            self.ledger.apply(events.Returned(step))
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
             await self._commit(before=step)
             if before:
+                self._decisions.leave(f"a collector died, and step {step} is made again")
                 await self._links.release()  # they were held once the step was made
             size = self._recipe.rollout.samples_per_prompt * self._pace.groups_per_step
             with self._progress.of(size, "samples"):
@@ -147,15 +152,7 @@ class Coordinator:
         if self._before_settling is not None and self._before_settling[0] == step:
             self.advantages.load_state(self._before_settling[1])
         self._before_settling = step, self.advantages.state()
-        facts = StepFacts(
-            samples.rewards,
-            samples.group_index,
-            samples.response_tokens,
-            samples.trained_tokens,
-            samples.mean_nll,
-            samples.greedy_rewards,
-        )
-        return self.advantages.settle(facts, measured)
+        return self.advantages.settle(StepFacts.of(samples), measured)
 
     async def replace(self, owner: int, link: CollectorLink | None) -> None:
         """A collector has died: its groups are made anew. link: to the one in its place; None while that is to come."""
@@ -165,29 +162,21 @@ class Coordinator:
     async def close(self) -> None:
         """Listen no more. Raises LedgerError where the book does not add up."""
         await self._links.close()
+        await self._decisions.close()
         self.ledger.check_balance()
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, the groups asked for and not trained on, and the weight of the KL.
-
-        Also how many samples of a row were asked for in a step: without it a row that comes again would have its first seeds.
-        """
-        waiting = [entry for entry in self.ledger.under_way() if entry.phase != "taken"]
-        return {
-            **self._cursor.state(),
-            **self.advantages.state(),
-            "step": self._step,
-            "waiting": [*rows_of(waiting), *self._again],
-            "asked": [(step, row, count) for (step, row), count in self._asked.items()],
-        }
+        """The place in the data, the groups asked for and not trained on, and the weight of the KL."""
+        waiting = keys_of(entry for entry in self.ledger.under_way() if entry.phase != "taken")
+        counts = {"step": self._step, "decisions": self._decisions.last}
+        return {**self._intake.state(waiting), **self.advantages.state(), **counts}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved place: what was under way is asked for anew, before anything else."""
-        self._cursor.load_state(state)
+        """Go on from a saved place: what was decided since is decided again; what was under way then is asked for first."""
+        self._intake.load_state(state)
         self.advantages.load_state(state)
         self._step = int(state.get("step", self._step))
-        self._again = deque((int(row), int(step), int(first)) for row, step, first in state.get("waiting", ()))
-        self._asked = Counter({(int(step), int(row)): int(count) for step, row, count in state.get("asked", ())})
+        self._decisions.resume(state.get("decisions"))
 
     @property
     def samples(self) -> StepSamples:
@@ -196,34 +185,57 @@ class Coordinator:
             raise MegarlError("Advantages were asked for, and no step has been made yet.")
         return self._samples
 
-    def _numbers(self, samples: StepSamples) -> tuple[SampleNumbers, ...]:
-        """What each collector has to know of its samples."""
-        found = []
-        for owner in range(len(self._links)):
-            mine = samples.owners == owner
-            found.append(
-                SampleNumbers(
-                    samples.rewards[mine],
-                    samples.group_index[mine],
-                    samples.response_tokens[mine],
-                    samples.mean_nll[mine],
-                    self.advantages.kl_coef,
-                    samples.greedy_rewards,
-                )
-            )
-        return tuple(found)
-
     async def _collect(self) -> None:
         """Take the groups of the step, once they are there."""
+        if await self._repeat():
+            return None
         while True:
             await self._admit()
             choice = choose(self.ledger, self._pace, self._version)
             if choice.groups:
                 # In one go with the choice: a moment later a collector may have died with some of them.
-                self.ledger.apply(Taken(self._step, choice.groups))
-                self._collecting = False
+                self._take(choice.groups)
+                self._decisions.add("taken", self._step, self._keys(choice.groups))
+                self._decisions.add("late", self._step, self._keys(choice.drop))
+                await self._decisions.write()
                 return await self._drop(choice.drop, "late")
             await self._change()
+
+    def _take(self, groups: Sequence[int]) -> None:
+        self.ledger.apply(events.Taken(self._step, tuple(groups)))
+        self._collecting = False
+
+    async def _repeat(self) -> bool:
+        """Decide as before the run was stopped, as far as that is known; whether the step has what it took then."""
+        while self._decisions.repeating and (key := self._intake.again()) is not None:
+            self._ask(key, recorded=True)  # what was under way even before
+        while (decision := self._decisions.again(self._step)) is not None:
+            if decision.kind == "admitted":
+                for key in decision.groups:
+                    self._ask(self._intake.repeat(key), recorded=True)
+                continue
+            await self._links.flush()
+            groups = [self._asked_as[key] for key in decision.groups]
+            if decision.kind == "late":
+                await self._drop(groups, "late")
+                continue
+            facts = [await self._finished(group) for group in groups]
+            if decision.kind == "taken":
+                self._take(groups)
+                if not all(each.recorded for each in facts):
+                    self._decisions.leave(f"samples of step {self._step} were made anew")
+                return True
+            self._dull += facts
+            self._refills -= len(groups)
+            await self._drop(groups, "zero_variance")
+        self._decisions.leave(f"what step {self._step} took is not known")
+        return False
+
+    async def _finished(self, group: int) -> GroupFacts:
+        """A group that is under way, once it has finished."""
+        while (entry := self.ledger.get(group)) is None or entry.facts is None:
+            await self._change()
+        return entry.facts
 
     async def _change(self) -> None:
         """Wait until something has finished, or died."""
@@ -234,39 +246,43 @@ class Coordinator:
             raise self._trouble
 
     async def _admit(self) -> None:
-        """Ask for as many groups as there is room for."""
+        """Ask for as many groups as there is room for; for none while it is known what was asked for."""
+        if self._decisions.repeating:
+            return
         steps = max(self._collecting, self._recipe.train.steps - self._step + self._collecting)
         left = steps * self._pace.groups_per_step  # what no step would train on is not asked for
         collecting = self._collecting or self._renewed
         while room(self.ledger, self._pace, collecting=collecting) and self.ledger.waiting() < left:
-            row, step, first = self._next_row()
-            owner = self._owner()
-            number = self.ledger.admitted
-            self.ledger.apply(Admitted(number, row, step, first, self._version, owner))
-            self._post(owner, self._task(number, row, step, first))
+            again = self._intake.again()
+            key = again or self._intake.next(self._meant_for())
+            self._ask(key, recorded=again is not None)
+            self._decisions.add("admitted", self._step, [] if again else [key])
+        await self._decisions.write()
         await self._links.flush()
+
+    def _ask(self, key: Key, *, recorded: bool) -> None:
+        owner, number = self._owner(), self.ledger.admitted
+        self.ledger.apply(events.Admitted(number, *key, self._version, owner))
+        if recorded:
+            self._asked_as[key] = number
+        self._post(owner, self._task(number, *key, recorded=recorded))
+
+    def _keys(self, groups: Sequence[int]) -> list[Key]:
+        return keys_of(entry for entry in map(self.ledger.get, groups) if entry is not None)
 
     def _post(self, owner: int, task: GroupTask) -> None:
         self._flow.begins()
         self._links.post(owner, task)
 
-    def _next_row(self) -> tuple[int, int, int]:
-        if self._again:
-            row, step, first = self._again.popleft()
-            self._asked[step, row] = max(self._asked[step, row], first + self._recipe.rollout.samples_per_prompt)
-            return row, step, first
-        row = int(self._cursor.take(1)[0])
-        # The step that it would be trained in if groups finished in their order.
+    def _meant_for(self) -> int:
+        """The step that the next group would be trained in if groups finished in their order."""
         behind = self.ledger.waiting() // self._pace.groups_per_step if self._beside else 0
-        step = self._step + (0 if self._collecting else 1) + behind
-        first = self._asked[step, row]  # a prompt that comes twice, where the data starts over, has further seeds
-        self._asked[step, row] += self._recipe.rollout.samples_per_prompt
-        return row, step, first
+        return self._step + (0 if self._collecting else 1) + behind
 
-    def _task(self, group: int, row: int, step: int, first: int) -> GroupTask:
+    def _task(self, group: int, row: int, step: int, first: int, *, recorded: bool) -> GroupTask:
         expected = self._lengths.get(row, 0.0) if self._recipe.rollout.longest_first else 0.0
         count = self._recipe.rollout.samples_per_prompt
-        return GroupTask(group, row, step, first, count, self.advantages.needs_greedy, expected)
+        return GroupTask(group, row, step, first, count, self.advantages.needs_greedy, expected, recorded)
 
     def _owner(self) -> int:
         """Which collector the next group goes to; where all have died, those that come in their place share them."""
@@ -281,17 +297,18 @@ class Coordinator:
             if entry is None or entry.phase != "running" or entry.asked.owner != owner:
                 continue  # it has been dropped meanwhile
             self._finish(entry, facts)
-            if self._refills > 0 and not batcher.teaches(facts):
+            if self._refills > 0 and not self._decisions.repeating and not batcher.teaches(facts):
                 self._refills -= 1
                 self._dull.append(facts)
                 dull.append(facts.group)
         self._changed.set()
         if dull:
+            self._decisions.add("dull", self._step, self._keys(dull))
             await self._drop(dull, "zero_variance")
             await self._admit()  # in their place, also while no step waits for them
 
     def _finish(self, entry: Entry, facts: GroupFacts) -> None:
-        self.ledger.apply(Finished(facts))
+        self.ledger.apply(events.Finished(facts))
         self._progress.advance(len(facts.rewards))
         self._flow.made(int(facts.response_tokens.sum()))
         if facts.usable.any():
@@ -303,7 +320,7 @@ class Coordinator:
         owners: dict[int, list[int]] = {}
         for group in groups:
             entry = self.ledger.get(group)
-            self.ledger.apply(Dropped(group, why))
+            self.ledger.apply(events.Dropped(group, why))
             if entry is not None:
                 owners.setdefault(entry.asked.owner, []).append(group)
         for owner, some in owners.items():
@@ -320,8 +337,8 @@ class Coordinator:
         for entry in entries:
             asked = entry.asked
             owner = self._owner()
-            self.ledger.apply(Lost(asked.group, owner, self._version))
-            self._post(owner, self._task(asked.group, asked.row, asked.step, asked.first))
+            self.ledger.apply(events.Lost(asked.group, owner, self._version))
+            self._post(owner, self._task(asked.group, asked.row, asked.step, asked.first, recorded=True))
         await self._links.flush()
 
     def _fault(self, error: BaseException) -> None:
@@ -332,13 +349,13 @@ class Coordinator:
         """Groups of earlier steps have been trained on."""
         done = [entry for entry in self.ledger.under_way() if entry.phase == "taken" and entry.step < before]
         for step in sorted({entry.step for entry in done}):
-            self.ledger.apply(Committed(step))
+            self.ledger.apply(events.Committed(step))
         for owner in self._links.living():
             mine = [entry.asked.group for entry in done if entry.asked.owner == owner]
             if mine:
                 await self._links.forget(owner, mine)
         self._gone -= {entry.asked.group for entry in done}
-        self._asked = Counter({key: count for key, count in self._asked.items() if key[0] >= before - 1})
+        self._intake.forget(before - 1)
 
     async def _plan(self, entries: Sequence[Entry], version: int) -> StepPlan:
         recipe, step = self._recipe, self._step
@@ -367,20 +384,10 @@ class Coordinator:
             groups=entries,
         )
         metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
-        metrics |= self._flow.metrics(await self._links.loads()) | self._place()
+        metrics |= self._flow.metrics(await self._links.loads())
+        metrics |= step_metrics.place_metrics(self.ledger, self._data, self._intake.place())
         info = step_metrics.batch_info(
             samples, recipe, self._model, plans, version, metrics, step_metrics.failure(seen)
         )
-        return StepPlan(info, plans, parts, self._numbers(samples))
-
-    def _place(self) -> dict[str, float]:
-        """Where the run is in its data, and what is under way."""
-        place = self._cursor.state()
-        return {
-            "data/epoch": place["epoch"] + place["position"] / self._data.rows,
-            "data/dropped_prompts": float(self._data.dropped),
-            "rollout/groups_running": float(self.ledger.num("running")),
-            "rollout/groups_finished": float(self.ledger.num("finished")),
-            "rollout/groups_lost": float(self.ledger.lost),
-            **{f"rollout/dropped/{why}": float(count) for why, count in sorted(self.ledger.dropped.items())},
-        }
+        numbers = numbers_of(samples, len(self._links), self.advantages.kl_coef)
+        return StepPlan(info, plans, parts, numbers)

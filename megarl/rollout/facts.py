@@ -27,6 +27,7 @@ class GroupFacts:
     where it has none of it.
     failure, grade_failure: why the first sample without a response has none, and why the first answered one has no grade;
     empty where there is none. Of the greedy answer: num_greedy asked for, greedy_failed, greedy_ungraded.
+    recorded: it was not made now, the journal had it.
     """
 
     group: int
@@ -48,6 +49,7 @@ class GroupFacts:
     num_greedy: int = 0
     greedy_failed: int = 0
     greedy_ungraded: int = 0
+    recorded: bool = False
 
     @property
     def oldest(self) -> int | None:

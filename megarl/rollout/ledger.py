@@ -19,6 +19,8 @@ from megarl.core.errors import MegarlError
 from megarl.rollout.facts import GroupFacts
 
 Phase = Literal["running", "finished", "taken"]
+# What a group is called in all lives of a run: row of the data, step that it is meant for, number of its first sample.
+Key = tuple[int, int, int]
 
 
 class LedgerError(MegarlError):
@@ -229,6 +231,6 @@ class Ledger:
         self._loads[entry.asked.owner] += phase == "running"
 
 
-def rows_of(entries: Iterable[Entry]) -> list[tuple[int, int, int]]:
-    """What it takes to ask for groups again: row, step and first sample of each, for a checkpoint."""
+def keys_of(entries: Iterable[Entry]) -> list[Key]:
+    """What it takes to ask for groups again."""
     return [(entry.asked.row, entry.asked.step, entry.asked.first) for entry in entries]

@@ -28,6 +28,7 @@ from megarl.core.types import Block, FloatArray, IntArray
 from megarl.recipe.algorithm import Algorithm, Correction
 from megarl.recipe.functions import asked, before_whitening, is_per_token, settings
 from megarl.recipe.schema import Recipe
+from megarl.rollout.batcher import StepSamples
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
 
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block
@@ -47,6 +48,24 @@ class SampleNumbers:
     mean_nll: FloatArray
     kl_coef: float
     greedy_rewards: FloatArray
+
+
+def numbers_of(samples: StepSamples, num_owners: int, kl_coef: float) -> tuple[SampleNumbers, ...]:
+    """What each collector has to know of its samples."""
+    found = []
+    for owner in range(num_owners):
+        mine = samples.owners == owner
+        found.append(
+            SampleNumbers(
+                samples.rewards[mine],
+                samples.group_index[mine],
+                samples.response_tokens[mine],
+                samples.mean_nll[mine],
+                kl_coef,
+                samples.greedy_rewards,
+            )
+        )
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from megarl.core.types import FloatArray, IntArray
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.functions import advantage_function, asked, is_per_token, settings
 from megarl.recipe.schema import Recipe
+from megarl.rollout.batcher import StepSamples
 from megarl.rollout.local_advantages import Measured, Settled, checked, sample_rewards
 from megarl.rollout.sequences import joined
 
@@ -46,6 +47,18 @@ class StepFacts:
     trained_tokens: IntArray
     mean_nll: FloatArray
     greedy_rewards: FloatArray
+
+    @classmethod
+    def of(cls, samples: StepSamples) -> StepFacts:
+        """Of these samples."""
+        return cls(
+            samples.rewards,
+            samples.group_index,
+            samples.response_tokens,
+            samples.trained_tokens,
+            samples.mean_nll,
+            samples.greedy_rewards,
+        )
 
 
 class StepAdvantages:

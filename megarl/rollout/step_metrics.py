@@ -15,6 +15,8 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import StepSamples, teaches
 from megarl.rollout.episode_metrics import episode_metrics
 from megarl.rollout.facts import GroupFacts
+from megarl.rollout.ledger import Ledger
+from megarl.rollout.tasks import DataFacts
 
 
 def sample_metrics(seen: Sequence[GroupFacts], *, greedy: bool) -> dict[str, float]:
@@ -155,3 +157,15 @@ def _joined(parts: Iterable[np.ndarray]) -> FloatArray:
     found = list(parts)
     joined: FloatArray = np.concatenate(found) if found else np.zeros(0, np.float32)
     return joined
+
+
+def place_metrics(ledger: Ledger, data: DataFacts, epochs: float) -> dict[str, float]:
+    """Where the run is in its data, and what is under way. epochs: of the data that were handed out."""
+    return {
+        "data/epoch": epochs,
+        "data/dropped_prompts": float(data.dropped),
+        "rollout/groups_running": float(ledger.num("running")),
+        "rollout/groups_finished": float(ledger.num("finished")),
+        "rollout/groups_lost": float(ledger.lost),
+        **{f"rollout/dropped/{why}": float(count) for why, count in sorted(ledger.dropped.items())},
+    }

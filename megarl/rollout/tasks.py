@@ -18,7 +18,7 @@ class GroupTask:
 
     group: its number. row: of the data. step: whose seeds and names the samples have. first: number of the first sample
     among those of this row in this step. count: how many. greedy: also one greedy answer. expected_tokens: of a response,
-    by what earlier groups of this row took; 0 where there were none.
+    by what earlier groups of this row took; 0 where there were none. recorded: the journal may have it.
     """
 
     group: int
@@ -28,6 +28,7 @@ class GroupTask:
     count: int
     greedy: bool = False
     expected_tokens: float = 0.0
+    recorded: bool = False
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Recorder:
 
     roles: what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load().
     data: where samples come from: state(), load_state(). take_peaks: asks for bytes by role and operation since the last call.
+    on_commit: called when a checkpoint was committed.
     """
 
     writers: Writers
@@ -61,6 +62,7 @@ class Recorder:
     cluster: Cluster
     async_save: bool
     stop: StopRequest
+    on_commit: Callable[[], None] = lambda: None
     _expected: dict[int, list[Coming]] = field(default_factory=dict)  # by step, of those that have not ended
     _lines: deque[Line] = field(default_factory=deque)  # not written yet
     _saving: Saving | None = None
@@ -133,6 +135,7 @@ class Recorder:
                 for each in saving.finishing or [role.finish_save() for role in self.roles]:
                     each.wait()
             self.checkpoints.commit(saving.step, saving.content)
+            self.on_commit()
 
     def restore(self, committed: Committed | None) -> State:
         """Bring models and data to a checkpoint; a new run starts from nothing."""

@@ -16,6 +16,7 @@ from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.begin import end, finish, found, opened
+from megarl.run.journal import begin_journal, check_journal, trim_journal
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
@@ -24,23 +25,29 @@ from megarl.train import train
 CRITIC_EXPORT = "hf_critic"
 
 
-def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
+def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool = False) -> None:
     """`megarl train`."""
     with Scratch.open() as scratch:
-        _train(path, overrides, resume, go_on, scratch)
+        _train(path, overrides, resume, go_on, discard_journal, scratch)
 
 
-def _train(path: Path, overrides: list[str], resume: bool, go_on: bool, scratch: Scratch) -> None:
+def _train(
+    path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool, scratch: Scratch
+) -> None:
+    keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
     loaded, resume = found(load_recipe(path, overrides, Recipe), resume, go_on)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
     checked = preflight(recipe, sources=loaded.sources, resume=resume)
+    if keeps:
+        check_journal(recipe, discard=discard_journal)
     predicted = place(recipe).predicted
     from megarl.run.session import train_session
 
     with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
         timer = run.timer
+        begin_journal(recipe, keeps=keeps)
         with timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, timer, scratch))
             recorder = Recorder(
@@ -53,9 +60,11 @@ def _train(path: Path, overrides: list[str], resume: bool, go_on: bool, scratch:
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,
+                on_commit=lambda: trim_journal(recipe.run.folder, run.checkpoints.committed()),
             )
             state = recorder.restore(run.committed)
-        first = State(state.step, state.weight_version + 1)
+        # Servers start with version 0. One that goes on has the versions that it would have had without the stop.
+        first = State(state.step, max(1, state.weight_version))
         with timer.phase("sync"):
             before = session.sync.push(first.weight_version)
         if run.committed is None:

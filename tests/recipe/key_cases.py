@@ -67,6 +67,7 @@ COMMON: dict[str, Sequence[str]] = {
             "keep_last": ["1"],
             "async_save": ["true"],
             "keep_every": ["1"],
+            "journal": ["false"],
         },
     ),
     **_under(

@@ -478,7 +478,8 @@ def test_a_prompt_that_comes_twice_is_two_groups_of_other_samples(tmp_path: Path
 
 
 def test_the_place_in_the_data_is_kept_and_restored(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, rollout={"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 8})
+    sizes = {"prompts_per_step": 1, "samples_per_prompt": 1, "max_response_tokens": 8}
+    recipe = make_recipe(tmp_path, rollout=sizes, train={"steps": 1, "journal": False})
 
     async def before(collector: LocalRollout, fake: FakeSglang) -> Any:
         await collector.generate(1, 0)

@@ -20,7 +20,7 @@ from megarl.rollout.ledger import (
     Lost,
     Returned,
     Taken,
-    rows_of,
+    keys_of,
 )
 
 
@@ -143,7 +143,7 @@ def test_ages_and_loads_are_those_of_the_groups() -> None:
 
 def test_groups_are_asked_for_again_by_row_step_and_first_sample() -> None:
     ledger = ledger_after(admitted(0), Admitted(1, 7, 4, 2, 0, 0))
-    assert rows_of(ledger.under_way()) == [(10, 1, 0), (7, 4, 2)]
+    assert keys_of(ledger.under_way()) == [(10, 1, 0), (7, 4, 2)]
 
 
 def test_a_book_that_does_not_add_up_is_found() -> None:

@@ -1,0 +1,200 @@
+"""What the coordinator decided, written down: which groups were asked for, dropped and taken, in their order.
+
+With the samples in the journal (journal.py) it is what a run that goes on needs to take the same steps again: asynchronously it
+depends on who finished first, which no seed repeats. One SQLite file, `journal/decisions.sqlite`:
+
+    sqlite3.connect("runs/x/journal/decisions.sqlite").execute("select * from decisions").fetchall()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import orjson
+
+from megarl.core.log import get_logger
+from megarl.rollout.journal import JournalError
+from megarl.rollout.ledger import Key
+
+log = get_logger(__name__)
+
+FILE = "decisions.sqlite"
+TABLE = "create table if not exists decisions (number integer primary key, kind text, step integer, groups text, crc integer)"
+INSERT = "insert or replace into decisions values (?, ?, ?, ?, ?)"
+
+# admitted: asked for; dull: dropped because they taught nothing; late: dropped because they ran too long; taken: by a step.
+Kind = Literal["admitted", "dull", "late", "taken"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of some groups, in order.
+
+    number: from 1 on. step: that was under way.
+    """
+
+    number: int
+    kind: Kind
+    step: int
+    groups: tuple[Key, ...]
+
+
+class Decisions:
+    """Writes decisions down in the order in which they are made, and has those that were made before the run was stopped.
+
+    folder: the journal's; None: nothing is written, and nothing was.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, "decisions")
+        self._unwritten: list[Decision] = []
+        self._file: sqlite3.Connection | None = None
+        self._earlier: deque[Decision] | None = None  # None: nobody has looked
+        self._last = 0
+
+    def resume(self, after: int | None) -> None:
+        """The run goes on from where the decision of this number was the newest: those after it are to be made again.
+
+        None: that was in a life without a journal, and what an earlier one left is of no use.
+        """
+        self._last, self._earlier = after or 0, deque()
+        if self._folder is None:
+            return
+        earlier = [] if after is None else read_decisions(self._folder, after)
+        forget_decisions(self._folder, self._last + len(earlier))
+        # A step that was made again took what it took last.
+        taken = {each.step: each.number for each in earlier if each.kind == "taken"}
+        self._earlier.extend(each for each in earlier if each.kind != "taken" or taken[each.step] == each.number)
+
+    @property
+    def last(self) -> int | None:
+        """Number of the newest that was made in this life, or made again; None where none is written."""
+        return None if self._folder is None else self._last
+
+    @property
+    def repeating(self) -> bool:
+        """Whether there are decisions still to be made again. A run without a checkpoint makes all of them."""
+        if self._earlier is None:
+            self.resume(0)
+        return bool(self._earlier)
+
+    def again(self, step: int) -> Decision | None:
+        """The next decision that was made before, in this step or an earlier one; None where there is no further one."""
+        if not self.repeating or not self._earlier or self._earlier[0].step > step:
+            return None
+        decision = self._earlier.popleft()
+        self._last = decision.number
+        return decision
+
+    def leave(self, why: str) -> None:
+        """Make none of the rest again: what they followed from is not what it was."""
+        if self.repeating and self._folder is not None:
+            log.warning("The journal is not followed any further: %s.", why)
+            self._earlier = deque()
+            forget_decisions(self._folder, self._last)
+
+    def add(self, kind: Kind, step: int, groups: Sequence[Key]) -> None:
+        """One more; `write` brings it to the disk."""
+        if self._folder is not None and groups:
+            self._last += 1
+            self._unwritten.append(Decision(self._last, kind, step, tuple(groups)))
+
+    async def write(self) -> None:
+        """All that were made until now are on the disk when this returns. Raises JournalError."""
+        made, self._unwritten = self._unwritten, []
+        if made:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, made)
+
+    async def close(self) -> None:
+        """Write what is not yet."""
+        await self.write()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown()
+
+    def _write(self, made: Sequence[Decision]) -> None:
+        try:
+            with self._opened() as file:
+                file.executemany(INSERT, [_row(each) for each in made])
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(
+                f"The journal in {self._folder} cannot be written: {error}. Nothing that it has is lost. Make room, or set "
+                "train.journal to false, and go on with --resume."
+            ) from error
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._file is None:
+            assert self._folder is not None
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(self._folder / FILE, check_same_thread=False)
+            self._file.execute("pragma journal_mode = truncate")
+            self._file.execute(TABLE)
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_decisions(folder: Path, after: int) -> list[Decision]:
+    """Decisions after the one of this number, in order, up to the first that is damaged: that is told."""
+    path = folder / FILE
+    if not path.exists():
+        return []
+    found: list[Decision] = []
+    try:
+        with closing(sqlite3.connect(path)) as file:
+            for row in file.execute("select * from decisions where number > ? order by number", (after,)):
+                found.append(_decision(row, after + len(found) + 1))
+    except (sqlite3.Error, ValueError) as error:
+        log.warning(
+            "%s: decisions after number %d cannot be read (%s): they are made anew", path, after + len(found), error
+        )
+    return found
+
+
+def forget_decisions(folder: Path, after: int) -> None:
+    """Remove decisions after the one of this number: others are made in their place."""
+    path = folder / FILE
+    if path.exists():
+        try:
+            with closing(sqlite3.connect(path)) as file, file:
+                file.execute("delete from decisions where number > ?", (after,))
+        except sqlite3.DatabaseError as error:
+            log.warning("%s cannot be read (%s), and is begun anew", path, error)
+            path.unlink()
+
+
+def _row(decision: Decision) -> tuple[int, str, int, str, int]:
+    groups = orjson.dumps(decision.groups).decode()
+    return (
+        decision.number,
+        decision.kind,
+        decision.step,
+        groups,
+        _crc(decision.number, decision.kind, decision.step, groups),
+    )
+
+
+def _decision(row: tuple[int, Kind, int, str, int], number: int) -> Decision:
+    found, kind, step, groups, crc = row
+    if _crc(found, kind, step, groups) != crc or kind not in get_args(Kind):
+        raise ValueError(f"the checksum of number {found} is another")
+    if found != number:
+        raise ValueError(f"number {number} is missing")
+    return Decision(
+        number, kind, step, tuple((int(row), int(step), int(first)) for row, step, first in orjson.loads(groups))
+    )
+
+
+def _crc(number: int, kind: str, step: int, groups: str) -> int:
+    return zlib.crc32(f"{number}/{kind}/{step}/{groups}".encode())

@@ -1,0 +1,197 @@
+"""Finished groups, written down before they count: a run that was killed trains on these, and does not sample others.
+
+One SQLite file for each step that groups are meant for and each process that makes them, in `journal/` of the run's folder:
+
+    sqlite3.connect("runs/x/journal/step_000012-5e0c91d2.sqlite").execute("select * from samples").fetchall()
+
+A group is there as a whole or not at all. Every sample has a checksum; what is damaged is named, and is as good as absent. Not
+for what was decided about groups (decisions.py), nor for what a row of the table says of a sample (journal_rows.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sqlite3
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.core.errors import MegarlError
+from megarl.core.log import get_logger
+from megarl.core.types import Prompt, Sample
+from megarl.rollout.journal_rows import COLUMNS, NAMES, Damage, read_sample, row_of
+from megarl.rollout.tasks import GroupTask
+
+log = get_logger(__name__)
+
+JOURNAL = "journal"  # in the run's folder
+BUSY_S = 10.0  # that a reader waits for whoever writes the same file
+OPEN_FILES = 4  # that one process writes at a time: steps under way
+GREEDY = -1  # the position of a greedy answer; others count from 0
+
+TABLE = f"create table if not exists samples ({', '.join(COLUMNS)})"
+INSERT = f"insert into samples values ({', '.join('?' * len(COLUMNS))})"
+# Blobs of other rows are not read.
+SELECT = f"select {', '.join(NAMES)} from samples where row = ? and first = ? order by written, position"
+
+Value = str | int | float | bytes | None
+
+
+class JournalError(MegarlError):
+    """A finished sample cannot be written down."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A group as it was written down. at: seconds since 1970."""
+
+    samples: list[Sample]
+    greedy: list[Sample]
+    at: float = 0.0
+
+
+@dataclass
+class _Waiting:
+    """Rows of a group that are to be written, and who waits for that."""
+
+    step: int
+    rows: list[tuple[Value, ...]]
+    written: asyncio.Future[None]
+
+
+class Journal:
+    """One process's way to the journal: its own files to write, everybody's to read. folder: made with the first group."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._token = secrets.token_hex(4)  # nobody writes into the files of a process that may still be alive
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._open: dict[int, sqlite3.Connection] = {}
+        self._waiting: list[_Waiting] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, task: GroupTask, prompt: Prompt, group: Written) -> None:
+        """Write a finished group down; it is on the disk when this returns. prompt: of its row. Raises JournalError."""
+        written, numbered = time.time(), [*enumerate(group.samples), *((GREEDY, each) for each in group.greedy)]
+        rows = [row_of(task, prompt, position, sample, len(numbered), written) for position, sample in numbered]
+        waiting = _Waiting(task.step, rows, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all())
+        await waiting.written
+
+    async def find(self, task: GroupTask, prompt: Prompt) -> Written | None:
+        """A group as it was written down, by whichever process; None where it was not, or cannot be read: that is told.
+
+        prompt: of the task's row. One that was written twice is what was written last.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._find, task, prompt)
+
+    async def close(self) -> None:
+        """Finish writing."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close_files, 0)
+        self._thread.shutdown()
+
+    async def _write_all(self) -> None:
+        """Write what waits, and what comes meanwhile: groups that finish at once share a wait for the disk."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                await loop.run_in_executor(self._thread, self._write, batch)
+            except (sqlite3.Error, OSError) as error:
+                failure = JournalError(
+                    f"The journal in {self._folder} cannot be written: {error}. Nothing that it has is lost. Make room, or set "
+                    "train.journal to false, and go on with --resume."
+                )
+                for each in batch:
+                    if not each.written.done():
+                        each.written.set_exception(failure)
+            else:
+                for each in batch:
+                    if not each.written.done():  # whoever waited may have been cancelled
+                        each.written.set_result(None)
+        self._writing = None
+
+    def _write(self, batch: Sequence[_Waiting]) -> None:
+        for step in dict.fromkeys(each.step for each in batch):
+            rows = [row for each in batch if each.step == step for row in each.rows]
+            with self._file(step) as file:  # one transaction
+                file.executemany(INSERT, rows)
+
+    def _file(self, step: int) -> sqlite3.Connection:
+        if step not in self._open:
+            self._close_files(OPEN_FILES - 1)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"step_{step:06d}-{self._token}.sqlite"
+            self._open[step] = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
+            # A write-ahead log would want shared memory, which no network disk has.
+            self._open[step].execute("pragma journal_mode = truncate")
+            self._open[step].execute("pragma synchronous = full")
+            with self._open[step] as file:
+                file.execute(TABLE)
+        return self._open[step]
+
+    def _close_files(self, keep: int) -> None:
+        while len(self._open) > keep:
+            self._open.pop(min(self._open)).close()
+
+    def _find(self, task: GroupTask, prompt: Prompt) -> Written | None:
+        found: list[Written] = []
+        for path in sorted(self._folder.glob(f"step_{task.step:06d}-*.sqlite")):
+            try:
+                group = _read(path, task, prompt)
+            except (
+                sqlite3.Error,
+                OSError,
+                ValueError,
+                TypeError,
+                Damage,
+            ) as error:  # text that is none is a ValueError
+                log.warning("%s: a group of step %d cannot be read, and is made anew: %s", path, task.step, error)
+                continue
+            found += [group] if group is not None else []
+        return max(found, key=lambda group: group.at, default=None)
+
+
+def _read(path: Path, task: GroupTask, prompt: Prompt) -> Written | None:
+    """The group as this file has it; None where it does not. Raises sqlite3.Error, Damage."""
+    with path.open("rb") as raw:
+        header = raw.read(32)
+    # SQLite takes pages that are missing for empty ones.
+    if path.stat().st_size < int.from_bytes(header[16:18]) * int.from_bytes(header[28:32]) or len(header) < 32:
+        raise Damage("the file was cut short")
+    with closing(sqlite3.connect(path, timeout=BUSY_S)) as file:
+        file.row_factory = sqlite3.Row
+        rows = file.execute(SELECT, (task.row, task.first)).fetchall()
+    if not rows:
+        return None
+    rows = [row for row in rows if row["written"] == rows[-1]["written"]]
+    if len(rows) != rows[0]["size"] or len(rows) != task.count + task.greedy:
+        raise Damage(f"{len(rows)} samples of {rows[0]['size']}, where {task.count + task.greedy} are asked for")
+    read = [(row["position"], read_sample(row, prompt)) for row in rows]
+    samples = [sample for position, sample in read if position != GREEDY]
+    return Written(samples, [sample for position, sample in read if position == GREEDY], rows[0]["written"])
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Steps that the journal has groups of, in order."""
+    return sorted({_step(path) for path in folder.glob("step_*-*.sqlite")})
+
+
+def forget(folder: Path, *, before: int | None = None, after: int | None = None) -> None:
+    """Remove groups that were meant for steps before `before`, and for those after `after`."""
+    for path in folder.glob("step_*-*.sqlite*"):  # what SQLite keeps beside a file goes with it
+        step = _step(path)
+        if (before is not None and step < before) or (after is not None and step > after):
+            path.unlink(missing_ok=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_").partition("-")[0])

@@ -1,0 +1,143 @@
+"""What a row of the journal's table says of a sample, and back. A checksum goes over all of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megarl.core.errors import MegarlError
+from megarl.core.types import Prompt, Record, Sample, Status, TokenArray, VersionSpan
+from megarl.data.blocks import laid
+from megarl.rollout.tasks import GroupTask
+
+# record: L token ids (int32), L log-probs (float32), L bytes of loss mask, label-aligned: see core/types.Record. routing: int16.
+COLUMNS = (
+    "row integer",
+    "first integer",
+    "position integer",
+    "size integer",
+    "written real",
+    "id text",
+    "prompt_crc integer",
+    "prompt_text text",
+    "prompt_tokens integer",
+    "record blob",
+    "text text",
+    "reward real",
+    "parts text",
+    "grade_failure text",
+    "status text",
+    "versions text",
+    "metadata text",
+    "numbers text",
+    "routing blob",
+    "routing_width integer",
+    "crc integer",
+)
+NAMES = tuple(column.split()[0] for column in COLUMNS)
+
+
+class Damage(MegarlError):
+    """What is written down is not what was written."""
+
+
+def row_of(
+    task: GroupTask, prompt: Prompt, position: int, sample: Sample, size: int, written: float
+) -> tuple[Any, ...]:
+    """The row of a sample.
+
+    prompt: of the task's row. position: of the sample in its group. size: how many samples the group has, greedy ones with
+    them. written: seconds since 1970.
+    """
+    memory = laid(sample).memory if sample.memory is None else sample.memory
+    assert memory is not None
+    routing = sample.routing
+    values = (
+        task.row,
+        task.first,
+        position,
+        size,
+        written,
+        sample.id,
+        prompt_crc(prompt),
+        None if sample.prompt is prompt else sample.prompt.text,
+        len(sample.prompt.token_ids),
+        memory.tobytes(),
+        sample.response_text.encode(errors="replace").decode(),
+        None if math.isnan(sample.reward) else float(sample.reward),
+        _json(sample.reward_parts),
+        sample.grade_failure,
+        sample.status.value,
+        _json([list(span) for span in sample.versions]),
+        _json(sample.metadata),
+        _json(sample.numbers),
+        None if routing is None else np.ascontiguousarray(routing, np.int16).tobytes(),
+        0 if routing is None else routing.shape[1],
+    )
+    return (*values, _crc(values))
+
+
+def read_sample(row: sqlite3.Row, prompt: Prompt) -> Sample:
+    """A sample again. prompt: of its row of the data, now. Raises Damage where the checksum or the prompt is another."""
+    values = tuple(row[name] for name in NAMES[:-1])
+    if _crc(values) != row["crc"]:
+        raise Damage(f"the checksum of sample {row['id']} is another")
+    if row["prompt_crc"] != prompt_crc(prompt):
+        raise Damage(f"sample {row['id']} answers another prompt than the row has now")
+    memory = np.frombuffer(row["record"], np.uint8).copy()
+    record = Record.of(memory)
+    response = slice(row["prompt_tokens"] - 1, len(record.tokens) - 1)
+    width = row["routing_width"]
+    return Sample(
+        id=row["id"],
+        group_id=row["id"].rpartition("/")[0],
+        prompt=_asked(prompt, row["prompt_text"], record.tokens[: row["prompt_tokens"]]),
+        response_ids=record.tokens[row["prompt_tokens"] :],
+        response_text=row["text"],
+        loss_mask=record.loss_mask[response],
+        rollout_logprobs=record.rollout_logprobs[response],
+        versions=tuple(VersionSpan(*span) for span in orjson.loads(row["versions"])),
+        status=Status(row["status"]),
+        reward=float("nan") if row["reward"] is None else row["reward"],
+        reward_parts=orjson.loads(row["parts"]),
+        grade_failure=row["grade_failure"],
+        metadata=orjson.loads(row["metadata"]),
+        numbers=orjson.loads(row["numbers"]),
+        routing=None if row["routing"] is None else np.frombuffer(row["routing"], np.int16).reshape(-1, width),
+        memory=memory,
+    )
+
+
+def _asked(prompt: Prompt, text: str | None, token_ids: TokenArray) -> Prompt:
+    """What the sample answered: the row's prompt, or another that was made of it."""
+    return prompt if text is None else replace(prompt, token_ids=token_ids, text=text)
+
+
+def prompt_crc(prompt: Prompt) -> int:
+    """What tells a prompt from others: of its id and its tokens."""
+    return zlib.crc32(
+        np.ascontiguousarray(prompt.token_ids, np.int32).tobytes(), zlib.crc32(prompt.id.encode(errors="replace"))
+    )
+
+
+def _json(value: Any) -> str:
+    # Whoever adds to the metadata of a sample may add what JSON does not have: its words have to do.
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    except orjson.JSONEncodeError:  # half a character, in what an environment said
+        return json.dumps(value, default=str, ensure_ascii=False).encode(errors="replace").decode()
+
+
+def _crc(values: Sequence[Any]) -> int:
+    crc = 0
+    for value in values:
+        crc = zlib.crc32(value if isinstance(value, bytes) else repr(value).encode(), crc)
+    return crc

@@ -1,0 +1,123 @@
+"""Decisions written down: they come back in their order, up to the first that is damaged, and from where a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.decisions import FILE, Decision, Decisions
+from megarl.rollout.journal import JournalError
+from megarl.rollout.ledger import Key
+
+A, B, C = (0, 1, 0), (1, 1, 0), (2, 2, 4)
+
+
+def life(folder: Path | None, call: Callable[[Decisions], None]) -> Decisions:
+    """One life of a run."""
+
+    async def go() -> Decisions:
+        decisions = Decisions(folder)
+        call(decisions)
+        await decisions.close()
+        return decisions
+
+    return asyncio.run(go())
+
+
+def first(decisions: Decisions) -> None:
+    decisions.add("admitted", 1, [A, B])
+    decisions.add("late", 1, [])  # nothing to write down
+    decisions.add("taken", 1, [A])
+    decisions.add("admitted", 1, [C])
+    decisions.add("taken", 2, [B, C])
+
+
+def repeated(folder: Path | None, after: int | None = 0, step: int = 9) -> list[tuple[int, str, int, tuple[Key, ...]]]:
+    found: list[Decision] = []
+
+    def call(decisions: Decisions) -> None:
+        decisions.resume(after)
+        while (decision := decisions.again(step)) is not None:
+            found.append(decision)
+
+    life(folder, call)
+    return [(each.number, each.kind, each.step, each.groups) for each in found]
+
+
+ALL = [(1, "admitted", 1, (A, B)), (2, "taken", 1, (A,)), (3, "admitted", 1, (C,)), (4, "taken", 2, (B, C))]
+
+
+def test_they_come_back_from_where_a_run_goes_on(tmp_path: Path) -> None:
+    assert life(tmp_path, first).last == 4
+    assert repeated(tmp_path) == ALL
+    assert repeated(tmp_path, after=2) == ALL[2:]
+    assert repeated(tmp_path, step=1) == ALL[:3]  # those of a later step wait for it
+    assert repeated(tmp_path, after=4) == []
+
+
+def test_a_run_that_says_nothing_repeats_from_the_beginning(tmp_path: Path) -> None:
+    life(tmp_path, first)
+    decisions = Decisions(tmp_path)
+    assert decisions.repeating and decisions.last == 0
+
+
+def test_what_is_decided_otherwise_takes_the_place_of_the_rest(tmp_path: Path) -> None:
+    life(tmp_path, first)
+
+    def otherwise(decisions: Decisions) -> None:
+        assert decisions.again(9) is not None
+        assert decisions.again(9) is not None
+        decisions.leave("for a test")
+        assert decisions.again(9) is None
+        decisions.add("taken", 2, [B])
+
+    assert life(tmp_path, otherwise).last == 3
+    assert repeated(tmp_path) == [*ALL[:2], (3, "taken", 2, (B,))]
+
+
+def test_a_step_that_was_made_again_took_what_it_took_last(tmp_path: Path) -> None:
+    def again(decisions: Decisions) -> None:
+        decisions.add("taken", 1, [A])
+        decisions.add("taken", 1, [B])
+
+    life(tmp_path, again)
+    assert repeated(tmp_path) == [(2, "taken", 1, (B,))]
+
+
+@pytest.mark.parametrize(
+    "damage", ["update decisions set step = 7 where number = 3", "delete from decisions where number = 3"]
+)
+def test_what_is_damaged_and_all_behind_it_is_decided_anew(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    life(tmp_path, first)
+    with sqlite3.connect(tmp_path / FILE) as file:
+        file.execute(damage)
+    assert repeated(tmp_path) == ALL[:2]
+    assert FILE in caplog.text and "after number 2 cannot be read" in caplog.text
+    assert sqlite3.connect(tmp_path / FILE).execute("select count(*) from decisions").fetchone() == (2,)
+
+
+def test_a_file_that_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).write_bytes(b"not SQLite at all" * 100)
+    assert repeated(tmp_path) == []
+    assert "is begun anew" in caplog.text
+    life(tmp_path, first)
+    assert repeated(tmp_path) == ALL
+
+
+def test_a_life_without_a_journal_leaves_nothing_to_repeat(tmp_path: Path) -> None:
+    life(tmp_path, first)
+    assert life(None, first).last is None
+    assert repeated(tmp_path, after=None) == []
+    assert repeated(None) == []
+
+
+def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("")
+    with pytest.raises(JournalError, match="cannot be written"):
+        life(tmp_path / "journal", first)

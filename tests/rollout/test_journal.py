@@ -1,0 +1,240 @@
+"""The journal's files: what is read is what was written, groups are whole, and damage is named and passed over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.core.types import Prompt, Sample, Status, VersionSpan
+from megarl.data.blocks import laid, sample_block
+from megarl.rollout.attempt import Attempt, failed_sample
+from megarl.rollout.journal import Journal, JournalError, Written, forget, steps_of
+from megarl.rollout.tasks import GroupTask
+from megarl.serving.sampling import Sampling
+from tests.rollout.samples import make_prompt
+
+T = TypeVar("T")
+PROMPT = make_prompt("p3")
+TASK = GroupTask(group=7, row=3, step=2, first=4, count=2, greedy=True)
+
+
+def sample(
+    index: int, *, prompt: Prompt = PROMPT, tokens: int = 3, reward: float = 0.5, routed: bool = False
+) -> Sample:
+    rng = np.random.default_rng(index)
+    mask = np.ones(tokens, np.uint8)
+    mask[1:-1] = rng.integers(0, 2, max(0, tokens - 2))
+    return laid(
+        Sample(
+            id=f"2/{prompt.id}/{index}",
+            group_id=f"2/{prompt.id}",
+            prompt=prompt,
+            response_ids=rng.integers(0, 2**31 - 1, tokens, np.int32),
+            response_text="möglich \ud800"[: 8 - index % 2],
+            loss_mask=mask,
+            rollout_logprobs=-rng.random(tokens).astype(np.float32),
+            versions=(VersionSpan(1, 0, 1), VersionSpan(2, 1, tokens)),
+            status=Status.COMPLETED,
+            reward=reward,
+            reward_parts={"exact": 0.25, "judge": None},
+            grade_failure="judge: no answer" if index % 2 else None,
+            metadata={"turns": index},
+            numbers={"turns": 2.0, "by/solved": float(index)},
+            routing=rng.integers(0, 9, (len(prompt.token_ids) + tokens - 1, 6)).astype(np.int16) if routed else None,
+        )
+    )
+
+
+def group() -> Written:
+    return Written([sample(0), failed_sample(Attempt(PROMPT, Sampling(8), 1, "train", 2, 5), "gone")], [sample(2)])
+
+
+def journaling(folder: Path, call: Callable[[Journal], Awaitable[T]]) -> T:
+    """One process's life."""
+
+    async def go() -> T:
+        journal = Journal(folder)
+        try:
+            return await call(journal)
+        finally:
+            await journal.close()
+
+    return asyncio.run(go())
+
+
+def write(folder: Path, task: GroupTask = TASK, written: Written | None = None) -> None:
+    journaling(folder, lambda journal: journal.add(task, PROMPT, written or group()))
+
+
+def find(folder: Path, task: GroupTask = TASK, prompt: Prompt = PROMPT) -> Written | None:
+    return journaling(folder, lambda journal: journal.find(task, prompt))
+
+
+def assert_same(one: Sample, other: Sample) -> None:
+    for name in ("response_ids", "loss_mask", "rollout_logprobs"):
+        mine, theirs = getattr(one, name), getattr(other, name)
+        assert mine.dtype == theirs.dtype and mine.tobytes() == theirs.tobytes()
+    assert one.prompt.token_ids.tolist() == other.prompt.token_ids.tolist() and one.prompt.text == other.prompt.text
+    assert (one.routing is None) == (other.routing is None)
+    if one.routing is not None and other.routing is not None:
+        assert one.routing.shape == other.routing.shape and one.routing.tobytes() == other.routing.tobytes()
+    for name in ("id", "group_id", "versions", "status", "reward_parts", "grade_failure", "metadata", "numbers"):
+        assert getattr(one, name) == getattr(other, name)
+    assert one.reward == other.reward or np.isnan([one.reward, other.reward]).all()
+    assert one.response_text.encode(errors="replace") == other.response_text.encode(errors="replace")
+    # It goes into a block as it lies.
+    at, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
+    blocks = [sample_block([each], at, weights).memories[0].tobytes() for each in (one, other)]
+    assert blocks[0] == blocks[1]
+
+
+def test_half_a_character_in_a_conversation_costs_nothing_but_itself(tmp_path: Path) -> None:
+    made = Written(
+        [replace(sample(0), metadata={"messages": [{"role": "user", "content": "a\ud800"}]}), sample(1)], [sample(2)]
+    )
+    write(tmp_path, written=made)
+    found = find(tmp_path)
+    assert found is not None and found.samples[0].metadata == {"messages": [{"role": "user", "content": "a?"}]}
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    made = group()
+    write(tmp_path, written=made)
+    found = find(tmp_path)
+    assert found is not None and (len(found.samples), len(found.greedy)) == (2, 1)
+    for mine, theirs in zip([*made.samples, *made.greedy], [*found.samples, *found.greedy], strict=True):
+        assert_same(mine, theirs)
+    assert find(tmp_path, replace(TASK, first=0)) is None
+    assert find(tmp_path, replace(TASK, step=3)) is None
+    assert steps_of(tmp_path) == [2]
+
+
+@settings(max_examples=30)
+@given(
+    tokens=st.integers(1, 40), reward=st.floats(width=64, allow_infinity=False), routed=st.booleans(), own=st.booleans()
+)
+def test_any_sample_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, tokens: int, reward: float, routed: bool, own: bool
+) -> None:
+    """own: an answer to another prompt than the row's, that was made of it."""
+    folder = tmp_path_factory.mktemp("journal")
+    prompt = replace(PROMPT, token_ids=np.array([9, 9, 9, 4], np.int32), text="another") if own else PROMPT
+    made = sample(1, prompt=prompt, tokens=tokens, reward=reward, routed=routed)
+    task = replace(TASK, count=1, greedy=False)
+    write(folder, task, Written([made], []))
+    found = find(folder, task)
+    assert found is not None
+    assert_same(made, found.samples[0])
+
+
+def test_anybody_can_read_it(tmp_path: Path) -> None:
+    write(tmp_path)
+    [path] = tmp_path.glob("*.sqlite")
+    rows = sqlite3.connect(path).execute("select id, reward, text, record, prompt_tokens from samples").fetchall()
+    assert [row[0] for row in rows] == ["2/p3/0", "2/p3/5", "2/p3/2"]
+    tokens = np.frombuffer(rows[0][3], np.int32, count=len(rows[0][3]) // 9)
+    assert tokens[rows[0][4] :].tolist() == group().samples[0].response_ids.tolist()
+
+
+def test_groups_that_finish_at_once_are_all_there(tmp_path: Path) -> None:
+    tasks = [replace(TASK, row=row, step=1 + row % 7) for row in range(40)]
+
+    async def call(journal: Journal) -> None:
+        await asyncio.gather(*(journal.add(task, PROMPT, group()) for task in tasks))
+
+    journaling(tmp_path, call)
+    assert all(find(tmp_path, task) is not None for task in tasks)
+    assert steps_of(tmp_path) == list(range(1, 8))
+
+
+def test_of_a_group_that_was_made_twice_the_last_counts(tmp_path: Path) -> None:
+    for reward in (1.0, 2.0, 3.0):  # by three processes, and the last two by one
+        write(tmp_path, written=Written([sample(0, reward=reward), sample(1)], [sample(2)]))
+
+    async def twice(journal: Journal) -> None:
+        for reward in (4.0, 5.0):
+            await journal.add(TASK, PROMPT, Written([sample(0, reward=reward), sample(1)], [sample(2)]))
+
+    journaling(tmp_path, twice)
+    found = find(tmp_path)
+    assert found is not None and found.samples[0].reward == 5.0
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("update samples set reward = 9 where position = 0", "the checksum of sample 2/p3/0 is another"),
+        ("update samples set record = zeroblob(length(record)) where position = 1", "the checksum of sample 2/p3/5"),
+        ("delete from samples where position = 1", "2 samples of 3"),
+        ("drop table samples", "no such table"),
+    ],
+)
+def test_what_is_damaged_is_named_and_made_anew(
+    tmp_path: Path, damage: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path)
+    [path] = tmp_path.glob("*.sqlite")
+    with sqlite3.connect(path) as file:
+        file.execute(damage)
+    assert find(tmp_path) is None
+    assert told in caplog.text and path.name in caplog.text and "is made anew" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9])
+def test_a_file_that_was_cut_short(tmp_path: Path, keep: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Others beside it are read."""
+    write(tmp_path)
+    [path] = tmp_path.glob("*.sqlite")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    assert find(tmp_path) is None
+    assert path.name in caplog.text
+    write(tmp_path)
+    assert find(tmp_path) is not None
+
+
+def test_flipped_bytes_are_never_taken_for_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    write(tmp_path)
+    [path] = tmp_path.glob("*.sqlite")
+    content = path.read_bytes()
+    made, rng = group(), np.random.default_rng(0)
+    for at in rng.integers(0, len(content), 400):
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(flipped)
+        found = find(tmp_path)
+        for mine, theirs in zip(made.samples, found.samples if found else [], strict=False):
+            assert_same(mine, theirs)
+
+
+def test_rows_that_have_changed_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path)
+    assert find(tmp_path, prompt=make_prompt("p4")) is None
+    assert "answers another prompt than the row has now" in caplog.text
+
+
+def test_a_disk_that_takes_nothing_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("a file where the folder should be")
+    with pytest.raises(JournalError, match=r"cannot be written: .*Make room, or set train.journal to false"):
+        write(tmp_path / "journal")
+
+
+def test_steps_are_forgotten(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        write(tmp_path, replace(TASK, step=step))
+    forget(tmp_path, before=3)
+    assert steps_of(tmp_path) == [3, 4, 5]
+    forget(tmp_path, after=4)
+    assert steps_of(tmp_path) == [3, 4]
+    assert {path.name[: len("step_000000")] for path in tmp_path.iterdir()} == {"step_000003", "step_000004"}

@@ -1,0 +1,158 @@
+"""A run that was killed and goes on: what the journal has is trained on again, to the bit, and not asked for twice."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megarl.core.types import Shard
+from megarl.data.prompts import PromptSet
+from megarl.rollout.journal import JOURNAL
+from tests.models.configs import PLAIN
+from tests.rollout.samples import make_prompt
+from tests.rollout.test_collector import make_recipe
+from tests.support.fake_sglang import END, FakeSglang, generation
+from tests.support.rollout import LocalRollout
+
+PROMPTS, STEPS = 12, 6
+NUMBERS = itertools.count()
+
+
+class FreshSglang(FakeSglang):
+    """Never answers the same twice, and in no order: what comes again was not asked for again. version: of its weights."""
+
+    version = 0
+
+    async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+        if path != "/generate":
+            return await super().respond(path, body)
+        number = next(NUMBERS)
+        await asyncio.sleep((number * 7919 % 13) / 2000)
+        tokens = [20 + number % 97, *range(5, 6 + number * 31 % 9), END]
+        text = "42" if number * 13 % 3 else "41"
+        return web.json_response(generation(tokens, version=self.version, text=text))
+
+
+class Life:
+    """One life of a run, from its start or from a saved place to the end of a step."""
+
+    def __init__(self, folder: Path, collectors: int, *, journal: bool = True, **rollout: Any) -> None:
+        sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16} | rollout
+        self.beside = "oversample" not in sizes and sizes.get("max_staleness", 0) > 0
+        self.recipe = make_recipe(
+            folder, rollout=sizes, data={"shuffle": True}, train={"steps": STEPS, "journal": journal}
+        )
+        self.collectors = collectors
+        self.steps: dict[int, Any] = {}
+        self.places: dict[int, Any] = {}
+        self.asked: list[int] = []  # requests, after each step
+        self.finished = 0  # groups of the step that was not made
+
+    def run(self, last: int, place: Any = None, finished: int | None = None) -> Life:
+        """Until it is killed: after step `last` was made, or once so many of its groups have finished."""
+        asyncio.run(self._run(last, place, finished))
+        return self
+
+    async def _run(self, last: int, place: Any, finished: int | None) -> None:
+        fake = FreshSglang()
+        async with fake:
+            local = LocalRollout(
+                self.recipe,
+                model=PLAIN,
+                prompts=PromptSet(tuple(make_prompt(f"p{at}") for at in range(PROMPTS)), 0, 3),
+                server=fake.endpoint,
+                num_shards=2,
+                num_collectors=self.collectors,
+                beside=self.beside,
+            )
+            await local.start()
+            first = 1
+            if place is not None:
+                local.coordinator.load_state(place)
+                first = place["step"] + 1
+            for step in range(first, last + 1):
+                fake.version = step
+                if finished is not None:
+                    making = asyncio.create_task(local.generate(step, step))
+                    while local.coordinator.ledger.num("finished") < finished:
+                        await asyncio.sleep(0)
+                    making.cancel()
+                    await asyncio.gather(making, return_exceptions=True)
+                    self.finished = local.coordinator.ledger.num("finished")
+                    break
+                shards, info = await local.generate(step, step)
+                self.steps[step] = content(shards, local.coordinator.samples.rewards)
+                self.asked.append(len(fake.bodies("/generate")))
+                assert info.step == step
+                await local.coordinator.release(step + 1)  # the next weights are there
+                await asyncio.sleep(0.004)
+                self.places[step] = local.coordinator.state()
+            for collector in local.collectors:  # as if killed: nobody adds up
+                await collector.close()
+            await local.coordinator._links.close()
+
+
+def content(shards: Sequence[Shard], rewards: Any) -> list[Any]:
+    """All that ranks train on."""
+    micros = [micro for shard in shards for mini in shard.mini_batches for micro in mini.micro_batches]
+    parts = [(m.tokens, m.cu_seqlens, m.loss_mask, m.weights, m.rollout_logprobs, m.sample_index) for m in micros]
+    return [*(array.tobytes() for part in parts for array in part), np.asarray(rewards).tobytes()]
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"max_staleness": 2},
+    {"max_staleness": 1, "late": "drop"},
+    {"max_staleness": 1, "oversample": 1.5},
+]
+
+
+@pytest.mark.parametrize("rollout", MODES, ids=["synchronous", "asynchronous", "late groups are dropped", "carry-over"])
+def test_steps_after_the_checkpoint_are_the_same_to_the_bit(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    """Killed after step 4, gone on from the checkpoint of step 2, and from the beginning, with other collectors."""
+    before = Life(tmp_path, 2, **rollout).run(4)
+    for start, collectors in ((2, 1), (0, 3)):
+        after = Life(tmp_path, collectors, **rollout).run(4, before.places.get(start))
+        assert sorted(after.steps) == list(range(start + 1, 5))
+        for step, made in after.steps.items():
+            assert made == before.steps[step], step
+        assert after.asked[-1] <= (0 if not rollout else 8 * len(after.steps))
+    ended = Life(tmp_path, 2, **rollout).run(STEPS, before.places[2])
+    assert ended.steps[3] == before.steps[3] and sorted(ended.steps) == [3, 4, 5, 6]
+    again = Life(tmp_path, 1, **rollout).run(STEPS, ended.places[4])
+    assert again.steps == {step: ended.steps[step] for step in (5, 6)}
+
+
+def test_the_step_under_way_takes_what_had_finished(tmp_path: Path) -> None:
+    """Killed while the servers still answered."""
+    before = Life(tmp_path, 1).run(1)
+    killed = Life(tmp_path, 1).run(2, before.places[1], finished=2)
+    assert sorted(killed.steps) == [] and killed.finished >= 2
+    again = Life(tmp_path, 2).run(2, before.places[1])
+    assert again.asked[0] <= 2 * (4 - killed.finished)  # what was written down and not told counts as well
+
+
+def test_what_is_damaged_is_made_anew_and_the_steps_behind_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = Life(tmp_path, 1).run(4)
+    for path in (tmp_path / "run" / JOURNAL).glob("step_000003-*.sqlite"):
+        with sqlite3.connect(path) as file:
+            file.execute("update samples set reward = reward + 1 where rowid = 5")
+    after = Life(tmp_path, 1).run(4, before.places[1])
+    assert after.steps[2] == before.steps[2]
+    assert after.steps[3] != before.steps[3] and after.steps[4] != before.steps[4]
+    assert after.asked == [0, 2, 2 + 8]
+    assert "the checksum of sample" in caplog.text and "samples of step 3 were made anew" in caplog.text
+
+
+def test_without_a_journal_all_is_made_anew(tmp_path: Path) -> None:
+    before = Life(tmp_path, 1, journal=False).run(2)
+    assert not (tmp_path / "run" / JOURNAL).exists()
+    assert Life(tmp_path, 1, journal=False).run(2, before.places[1]).asked == [8]

@@ -1,0 +1,109 @@
+"""Whose journal it is: what may differ where a run goes on, and what is refused; what checkpoints make needless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.recipe.schema import Recipe
+from megarl.rollout.journal import JOURNAL, steps_of
+from megarl.run.journal import begin_journal, check_journal, made_with, trim_journal
+from megarl.training.run_checkpoints import Committed
+from tests.rollout.test_collector import make_recipe
+
+
+def recipe_of(folder: Path, **sections: dict[str, Any]) -> Recipe:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "model.safetensors").write_bytes(b"weights")
+    return make_recipe(folder, **sections)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    begin_journal(recipe_of(tmp_path), keeps=False)
+    folder = tmp_path / "run" / JOURNAL
+    for step in (2, 3, 4):
+        (folder / f"step_{step:06d}-aa.sqlite").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 9, "save_every": 3}},
+        {"deadlines": {"start_s": 5.0}, "report": {"tensorboard": False}},
+        {"rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "servers": 3}},
+        {"eval": {"every": 2}},
+    ],
+)
+def test_what_changes_no_sample_may_change(tmp_path: Path, journal: Path, sections: dict[str, Any]) -> None:
+    check_journal(recipe_of(tmp_path, **sections), discard=False)
+    assert steps_of(journal) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"run": {"seed": 7}}, "run.seed was 1 and is 7"),
+        ({"algorithm": {"kl_coef": 0.5}}, "algorithm.kl_coef was 0.0 and is 0.5"),
+        ({"actor": {"optimizer": {"schedule": "cosine"}}}, "train.steps was None and is 1"),
+    ],
+)
+def test_what_changes_samples_or_learning_is_refused(
+    tmp_path: Path, journal: Path, sections: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told.replace(".", r"\.")) as caught:
+        check_journal(recipe_of(tmp_path, **sections), discard=False)
+    assert "--discard-journal" in str(caught.value) and str(journal) in str(caught.value)
+    check_journal(recipe_of(tmp_path, **sections), discard=True)
+    assert not journal.exists()
+
+
+def test_a_reward_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    code = tmp_path / "my_reward_of_the_journal.py"
+    code.write_text("def score(prompt, response, answer, metadata):\n    return 1.0\n")
+    recipe = recipe_of(tmp_path, reward={"fn": "my_reward_of_the_journal:score"})
+    begin_journal(recipe, keeps=False)
+    check_journal(recipe, discard=False)
+    code.write_text(code.read_text().replace("1.0", "2.0"))
+    with pytest.raises(UserError, match="source of my_reward_of_the_journal:score was "):
+        check_journal(recipe, discard=False)
+
+
+def test_other_weights_are_refused(tmp_path: Path, journal: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"longer weights")
+    with pytest.raises(UserError, match="model's files was "):
+        check_journal(recipe, discard=False)
+
+
+def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
+    begin_journal(recipe_of(tmp_path), keeps=True)
+    assert steps_of(journal) == [2, 3, 4]
+    begin_journal(recipe_of(tmp_path), keeps=False)
+    assert steps_of(journal) == []
+    begin_journal(recipe_of(tmp_path, train={"steps": 1, "journal": False}), keeps=False)
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize(("waiting", "left"), [([], [4]), ([[0, 5, 0], [7, 3, 2]], [3, 4])])
+def test_what_no_checkpoint_needs_is_forgotten(
+    tmp_path: Path, journal: Path, waiting: list[list[int]], left: list[int]
+) -> None:
+    """The older of two checkpoints is of step 3; a group that was under way then was meant for that step."""
+    kept = [Committed(tmp_path, step, {"data": {"waiting": waiting}}) for step in (3, 4)]
+    trim_journal(tmp_path / "run", kept)
+    assert steps_of(journal) == left
+    trim_journal(tmp_path / "run", [])
+    assert steps_of(journal) == left
+
+
+def test_the_code_of_environments_and_tools_is_a_part_of_what_samples_are_made_with(tmp_path: Path) -> None:
+    agent = {"environment": "tests.agents.test_check:Whole", "tools": ["tests.agents.toolkit:multiply"]}
+    found = made_with(recipe_of(tmp_path, agent=agent))
+    named = {name for name in found if name.startswith("source of tests.agents")}
+    assert named == {"source of tests.agents.test_check:Whole", "source of tests.agents.toolkit:multiply"}
