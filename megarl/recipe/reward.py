@@ -132,9 +132,10 @@ Grader = Annotated[Rule | Remote | Judge | Code, Field(discriminator="kind")]
 class Reward(Section):
     """How a response is graded: the reward is the weighted sum of what all graders say."""
 
-    fn: str = Field(
+    fn: str | None = Field(
         "math",
-        description="one rule, in short: math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float",
+        description="one rule, in short: math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float; with "
+        "agent.environment by default null: it alone rewards",
     )
     graders: Annotated[dict[str, Grader], AfterValidator(_named)] = Field(
         {}, description="graders by name, in the place of fn; all grade every response"
@@ -150,8 +151,10 @@ class Reward(Section):
     )
 
     def by_name(self) -> dict[str, Grader]:
-        """All graders; the one that `fn` stands for has the name of its function."""
-        return self.graders or {self.fn.replace(":", ".").rpartition(".")[2]: Rule(kind="rule", fn=self.fn)}
+        """All graders; none where only an environment rewards. The one that `fn` stands for has the name of its function."""
+        if self.graders or self.fn is None:
+            return self.graders
+        return {self.fn.replace(":", ".").rpartition(".")[2]: Rule(kind="rule", fn=self.fn)}
 
     def key_of(self, name: str) -> str:
         """The dotted path of a grader's section, or of the short form."""

@@ -45,6 +45,7 @@ from megarl.rewards import check as graders_check
 from megarl.rewards import combine
 from megarl.rollout import collector
 from megarl.run import begin, preflight, servers_check, session, supervised, train
+from megarl.serving import call_parser
 from megarl.serving import external as external_servers
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts
@@ -124,6 +125,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(slots, "reserve", lambda platform, nodes, count, size=1: _slots(nodes[0], count, size))
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
         patch.setattr(collector, "ServerClient", lambda endpoint, **_: Client(book))
+        patch.setattr(call_parser, "ServerClient", lambda endpoint, **_: Client(book))
         patch.setattr(session, "Restarts", partial(_restarts, book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
         patch.setattr(combine, "JsonClient", partial(Poster, book))
