@@ -21,6 +21,7 @@ from megarl.core.metrics import check_names
 from megarl.core.types import Prompt, Sample, Status
 from megarl.data.prompts import MESSAGES_KEY, PromptSet
 from megarl.recipe.schema import Recipe
+from megarl.rollout.journal import JOURNAL, Journal, Written
 from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import ends_of, make_tokenizer
 from tests.agents.playing import make_settings
@@ -204,6 +205,29 @@ def test_where_nobody_but_graders_rewards_only_they_are_named(tmp_path: Path) ->
     metrics = asyncio.run(asyncio.wait_for(go(), 60))
     assert metrics["reward/mean"] == metrics["reward/by/turns/mean"] == 1.0
     assert "reward/by/environment/mean" not in metrics and metrics["agent/tool_calls"] == 0.0
+
+
+def test_the_journal_has_episodes_as_they_were(tmp_path: Path) -> None:
+    """With the first messages of each, which are no row's, and its conversation."""
+    recipe, settings = episodes(tmp_path, train={"steps": 1, "journal": True})
+    fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
+
+    async def call(local: LocalRollout) -> tuple[list[Sample], Written | None]:
+        await local.generate(1, 0)
+        [made] = [group for group in local.collectors[0]._groups.values() if group.task.row == 1]
+        journal = Journal(recipe.run.folder / JOURNAL)
+        try:
+            return made.samples, await journal.find(made.task, row(1))
+        finally:
+            await journal.close()
+
+    made, found = collect(recipe, settings, fake, call)
+    assert found is not None and len(made) == len(found.samples) == 2
+    for one, other in zip(made, found.samples, strict=True):
+        assert one.prompt.token_ids.tolist() == other.prompt.token_ids.tolist() != row(1).token_ids.tolist()
+        assert one.memory is not None and other.memory is not None and one.memory.tobytes() == other.memory.tobytes()
+        assert (one.metadata, one.numbers, one.versions) == (other.metadata, other.numbers, other.versions)
+        assert one.numbers["turns"] == 2 and len(one.metadata["messages"]) == 4
 
 
 def test_prompts_of_a_group_may_differ(tmp_path: Path) -> None:
