@@ -67,7 +67,6 @@ COMMON: dict[str, Sequence[str]] = {
             "keep_last": ["1"],
             "async_save": ["true"],
             "keep_every": ["1"],
-            "journal": ["false"],
         },
     ),
     **_under(
@@ -80,6 +79,7 @@ _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {
 TRAIN: dict[str, Sequence[str]] = {
     **COMMON,
     **_REFERENCE,
+    "train.journal": ["false"],
     **_under(
         "data",
         {

@@ -206,7 +206,7 @@ def test_hashes_that_cannot_be_expected_leave_no_rank_waiting(tmp_path: Path, mo
 
     monkeypatch.setattr(hashes, "held_by", unknown)
     with pytest.raises(SyncError, match="an engine that nobody knows"):
-        compare(buckets(), load_model_config(folder), [nobody], "float32", get_platform("cpu"), 5.0)
+        compare(buckets(), load_model_config(folder), [nobody], "float32", chosen(), 5.0)
     assert taken == list(tensors)
 
 
