@@ -18,6 +18,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port, start_all
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.sync import hashes
 from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences, refuse
 from tests.support.forked_ranks import Ranks
 from tests.support.hashes import differing, tensors_in
@@ -187,6 +188,26 @@ def test_what_is_missing_or_unknown_is_said(tmp_path: Path) -> None:
         assert taken == names  # the other ranks wait for every bucket
     report = compare(buckets(list(tensors)), config, [nobody], "float32", chosen(), 5.0)
     assert report.num_tensors == 0 and report.wrong == {} and "no answer" in report.failed["nobody"]
+
+
+def test_hashes_that_cannot_be_expected_leave_no_rank_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks give their parts of every bucket, whoever takes them."""
+    folder = write_tiny_model(tmp_path)
+    tensors, taken = dict(tensors_in(folder)), []
+    nobody = ServerEndpoint("nobody", "http://127.0.0.1:9", KEY)
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise SyncError("an engine that nobody knows")
+
+    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for each in tensors.items():
+            taken.append(each[0])
+            yield [each]
+
+    monkeypatch.setattr(hashes, "held_by", unknown)
+    with pytest.raises(SyncError, match="an engine that nobody knows"):
+        compare(buckets(), load_model_config(folder), [nobody], "float32", chosen(), 5.0)
+    assert taken == list(tensors)
 
 
 def test_a_server_without_an_answer_is_told_from_one_with_wrong_weights() -> None:
