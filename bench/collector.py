@@ -35,7 +35,9 @@ from bench.support.measure import write
 from bench.support.stub_server import PROMPT_TOKENS, VARIANTS, VERSION, answer, stub_server
 from megarl.core.types import FloatArray, Prompt, Sample, Status, VersionSpan
 from megarl.data.pack import pack_samples
-from megarl.rollout.single_turn import Episode
+from megarl.rollout.asking import Request
+from megarl.rollout.attempt import Attempt
+from megarl.rollout.single_turn import to_sample
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
@@ -74,10 +76,10 @@ async def collect(
 
     async def one(index: int) -> Sample:
         async with room:
-            episode = Episode(prompt, sampling, f"1/{prompt.id}/{index}", f"1/{prompt.id}")
-            sample = await episode.go_on(client, lambda _: "", deadline_s=600.0)
-            assert sample is not None, "the stub cut a request off"
-            return sample
+            attempt = Attempt(prompt, sampling, 0, "train", 1, index)
+            answer = await Request(prompt.token_ids, sampling).go_on(client, lambda _: "", deadline_s=600.0)
+            assert answer is not None, "the stub cut a request off"
+            return to_sample(attempt, answer)
 
     return list(await asyncio.gather(*(one(first + index) for index in range(count))))
 

@@ -341,7 +341,14 @@ def _weight_sync(result: Result) -> str:
     )
     equal = "all answers equal" if all(row["equal"] for row in result["rows"]) else "answers that differ"
     memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
-    return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}; {equal}"
+    alone = ""
+    if "server_alone" in result:
+        serial, shared = (result["server_alone"][key] for key in ("serial_s", "shared_s"))
+        alone = (
+            f"; a server's own load with nothing of megarl between: {shared:.2f} s shared memory "
+            f"({result['memcpy_s'] / shared:.0%}), {serial:.2f} s broadcast ({result['bare_broadcast_s'] / serial:.0%})"
+        )
+    return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}{alone}; {equal}"
 
 
 def _weight_sync_layouts(result: Result) -> str:
@@ -378,6 +385,21 @@ def _algorithms(result: Result) -> str:
         for name, cost in result["costs"].items()
     )
     return f"of {result['num_tokens']:,} tokens in {result['num_samples']:,} samples: {costs}"
+
+
+def _sandbox(result: Result) -> str:
+    def both(name: str) -> str:
+        return f"{result[name]['median']:.1f} ms (p95 {result[name]['p95']:.1f})"
+
+    several, rate = result["at_once"], result["rate"]
+    each = several["pss_bytes"] / several["asked"] / 2**20
+    return (
+        f"until the program runs: {both('pooled_ms')} pooled, {both('cold_ms')} where none waits, {both('bare_ms')} bare; a run "
+        f"until its result {both('run_ms')}; {rate['per_s']:.0f} runs/s, {rate['cpu_ms']:.0f} CPU ms each; "
+        f"{several['overlapped']} of {several['asked']} at once, all running after {several['all_running_s']:.1f} s, "
+        f"{each:.1f} MiB each, gone "
+        f"{several['closed_s']:.1f} s after the last ended. Memory by {result['memory']}"
+    )
 
 
 ROWS = (
@@ -435,6 +457,7 @@ ROWS = (
     ),
     Row("disk_sync", "whole versions; what AdamW changes by learning rate ([weight sync](weight_sync.md))", _disk_sync),
     Row("algorithms", "plain loops", _algorithms),
+    Row("sandbox", "a Python without a sandbox, started each time; target 20 ms pooled, 200 at once", _sandbox),
 )  # fmt: skip
 
 

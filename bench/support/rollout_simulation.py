@@ -352,7 +352,7 @@ def facts_of(world: World, task: GroupTask, spans: Sequence[tuple[VersionSpan, .
     tokens = np.array([each[-1].end if each else 0 for each in kept], np.int64)
     return GroupFacts(
         group=task.group,
-        prompt_tokens=PROMPT_TOKENS,
+        prompt_tokens=np.full(len(tokens), PROMPT_TOKENS),
         response_tokens=tokens,
         trained_tokens=tokens,
         rewards=rewards,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from megarl.agents.episode import Episodes
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray, ShardPlan
@@ -37,7 +39,8 @@ class CollectorActor:
 
     def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_collectors: int) -> None:
         self._facts = configure_process(spec)
-        self._collector = Collector.open(recipe, router, num_collectors)
+        player = partial(Episodes.open, recipe, router) if recipe.agent is not None else None
+        self._collector = Collector.open(recipe, router, num_collectors, player)
         self._advantages = LocalAdvantages(recipe)
         self._probe: list[list[int]] = []
 

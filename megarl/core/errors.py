@@ -86,3 +86,7 @@ def naming(folders: Mapping[Path, Path]) -> Iterator[None]:
         for temporary, final in folders.items():
             text = text.replace(str(temporary), str(final))
         raise type(error)(text) from error
+
+
+class TemplateRefusalError(MegarlError):
+    """The model's chat template has raised an error, knows no such role, or leaves out what an assistant said."""

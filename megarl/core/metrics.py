@@ -66,6 +66,36 @@ _METRICS: dict[str, MetricSpec] = {
     "reward/model_score": MetricSpec("reward", "score of the reward model at the last token, before its weight", ".3f"),
     "reward/kl": MetricSpec("nats", "KL to the reference, mean over trained tokens; only with kl_in: reward", ".2e"),
     "reward/kl_coef": MetricSpec("1", "what a nat of it cost in this step", ".3g"),
+    "agent/turns_mean": MetricSpec("turns", "responses of the policy in one episode, mean", ".2f"),
+    "agent/turns_max": MetricSpec("turns", "the most of one episode", ".0f"),
+    "agent/policy_tokens": MetricSpec(
+        "tokens", "that the policy wrote in one episode, mean; these are trained on", ".1f"
+    ),
+    "agent/environment_tokens": MetricSpec(
+        "tokens",
+        "between what the policy wrote, of the environment, of tools and of the template; mean of an episode",
+        ".1f",
+    ),
+    "agent/generation_s": MetricSpec("s", "of one episode at the servers, mean", ".3f"),
+    "agent/environment_s": MetricSpec("s", "of one episode in its environment, mean", ".3f"),
+    "agent/tools_s": MetricSpec(
+        "s", "of one episode in tools and in reading their calls, mean; only with agent.tools", ".3f"
+    ),
+    "agent/tool_calls": MetricSpec("calls", "of tools in one episode, mean", ".2f"),
+    "agent/tool_failures": MetricSpec(
+        "calls",
+        "that no tool answered: it raised, took too long, or the call cannot be read; the policy is told",
+        ".0f",
+    ),
+    "agent/environment_failures": MetricSpec(
+        "episodes", "not trained on because their environment raised, took too long, or answered nonsense", ".0f"
+    ),
+    "agent/truncated_by/BUDGET": MetricSpec(
+        "fraction", "episodes that ended because BUDGET was used up: turns, tokens, time / episodes", ".3f"
+    ),
+    "agent/by/NAME": MetricSpec(
+        "1", "what the environment gave as its metric NAME, mean over the episodes that have it", ".3f"
+    ),
     "rollout/num_samples": MetricSpec("samples", "samples trained on in this step", ".0f"),
     "rollout/prompt_len_mean": MetricSpec("tokens", "mean prompt length", ".1f"),
     "rollout/response_len_mean": MetricSpec(
@@ -189,6 +219,8 @@ _METRICS: dict[str, MetricSpec] = {
     "eval/truncated": MetricSpec(
         "fraction", "held-out samples that ended at the length limit / held-out samples", ".3f"
     ),
+    "eval/turns_mean": MetricSpec("turns", "responses of the policy in one held-out episode, mean", ".2f"),
+    "eval/by/NAME": MetricSpec("1", "what the environment gave as its metric NAME, mean over held-out episodes", ".3f"),
     "eval/failures": MetricSpec("samples", "held-out samples that no grade could be given to", ".0f"),
     "sync/probe_diff_max": MetricSpec(
         "nats", "largest |server's log-prob - the trainer's| over the probe's tokens and all servers", ".1e"
@@ -257,6 +289,7 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
     {
         "reward": "What the graders said of the step's samples.",
         "rollout": "The step's samples, as they were generated.",
+        "agent": "The step's episodes; only with a section `agent`.",
         "actor": "The update of the policy.",
         "critic": "The update of the critic.",
         "sft": "Training on demonstrations.",
@@ -283,13 +316,20 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def row_of(name: str) -> str:
-    """The name that a metric has in the table: NAME stands for a grader's, ROLE and OPERATION for a role's doings."""
+    """The name that a metric has in the table.
+
+    NAME stands for one that a recipe or an environment gave, ROLE and OPERATION for a role's doings.
+    """
     if _OF_ROLE.fullmatch(name):
         return "memory/ROLE/OPERATION"
     if name.startswith("rollout/staleness/"):
         return "rollout/staleness/NUMBER"
     if name.startswith("rollout/dropped/"):
         return "rollout/dropped/REASON"
+    if name.startswith("agent/truncated_by/"):
+        return "agent/truncated_by/BUDGET"
+    if name.startswith(("agent/by/", "eval/by/")):
+        return f"{name.partition('/')[0]}/by/NAME"
     return _OF_GRADER.sub(r"\1NAME\2", name)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.errors import UserError
+from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.loading import as_if_missing, without_collection
 from megarl.core.types import TokenArray
 from megarl.data.rows import Row, json_type
@@ -102,21 +102,41 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, gener
             f"{row.where}: the row has chat messages, but the model's tokenizer has no chat template. "
             "Add chat_template to tokenizer_config.json, or give the prompt as a string."
         )
+    try:
+        return apply_template(tokenizer, messages, generation_prompt=generation_prompt)
+    except TemplateRefusalError as error:
+        between = ", " if str(error).startswith("message ") else ": "
+        raise UserError(f"{row.where}{between}{error}") from error
+
+
+def apply_template(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    generation_prompt: bool,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """As `render`, of messages that are no row's. tools: JSON schemas of functions that the model may call.
+
+    Raises TemplateRefusalError.
+    """
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in ROLES and role not in str(tokenizer.chat_template):
             near = get_close_matches(role, ROLES, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(
-                f"{row.where}, message {number}: there is no role {role!r}.{hint} Roles are {', '.join(ROLES)}, and those "
+            raise TemplateRefusalError(
+                f"message {number}: there is no role {role!r}.{hint} Roles are {', '.join(ROLES)}, and those "
                 "that the model's chat template names."
             )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation_prompt, tools=list(tools) or None
+        )
     except Exception as error:  # a template is code of the model's authors
         roles = ", ".join(str(message["role"]) for message in messages)
-        raise UserError(
-            f"{row.where}: the model's chat template refuses these messages ({error}); their roles are {roles}."
+        raise TemplateRefusalError(
+            f"the model's chat template refuses these messages ({error}); their roles are {roles}."
         ) from error
     return str(text)
 

@@ -66,8 +66,11 @@ class PromptRow:
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
-def parse_row(row: Row, data: Data) -> PromptRow:
-    """Prompt, answer and metadata of a row. Raises UserError naming file, line and field."""
+def parse_row(row: Row, data: Data, *, answered: bool = True) -> PromptRow:
+    """Prompt, answer and metadata of a row. Raises UserError naming file, line and field.
+
+    answered: False for rows that need no answer: without one it is empty.
+    """
     prompt = row.get(data.prompt_key, "the prompt, data.prompt_key")
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -85,44 +88,34 @@ def parse_row(row: Row, data: Data) -> PromptRow:
                 f"{row.where}, field {data.prompt_key!r}: the last message is the assistant's, but that is what the "
                 "model is to write. End the prompt with the user's message."
             )
-    answer_key = _answer_key(row, data)
-    answer = row.get(answer_key, "the answer, data.answer_key")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise UserError(
-            f"{row.where}, field {answer_key!r}: the answer is {json_type(answer)}; wanted is a string or a number."
-        )
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise UserError(
-            f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
-        )
-    if data.final_answer:
-        answer = _final_answer(str(answer), row, answer_key)
-    metadata = _metadata(row, (data.prompt_key, answer_key))
+    answer_key = _answer_key(row, data, answered=answered)
+    answer = _answer(row, answer_key, data) if answer_key is not None else ""
+    metadata = _metadata(row, (data.prompt_key, *filter(None, [answer_key])))
     bound = _bound(row)
-    return PromptRow(row, _with_suffix(prompt, data.prompt_suffix), str(answer), metadata, bound)
+    return PromptRow(row, _with_suffix(prompt, data.prompt_suffix), answer, metadata, bound)
 
 
-def check_rows(path: Path, data: Data, limit: int | None = None) -> int:
+def check_rows(path: Path, data: Data, limit: int | None = None, *, answered: bool = True) -> int:
     """Check the rows of a file, or the first `limit`, without a tokenizer; returns how many were checked.
 
     Raises UserError for the first row that is wrong.
     """
     count = 0
     for row in islice(read_rows(path), limit):
-        parse_row(row, data)
+        parse_row(row, data, answered=answered)
         count += 1
     return count
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer, data: Data) -> PromptSet:
-    """Read and tokenise a whole file.
+def load_prompts(path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool = True) -> PromptSet:
+    """Read and tokenise a whole file. answered: see `parse_row`.
 
     A prompt over data.max_prompt_tokens is counted and dropped, or refused, as data.over_length says.
     Raises UserError: a malformed row, a prompt that is too long (over_length: error), or nothing left.
     """
     prompts: list[Prompt] = []
     num_dropped = 0
-    for parsed, ids, text in _tokenised(path, tokenizer, data):
+    for parsed, ids, text in _tokenised(path, tokenizer, data, answered=answered):
         if len(ids) == 0:
             raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")
         if len(ids) <= data.max_prompt_tokens:
@@ -160,6 +153,21 @@ def _with_suffix(prompt: str | list[Message], suffix: str) -> str | list[Message
     return [*before, {**last, "content": last["content"] + suffix}]
 
 
+def _answer(row: Row, answer_key: str, data: Data) -> str:
+    answer = row.get(answer_key, "the answer, data.answer_key")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise UserError(
+            f"{row.where}, field {answer_key!r}: the answer is {json_type(answer)}; wanted is a string or a number."
+        )
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise UserError(
+            f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
+        )
+    if data.final_answer:
+        return _final_answer(str(answer), row, answer_key)
+    return str(answer)
+
+
 def _final_answer(answer: str, row: Row, key: str) -> str:
     found = final_answer(answer)
     if found is None:
@@ -183,12 +191,14 @@ def _bound(row: Row) -> int | None:
     return bound
 
 
-def _answer_key(row: Row, data: Data) -> str:
+def _answer_key(row: Row, data: Data, *, answered: bool) -> str | None:
     if data.answer_key is not None:
         return data.answer_key
     for key in ANSWER_KEYS:
         if row.has(key):
             return key
+    if not answered:
+        return None
     for key in ANSWER_KEYS:
         if key in row.fields:
             raise row.missing(key, "the answer")
@@ -217,10 +227,12 @@ def _metadata(row: Row, used: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _tokenised(path: Path, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[PromptRow, TokenArray, str]]:
+def _tokenised(
+    path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool
+) -> Iterator[tuple[PromptRow, TokenArray, str]]:
     """Each row with its ids and the text that they stand for."""
     templated = has_chat_template(tokenizer)
-    rows = (parse_row(row, data) for row in read_rows(path))
+    rows = (parse_row(row, data, answered=answered) for row in read_rows(path))
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         texts = [_text(parsed, tokenizer, templated) for parsed in batch]
         yield from zip(batch, encode(tokenizer, texts, special_tokens=not templated), texts, strict=True)

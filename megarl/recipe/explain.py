@@ -109,7 +109,8 @@ class Schema:
         if choices := node.get("enum") or ([node["const"]] if "const" in node else None):
             return " or ".join(map(str, choices))
         if each := node.get("items") or node.get("additionalProperties"):
-            return f"a {'list of' if 'items' in node else 'section of names, each with'} {self._words(each)}"
+            value = "any value" if each is True else self._words(each)
+            return f"a {'list of' if 'items' in node else 'section of names, each with'} {value}"
         bounds = (("exclusiveMinimum", "over"), ("minimum", "at least"), ("maximum", "at most"))
         words = [f"{word} {node[name]:g}" for name, word in bounds if name in node]
         words += [f"that matches {node['pattern']}"] if "pattern" in node else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from megarl.recipe.agent_rules import AGENT_CONTRADICTIONS, AGENT_UNREAD, score_names
 from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UNREAD
 from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
@@ -34,7 +35,9 @@ def _placed_by_hand(section: str) -> Callable[[Recipe, Asked], bool]:
 
 
 def _decides_alone(recipe: Recipe) -> bool:
-    """Whether the reward is what one grader says, no more and no less."""
+    """Whether the reward is what one grader, or the environment, says, no more and no less."""
+    if len(score_names(recipe)) > len(recipe.reward.by_name()):
+        return not recipe.reward.by_name()
     return [grader.weight for grader in recipe.reward.by_name().values()] == [1.0]
 
 
@@ -53,6 +56,7 @@ DATA_UNREAD = (
     ),
 )
 UNREAD_RULES: tuple[Unread, ...] = (
+    *AGENT_UNREAD,
     *ALGORITHM_UNREAD,
     *SUPERVISED_UNREAD,
     *ROLE_UNREAD,
@@ -94,7 +98,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
     ),
     Unread(
         ("eval.grader",),
-        lambda r, _: not _decides_alone(r) or r.eval.grader not in r.reward.by_name(),
+        lambda r, _: not _decides_alone(r) or r.eval.grader not in score_names(r),
         "the only grader's score is the reward: give reward.graders another one, or this one another weight",
         (Recipe,),
     ),
@@ -123,6 +127,7 @@ def _owned_flags(recipe: Recipe) -> list[str]:
 
 
 CONTRADICTIONS: tuple[Contradiction, ...] = (
+    *AGENT_CONTRADICTIONS,
     *ALGORITHM_CONTRADICTIONS,
     *ROLE_CONTRADICTIONS,
     *SERVER_CONTRADICTIONS,
@@ -163,6 +168,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "reward.graders",
         lambda r, _: (
             (r.reward_model is None or r.reward_model.weight == 0)
+            and len(score_names(r)) == len(r.reward.by_name()) > 0
             and all(each.weight == 0 for each in r.reward.by_name().values())
         ),
         lambda r: (
@@ -172,8 +178,8 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "eval.grader",
-        lambda r, _: r.eval.grader is not None and r.eval.grader not in r.reward.by_name(),
-        lambda r: f"there is no grader {r.eval.grader!r}. The recipe's graders: {', '.join(r.reward.by_name())}",
+        lambda r, _: r.eval.grader is not None and r.eval.grader not in score_names(r),
+        lambda r: f"there is no grader {r.eval.grader!r}. The recipe's graders: {', '.join(score_names(r))}",
         (Recipe,),
     ),
     Contradiction(

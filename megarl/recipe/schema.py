@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from megarl.recipe.agent import Agent
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.dataset import DataSet
 from megarl.recipe.placement import Placement
@@ -216,6 +217,7 @@ class Recipe(Section):
     model: Model
     data: Data
     rollout: Rollout
+    agent: Agent | None = Field(None, description="episodes of several turns, with an environment or tools")
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     actor: Actor = Actor()
@@ -229,6 +231,18 @@ class Recipe(Section):
     train: Train
     deadlines: Deadlines = Deadlines()
     report: Report = Report()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rewarded_by_environment(cls, values: Any) -> Any:
+        """Where an environment rewards, a rule grades beside it only if the recipe names one."""
+        agent = values.get("agent") if isinstance(values, dict) else None
+        if not isinstance(agent, dict) or agent.get("environment") is None:
+            return values
+        reward = values.get("reward", {})
+        if not isinstance(reward, dict) or "fn" in reward:
+            return values
+        return {**values, "reward": {"fn": None, **reward}}
 
 
 AnyRecipe = Recipe | SupervisedRecipe

@@ -133,7 +133,7 @@ def select(entries: Sequence[Entry], step: int, oldest: int, *, greedy: bool, dr
         positions=joined([at for *_, at in kept], np.int64),
         group_index=joined([np.full(len(at), index) for index, (*_, at) in enumerate(kept)], np.int64),
         owners=joined([np.full(len(at), entry.asked.owner) for entry, _, at in kept], np.int64),
-        prompt_tokens=joined([np.full(len(at), each.prompt_tokens) for _, each, at in kept], np.int64),
+        prompt_tokens=joined([each.prompt_tokens[at] for _, each, at in kept], np.int64),
         response_tokens=joined([each.response_tokens[at] for _, each, at in kept], np.int64),
         trained_tokens=joined([trained_in_time(each, oldest)[at] for _, each, at in kept], np.int64),
         rewards=joined([each.rewards[at] for _, each, at in kept], np.float32),

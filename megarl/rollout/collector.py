@@ -9,29 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import Block, Prompt, Sample, Status, TokenArray, VersionSpan
+from megarl.core.types import Block, Prompt, Sample, Status, TokenArray
 from megarl.data.blocks import sample_block
-from megarl.data.chat import load_tokenizer
+from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
-from megarl.rollout import filters
+from megarl.rollout.asking import Asker
+from megarl.rollout.attempt import Attempt, Player
 from megarl.rollout.batcher import Part
-from megarl.rollout.facts import Flags, GroupFacts
+from megarl.rollout.facts import GroupFacts
 from megarl.rollout.gate import Gate
 from megarl.rollout.journal import JOURNAL, Journal, Written
 from megarl.rollout.notices import Notices
 from megarl.rollout.pieces import Decode
-from megarl.rollout.samples_file import write_samples
-from megarl.rollout.seeds import Purpose, request_seed
-from megarl.rollout.single_turn import Episode
+from megarl.rollout.sample_facts import eval_facts, group_facts
+from megarl.rollout.samples_file import shown, write_samples
+from megarl.rollout.seeds import Purpose
+from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
@@ -65,42 +68,59 @@ class Collector:
         client: ServerClient,
         graders: Graders,
         decode: Decode,
+        player: Player | None = None,
         num_collectors: int = 1,
         notices: Notices | None = None,
     ) -> None:
+        """player: plays an attempt; default: asks for one response."""
         self._recipe = recipe
         self._journal = Journal(recipe.run.folder / JOURNAL) if recipe.train.journal else None
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
         self._client = client
         self._graders = graders
-        self._decode = decode
+        self._player = player or SingleTurn()
         concurrency = max(1, recipe.rollout.concurrency // num_collectors)
         self._gate = Gate(concurrency, recipe.rollout.num_servers / num_collectors)
+        self._asker = Asker(
+            client,
+            self._gate,
+            decode,
+            deadline_s=recipe.deadlines.rollout_s,
+            piece_tokens=recipe.rollout.piece_tokens,
+        )
         self._groups: dict[int, _Group] = {}
         self._finished: asyncio.Queue[GroupFacts | BaseException] = asyncio.Queue()
         self._probe: list[list[int]] = []
         self.notices = notices or Notices()
 
     @classmethod
-    def open(cls, recipe: Recipe, router: ServerEndpoint, num_collectors: int = 1) -> Collector:
-        """Read the recipe's data and get ready to start its graders; `start` starts them.
+    def open(
+        cls,
+        recipe: Recipe,
+        router: ServerEndpoint,
+        num_collectors: int = 1,
+        open_player: Callable[[Tokenizer], Player] | None = None,
+    ) -> Collector:
+        """Read the recipe's data and get ready to start its graders; `start` starts them. open_player: makes what plays.
 
         Raises UserError where the data cannot be used.
         """
         tokenizer = load_tokenizer(recipe.model.path)
+        load = partial(load_prompts, tokenizer=tokenizer, data=recipe.data, answered=recipe.agent is None)
         held_out: Sequence[Prompt] = ()
         if recipe.data.eval is not None:
-            held_out = load_prompts(recipe.data.eval, tokenizer, recipe.data).prompts[: recipe.eval.max_prompts]
+            held_out = load(recipe.data.eval).prompts[: recipe.eval.max_prompts]
         notices = Notices()
         return cls(
             recipe,
-            prompts=load_prompts(recipe.data.train, tokenizer, recipe.data),
+            prompts=load(recipe.data.train),
             eval_prompts=held_out,
             # As long as a router or the only server takes to come back.
             client=ServerClient(router, attempts=ATTEMPTS + math.ceil(recipe.deadlines.start_s / LONGEST_BACKOFF_S)),
             graders=Graders.open(recipe.reward, notices.tell),
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+            player=open_player(tokenizer) if open_player is not None else None,
             num_collectors=num_collectors,
             notices=notices,
         )
@@ -113,6 +133,7 @@ class Collector:
     async def close(self) -> None:
         """End what is being made, the graders and the connections."""
         await self.cancel(list(self._groups))
+        await self._player.close()
         await self._graders.close()
         await self._client.close()
         if self._journal is not None:
@@ -215,7 +236,7 @@ class Collector:
         samples = [task.result() for task in making]
         if 0 in rows:
             self._write(f"eval_{step:06d}.jsonl", samples)
-        return self._eval_facts(rows, samples)
+        return eval_facts(rows, samples, settings)
 
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
@@ -270,49 +291,24 @@ class Collector:
         self, prompt: Prompt, sampling: Sampling, step: int, index: int, purpose: Purpose, expected: float = 0.0
     ) -> Sample:
         """One sample, graded."""
-        group = f"{step}/{prompt.id}"
-        seed = request_seed(self._recipe.run.seed, purpose, step, prompt.id, index)
-        episode = Episode(prompt, replace(sampling, seed=seed), f"{group}/{index}", group)
-        sample = None
-        while sample is None:
-            async with self._gate.request(step, expected):
-                sample = await episode.go_on(
-                    self._client,
-                    self._decode,
-                    deadline_s=self._recipe.deadlines.rollout_s,
-                    piece_tokens=self._recipe.rollout.piece_tokens,
-                    expects_cuts=lambda: self._gate.closed,
-                )
+        attempt = Attempt(prompt, sampling, self._recipe.run.seed, purpose, step, index, expected)
+        sample = await self._player.play(attempt, self._asker)
         if sample.status is not Status.FAILED:
             grade = await self._graders.grade(
-                prompt.text, sample.response_text, prompt.answer, prompt.metadata, prompt.id
+                sample.prompt.text, sample.response_text, prompt.answer, prompt.metadata | sample.metadata, prompt.id
             )
-            sample.reward, sample.reward_parts, sample.grade_failure = grade.reward, grade.parts, grade.failure
+            sample.reward += grade.reward
+            sample.reward_parts = sample.reward_parts | grade.parts
+            sample.grade_failure = grade.failure
         else:
             log.warning("sample %s failed: %s", sample.id, sample.metadata["failure"])
         return sample
-
-    def _eval_facts(self, rows: Sequence[int], samples: Sequence[Sample]) -> EvalFacts:
-        versions = [span.version for sample in samples for span in sample.versions]
-        grades = [sample.grade_failure for sample in samples if sample.grade_failure is not None]
-        return EvalFacts(
-            rows=np.repeat(np.array(rows, np.int64), self._recipe.eval.samples_per_prompt),
-            rewards=filters.rewards(samples),
-            scores=filters.scores(samples, self._recipe.eval.grader),
-            response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
-            truncated=_are(samples, Status.TRUNCATED),
-            failed=_are(samples, Status.FAILED),
-            ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
-            versions=(min(versions), max(versions)) if versions else None,
-            failure=_failure(samples),
-            grade_failure=grades[0] if grades else "",
-        )
 
     def _write(self, name: str, samples: Sequence[Sample]) -> None:
         """The first samples, for reading: one JSON object a line, whole or not at all."""
         count = self._recipe.report.samples
         if count:
-            write_samples(self._recipe.run.folder / "samples" / name, samples[:count])
+            write_samples(self._recipe.run.folder / "samples" / name, shown(samples, count))
 
 
 async def _abort(server: ServerEndpoint) -> None:
@@ -332,37 +328,6 @@ def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
     return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]
 
 
-def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:
-    """What is told of a finished group."""
-    names = sorted({name for sample in samples for name in sample.reward_parts})
-    parts = {
-        name: np.array([_number(sample.reward_parts.get(name)) for sample in samples], np.float64) for name in names
-    }
-    answered = filters.usable(greedy)
-    usable = {id(sample) for sample in filters.usable(samples)}
-    grades = [sample.grade_failure for sample in [*samples, *greedy] if sample.grade_failure is not None]
-    return GroupFacts(
-        group=group,
-        prompt_tokens=len(samples[0].prompt.token_ids),
-        response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
-        trained_tokens=np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
-        rewards=filters.rewards(samples),
-        mean_nll=filters.mean_nll(samples),
-        usable=np.array([id(sample) in usable for sample in samples], np.bool_),
-        truncated=_are(samples, Status.TRUNCATED),
-        failed=_are(samples, Status.FAILED),
-        ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
-        spans=tuple(_trained_spans(sample) for sample in samples),
-        greedy_reward=answered[0].reward if answered else float("nan"),
-        parts=parts,
-        failure=_failure([*samples, *greedy]),
-        grade_failure=grades[0] if grades else "",
-        num_greedy=len(greedy),
-        greedy_ungraded=sum(sample.grade_failure is not None for sample in greedy),
-        greedy_failed=sum(sample.status is Status.FAILED for sample in greedy),
-    )
-
-
 def _masked(sample: Sample, oldest: int) -> Sample:
     """The sample without its tokens of versions before `oldest` among those that are trained on."""
     old = [span for span in sample.versions if span.version < oldest]
@@ -372,22 +337,3 @@ def _masked(sample: Sample, oldest: int) -> Sample:
     for span in old:
         mask[span.start : span.end] = 0
     return replace(sample, loss_mask=mask, memory=None)
-
-
-def _trained_spans(sample: Sample) -> tuple[VersionSpan, ...]:
-    """The sample's spans, counted in trained tokens."""
-    before = np.concatenate([[0], np.cumsum(sample.loss_mask > 0)])
-    spans = (VersionSpan(span.version, int(before[span.start]), int(before[span.end])) for span in sample.versions)
-    return tuple(span for span in spans if span.end > span.start)
-
-
-def _are(samples: Sequence[Sample], status: Status) -> Flags:
-    return np.array([sample.status is status for sample in samples], np.bool_)
-
-
-def _failure(samples: Sequence[Sample]) -> str:
-    return next((str(sample.metadata["failure"]) for sample in samples if sample.status is Status.FAILED), "")
-
-
-def _number(score: float | None) -> float:
-    return float("nan") if score is None else score

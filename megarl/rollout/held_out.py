@@ -9,6 +9,7 @@ import numpy as np
 from megarl.core.errors import MegarlError
 from megarl.core.types import EvalResult
 from megarl.recipe.schema import Recipe
+from megarl.rollout.episode_metrics import eval_metrics
 from megarl.rollout.step_metrics import describe_failures, refuse_grades
 from megarl.rollout.tasks import EvalFacts
 
@@ -53,6 +54,7 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
             "eval/response_len_mean": float(joined("response_tokens").mean()),
             "eval/truncated": float(joined("truncated").mean()),
             "eval/failures": float((failed | ungraded).sum()),
+            **eval_metrics(part.numbers for part in parts),
         },
         failure=failure,
     )

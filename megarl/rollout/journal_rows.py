@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import zlib
@@ -36,6 +37,7 @@ COLUMNS = (
     "status text",
     "versions text",
     "metadata text",
+    "numbers text",
     "routing blob",
     "routing_width integer",
     "crc integer",
@@ -76,6 +78,7 @@ def row_of(
         sample.status.value,
         _json([list(span) for span in sample.versions]),
         _json(sample.metadata),
+        _json(sample.numbers),
         None if routing is None else np.ascontiguousarray(routing, np.int16).tobytes(),
         0 if routing is None else routing.shape[1],
     )
@@ -107,6 +110,7 @@ def read_sample(row: sqlite3.Row, prompt: Prompt) -> Sample:
         reward_parts=orjson.loads(row["parts"]),
         grade_failure=row["grade_failure"],
         metadata=orjson.loads(row["metadata"]),
+        numbers=orjson.loads(row["numbers"]),
         routing=None if row["routing"] is None else np.frombuffer(row["routing"], np.int16).reshape(-1, width),
         memory=memory,
     )
@@ -126,7 +130,10 @@ def prompt_crc(prompt: Prompt) -> int:
 
 def _json(value: Any) -> str:
     # Whoever adds to the metadata of a sample may add what JSON does not have: its words have to do.
-    return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    except orjson.JSONEncodeError:  # half a character, in what an environment said
+        return json.dumps(value, default=str, ensure_ascii=False).encode(errors="replace").decode()
 
 
 def _crc(values: Sequence[Any]) -> int:

@@ -1,7 +1,7 @@
 """A response that comes in pieces: cut off by a pause, a server's death, or on purpose, and gone on with where it stopped.
 
 Each piece was asked for with the prompt and all tokens before it, so that the whole is what one request could have given:
-every token drawn from the policy given all before it. Not for what the text or the tokens mean (single_turn.py).
+every token drawn from the policy given all before it. Not for whose turn it is, nor for failures (asking.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.core.types import Prompt, RoutingArray, TokenArray, VersionSpan
+from megarl.core.types import RoutingArray, TokenArray, VersionSpan
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
@@ -27,18 +27,21 @@ CONTEXT_TOKENS = 5
 
 async def extend(
     client: ServerClient,
-    prompt: Prompt,
+    token_ids: TokenArray,
     sampling: Sampling,
     pieces: list[Generation],
     *,
     deadline_s: float,
+    num_prompt: int | None = None,
     piece_tokens: int | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Ask for what a response still lacks, and whether it has ended; False where the server cut it off.
 
-    pieces: what there is of it, in order; grows as more comes, so that the caller has it however this ends: by an error, by
-    a cancellation, or by a cut. piece_tokens: ask for so many at most at a time: as much is lost with a server that dies.
+    token_ids: [P], what stands before the response. num_prompt: how many of these requests of the same prompt have in common;
+    default: all. pieces: what there is of it, in order; grows as more comes, so that the caller has it however this ends: by
+    an error, by a cancellation, or by a cut. piece_tokens: ask for so many at most at a time: as much is lost with a server
+    that dies.
     deadline_s: for all of it. gives_up: of each request, as of `ServerClient.generate`.
 
     The last token of a piece that was cut off is left out and drawn anew: the server did not look whether it ends the
@@ -51,10 +54,10 @@ async def extend(
     while (lacking := sampling.max_tokens - num_tokens(pieces)) > 0 and not (pieces and pieces[-1].finish == "stop"):
         asked = min(lacking, piece_tokens or lacking)
         piece = await client.generate(
-            np.concatenate([prompt.token_ids, *(piece.token_ids for piece in pieces)]),
+            np.concatenate([token_ids, *(piece.token_ids for piece in pieces)]),
             replace(sampling, max_tokens=asked),
             left,
-            num_prompt=len(prompt.token_ids),
+            num_prompt=len(token_ids) if num_prompt is None else num_prompt,
             gives_up=gives_up,
         )
         left = max(0.0, end - clock())
@@ -90,7 +93,7 @@ def join(pieces: Sequence[Generation]) -> Generation:
         versions=_join_spans(pieces),
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
-        routing=_join_routing(pieces),
+        routing=join_routing(pieces),
     )
 
 
@@ -132,7 +135,7 @@ def _join_spans(pieces: Sequence[Generation]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _join_routing(pieces: Sequence[Generation]) -> RoutingArray | None:
+def join_routing(pieces: Sequence[Generation]) -> RoutingArray | None:
     """Of each token what the piece says that put it through the model first: a piece speaks of all tokens before it too."""
     known = [piece.routing for piece in pieces if piece.routing is not None]
     if len(known) < len(pieces):

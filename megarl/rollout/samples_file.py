@@ -6,9 +6,17 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.core.types import Sample
 from megarl.rollout import filters
+
+
+def shown(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
+    """The first so many; and the first whose environment raised, where none of them did: its trace is worth reading."""
+    raised = [sample for sample in samples if "trace" in sample.metadata][:1]
+    first = samples[:count]
+    return [*first, *(sample for sample in raised if not any("trace" in each.metadata for each in first))]
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
@@ -22,11 +30,10 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
             "parts": sample.reward_parts,
             "status": sample.status.value,
             "response_tokens": len(sample.response_ids),
-            "prompt": sample.prompt.text,
-            "response": sample.response_text,
+            **_said(sample),
             "answer": sample.prompt.answer,
             **({"grade_failure": sample.grade_failure} if sample.grade_failure else {}),
-            **({"failure": sample.metadata["failure"]} if "failure" in sample.metadata else {}),
+            **{name: sample.metadata[name] for name in ("failure", "trace") if name in sample.metadata},
         }
         for sample in samples
     ]
@@ -34,3 +41,12 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     temporary.write_text(text, encoding="utf-8", errors="replace")  # half a character, where a response ends within one
     os.replace(temporary, path)
+
+
+def _said(sample: Sample) -> dict[str, Any]:
+    """Prompt and response; of an episode the conversation, and what each of its turns was worth."""
+    if "messages" not in sample.metadata:
+        return {"prompt": sample.prompt.text, "response": sample.response_text}
+    names = ("messages", "turn_rewards")
+    told = {name: sample.metadata[name] for name in names if name in sample.metadata}
+    return told | ({"numbers": sample.numbers} if sample.numbers else {})

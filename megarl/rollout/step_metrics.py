@@ -13,6 +13,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import StepSamples, teaches
+from megarl.rollout.episode_metrics import episode_metrics
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.tasks import DataFacts
@@ -26,13 +27,14 @@ def sample_metrics(seen: Sequence[GroupFacts], *, greedy: bool) -> dict[str, flo
     kept = [facts.usable & (not greedy or not np.isnan(facts.greedy_reward)) for facts in seen]
     rewards = _joined(facts.rewards[flags] for facts, flags in zip(seen, kept, strict=True))
     lengths = _joined(facts.response_tokens[flags] for facts, flags in zip(seen, kept, strict=True))
-    prompts = _joined(np.full(int(flags.sum()), facts.prompt_tokens) for facts, flags in zip(seen, kept, strict=True))
+    prompts = _joined(facts.prompt_tokens[flags] for facts, flags in zip(seen, kept, strict=True))
     groups = [facts for facts, flags in zip(seen, kept, strict=True) if flags.any()]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/failures": float(sum(facts.ungraded.sum() for facts in seen)),
         **_part_metrics(seen, kept),
+        **episode_metrics(seen, kept),
         "rollout/prompt_len_mean": float(prompts.mean()),
         "rollout/response_len_mean": float(lengths.mean()),
         "rollout/response_len_max": float(lengths.max()),

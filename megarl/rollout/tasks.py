@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megarl.core.types import FloatArray, IntArray
 from megarl.rollout.facts import Flags, GroupFacts
@@ -56,7 +60,7 @@ class EvalFacts:
     """Held-out answers of one collector, n of them: rows [n] of the held-out data, each with its samples in order.
 
     versions: the smallest and the largest weight version of any token; None where nothing was answered. failure,
-    grade_failure: as of GroupFacts.
+    grade_failure, numbers: as of GroupFacts.
     """
 
     rows: IntArray
@@ -69,3 +73,4 @@ class EvalFacts:
     versions: tuple[int, int] | None
     failure: str = ""
     grade_failure: str = ""
+    numbers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)

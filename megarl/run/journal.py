@@ -65,11 +65,12 @@ def made_with(recipe: Recipe) -> dict[str, Any]:
     found = {name: value for name, value in values.items() if not _harmless(name)}
     if recipe.actor.optimizer.schedule != "constant":
         found["train.steps"] = recipe.train.steps  # learning rates are a part of the way there
-    for name, value in values.items():
-        if name in found and isinstance(value, str) and (match := FUNCTION.fullmatch(value)):
+    named = (text for name, value in values.items() if name in found for text in _texts(value))
+    for text in named:
+        if match := FUNCTION.fullmatch(text):
             spec = importlib.util.find_spec(match[1])
             if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
-                found[f"source of {value}"] = sum_file(Path(spec.origin)).crc32
+                found[f"source of {text}"] = sum_file(Path(spec.origin)).crc32
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
     return found | {package: installed(package) for package in PACKAGES}
@@ -126,6 +127,11 @@ def trim_journal(folder: Path, checkpoints: list[Committed]) -> None:
 
 def _harmless(name: str) -> bool:
     return any(name == key or name.startswith(f"{key}.") for key in HARMLESS)
+
+
+def _texts(value: Any) -> list[str]:
+    """A text, or those of a list: of tools there may be several."""
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

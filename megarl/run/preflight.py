@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from megarl.agents.check import check_agent
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
@@ -104,7 +105,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: b
     plan, platform = check_start(recipe, resume=resume, here=here)
     _check_beside(recipe, platform, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
-        check_rows(file, recipe.data)
+        check_rows(file, recipe.data, answered=recipe.agent is None)
     model = _check_generation(recipe)
     _check_sync(recipe, model)
     check_roles(recipe, model)
@@ -139,7 +140,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
         plan = plan_batches(recipe)
         _check_writable(recipe.run.folder)
         platform = check_devices(recipe)
-        check_rows(recipe.data.eval, recipe.data)
+        check_rows(recipe.data.eval, recipe.data, answered=recipe.agent is None)
         model = _check_generation(recipe)
         if not platform.serves_fp8:
             _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
@@ -281,6 +282,8 @@ def _check_generation(recipe: Recipe) -> ModelConfig:
     check_context(model, longest_sample(recipe), parts)
     check_server_layout(model, recipe.rollout.tp)
     check_graders(recipe.reward)
+    if recipe.agent is not None:
+        check_agent(recipe, load_tokenizer(recipe.model.path))
     return model
 
 
@@ -356,7 +359,7 @@ def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:
 
 
 def _load_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
-    prompts = load_prompts(path, load_tokenizer(recipe.model.path), recipe.data)
+    prompts = load_prompts(path, load_tokenizer(recipe.model.path), recipe.data, answered=recipe.agent is None)
     _check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
     return prompts
 

@@ -15,6 +15,7 @@ from tests.architecture.source import PACKAGE, imports, modules, room_of
 # A room may import itself and the rooms above it. The files beside the rooms are rooms of one module.
 ROOMS = (
     "core",
+    "sandbox",
     "algorithms",
     "recipe",
     "hub",
@@ -25,6 +26,7 @@ ROOMS = (
     "training",
     "serving",
     "rollout",
+    "agents",
     "sync",
     "profiling",
     "convert",
@@ -54,6 +56,7 @@ SGLANG_MODULES = {
 PLATFORM_MODULES = {"megarl.core.platform", "megarl.models.megatron_cpu"}
 WITHOUT_TORCH = (
     "core",
+    "sandbox",
     "recipe",
     "hub",
     "placement",
@@ -61,6 +64,7 @@ WITHOUT_TORCH = (
     "rewards",
     "train",
     "sft",
+    "agents",
     "run",
     "launch",
     "commands",

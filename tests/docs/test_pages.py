@@ -16,7 +16,7 @@ from tests.docs.pages import DOCS, ROOT, blocks, commands, follow
 from tests.support.dry.world import SIZES
 from tests.support.tiny import write_tiny_model
 
-FOLLOWED = ("data", "rewards", "models", "coming_from", "reading_a_run", "errors")
+FOLLOWED = ("data", "rewards", "agents", "models", "coming_from", "reading_a_run", "errors")
 
 CONVERTS = ("models",)  # by processes of their own
 

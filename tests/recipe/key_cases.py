@@ -67,7 +67,6 @@ COMMON: dict[str, Sequence[str]] = {
             "keep_last": ["1"],
             "async_save": ["true"],
             "keep_every": ["1"],
-            "journal": ["false"],
         },
     ),
     **_under(
@@ -80,6 +79,7 @@ _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {
 TRAIN: dict[str, Sequence[str]] = {
     **COMMON,
     **_REFERENCE,
+    "train.journal": ["false"],
     **_under(
         "data",
         {
@@ -124,6 +124,21 @@ TRAIN: dict[str, Sequence[str]] = {
             "server_args": ["[--chunked-prefill-size, '512']"],
         },
     ),
+    **_under(
+        "agent",
+        {
+            "environment": ["guess_number"],
+            "settings": ["{turns: 2}"],
+            "max_turns": ["2"],
+            "turn_tokens": ["2"],
+            "timeout_s": ["1.0e-9"],
+            "step_timeout_s": ["0.01"],
+            "tools": [f"['{OWN}:hear']"],
+            "tool_parser": ["llama3"],
+            "tool_timeout_s": ["0.01"],
+            "rewritten": ["keep"],
+        },
+    ),
     **_under("reward", {"fn": ["exact"], "workers": ["3"], "timeout_s": ["5.0"], "max_failed_share": ["0.0"]}),
     **_under(
         "reward.graders.rule",
@@ -144,6 +159,22 @@ TRAIN: dict[str, Sequence[str]] = {
             "max_tokens": ["9"],
             "parse": ["'mark (\\d)'", "json:points"],
             "scale": ["5.0"],
+            "kind": ["rule"],
+        },
+    ),
+    **_under(
+        "reward.graders.code",
+        {
+            "weight": ["0.5"],
+            "field": ["checks"],
+            "score": ["share"],
+            "max_tests": ["3"],
+            "timeout_s": ["2.0"],
+            "memory_mb": ["64"],
+            "disk_mb": ["8"],
+            "processes": ["9"],
+            "output_kb": ["8"],
+            "sandboxes": ["3"],
             "kind": ["rule"],
         },
     ),
@@ -248,7 +279,10 @@ _GRADERS = (
     "reward.graders.rule={kind: rule, fn: math}",
     "reward.graders.remote={kind: remote, url: 'http://a', batch: 4}",
     "reward.graders.judge={kind: judge, url: 'http://a', model: m}",
+    "reward.graders.code={kind: code}",
 )
+_AGENT = (f"agent.environment={OWN}:Talk", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
+_TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn_tokens=20")
 _ASYNCHRONOUS = ("rollout.max_staleness=1",)
 _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
@@ -292,6 +326,9 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "own loss": [f"algorithm.policy_loss={OWN}:scaled_loss"],
         "own advantage": [f"algorithm.advantage={OWN}:scaled_advantages"],
         "adapters": ["actor.lora={}", _KL],
+        "agent": _AGENT,
+        "agent with tools": [*_AGENT, *_TOOLS],
+        "tools alone": ["rollout.max_response_tokens=100", "data.max_prompt_tokens=340", *_TOOLS],
         "experts": [_MOE],
         "latent attention": [f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, _CUDA],
@@ -369,6 +406,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "teacher.offload": ("distilled", _SEARCHED["teacher"]),
     "actor.optimizer": ("plain", "actor by sgd", "actor falling"),
     "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
+    "agent": ("plain", "agent", "agent with tools", "tools alone"),
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched", "external servers"),
     "sync": ("plain", "over the disk"),
@@ -410,9 +448,10 @@ NEVER: dict[str, dict[str, str]] = {
             ("rollout.top_p", "rollout.top_k"),
             "samples from a part of the distribution are refused: that, said with the reason, is their effect",
         ),
+        "agent.rewritten": "keep is for templates that rewrite, and there refuse refuses the run: that is its effect",
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",
         **dict.fromkeys(
-            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge")),
+            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge", "code")),
             "it says which keys stand beside it: alone it cannot change",
         ),
     },

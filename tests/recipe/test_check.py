@@ -10,6 +10,7 @@ from megarl.recipe.explain import Schema
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import load_recipe
 from megarl.recipe.rules import CONTRADICTIONS, OWNED_FLAGS, UNREAD_RULES
+from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
 
 DISTILL = ("algorithm.policy_loss=distill", "teacher.path=m")
@@ -105,6 +106,15 @@ UNREAD = [
         ["data.eval=held_out.jsonl", "eval.grader=math"],
         ["reward.graders={math: {kind: rule, fn: math}, b: {kind: rule, fn: exact}}"],
     ),
+    (["agent.max_turns=3", "agent.settings.low=1"], ["agent.environment=guess_number"]),
+    *(
+        (["agent.environment=maze", f"agent.{given}"], ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25"])
+        for given in ("tool_parser=llama3", "tool_timeout_s=3")
+    ),
+    (
+        ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.step_timeout_s=3"],
+        ["agent.environment=guess_number"],
+    ),
     (["train.async_save=true"], ["train.save_every=2"]),
     (["rollout.late=drop"], ["rollout.max_staleness=1"]),
     (["rollout.in_flight=finish"], ["rollout.max_staleness=1"]),
@@ -153,6 +163,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "critic.epochs": "critic",
         "algorithm.settings.scale": "algorithm.settings",
         "teacher.path": "teacher",
+        "agent.settings.low": "agent.settings",
         "actor.parallel.tp": "actor.parallel",
         "critic.parallel.pp": "critic.parallel",
         "reward_model.parallel.tp": "reward_model.parallel",
@@ -248,6 +259,15 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["reward_model.path=m", "algorithm.advantage=remax"], "which only the graders see"),
         (["reward_model.path=m", "algorithm.drop_zero_variance_groups=true"], "before the reward model scores them"),
         (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),
+        (["agent.max_turns=3"], "nobody would answer the policy"),
+        (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
+        (["agent.environment=maze", "agent.turn_tokens=65"], "does not fit into rollout.max_response_tokens 64"),
+        (
+            ["agent.environment=maze", "reward.graders.environment={kind: rule, fn: math}"],
+            "is the name of the environment's own reward",
+        ),
+        (["reward.fn=null"], "it is null, and nothing else grades"),
+        (["agent.environment=maze", "data.eval=x", "eval.grader=math"], "The recipe's graders: environment"),
         (["rollout.top_k=0"], "got 0; set it to -1 (off)"),
         (["rollout.top_k=-2"], "got -2; set it to -1 (off)"),
         (["rollout.stop=['']"], "an empty stop string"),
@@ -396,3 +416,22 @@ def test_a_search_for_a_placement_needs_no_other_role(recipe_file: Path) -> None
     """Two rules say that nothing reads reference.parallel."""
     loaded = load_recipe(recipe_file, ["placement.name=auto"])
     assert "parallel" not in loaded.resolved.get("reference", {}) and "parallel" not in loaded.resolved["actor"]
+
+
+def test_where_an_environment_rewards_a_rule_grades_only_if_it_is_named(recipe_file: Path) -> None:
+    maze = "agent.environment=maze"
+    assert load_recipe(recipe_file, [maze]).recipe.reward.by_name() == {}
+    assert list(load_recipe(recipe_file, [maze, "reward.fn=exact"]).recipe.reward.by_name()) == ["exact"]
+    assert list(load_recipe(recipe_file, [maze, REMOTE]).recipe.reward.by_name()) == ["x"]
+    # What was resolved is read again as the same.
+    loaded = load_recipe(recipe_file, [maze])
+    assert Recipe.model_validate(loaded.resolved).reward == loaded.recipe.reward
+    assert load_recipe(recipe_file).recipe.agent is None
+
+
+@pytest.mark.parametrize("name", ["environment", "x"])
+def test_an_evaluation_may_ask_environment_or_grader_what_is_right(recipe_file: Path, name: str) -> None:
+    given = ["agent.environment=maze", "data.eval=held_out.jsonl", f"eval.grader={name}"]
+    assert load_recipe(recipe_file, [*given, REMOTE]).recipe.eval.grader == name
+    with pytest.raises(UserError, match=r"eval\.grader"):
+        load_recipe(recipe_file, given)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.blocks import laid, sample_block
+from megarl.rollout.attempt import Attempt, failed_sample
 from megarl.rollout.journal import Journal, JournalError, Written, forget, steps_of
-from megarl.rollout.single_turn import failed_sample
 from megarl.rollout.tasks import GroupTask
+from megarl.serving.sampling import Sampling
 from tests.rollout.samples import make_prompt
 
 T = TypeVar("T")
@@ -48,13 +49,14 @@ def sample(
             reward_parts={"exact": 0.25, "judge": None},
             grade_failure="judge: no answer" if index % 2 else None,
             metadata={"turns": index},
+            numbers={"turns": 2.0, "by/solved": float(index)},
             routing=rng.integers(0, 9, (len(prompt.token_ids) + tokens - 1, 6)).astype(np.int16) if routed else None,
         )
     )
 
 
 def group() -> Written:
-    return Written([sample(0), failed_sample(PROMPT, "gone", sample_id="2/p3/5", group_id="2/p3")], [sample(2)])
+    return Written([sample(0), failed_sample(Attempt(PROMPT, Sampling(8), 1, "train", 2, 5), "gone")], [sample(2)])
 
 
 def journaling(folder: Path, call: Callable[[Journal], Awaitable[T]]) -> T:
@@ -86,7 +88,7 @@ def assert_same(one: Sample, other: Sample) -> None:
     assert (one.routing is None) == (other.routing is None)
     if one.routing is not None and other.routing is not None:
         assert one.routing.shape == other.routing.shape and one.routing.tobytes() == other.routing.tobytes()
-    for name in ("id", "group_id", "versions", "status", "reward_parts", "grade_failure", "metadata"):
+    for name in ("id", "group_id", "versions", "status", "reward_parts", "grade_failure", "metadata", "numbers"):
         assert getattr(one, name) == getattr(other, name)
     assert one.reward == other.reward or np.isnan([one.reward, other.reward]).all()
     assert one.response_text.encode(errors="replace") == other.response_text.encode(errors="replace")
@@ -94,6 +96,15 @@ def assert_same(one: Sample, other: Sample) -> None:
     at, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
     blocks = [sample_block([each], at, weights).memories[0].tobytes() for each in (one, other)]
     assert blocks[0] == blocks[1]
+
+
+def test_half_a_character_in_a_conversation_costs_nothing_but_itself(tmp_path: Path) -> None:
+    made = Written(
+        [replace(sample(0), metadata={"messages": [{"role": "user", "content": "a\ud800"}]}), sample(1)], [sample(2)]
+    )
+    write(tmp_path, written=made)
+    found = find(tmp_path)
+    assert found is not None and found.samples[0].metadata == {"messages": [{"role": "user", "content": "a?"}]}
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def facts(group: int, *versions: int, failed: bool = False) -> GroupFacts:
     flags = np.array([failed])
     return GroupFacts(
         group=group,
-        prompt_tokens=3,
+        prompt_tokens=np.array([3]),
         response_tokens=np.array([len(versions)]),
         trained_tokens=np.array([len(versions)]),
         rewards=np.array([1.0], np.float32),

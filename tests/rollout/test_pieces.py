@@ -81,8 +81,6 @@ def sample(server: Any, pieces: list[Generation], piece_tokens: int | None, stop
             server,
             PROMPT,
             Sampling(LONGEST, stop=stop),
-            sample_id="s",
-            group_id="g",
             deadline_s=5.0,
             pieces=pieces,
             piece_tokens=piece_tokens,
@@ -131,7 +129,7 @@ def test_a_server_that_dies_loses_one_piece_at_most() -> None:
 def test_the_last_token_of_a_cut_is_drawn_anew_because_it_may_be_the_end() -> None:
     server, pieces = Scripted(8, [7]), list[Generation]()
     server.whole = lambda: [10, 11, 12, 13, 14, 15, END, 17]  # type: ignore[method-assign]
-    first = asyncio.run(extend(server, PROMPT, Sampling(LONGEST), pieces, deadline_s=5.0))  # type: ignore[arg-type]
+    first = asyncio.run(extend(server, PROMPT.token_ids, Sampling(LONGEST), pieces, deadline_s=5.0))  # type: ignore[arg-type]
     assert first is False and join(pieces).token_ids.tolist() == [10, 11, 12, 13, 14, 15]
 
 
@@ -157,8 +155,6 @@ def test_a_character_of_two_tokens_is_whole_in_the_text_although_a_cut_was_betwe
             server,  # type: ignore[arg-type]
             PROMPT,
             Sampling(LONGEST),
-            sample_id="s",
-            group_id="g",
             deadline_s=5.0,
             piece_tokens=1,
             decode=two_by_two,

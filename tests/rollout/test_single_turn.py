@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
-from megarl.rollout.single_turn import Episode
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import FakeSglang, generation
-from tests.support.sampled import generate_sample, no_text
+from tests.support.sampled import generate_sample
 
 PROMPT = Prompt("train.jsonl:7", np.array([7, 8, 9]), "seven", "42")
 
@@ -21,9 +20,7 @@ PROMPT = Prompt("train.jsonl:7", np.array([7, 8, 9]), "seven", "42")
 def sample_from(make: Callable[[], FakeSglang], deadline_s: float = 5.0) -> Sample:
     async def go() -> Sample:
         async with make() as fake, ServerClient(fake.endpoint, attempts=3, backoff_s=0.001) as client:
-            return await generate_sample(
-                client, PROMPT, Sampling(3), sample_id="1/p/0", group_id="1/p", deadline_s=deadline_s
-            )
+            return await generate_sample(client, PROMPT, Sampling(3), deadline_s=deadline_s)
 
     return asyncio.run(go())
 
@@ -33,7 +30,7 @@ def test_how_the_server_ended_becomes_the_status(finish: str, status: Status) ->
     answer = generation([5, 6, 2], finish=finish, version=4, text="42")
     sample = sample_from(lambda: FakeSglang(answer=lambda _: answer))
     assert sample.status is status
-    assert (sample.id, sample.group_id, sample.response_text) == ("1/p/0", "1/p", "42")
+    assert (sample.id, sample.group_id, sample.response_text) == ("1/train.jsonl:7/0", "1/train.jsonl:7", "42")
     assert sample.response_ids.tolist() == [5, 6, 2]
     assert sample.rollout_logprobs.tolist() == [-1.0, -2.0, -3.0]
     assert sample.loss_mask.tolist() == [1, 1, 1]
@@ -68,19 +65,3 @@ def test_what_no_server_answers_is_a_failed_sample_that_says_why(kind: str, reas
     assert sample.status is Status.FAILED
     assert reason in sample.metadata["failure"]
     assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.rollout_logprobs) == 0
-
-
-@pytest.mark.parametrize("kind", ["refuses", "drops"])
-def test_without_a_server_a_request_that_is_not_wanted_now_goes_on_later(kind: str) -> None:
-    """A pause must neither wait for a server that is started again, nor lose the sample."""
-
-    async def go() -> tuple[Sample | None, Sample | None]:
-        async with fake_with(kind) as fake, ServerClient(fake.endpoint, backoff_s=0.001) as client:
-            episode = Episode(PROMPT, Sampling(3), "1/p/0", "1/p")
-            first = await episode.go_on(client, no_text, deadline_s=60.0, expects_cuts=lambda: True)
-            fake.refuse.clear()
-            fake.drop_next = 0
-            return first, await episode.go_on(client, no_text, deadline_s=60.0)
-
-    first, then = asyncio.run(go())
-    assert first is None and then is not None and then.status is Status.COMPLETED

@@ -10,7 +10,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.recipe.schema import Recipe
 from megarl.rollout.journal import JOURNAL, steps_of
-from megarl.run.journal import begin_journal, check_journal, trim_journal
+from megarl.run.journal import begin_journal, check_journal, made_with, trim_journal
 from megarl.training.run_checkpoints import Committed
 from tests.rollout.test_collector import make_recipe
 
@@ -100,3 +100,10 @@ def test_what_no_checkpoint_needs_is_forgotten(
     assert steps_of(journal) == left
     trim_journal(tmp_path / "run", [])
     assert steps_of(journal) == left
+
+
+def test_the_code_of_environments_and_tools_is_a_part_of_what_samples_are_made_with(tmp_path: Path) -> None:
+    agent = {"environment": "tests.agents.test_check:Whole", "tools": ["tests.agents.toolkit:multiply"]}
+    found = made_with(recipe_of(tmp_path, agent=agent))
+    named = {name for name in found if name.startswith("source of tests.agents")}
+    assert named == {"source of tests.agents.test_check:Whole", "source of tests.agents.toolkit:multiply"}

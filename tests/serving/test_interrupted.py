@@ -31,8 +31,6 @@ def test_a_response_that_was_cut_off_goes_on_as_if_nothing_had_been(served: Pool
             client,
             PROMPT,
             Sampling(LONGEST, 0.0),
-            sample_id="s",
-            group_id="g",
             deadline_s=60.0,
             pieces=pieces,
             piece_tokens=piece_tokens,

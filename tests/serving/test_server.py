@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import select
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from megarl.core.errors import DeadlineError
 from megarl.core.types import Prompt, Status
 from megarl.serving.answers import Generation
+from megarl.serving.call_parser import CallParser, Parsed
 from megarl.serving.client import ServerClient
 from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
@@ -43,6 +45,31 @@ def test_logprobs_equal_transformers(served: Pool, temperature: float) -> None:
     assert asyncio.run(go()) < 1e-5
 
 
+def test_servers_behind_the_router_read_calls_of_tools(served: Pool) -> None:
+    """Of texts that no model has to write for it."""
+    tool = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
+    call = '<tool_call>\n{{"name": "{}", "arguments": {{"left": {}}}}}\n</tool_call>'
+    texts = [
+        f"I count. {call.format('multiply', 3)}\n{call.format('multiply', 4)}",
+        "no call",
+        call.format("divide", 1),
+    ]
+
+    async def go() -> list[Parsed]:
+        parser = CallParser(served.router.endpoint, "qwen25", [tool])
+        try:
+            return [await parser.parse(text) for text in texts]
+        finally:
+            await parser.close()
+
+    two, none, unknown = asyncio.run(go())
+    assert [(each.name, json.loads(each.arguments)) for each in two.calls] == [
+        ("multiply", {"left": 3}),
+        ("multiply", {"left": 4}),
+    ]
+    assert not two.unread and (none.calls, none.unread) == ((), False) and (unknown.calls, unknown.unread) == ((), True)
+
+
 def test_prompt_logprobs_equal_transformers(served: Pool) -> None:
     reference = HfModel(served.model)
 
@@ -62,10 +89,7 @@ def test_a_response_keeps_its_end_token_and_says_how_it_ended(served: Pool) -> N
     async def go() -> list[tuple[Status, list[int]]]:
         async with ServerClient(served.router.endpoint) as client:
             samples = await asyncio.gather(
-                *(
-                    generate_sample(client, prompt, Sampling(200), sample_id=str(i), group_id="g", deadline_s=60.0)
-                    for i in range(16)
-                )
+                *(generate_sample(client, prompt, Sampling(200), index=i, deadline_s=60.0) for i in range(16))
             )
         return [(sample.status, sample.response_ids.tolist()) for sample in samples]
 

@@ -19,6 +19,7 @@ LONGEST = (
     "tests/sync/test_adapters.py",
     "tests/end_to_end/test_adapters.py",
     "tests/end_to_end/test_rm_and_dpo.py",
+    "tests/end_to_end/test_agents.py",
     "tests/end_to_end/test_ray_jobs.py",
     "tests/end_to_end/test_sft_and_eval.py",
     "tests/end_to_end/test_experts.py",

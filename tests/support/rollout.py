@@ -12,6 +12,7 @@ from megarl.data.prompts import PromptSet
 from megarl.models.config import ModelConfig
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
+from megarl.rollout.attempt import Player
 from megarl.rollout.collector import Collector
 from megarl.rollout.coordinator import Coordinator, StepPlan
 from megarl.rollout.local_advantages import LocalAdvantages, column_names
@@ -42,6 +43,7 @@ class LocalRollout:
         beside: bool = False,
         graders: type[Graders] = Graders,
         client: Any = None,
+        player: Player | None = None,
     ) -> None:
         self.recipe, self._model, self._num_shards, self._beside = recipe, model, num_shards, beside
 
@@ -53,6 +55,7 @@ class LocalRollout:
                 client=client or ServerClient(server, backoff_s=0.001, attempts=5),
                 graders=graders.open(recipe.reward),
                 decode=lambda ids: " ".join(map(str, ids)),
+                player=player,
                 num_collectors=num_collectors,
             )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from megarl.core.types import VersionSpan
+from megarl.recipe.reward import Code
 from megarl.rewards.grade import Grade, failed
 from megarl.serving.answers import Generation
+from megarl.serving.client import ServerEndpoint
 from megarl.serving.sampling import Sampling
 from tests.support.dry.actors import Book
 
@@ -18,6 +21,8 @@ END, LETTERS, VOCAB = 2, 20, 60
 
 class Client:
     """In the place of a client of router or server: responses out of the prompt and how often it was asked, a token at a time."""
+
+    endpoint = ServerEndpoint("dry", "http://dry", "")
 
     def __init__(self, book: Book) -> None:
         self._book = book
@@ -73,6 +78,14 @@ class Client:
         self._book.note("abort", self._book.in_flight, deadline_s)
         self._book.cuts += 1
 
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = 0.0) -> Any:
+        """Reads a call of the first tool in every third text."""
+        if path != "/parse_function_call" or body is None:
+            return {}
+        self._book.note("parse", body["tool_call_parser"], body["text"])
+        calls = [{"name": body["tools"][0]["function"]["name"], "parameters": "{}"}]
+        return {"normal_text": body["text"], "calls": calls if len(body["text"]) % 3 == 0 else []}
+
     async def close(self) -> None:
         return None
 
@@ -98,17 +111,26 @@ class Pool:
 
         Some responses to one prompt get no grade.
         """
-        if answer in ("6", "1009") and int(response) == 1:
+        said = int(response) if response.isdigit() else len(response)  # what episodes say is a text
+        if answer in ("6", "1009") and said == 1:
             return failed("error: ValueError: no grade for this one")
         if sum(map(ord, answer)) % 3 == 0:
             return Grade(0.25)
-        return Grade(((len(prompt) + len(answer) + int(response)) % 4 + len(self._fn) % 3) / 4)
+        return Grade(((len(prompt) + len(answer) + said) % 4 + len(self._fn) % 3) / 4)
 
     def oldest(self) -> None:
         return None
 
     async def close(self) -> None:
         return None
+
+
+class Tests(Pool):
+    """In the place of what runs a row's tests in sandboxes."""
+
+    def __init__(self, book: Book, settings: Code) -> None:
+        super().__init__(book, "code", 1, settings.timeout_s, key="")
+        book.note("code", settings.model_dump(exclude={"weight"}))
 
 
 class Poster:

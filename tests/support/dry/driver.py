@@ -41,15 +41,17 @@ from megarl.placement.local import run_cluster
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.report import writers
 from megarl.report.history import METRICS_FILE
+from megarl.rewards import check as graders_check
 from megarl.rewards import combine
 from megarl.rollout import collector
 from megarl.run import begin, preflight, servers_check, session, supervised, train
+from megarl.serving import call_parser
 from megarl.serving import external as external_servers
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.training import run_checkpoints
 from tests.support.dry.actors import Book, Collector, External, Rank, Router, Server
-from tests.support.dry.answers import Client, Pool, Poster
+from tests.support.dry.answers import Client, Pool, Poster, Tests
 from tests.support.dry.learning import rounded
 from tests.support.dry.ray import Ray
 
@@ -123,9 +125,12 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(slots, "reserve", lambda platform, nodes, count, size=1: _slots(nodes[0], count, size))
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
         patch.setattr(collector, "ServerClient", lambda endpoint, **_: Client(book))
+        patch.setattr(call_parser, "ServerClient", lambda endpoint, **_: Client(book))
         patch.setattr(session, "Restarts", partial(_restarts, book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
         patch.setattr(combine, "JsonClient", partial(Poster, book))
+        patch.setattr(combine, "CodeGrader", partial(Tests, book))
+        patch.setattr(graders_check, "check_sandbox", lambda settings, key: None)
         patch.setattr(writers, "TensorBoardWriter", lambda folder, step: _Writer(book, "tensorboard", folder.name))
         patch.setattr(
             writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)

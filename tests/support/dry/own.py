@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.algorithms.policy_loss import PolicyLoss, reinforce_loss
 
 
@@ -30,3 +32,35 @@ def shapeless_advantages(mask: Any, logprobs: Any) -> Any:
 def of_samples_at_tokens(rewards: Any, mask: Any, lengths: Any) -> Any:
     """One number a token, and asks for the rewards of samples alone."""
     return mask * rewards.mean()
+
+
+class Talk:
+    """An environment: each row has a number of turns of its own, and some take their time."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self._turns, self._slow = turns, False
+
+    async def start(self, row: EpisodeRow) -> list[Message]:
+        self._slow = int(row.answer) % 5 == 0
+        return [*row.messages]
+
+    async def step(self, response: Response) -> Turn | Done:
+        if self._slow:
+            await asyncio.sleep(0.05)
+        if response.turn + 1 >= self._turns:
+            return Done(float(len(response.token_ids) % 3), {"length": float(len(response.token_ids))})
+        return Turn([{"role": "user", "content": "user"}], 0.25 * len(response.token_ids))
+
+    async def close(self) -> None:
+        return None
+
+
+async def look(far: bool = False) -> str:
+    """A tool that takes its time."""
+    await asyncio.sleep(0.03)
+    return "user"
+
+
+def hear() -> str:
+    """Another tool."""
+    return "assistant"

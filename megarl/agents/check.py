@@ -1,0 +1,68 @@
+"""What can be refused of a recipe's agent before anything starts: its environment and tools, and the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.agents.loading import check_environment
+from megarl.agents.template import ASKED, ChatTemplate
+from megarl.agents.tools import Tool, ToolCall, open_tools
+from megarl.core.errors import TemplateRefusalError, UserError
+from megarl.data.chat import Tokenizer, has_chat_template
+from megarl.recipe.schema import Recipe
+
+
+def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Raises UserError for the first thing that cannot work; nothing to check where the recipe has no agent."""
+    agent = recipe.agent
+    if agent is None:
+        return
+    if agent.environment is not None:
+        check_environment(agent)
+    tools = open_tools(agent.tools)
+    where = f"model.path {recipe.model.path}"
+    if not has_chat_template(tokenizer):
+        raise UserError(
+            f"{where}: its tokenizer has no chat template, and an agent's turns are chat messages. Add chat_template to "
+            "tokenizer_config.json, or take a model that has one."
+        )
+    try:
+        template = ChatTemplate(tokenizer, [tool.schema for tool in tools])
+        if tools:
+            _check_tools(template, tools, where, recipe.data.max_prompt_tokens)
+        rewritten = template.rewritten() if agent.max_turns > 1 else ""
+    except TemplateRefusalError as error:
+        raise UserError(f"{where}: {error} An agent's turns are the user's and the assistant's by turns.") from error
+    if not rewritten and agent.rewritten == "keep":
+        raise UserError(
+            f"agent.rewritten: keep is for chat templates that rewrite earlier turns, and that of {where} rewrites none. Remove "
+            "the key."
+        )
+    if rewritten and agent.rewritten == "refuse":
+        raise UserError(
+            f"agent.rewritten: the chat template of {where} renders earlier turns otherwise than they were written: {rewritten}. "
+            "Turns are trained on as they were written, and stay so in the context: set agent.rewritten to keep where the model "
+            "may see its earlier turns so, or take a template that keeps them."
+        )
+
+
+def _check_tools(template: ChatTemplate, tools: Sequence[Tool], where: str, most: int) -> None:
+    """That the model is told of its tools, and of their results. Raises UserError."""
+    ids, text = template.prompt([ASKED])
+    remedy = "Take a model whose template knows tools, or remove agent.tools."
+    for tool in tools:
+        if tool.name not in text:
+            raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
+    if len(ids) > most:
+        raise UserError(
+            f"agent.tools: what the model is told of them takes {len(ids)} tokens of each prompt, and data.max_prompt_tokens is "
+            f"{most}. Raise that, or shorten the tools' docstrings."
+        )
+    call = ToolCall(tools[0].name, "{}", "c00000000")
+    told = {"role": "tool", "content": "what-the-tool-gave", "name": call.name, "tool_call_id": call.id}
+    try:
+        shown = template.between([told], [call])
+    except TemplateRefusalError as error:
+        raise UserError(f"agent.tools: {where}: {error} {remedy}") from error
+    if told["content"] not in shown:
+        raise UserError(f"agent.tools: the chat template of {where} leaves out what a tool gave. {remedy}")

@@ -1,0 +1,135 @@
+"""What an environment is: three coroutines, and what goes in and out of them. The protocol for people: docs/agents.md.
+
+Not for playing an episode (episode.py), nor for finding the class that a recipe names (loading.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from megarl.core.errors import MegarlError
+
+# A chat message: `role` and `content`, both strings.
+Message = dict[str, Any]
+
+
+class EnvironmentFailedError(MegarlError):
+    """An environment raised, took too long, or answered nonsense: it costs the episode. `trace`: of what it raised, or empty."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """The row that an episode is about.
+
+    id: as of Prompt. messages: of the field data.prompt_key, a string as one message of the user. answer: empty where the row
+    has none. fields: all others. seed: for whatever is random; all episodes of a group have the same, so that they play the
+    same game.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str
+    fields: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What the policy wrote in one turn.
+
+    text: without special tokens. token_ids: all that were sampled. turn: its number, from 0, those with calls of tools counted.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    turn: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The episode goes on: what the policy is told next, and what this turn was worth."""
+
+    messages: Sequence[Message]
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """The episode has ended, and what its last turn was worth. metrics: numbers for `agent/by/NAME`, such as {"solved": 1.0}."""
+
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Answers the policy in one episode; a new one is made for each, out of the recipe's `agent.settings`.
+
+    Coroutines share one event loop with all other episodes of the process: what blocks has to go elsewhere.
+    """
+
+    async def start(self, row: EpisodeRow) -> list[Message]:
+        """The first messages; the policy answers the last."""
+
+    async def step(self, response: Response) -> Turn | Done:
+        """What the policy's response leads to."""
+
+    async def close(self) -> None:
+        """Give back what the episode held. Called once, however it ended, also where `start` failed."""
+
+
+def check_start(messages: object) -> list[Message]:
+    """What `start` gave, if it is messages that a policy can answer. Raises EnvironmentFailedError."""
+    found = _messages(messages, "start")
+    if found[-1]["role"] == "assistant":
+        raise EnvironmentFailedError(
+            "start gave messages that end with the assistant's, which is what the policy is to write: end with the user's."
+        )
+    return found
+
+
+def check_step(answer: object) -> Turn | Done:
+    """What `step` gave, if it is one of the two. Raises EnvironmentFailedError."""
+    if not isinstance(answer, Turn | Done):
+        raise EnvironmentFailedError(
+            f"step gave {_shown(answer)}; wanted is a Turn, with what the policy is told next, or Done."
+        )
+    _number(answer.reward, "a reward")
+    if isinstance(answer, Turn):
+        for message in _messages(answer.messages, "step"):
+            if message["role"] == "assistant":
+                raise EnvironmentFailedError("step gave a message of the assistant's: only the policy writes these.")
+        return answer
+    for name, value in answer.metrics.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise EnvironmentFailedError(
+                f"step gave a metric {name!r}: its name may have letters, digits and `_` only."
+            )
+        _number(value, f"the metric {name}")
+    return answer
+
+
+def _messages(found: object, where: Literal["start", "step"]) -> list[Message]:
+    wanted = 'wanted is a list of messages like {"role": "user", "content": "..."}'
+    if not isinstance(found, list | tuple) or not found:
+        raise EnvironmentFailedError(f"{where} gave {_shown(found)}; {wanted}.")
+    for number, message in enumerate(found, 1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise EnvironmentFailedError(f"{where} gave as message {number} {_shown(message)}; {wanted}.")
+    return list(found)
+
+
+def _number(value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise EnvironmentFailedError(f"step gave {_shown(value)} as {what}; wanted is a finite number.")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text[:120]}..." if len(text) > 120 else text

@@ -1,0 +1,1 @@
+"""Environments that come with megarl: small, complete, and examples for one's own."""

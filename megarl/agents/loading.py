@@ -1,0 +1,116 @@
+"""The environment that a recipe names: found, checked before anything starts, and made anew for each episode."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from megarl.agents.environment import Done, Environment, EpisodeRow, Message, Response, Turn
+from megarl.core.errors import UserError
+from megarl.core.importing import import_attribute
+from megarl.recipe.agent import Agent
+
+BUILT_IN: Mapping[str, str] = {
+    "guess_number": "megarl.agents.environments.guess_number:GuessNumber",
+    "calculator": "megarl.agents.environments.calculator:Calculator",
+    "maze": "megarl.agents.environments.maze:Maze",
+}
+# Each with what it takes beside itself.
+METHODS: Mapping[str, tuple[str, ...]] = {"start": ("row",), "step": ("response",), "close": ()}
+KEY = "agent.environment"
+
+Make = Callable[[], Environment]
+
+
+class AnswerAlone:
+    """In the place of an environment where there are tools alone: the first turn without a call ends the episode."""
+
+    async def start(self, row: EpisodeRow) -> list[Message]:
+        """The row's own prompt."""
+        return list(row.messages)
+
+    async def step(self, response: Response) -> Turn | Done:
+        """The end; graders say what it is worth."""
+        return Done()
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def open_environment(agent: Agent) -> Make:
+    """What makes an environment for an episode. Raises UserError, as `check_environment` does, but makes none."""
+    if agent.environment is None:
+        return AnswerAlone
+    return _maker(_environment_class(agent.environment), agent.settings)
+
+
+def check_environment(agent: Agent) -> None:
+    """Whether there is such an environment, with its methods, and whether it takes the recipe's settings.
+
+    One is made, so that its constructor may say what is wrong with them; nothing else of it is called. Raises UserError.
+    """
+    assert agent.environment is not None
+    found = _environment_class(agent.environment)
+    _check_methods(found, agent.environment)
+    _check_settings(found, agent)
+    try:
+        _maker(found, agent.settings)()
+    except Exception as error:  # whatever a user's constructor raises
+        raise UserError(
+            f"agent.settings: {agent.environment} does not take them: {type(error).__name__}: {error}. Mend agent.settings."
+        ) from error
+
+
+def _environment_class(name: str) -> type[Any]:
+    found = import_attribute(BUILT_IN.get(name, name), KEY)
+    if not inspect.isclass(found):
+        raise UserError(
+            f"{KEY}={name!r}: it is a {type(found).__name__}; wanted is a class with the coroutines {', '.join(METHODS)}."
+        )
+    return found
+
+
+def _maker(found: type[Any], settings: Mapping[str, Any]) -> Make:
+    return lambda: found(**settings)
+
+
+def _check_methods(found: type[Any], name: str) -> None:
+    where = f"{KEY}={name!r}"
+    for method, takes in METHODS.items():
+        function = getattr(found, method, None)
+        wanted = f"async def {method}({', '.join(('self', *takes))})"
+        if not callable(function):
+            near = get_close_matches(method, [each for each in dir(found) if not each.startswith("_")], n=1)
+            hint = f" Did you mean that by {near[0]!r}?" if near else ""
+            raise UserError(f"{where}: {found.__name__} has no method {method!r}; wanted is `{wanted}`.{hint}")
+        if not inspect.iscoroutinefunction(function):
+            raise UserError(
+                f"{where}: {found.__name__}.{method} is no coroutine; wanted is `{wanted}`. All episodes share one event loop: "
+                "what blocks belongs into `await asyncio.to_thread(...)`, or into a process of its own."
+            )
+        try:
+            inspect.signature(function).bind(None, *takes)
+        except TypeError as error:
+            raise UserError(
+                f"{where}: {found.__name__}.{method}{inspect.signature(function)} cannot be called as `{wanted}`: {error}."
+            ) from error
+
+
+def _check_settings(found: type[Any], agent: Agent) -> None:
+    signature = inspect.signature(found)
+    takes = [
+        each.name for each in signature.parameters.values() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    anything = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    where, names = f"of {agent.environment}", ", ".join(takes) or "none"
+    for key in agent.settings:
+        if key not in takes and not anything:
+            near = get_close_matches(key, takes, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UserError(f"agent.settings.{key}: there is no such setting {where}.{hint} Its settings: {names}.")
+    try:
+        signature.bind(**agent.settings)
+    except TypeError as error:
+        raise UserError(f"agent.settings {where}: {error}. Its settings: {names}.") from error

@@ -1,0 +1,152 @@
+"""The chat template by turns: the tokens of the first messages, and those that follow what the policy wrote.
+
+What the policy wrote is never rendered or tokenised again. What follows it is rendered behind a turn that stands in for the
+policy's, cut off there, and tokenised alone. Templates that would render earlier turns otherwise than they were written are
+found by `rewritten`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json
+
+from megarl.agents.environment import Message
+from megarl.agents.tools import ToolCall
+from megarl.core.errors import TemplateRefusalError
+from megarl.core.types import TokenArray
+from megarl.data.chat import Tokenizer, apply_template
+
+# Stands in for what the policy wrote. Templates trim a message, and look for their own marks in it.
+STAND_IN = "what-the-policy-wrote"
+ASKED: Message = {"role": "user", "content": "Go on."}
+SHOWN = 60  # characters of a rendering
+
+# A conversation that a template may rewrite; thinking is what most leave out of earlier turns.
+_TALK = ("Name a colour.", "Blue.", "Another one.", "Red.", "The last one.")
+_THOUGHTS = "<think>\nThe sky has one.\n</think>\n\n"
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. tools: JSON schemas of functions that the policy may call.
+
+    Raises TemplateRefusalError where the template renders no plain conversation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tools = list(tools)
+        self._special = {
+            *tokenizer.all_special_ids,
+            *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special),
+        }
+        self._ended = self._after(self._text([ASKED, _assistant(STAND_IN)], generation_prompt=False))
+        ids = self._encode(self._ended)
+        self._end = int(ids[0]) if len(ids) and int(ids[0]) in self._special else None
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[TokenArray, str]:
+        """The first messages up to where the policy's turn begins: ids [P], and their text. Raises TemplateRefusalError."""
+        text = self._text(messages, generation_prompt=True)
+        return self._encode(text), text
+
+    def following(
+        self, messages: Sequence[Message], last: Sequence[int] = (), calls: Sequence[ToolCall] = ()
+    ) -> TokenArray:
+        """What stands between a turn of the policy and its next: the turn's end, the messages, the next one's beginning.
+
+        last: the policy's last token, if there is one. Where it ended its turn by a special token, that is the turn's end,
+        whichever the template has: only what comes after is given. calls: of tools that it made, for templates that take results
+        of calls alone. Raises TemplateRefusalError.
+        """
+        ids = self._encode(self.between(messages, calls))
+        # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
+        if len(ids) and int(ids[0]) == self._end and self._special.intersection(last):
+            return ids[1:]
+        return ids
+
+    def rewritten(self) -> str:
+        """How the template renders earlier turns otherwise than they were written; empty where it does not.
+
+        Whatever it says of white space around a turn is not looked at.
+        """
+        for thoughts in ("", _THOUGHTS):
+            talk = [
+                _assistant(f"{thoughts}{text}") if number % 2 else {"role": "user", "content": text}
+                for number, text in enumerate(_TALK)
+            ]
+            for count in range(1, len(talk) - 1, 2):
+                written = self._text(talk[:count], generation_prompt=True) + talk[count]["content"]
+                again = self._text(talk[: count + 2], generation_prompt=True)
+                if found := _difference(written, again):
+                    return found
+        return ""
+
+    def text_with_marks(self, ids: Sequence[int]) -> str:
+        """What the policy wrote with its special tokens, but for the one that ended its turn: what parsers of calls read."""
+        kept = ids[:-1] if len(ids) and int(ids[-1]) in self._special else ids
+        return self.shown(kept)
+
+    def shown(self, ids: Sequence[int] | TokenArray) -> str:
+        """What ids stand for, special tokens too."""
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
+    def between(self, messages: Sequence[Message], calls: Sequence[ToolCall] = ()) -> str:
+        """What `following` gives ids of, as text."""
+        try:
+            return self._after(self._text([ASKED, _assistant(STAND_IN), *messages], generation_prompt=True))
+        except TemplateRefusalError:
+            if not calls:
+                raise
+        # Results are only rendered behind the calls that they are of: what both renderings have in common is left out.
+        before = [ASKED, {"role": "assistant", "content": "", "tool_calls": [_as_message(call) for call in calls]}]
+        head = self._text(before, generation_prompt=False)
+        whole = self._text([*before, *messages], generation_prompt=True)
+        if not whole.startswith(head):
+            raise TemplateRefusalError(
+                f"the model's chat template renders calls of tools otherwise once there are results: {_difference(head, whole)}."
+            )
+        return self._ended + whole[len(head) :]
+
+    def _after(self, text: str) -> str:
+        _, found, after = text.partition(STAND_IN)
+        if not found:
+            raise TemplateRefusalError(
+                f"the model's chat template leaves out what an assistant said: it renders {text[:SHOWN]!r}."
+            )
+        return after
+
+    def _text(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        return apply_template(self._tokenizer, messages, generation_prompt=generation_prompt, tools=self._tools)
+
+    def _encode(self, text: str) -> TokenArray:
+        encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)
+        return np.asarray(encoded["input_ids"], np.int32)
+
+
+def _assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _as_message(call: ToolCall) -> Message:
+    """A call as templates have it: arguments as an object."""
+    try:
+        arguments = from_json(call.arguments or "{}")
+    except ValueError:  # the tool has said so
+        arguments = {}
+    function = {"name": call.name, "arguments": arguments}
+    return {"type": "function", "id": call.id, "function": function}
+
+
+def _difference(written: str, again: str) -> str:
+    """Where a rendering does not begin as what was written, in words; empty where it does, but for white space."""
+    found = (at for at, character in enumerate(again) if not character.isspace())
+    for at, character in enumerate(written):
+        if character.isspace():
+            continue
+        other = next(found, len(again))
+        if again[other : other + 1] != character:
+            before, had, has = written[max(0, at - 10) : at], written[at : at + SHOWN], again[other : other + SHOWN]
+            return f"after {before!r} the policy had written {had!r}, and the template has {has!r}"
+    return ""

@@ -1,0 +1,82 @@
+"""A turn of the policy's with calls of tools: what a server's parser makes of it, and what the tools give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megarl.agents.tools import Result, Toolbox, ToolCall, open_tools
+from megarl.core.errors import DeadlineError
+from megarl.core.log import get_logger
+from megarl.recipe.agent import Agent
+from megarl.rollout.asking import RequestFailedError
+from megarl.serving.answers import AnswerError
+from megarl.serving.call_parser import CallParser, Parsed
+from megarl.serving.client import ServerEndpoint, ServerError, ServerUnreachableError
+
+log = get_logger(__name__)
+
+# What a server answers where its parser raises: what the policy wrote is no call that it knows.
+READER_FAILED = (400, 500)
+
+
+class Parser(Protocol):
+    """Reads calls out of a text."""
+
+    async def parse(self, text: str) -> Parsed:
+        """As of CallParser."""
+
+    async def close(self) -> None:
+        """As of CallParser."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """calls: that could be read. results: of each of them, or one that says that nothing could be read."""
+
+    calls: tuple[ToolCall, ...]
+    results: Sequence[Result]
+
+
+class ToolUse:
+    """A recipe's tools, and who reads the model's calls."""
+
+    def __init__(self, toolbox: Toolbox, parser: Parser) -> None:
+        self._toolbox, self._parser = toolbox, parser
+        self.schemas: list[dict[str, Any]] = toolbox.schemas
+
+    @classmethod
+    def open(cls, agent: Agent, router: ServerEndpoint) -> ToolUse:
+        """Of a recipe that names tools. Raises UserError, as `open_tools` does."""
+        assert agent.tool_parser is not None
+        toolbox = Toolbox(open_tools(agent.tools), agent.tool_timeout_s)
+        return cls(toolbox, CallParser(router, agent.tool_parser, toolbox.schemas))
+
+    async def use(self, text: str, turn: int) -> Used | None:
+        """Call what the policy called, side by side; None where it called nothing. text: with its special tokens.
+
+        Raises RequestFailedError where no server reads the text.
+        """
+        try:
+            parsed = await self._parser.parse(text)
+        except ServerError as error:
+            if error.status not in READER_FAILED:
+                raise RequestFailedError(f"no server read the calls of tools: {error}") from error
+            log.warning("the policy is told that its call cannot be read: %s", error)
+            parsed = Parsed((), unread=True)
+        except (ServerUnreachableError, AnswerError, DeadlineError) as error:
+            raise RequestFailedError(f"no server read the calls of tools: {error}") from error
+        if parsed.unread:
+            return Used((), [self._toolbox.unread()])
+        if not parsed.calls:
+            return None
+        calls = tuple(
+            ToolCall(call.name, call.arguments, f"c{turn % 10**4:04d}{number % 10**4:04d}")
+            for number, call in enumerate(parsed.calls)
+        )
+        return Used(calls, await self._toolbox.call(calls))
+
+    async def close(self) -> None:
+        """Close the parser's connections."""
+        await self._parser.close()

@@ -1,0 +1,195 @@
+"""Tools: functions of the user's that the policy may call. Their JSON schemas come from their type hints.
+
+Not for how a model writes a call (the server's parsers know, serving/call_parser.py), nor for whose turn it is (episode.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import to_json
+
+from megarl.agents.environment import EnvironmentFailedError, Message
+from megarl.agents.patience import within
+from megarl.core.errors import UserError
+from megarl.core.importing import import_attribute
+
+KEY = "agent.tools"
+MOST_SHOWN = 300  # characters of an error that the model is told
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function that the policy called. arguments: JSON. id: nine letters and digits, as some templates want it."""
+
+    name: str
+    arguments: str
+    id: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a call, as the message that the policy is told."""
+
+    message: Message
+    failed: bool
+
+
+class Tool:
+    """A function with the schema of its parameters.
+
+    Raises UserError where it has parameters without type hints, or of types that JSON has no schema for.
+    """
+
+    def __init__(self, function: Callable[..., Any], where: str = KEY) -> None:
+        self.name: str = function.__name__
+        self._function = function
+        self._parameters = _parameters(function, where)
+        try:
+            schema = self._parameters.model_json_schema()
+        except Exception as error:  # pydantic's, of several kinds
+            raise UserError(f"{where}: {self.name} has a parameter that JSON has no schema for: {error}") from error
+        self.schema: dict[str, Any] = {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": inspect.getdoc(function) or "",
+                "parameters": {name: value for name, value in schema.items() if name != "title"},
+            },
+        }
+
+    async def call(self, arguments: str, seconds: float) -> str:
+        """What the function gives, as text. Raises EnvironmentFailedError: it raised, did not end, or takes other arguments."""
+        try:
+            given = self._parameters.model_validate_json(arguments or "{}")
+        except ValidationError as error:
+            said = "; ".join(
+                f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()
+            )
+            raise EnvironmentFailedError(f"wrong arguments: {said}") from error
+        values = {name: getattr(given, name) for name in type(given).model_fields}
+        return as_text(await within(lambda: self._run(values), seconds, self.name))
+
+    def _run(self, values: Mapping[str, Any]) -> Awaitable[Any]:
+        if inspect.iscoroutinefunction(self._function):
+            found: Awaitable[Any] = self._function(**values)
+            return found
+        return in_thread(lambda: self._function(**values))
+
+
+class Toolbox:
+    """The tools of a recipe. timeout_s: of one call."""
+
+    def __init__(self, tools: Sequence[Tool], timeout_s: float) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._timeout_s = timeout_s
+        self.schemas = [tool.schema for tool in tools]
+
+    async def call(self, calls: Sequence[ToolCall]) -> list[Result]:
+        """Run calls side by side; their results, in order. What goes wrong in one is what the policy is told of it."""
+        return list(await asyncio.gather(*(self._one(call) for call in calls)))
+
+    def unread(self) -> Result:
+        """What the policy is told where it called something, but nobody can make out what."""
+        return self._failed(f"this call cannot be read, or names no tool. Tools: {', '.join(self._tools)}", {})
+
+    async def _one(self, call: ToolCall) -> Result:
+        about = {"name": call.name, "tool_call_id": call.id}
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return self._failed(f"there is no tool {call.name!r}. Tools: {', '.join(self._tools)}", about)
+        try:
+            return Result(
+                {"role": "tool", "content": await tool.call(call.arguments, self._timeout_s), **about}, failed=False
+            )
+        except EnvironmentFailedError as error:
+            return self._failed(str(error), about)
+
+    def _failed(self, why: str, about: Mapping[str, str]) -> Result:
+        return Result({"role": "tool", "content": f"error: {why[:MOST_SHOWN]}", **about}, failed=True)
+
+
+def open_tools(paths: Sequence[str]) -> list[Tool]:
+    """The tools that a recipe names. Raises UserError: a path that leads nowhere, no function, no hints, or a name twice."""
+    tools: dict[str, Tool] = {}
+    for path in paths:
+        where = f"{KEY}: {path!r}"
+        function = import_attribute(path, KEY)
+        if not inspect.isfunction(function):
+            raise UserError(f"{where}: it is a {type(function).__name__}; wanted is a function with type hints.")
+        tool = Tool(function, where)
+        if tool.name in tools:
+            raise UserError(
+                f"{where}: there is another tool with the name {tool.name!r}, and calls go by name. Rename one."
+            )
+        tools[tool.name] = tool
+    return list(tools.values())
+
+
+def as_text(value: Any) -> str:
+    """A tool's result as the model reads it: text as it is, all else as JSON, and what is none by `str`."""
+    return value if isinstance(value, str) else to_json(value, fallback=str).decode()
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    """What a blocking function gives. One that never ends keeps its thread, which no pool waits for and no exit either."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Any] = loop.create_future()
+
+    def tell(result: Any, error: BaseException | None) -> None:
+        if ended.done():
+            return  # nobody waits for it any more
+        if error is not None:
+            ended.set_exception(
+                RuntimeError(f"it exits ({error})") if isinstance(error, SystemExit | StopIteration) else error
+            )
+        else:
+            ended.set_result(result)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except BaseException as raised:  # told to who waits; a thread has nobody else to tell
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await ended
+
+
+def _parameters(function: Callable[..., Any], where: str) -> type[BaseModel]:
+    """The function's parameters as a model. Raises UserError."""
+    name = function.__name__
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception as error:  # whatever a name that stands for no type raises
+        raise UserError(
+            f"{where}: the type hints of {name} cannot be read: {type(error).__name__}: {error}."
+        ) from error
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(
+                f"{where}: {name} has the parameter `{parameter}`, which a call by names cannot fill. Name each parameter."
+            )
+        if parameter.name not in hints:
+            raise UserError(
+                f"{where}: parameter {parameter.name!r} of {name} has no type hint, and what the model is told of it is made "
+                f"from that. Write `{parameter.name}: int`, or what else it is."
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], default)
+    try:
+        made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    except Exception as error:  # pydantic's, of several kinds
+        raise UserError(f"{where}: {name} has a parameter of a type that nothing can be read as: {error}") from error
+    return made

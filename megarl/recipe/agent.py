@@ -1,0 +1,100 @@
+"""The section that makes a run one of agents: who answers the policy, turn by turn, and how long that may go on.
+
+What environments and tools are is in megarl/agents; their protocol is in docs/agents.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megarl.recipe.section import PositiveFloat, PositiveInt, Section
+
+# Whose reward a sample's is, beside those of graders: its name in metrics, in samples files and in eval.grader.
+ENVIRONMENT = "environment"
+
+Path = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+# Those of SGLang 0.5.21.
+PARSERS = (
+    *(
+        "apertus2509",
+        "cohere_command4",
+        "deepseekv3",
+        "deepseekv31",
+        "deepseekv32",
+        "deepseekv4",
+        "deepseekv41",
+        "dots",
+    ),
+    *(
+        "gemma4",
+        "gigachat3",
+        "gigachat35",
+        "glm",
+        "glm45",
+        "glm47",
+        "gpt-oss",
+        "hermes",
+        "hunyuan",
+        "inkling",
+        "interns1",
+    ),
+    *("iquest_q1", "k2_horizon", "kimi_k2", "kimi_k3", "lfm2", "ling3", "llama3", "mimo", "minicpm5", "minimax-m2"),
+    *(
+        "minimax-m3",
+        "mistral",
+        "muse",
+        "nanbeige",
+        "poolside_v1",
+        "pythonic",
+        "qwen",
+        "qwen25",
+        "qwen3_coder",
+        "spark25",
+    ),
+    *("step3", "step3p5", "trinity"),
+)
+BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze")
+
+
+class Agent(Section):
+    """Episodes of several turns in the place of single responses; docs/agents.md."""
+
+    environment: Literal["guess_number", "calculator", "maze"] | Path | None = Field(
+        None,
+        description="what answers the policy and rewards it: guess_number, calculator, maze, or pkg.module:Class with the "
+        "coroutines start, step and close; default: nobody but tools; the "
+        "first turn without a call is the answer, and graders reward it",
+    )
+    settings: dict[str, Any] = Field({}, description="keyword arguments of the environment's class")
+    max_turns: PositiveInt = Field(16, description="most responses of the policy in one episode")
+    turn_tokens: PositiveInt | None = Field(
+        None, description="longest response of one turn, in tokens; default: what rollout.max_response_tokens leaves"
+    )
+    timeout_s: PositiveFloat = Field(
+        1800.0,
+        description="seconds of generation, environment and tools in one episode, looked at between turns; waiting for a turn "
+        "at the servers does not count",
+    )
+    step_timeout_s: PositiveFloat = Field(
+        60.0, description="deadline of one call of the environment, seconds; then the episode has failed"
+    )
+    tools: tuple[Path, ...] = Field(
+        (),
+        strict=False,
+        description="functions that the policy may call, as pkg.module:function with type hints; a turn with calls gets their "
+        "results, one without goes to the environment",
+    )
+    tool_parser: Literal[PARSERS] | None = Field(  # type: ignore[valid-type]
+        None,
+        description="SGLang's parser of the model's tool calls: qwen25 for Qwen2.5 and Qwen3, llama3, deepseekv3, mistral",
+    )
+    tool_timeout_s: PositiveFloat = Field(
+        30.0, description="deadline of one call of a tool, seconds; then the policy is told of an error"
+    )
+    rewritten: Literal["refuse", "keep"] = Field(
+        "refuse",
+        description="where the chat template would rewrite earlier turns, such as drop their thinking: refuse the recipe, or "
+        "keep turns as they were written",
+    )

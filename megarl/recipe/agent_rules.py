@@ -1,0 +1,75 @@
+"""What the section `agent` asks of the other keys, as data."""
+
+from __future__ import annotations
+
+from megarl.recipe.agent import ENVIRONMENT
+from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.schema import Recipe
+
+
+def score_names(recipe: Recipe) -> list[str]:
+    """Whose scores a sample has: its graders', and its environment's."""
+    played = recipe.agent is not None and recipe.agent.environment is not None
+    return [*recipe.reward.by_name(), *([ENVIRONMENT] if played else [])]
+
+
+AGENT_UNREAD: tuple[Unread, ...] = (
+    Unread(
+        ("agent.settings",),
+        lambda r, _: r.agent is None or r.agent.environment is not None,
+        "they are an environment's: set agent.environment",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.tool_parser", "agent.tool_timeout_s"),
+        lambda r, _: r.agent is None or bool(r.agent.tools),
+        "there are no tools to call: name functions in agent.tools",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.step_timeout_s",),
+        lambda r, _: r.agent is None or r.agent.environment is not None,
+        "it is an environment's: set agent.environment",
+        (Recipe,),
+    ),
+)
+
+AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        "agent",
+        lambda r, _: r.agent is not None and r.agent.environment is None and not r.agent.tools,
+        lambda r: "nobody would answer the policy. Set agent.environment or agent.tools",
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.turn_tokens",
+        lambda r, _: (
+            r.agent is not None
+            and r.agent.turn_tokens is not None
+            and r.agent.turn_tokens > r.rollout.max_response_tokens
+        ),
+        lambda r: (
+            f"a turn of {r.agent.turn_tokens} tokens does not fit into rollout.max_response_tokens "
+            f"{r.rollout.max_response_tokens}, which bounds the whole episode. Raise that, or lower this"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.tool_parser",
+        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.tool_parser is None,
+        lambda r: "nobody could read the model's calls. Set it to the parser of the model's family, such as qwen25",
+        (Recipe,),
+    ),
+    Contradiction(
+        "reward.graders",
+        lambda r, _: r.agent is not None and ENVIRONMENT in r.reward.by_name(),
+        lambda r: f"`{ENVIRONMENT}` is the name of the environment's own reward. Give the grader another name",
+        (Recipe,),
+    ),
+    Contradiction(
+        "reward.fn",
+        lambda r, _: not score_names(r),
+        lambda r: "it is null, and nothing else grades. Name a rule, or give graders in reward.graders",
+        (Recipe,),
+    ),
+)

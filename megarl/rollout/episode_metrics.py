@@ -1,0 +1,54 @@
+"""What episodes were like, from the numbers that collectors told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.rollout.facts import Flags, GroupFacts
+
+Numbers = Mapping[str, NDArray[np.float64]]
+
+MEANS = ("policy_tokens", "environment_tokens", "generation_s", "environment_s", "tools_s", "tool_calls")
+SUMS = ("environment_failures", "tool_failures")
+FAMILIES = ("truncated_by/", "by/")  # of means
+
+
+def episode_metrics(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> dict[str, float]:
+    """Of a step's episodes; nothing where samples are single responses. kept: of each group, which samples can be used."""
+    used = _joined({name: values[flags] for name, values in facts.numbers.items()} for facts, flags in _zip(seen, kept))
+    every = _joined(facts.numbers for facts in seen)
+    if not every:
+        return {}
+    turns = used.get("turns", np.zeros(0))
+    means = {name: values for name, values in used.items() if name in MEANS or name.startswith(FAMILIES)}
+    return {
+        **({"agent/turns_mean": float(turns.mean()), "agent/turns_max": float(turns.max())} if len(turns) else {}),
+        **{f"agent/{name}": float(values.mean()) for name, values in means.items() if len(values)},
+        **{f"agent/{name}": float(every[name].sum()) for name in SUMS if name in every},
+    }
+
+
+def eval_metrics(parts: Iterable[Numbers]) -> dict[str, float]:
+    """Of held-out episodes: their turns, and what the environment counted."""
+    found = _joined(parts)
+    return {
+        "eval/turns_mean" if name == "turns" else f"eval/{name}": float(values.mean())
+        for name, values in found.items()
+        if len(values) and (name == "turns" or name.startswith("by/"))
+    }
+
+
+def _zip(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> Iterable[tuple[GroupFacts, Flags]]:
+    return zip(seen, kept, strict=True)
+
+
+def _joined(parts: Iterable[Numbers]) -> dict[str, NDArray[np.float64]]:
+    """By name; nan, where a sample has none of it, is left out."""
+    found: dict[str, list[NDArray[np.float64]]] = {}
+    for part in parts:
+        for name, values in part.items():
+            found.setdefault(name, []).append(values[~np.isnan(values)])
+    return {name: np.concatenate(found[name]) for name in sorted(found)}

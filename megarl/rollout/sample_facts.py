@@ -1,0 +1,89 @@
+"""What a collector tells of its samples: numbers, made of tokens that stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.core.types import Sample, Status, VersionSpan
+from megarl.recipe.schema import Eval
+from megarl.rollout import filters
+from megarl.rollout.facts import Flags, GroupFacts
+from megarl.rollout.tasks import EvalFacts
+
+
+def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:
+    """What is told of a finished group."""
+    names = sorted({name for sample in samples for name in sample.reward_parts})
+    parts = {
+        name: np.array([_number(sample.reward_parts.get(name)) for sample in samples], np.float64) for name in names
+    }
+    answered = filters.usable(greedy)
+    usable = {id(sample) for sample in filters.usable(samples)}
+    grades = [sample.grade_failure for sample in [*samples, *greedy] if sample.grade_failure is not None]
+    return GroupFacts(
+        group=group,
+        prompt_tokens=np.array([len(sample.prompt.token_ids) for sample in samples], np.int64),
+        response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
+        trained_tokens=np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
+        rewards=filters.rewards(samples),
+        mean_nll=filters.mean_nll(samples),
+        usable=np.array([id(sample) in usable for sample in samples], np.bool_),
+        truncated=_are(samples, Status.TRUNCATED),
+        failed=_are(samples, Status.FAILED),
+        ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
+        spans=tuple(_trained_spans(sample) for sample in samples),
+        greedy_reward=answered[0].reward if answered else float("nan"),
+        parts=parts,
+        numbers=_numbers(samples),
+        failure=_failure([*samples, *greedy]),
+        grade_failure=grades[0] if grades else "",
+        num_greedy=len(greedy),
+        greedy_ungraded=sum(sample.grade_failure is not None for sample in greedy),
+        greedy_failed=sum(sample.status is Status.FAILED for sample in greedy),
+    )
+
+
+def eval_facts(rows: Sequence[int], samples: Sequence[Sample], settings: Eval) -> EvalFacts:
+    """What is told of held-out answers: those to each of the rows, in order."""
+    versions = [span.version for sample in samples for span in sample.versions]
+    grades = [sample.grade_failure for sample in samples if sample.grade_failure is not None]
+    return EvalFacts(
+        rows=np.repeat(np.array(rows, np.int64), settings.samples_per_prompt),
+        rewards=filters.rewards(samples),
+        scores=filters.scores(samples, settings.grader),
+        response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
+        truncated=_are(samples, Status.TRUNCATED),
+        failed=_are(samples, Status.FAILED),
+        ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
+        versions=(min(versions), max(versions)) if versions else None,
+        failure=_failure(samples),
+        grade_failure=grades[0] if grades else "",
+        numbers=_numbers(samples),
+    )
+
+
+def _trained_spans(sample: Sample) -> tuple[VersionSpan, ...]:
+    """The sample's spans, counted in trained tokens."""
+    before = np.concatenate([[0], np.cumsum(sample.loss_mask > 0)])
+    spans = (VersionSpan(span.version, int(before[span.start]), int(before[span.end])) for span in sample.versions)
+    return tuple(span for span in spans if span.end > span.start)
+
+
+def _are(samples: Sequence[Sample], status: Status) -> Flags:
+    return np.array([sample.status is status for sample in samples], np.bool_)
+
+
+def _failure(samples: Sequence[Sample]) -> str:
+    return next((str(sample.metadata["failure"]) for sample in samples if sample.status is Status.FAILED), "")
+
+
+def _number(score: float | None) -> float:
+    return float("nan") if score is None else score
+
+
+def _numbers(samples: Sequence[Sample]) -> Mapping[str, NDArray[np.float64]]:
+    names = sorted({name for sample in samples for name in sample.numbers})
+    return {name: np.array([_number(sample.numbers.get(name)) for sample in samples], np.float64) for name in names}

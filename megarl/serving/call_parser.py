@@ -1,0 +1,86 @@
+"""Asks a server which functions a text calls: SGLang knows how each family of models writes that. No model works for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from megarl.serving.answers import field
+from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
+
+PARSE_S = 30.0
+ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """name: of a function that there is. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """calls: in order. unread: whether there is a call, or the beginning of one, of which nothing could be made."""
+
+    calls: tuple[ParsedCall, ...]
+    unread: bool
+
+
+class CallParser:
+    """SGLang's parser of that name, at whatever server answers.
+
+    router: in front of the servers, which does not pass this on: it says who they are; or the only server. tools: JSON schemas.
+    """
+
+    def __init__(self, router: ServerEndpoint, parser: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._router, self._parser, self._tools = router, parser, list(tools)
+        self._servers: list[ServerClient] = []
+        self._next = count()
+
+    async def parse(self, text: str) -> Parsed:
+        """The calls in a text. Raises ServerUnreachableError, ServerError, AnswerError, DeadlineError."""
+        body = {"text": text, "tools": self._tools, "tool_call_parser": self._parser}
+        for attempt in range(ATTEMPTS):
+            if not self._servers:
+                self._servers = await self._find()
+            server = self._servers[next(self._next) % len(self._servers)]
+            try:
+                answer = await server.ask("/parse_function_call", body, PARSE_S)
+            except ServerUnreachableError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                await self.close()  # one has gone, and another may have come
+                continue
+            return _read(answer, text, f"{server.endpoint.name} ({server.endpoint.url}) /parse_function_call")
+        raise AssertionError("the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """Close the connections; the next text opens new ones."""
+        servers, self._servers = self._servers, []
+        for server in servers:
+            await server.close()
+
+    async def _find(self) -> list[ServerClient]:
+        """Clients of all servers."""
+        router = self._router
+        async with ServerClient(router) as client:
+            try:
+                told = await client.ask("/workers", deadline_s=PARSE_S)
+            except ServerError:
+                told = {}  # a server, which knows no workers
+        workers = told.get("workers") if isinstance(told, dict) else None
+        urls = [str(worker["url"]) for worker in workers or () if isinstance(worker, dict) and "url" in worker]
+        return [ServerClient(ServerEndpoint(f"server at {url}", url, router.api_key)) for url in urls or [router.url]]
+
+
+def _read(answer: Any, text: str, where: str) -> Parsed:
+    calls = [
+        ParsedCall(field(call, "name", str, where, "calls."), field(call, "parameters", str, where, "calls."))
+        for call in field(answer, "calls", list, where)
+    ]
+    rest = field(answer, "normal_text", str, where)
+    return Parsed(tuple(calls), unread=not calls and rest != text)

@@ -1,0 +1,348 @@
+"""Episodes end as they should: done, out of a budget, cut off, cancelled, or failed by what an environment does wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megarl.agents import patience
+from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
+from megarl.agents.episode import Episodes
+from megarl.core.types import Sample, Status
+from megarl.rollout.asking import Asker
+from megarl.rollout.attempt import Attempt
+from megarl.rollout.gate import Gate
+from megarl.rollout.seeds import environment_seed, request_seed
+from megarl.serving.client import ServerClient
+from megarl.serving.sampling import Sampling
+from tests.agents.fake_policy import FakePolicy
+from tests.agents.forms import ends_of, make_tokenizer
+from tests.agents.playing import make_row, make_settings, play
+
+TOKENIZER = make_tokenizer("qwen3")
+END = ends_of("qwen3")[0]
+TOLD = 10  # tokens between two turns: "\n", "<|im_start|>", "user", "\n", "a", "<|im_end|>", and what opens the next
+
+
+def policy(turn: list[int] | None = None, **changes: Any) -> FakePolicy:
+    ids = [5, END] if turn is None else turn
+    return FakePolicy(
+        lambda *_: ids, lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True), ends={END}, **changes
+    )
+
+
+class Counting:
+    """Goes on for so many turns; each is worth 0.5, the last 1. What happens in it is noted."""
+
+    made: list[Counting]
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns, self.closed, self.rows = turns, 0, list[EpisodeRow]()
+        self.responses: list[Response] = []
+        type(self).made = [*getattr(type(self), "made", []), self]
+
+    async def start(self, row: EpisodeRow) -> Any:
+        self.rows.append(row)
+        return list(row.messages)
+
+    async def step(self, response: Response) -> Any:
+        self.responses.append(response)
+        return (
+            Done(1.0, {"solved": 1.0})
+            if response.turn + 1 == self.turns
+            else Turn([{"role": "user", "content": "a"}], 0.5)
+        )
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def counting(turns: int = 3) -> type[Counting]:
+    """A class of its own, that knows those made of it."""
+    return type("Counting", (Counting,), {"made": [], "__init__": lambda self: Counting.__init__(self, turns)})
+
+
+def test_an_episode_is_done_when_its_environment_says_so() -> None:
+    made = counting()
+    fake = policy()
+    [sample] = play(fake, make_settings(made, TOKENIZER), TOKENIZER, prompt=make_row("Guess.", level=3))
+    assert sample.status is Status.COMPLETED
+    assert (sample.reward, sample.metadata["turn_rewards"]) == (2.0, [0.5, 0.5, 1.0])
+    [environment] = made.made
+    assert environment.closed == 1
+    [row] = environment.rows
+    assert (row.id, row.answer, row.fields, row.messages[0]["content"]) == (
+        "rows.jsonl:1",
+        "42",
+        {"level": 3},
+        "Guess.",
+    )
+    assert row.seed == environment_seed(1, "train", 3, row.id)
+    assert [(each.turn, each.token_ids, each.text) for each in environment.responses] == [
+        (turn, (5, END), TOKENIZER.decode([5])) for turn in range(3)
+    ]
+    numbers = {name: value for name, value in sample.numbers.items() if not name.endswith("_s")}
+    assert numbers == {
+        "turns": 3.0,
+        "policy_tokens": 6.0,
+        "environment_tokens": 2.0 * TOLD,
+        "environment_failures": 0.0,
+        "truncated_by/turns": 0.0,
+        "truncated_by/tokens": 0.0,
+        "truncated_by/time": 0.0,
+        "by/solved": 1.0,
+    }
+    # The first turn draws what a single response would, those after it have numbers of their own.
+    seeds = [body["sampling_params"]["sampling_seed"] for body in fake.bodies("/generate")]
+    assert seeds == [request_seed(1, "train", 3, row.id, 0, turn) for turn in range(3)] and len(set(seeds)) == 3
+    assert seeds[0] == request_seed(1, "train", 3, row.id, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most", "over", "turns"),
+    [
+        ({"max_turns": 2}, 1000, "turns", 2),
+        ({"timeout_s": 1e-9}, 1000, "time", 1),
+        ({}, 2 + TOLD + 1, "tokens", 2),  # one token is left for the second turn, which does not end with it
+        ({}, 2 + TOLD, "tokens", 1),  # after what the environment says nothing is left
+        ({"turn_tokens": 1}, 1000, "tokens", 1),
+    ],
+)
+def test_a_budget_that_runs_out_truncates_the_episode(
+    changes: dict[str, Any], most: int, over: str, turns: int
+) -> None:
+    made = counting(100)
+    [sample] = play(policy(), make_settings(made, TOKENIZER, **changes), TOKENIZER, sampling=Sampling(most))
+    assert sample.status is Status.TRUNCATED
+    assert {name for name, value in sample.numbers.items() if name.startswith("truncated") and value} == {
+        f"truncated_by/{over}"
+    }
+    assert sample.numbers["turns"] == turns
+    # What the environment said last is not in it: nothing follows.
+    assert sample.loss_mask[-1] == 1 and len(sample.response_ids) <= most
+    cut = over == "tokens" and (most == 2 + TOLD + 1 or "turn_tokens" in changes)
+    assert sample.reward == 0.5 * (turns - cut)
+    assert made.made[0].closed == 1
+
+
+class Bad(Counting):
+    """Does one thing wrong, at its second turn or where else it is told to."""
+
+    def __init__(self, where: str, wrong: Callable[[], Any]) -> None:
+        super().__init__()
+        self.where, self.wrong = where, wrong
+
+    async def start(self, row: EpisodeRow) -> Any:
+        return await self._at("start") or await super().start(row)
+
+    async def step(self, response: Response) -> Any:
+        return (response.turn and await self._at("step")) or await super().step(response)
+
+    async def close(self) -> None:
+        await super().close()
+        await self._at("close")
+
+    async def _at(self, where: str) -> Any:
+        if where != self.where:
+            return None
+        found = self.wrong()
+        return await found if asyncio.iscoroutine(found) else found
+
+
+def raises() -> Any:
+    raise KeyError("no such door")
+
+
+async def hangs() -> None:
+    await asyncio.sleep(60)
+
+
+async def hangs_for_good() -> None:
+    """Does not heed its cancellation."""
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            continue
+
+
+async def cancels_itself() -> None:
+    raise asyncio.CancelledError
+
+
+def fails(where: str, wrong: Callable[[], Any]) -> tuple[Sample, Bad]:
+    made: list[Bad] = []
+
+    def make() -> Bad:
+        made.append(Bad(where, wrong))
+        return made[-1]
+
+    fake = policy()
+    [sample] = play(fake, make_settings(make, TOKENIZER, step_timeout_s=0.1), TOKENIZER)
+    return sample, made[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong", "reason"),
+    [
+        ("start", raises, "start raised KeyError: 'no such door'"),
+        ("step", raises, "step raised KeyError: 'no such door'"),
+        ("step", lambda: sys.exit(3), "step raised RuntimeError: it exits (3)"),
+        ("start", hangs, "start did not end within 0.1 s"),
+        ("step", hangs, "step did not end within 0.1 s"),
+        ("step", cancels_itself, "step was cancelled by itself"),
+        ("start", lambda: "Guess!", "start gave 'Guess!'; wanted is a list of messages"),
+        ("start", lambda: [{"role": "user"}], "start gave as message 1 {'role': 'user'}; wanted"),
+        ("start", lambda: [{"role": "assistant", "content": "5"}], "end with the assistant's"),
+        ("start", lambda: [{"role": "usr", "content": "5"}], "there is no role 'usr'"),
+        ("start", lambda: [{"role": "user", "content": "5" * 2000}], "tokens, over data.max_prompt_tokens=1000"),
+        ("step", lambda: "lower", "step gave 'lower'; wanted is a Turn"),
+        ("step", lambda: Turn([]), "step gave []; wanted is a list of messages"),
+        ("step", lambda: Turn([{"role": "assistant", "content": "x"}]), "only the policy writes these"),
+        ("step", lambda: Done(float("nan")), "step gave nan as a reward; wanted is a finite number"),
+        ("step", lambda: Done(True), "step gave True as a reward"),
+        ("step", lambda: Done(1.0, {"a b": 1.0}), "a metric 'a b'"),
+        ("step", lambda: Done(1.0, {"a": "x"}), "step gave 'x' as the metric a"),
+    ],
+)
+def test_what_an_environment_does_wrong_costs_its_episode_alone(where: str, wrong: Any, reason: str) -> None:
+    sample, environment = fails(where, wrong)
+    assert sample.status is Status.FAILED
+    assert sample.metadata["failure"].startswith("the environment failed: ") and reason in sample.metadata["failure"]
+    assert environment.closed == 1
+    assert sample.numbers == {"environment_failures": 1.0}
+    assert len(sample.response_ids) == 0
+    if wrong is raises:
+        assert "test_episode.py" in sample.metadata["trace"] and sample.metadata["trace"].endswith("'no such door'\n")
+    if where == "step":  # how far it was can be read
+        assert [message["role"] for message in sample.metadata["messages"]] == [
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+
+
+def test_an_environment_that_does_not_heed_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "GRACE_S", 0.1)
+    began = time.monotonic()
+    sample, environment = fails("step", hangs_for_good)
+    assert "step did not end within 0.1 s" in sample.metadata["failure"] and environment.closed == 1
+    assert time.monotonic() - began < 60
+
+
+def test_a_constructor_that_raises_fails_the_episode() -> None:
+    [sample] = play(policy(), make_settings(raises, TOKENIZER), TOKENIZER)
+    assert "start raised KeyError" in sample.metadata["failure"]
+
+
+@pytest.mark.parametrize("wrong", [raises, hangs])
+def test_what_goes_wrong_in_close_costs_nothing(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
+    sample, _ = fails("close", wrong)
+    assert sample.status is Status.COMPLETED
+    assert "the environment failed: close " in caplog.text
+
+
+def test_one_that_fails_takes_no_other_with_it() -> None:
+    turn = iter(range(100))
+
+    def make() -> Counting:
+        return Bad("step", raises) if next(turn) == 1 else Bad("nowhere", raises)
+
+    samples = play(policy(), make_settings(make, TOKENIZER), TOKENIZER, indices=range(4))
+    assert [sample.status for sample in samples].count(Status.FAILED) == 1
+    assert len({sample.id for sample in samples}) == 4
+
+
+def test_a_server_that_aborts_in_the_middle_of_turns_loses_nothing() -> None:
+    made = counting(4)
+    fake = policy([5, 6, 7, END], cut=0.6)
+    [sample] = play(fake, make_settings(made, TOKENIZER), TOKENIZER)
+    assert any(cut for *_, cut in fake.turns)
+    assert sample.status is Status.COMPLETED and sample.numbers["turns"] == 4
+
+
+def test_a_server_that_never_answers_fails_the_episode_and_closes_its_environment() -> None:
+    made = counting()
+    fake = policy()
+    fake.refuse["/generate"] = (500, "out of memory")
+    [sample] = play(fake, make_settings(made, TOKENIZER), TOKENIZER)
+    assert "answered 500: out of memory" in sample.metadata["failure"] and sample.status is Status.FAILED
+    assert sample.numbers == {"environment_failures": 0.0}
+    assert made.made[0].closed == 1
+
+
+class Slow(Counting):
+    """Its second step waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.goes = asyncio.Event(), asyncio.Event()
+
+    async def step(self, response: Response) -> Any:
+        if response.turn == 1:
+            self.waits.set()
+            await self.goes.wait()
+        return await super().step(response)
+
+
+def with_slow(call: Callable[[asyncio.Task[Sample], Slow, Gate, FakePolicy], Any]) -> None:
+    async def go() -> None:
+        fake, made = policy(), list[Slow]()
+
+        def make() -> Slow:
+            made.append(Slow())
+            return made[-1]
+
+        async with fake, ServerClient(fake.endpoint) as client:
+            gate = Gate(1, 1)
+            asker = Asker(client, gate, TOKENIZER.decode, deadline_s=20.0)
+            attempt = Attempt(make_row(), Sampling(1000), 1, "train", 1, 0)
+            playing = asyncio.create_task(Episodes(make_settings(make, TOKENIZER)).play(attempt, asker))
+            while not made:
+                await asyncio.sleep(0)
+            await made[0].waits.wait()
+            await call(playing, made[0], gate, fake)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_while_the_environment_works_no_request_is_at_the_servers_and_a_pause_need_not_wait_for_it() -> None:
+    async def call(playing: asyncio.Task[Sample], environment: Slow, gate: Gate, fake: FakePolicy) -> None:
+        assert gate.running == 0
+        gate.close()
+        await gate.idle()
+        environment.goes.set()
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert len(fake.turns) == 2 and not playing.done()
+        gate.open()
+        assert (await playing).status is Status.COMPLETED
+        assert len(fake.turns) == 3
+
+    with_slow(call)
+
+
+def test_an_episode_that_is_cancelled_closes_its_environment() -> None:
+    async def call(playing: asyncio.Task[Sample], environment: Slow, gate: Gate, _: FakePolicy) -> None:
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert environment.closed == 1 and gate.running == 0
+        assert len(asyncio.all_tasks()) < 10
+
+    with_slow(call)
+
+
+def test_messages_of_the_row_are_where_the_environment_finds_them() -> None:
+    """A row that was one string has one message of the user."""
+    made = counting(1)
+    play(policy(), make_settings(made, TOKENIZER), TOKENIZER, prompt=make_row("x"))
+    found: list[Message] = list(made.made[0].rows[0].messages)
+    assert found == [{"role": "user", "content": "x"}]

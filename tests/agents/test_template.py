@@ -1,0 +1,120 @@
+"""What a chat template puts between turns, as text and as tokens, in the forms of several families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.agents.template import ChatTemplate
+from megarl.core.errors import TemplateRefusalError
+from tests.agents.forms import FORMS, LLAMA3, ends_of, make_tokenizer
+
+HIGHER = [{"role": "user", "content": "higher"}]
+# What follows a turn that ended with the template's own end, and with a stop string.
+FOLLOWING = {
+    "qwen3": ("\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+    "llama3": (
+        "<|start_header_id|>user<|end_header_id|>\n\nhigher<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+    "deepseek": ("<|User|>higher<|Assistant|>", "<eos>"),
+    "mistral": ("[INST] higher [/INST]", "</s>"),
+    "gemma": ("\n<start_of_turn>user\nhigher<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_turn_that_has_its_end_gets_what_comes_after_it(form: str) -> None:
+    tokenizer = make_tokenizer(form)
+    template = ChatTemplate(tokenizer)
+    text, end = FOLLOWING[form]
+    for last in ends_of(form):  # another end than the template's stands in its place
+        assert tokenizer.decode(template.following(HIGHER, [last]), skip_special_tokens=False) == text
+    plain = tokenizer("x", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(template.following(HIGHER, plain), skip_special_tokens=False) == end + text
+    assert tokenizer.decode(template.following(HIGHER), skip_special_tokens=False) == end + text
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_appended_is_what_the_whole_conversation_would_have_been(form: str, spaced: bool) -> None:
+    """Where what the policy wrote tokenises as the template's own rendering does."""
+    tokenizer = make_tokenizer(form, spaced=spaced)
+    template = ChatTemplate(tokenizer)
+    talk = [{"role": "user", "content": "Guess the number."}]
+    ids, _ = template.prompt(talk)
+    appended = ids.tolist()
+    for said, told in (("12", "lower"), ("Then the 5", "higher")):
+        whole, _ = template.prompt([*talk, {"role": "assistant", "content": said}, {"role": "user", "content": told}])
+        end = ends_of(form)[0]
+        # What the policy wrote: the whole's own tokens up to the turn's end.
+        written = whole[len(appended) : whole.tolist().index(end, len(appended)) + 1].tolist()
+        appended += written + template.following([{"role": "user", "content": told}], written[-1:]).tolist()
+        assert appended == whole.tolist()
+        talk += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
+
+
+def test_several_messages_at_once_and_results_of_tools() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    template = ChatTemplate(tokenizer)
+    told = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    ids = template.following(told, ends_of("qwen3")[:1])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_templates_that_drop_thinking_rewrite(form: str) -> None:
+    found = ChatTemplate(make_tokenizer(form)).rewritten()
+    if form == "qwen3":
+        assert (
+            "had written '<think>\\nThe sky has one.\\n</think>\\n\\nBlue.', and the template has 'Blue.<|im_end|>"
+            in found
+        )
+    else:
+        assert found == ""
+
+
+def test_a_template_that_opens_the_thinking_itself_is_found_as_well() -> None:
+    opens = LLAMA3.replace(
+        "assistant<|end_header_id|>\\n\\n' }}{% endif %}", "assistant<|end_header_id|>\\n\\n<think>\\n' }}{% endif %}"
+    )
+    found = ChatTemplate(make_tokenizer("llama3", template=opens)).rewritten()
+    assert "had written '<think>\\nBlue.', and the template has 'Blue.<|eot_id|>" in found
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            "leaves out what an assistant",
+        ),
+        ("{{ raise_exception('no') }}", "refuses these messages .no.; their roles are user, assistant"),
+    ],
+)
+def test_a_template_without_turns_is_refused(template: str, reason: str) -> None:
+    with pytest.raises(TemplateRefusalError, match=reason):
+        ChatTemplate(make_tokenizer("llama3", template=template))
+
+
+def test_messages_that_a_template_refuses_are_named() -> None:
+    template = ChatTemplate(make_tokenizer("gemma"))
+    with pytest.raises(TemplateRefusalError, match=r"System role not supported.*roles are user, assistant, system"):
+        template.following([{"role": "system", "content": "x"}])
+    with pytest.raises(TemplateRefusalError, match=r"there is no role 'usr'\. Did you mean 'user'"):
+        template.following([{"role": "usr", "content": "x"}])
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_what_parsers_read_has_its_marks_but_not_the_end(text: str) -> None:
+    tokenizer: Any = make_tokenizer("qwen3")
+    ids = tokenizer(f"<tool_call>{text}", add_special_tokens=False)["input_ids"]
+    template = ChatTemplate(tokenizer)
+    assert (
+        template.text_with_marks([*ids, ends_of("qwen3")[0]]) == template.text_with_marks(ids) == f"<tool_call>{text}"
+    )
+    assert template.text_with_marks([]) == ""

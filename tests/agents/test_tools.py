@@ -1,0 +1,301 @@
+"""Functions as tools: their schemas, what they are called with, and what the policy is told where something goes wrong."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megarl.agents.check import check_agent
+from megarl.agents.template import ChatTemplate
+from megarl.agents.tool_use import ToolUse
+from megarl.agents.tools import Result, Tool, Toolbox, ToolCall, open_tools
+from megarl.core.errors import TemplateRefusalError, UserError
+from megarl.core.types import Status
+from megarl.recipe.agent import PARSERS
+from megarl.serving.call_parser import CallParser, Parsed, ParsedCall
+from tests.agents.fake_policy import FakePolicy
+from tests.agents.forms import QWEN3, ends_of, make_tokenizer
+from tests.agents.playing import make_settings, play
+from tests.agents.test_episode import counting
+from tests.agents.test_tokens import Scripted, assert_exact
+from tests.agents.toolkit import count, exits, fails, hangs, look_up, multiply
+from tests.rollout.test_collector import make_recipe
+from tests.support.fake_sglang import FakeSglang
+
+KIT = "tests.agents.toolkit"
+
+
+def test_a_schema_is_made_of_type_hints() -> None:
+    assert Tool(multiply).schema == {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "The product of two numbers.",
+            "parameters": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "left": {"title": "Left", "type": "integer"},
+                    "right": {"default": 2, "description": "the other number", "title": "Right", "type": "integer"},
+                },
+                "required": ["left"],
+            },
+        },
+    }
+
+
+def called(*calls: tuple[str, Any], timeout_s: float = 5.0) -> list[Result]:
+    tools = [Tool(each) for each in (multiply, look_up, count, fails, exits, hangs)]
+    asked = [
+        ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments), f"c{number}")
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return asyncio.run(Toolbox(tools, timeout_s).call(asked))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "content"),
+    [
+        ("multiply", {"left": 3, "right": 4}, "12"),
+        ("multiply", {"left": "3"}, "6"),
+        ("look_up", {"word": "Haus", "language": "de"}, '{"Haus":"de"}'),
+        ("count", {"words": ["a"], "weights": {"a": 1}}, '[1,{"a":1.0}]'),
+        ("multiply", {"left": "three"}, "error: wrong arguments: left: Input should be a valid integer"),
+        ("multiply", {"left": 1, "rihgt": 2}, "error: wrong arguments: rihgt: Extra inputs are not permitted"),
+        ("multiply", "", "error: wrong arguments: left: Field required"),
+        ("multiply", "[1]", "error: wrong arguments: arguments: Input should be an object"),
+        ("multiply", "{", "error: wrong arguments: arguments: Invalid JSON"),
+        ("look_up", {"word": "x", "language": "fr"}, "error: wrong arguments: language: Input should be 'en' or 'de'"),
+        ("fails", {"why": "no"}, "error: fails raised KeyError: 'no'"),
+        ("exits", {"code": 3}, "error: exits raised RuntimeError: it exits (3)"),
+        ("hangs", {"seconds": 3}, "error: hangs did not end within 0.3 s"),
+        ("divide", {}, "error: there is no tool 'divide'. Tools: multiply, look_up, count, fails, exits, hangs"),
+    ],
+)
+def test_what_a_call_gives_or_what_the_policy_is_told(name: str, arguments: Any, content: str) -> None:
+    [result] = called((name, arguments), timeout_s=0.3)
+    assert result.message["content"].startswith(content)
+    assert result.message | {"content": ""} == {"role": "tool", "content": "", "name": name, "tool_call_id": "c0"}
+    assert result.failed is content.startswith("error")
+
+
+def test_calls_run_side_by_side_and_stay_in_order() -> None:
+    began = time.monotonic()
+    results = called(*[("hangs", {"seconds": 0.3})] * 8, ("multiply", {"left": 2}), ("look_up", {"word": "x"}))
+    assert [result.message["content"] for result in results[-2:]] == ["4", '{"x":"en"}']
+    assert time.monotonic() - began < 8 * 0.3
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        ([f"{KIT}:unhinted"], "parameter 'right' of unhinted has no type hint"),
+        ([f"{KIT}:variadic"], "the parameter `*numbers: 'int'`, which a call by names cannot fill"),
+        ([f"{KIT}:misspelt"], "the type hints of misspelt cannot be read: NameError: name 'Intt'"),
+        ([f"{KIT}:odd"], "of a type that nothing can be read as"),
+        ([f"{KIT}:unknown"], "of a type that nothing can be read as"),
+        ([f"{KIT}:Thing"], "it is a type; wanted is a function with type hints"),
+        ([f"{KIT}:multipl"], "Did you mean 'multiply'"),
+        ([f"{KIT}:count", f"{KIT}:multiply", f"{KIT}:count"], "another tool with the name 'count'"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_when_the_recipe_is_checked(paths: list[str], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        open_tools(paths)
+    assert says in str(caught.value) and "agent.tools" in str(caught.value)
+
+
+def test_names_of_parsers_are_those_of_sglang() -> None:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "srt/function_call/function_call_parser.py").read_text()
+    [table] = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "ToolCallParserEnum"
+    ]
+    assert isinstance(table, ast.Dict)
+    assert {ast.literal_eval(key) for key in table.keys if key is not None} == set(PARSERS)
+
+
+class FakeReader:
+    """Reads `multiply(3)` and `?`, as no real parser does."""
+
+    async def parse(self, text: str) -> Parsed:
+        found = [ParsedCall("multiply", json.dumps({"left": int(digit)})) for digit in text if digit.isdigit()]
+        return Parsed(tuple(found), unread=not found and "?" in text)
+
+    async def close(self) -> None:
+        return None
+
+
+def test_a_turn_with_calls_gets_their_results_and_one_without_goes_to_the_environment() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    end = ends_of("qwen3")[0]
+    turns = iter(["12", "ab", "?", "5", "b"])  # "12" is one token, of two calls
+
+    def write(*_: Any) -> list[int]:
+        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
+
+    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    made = counting(5)
+    tools = ToolUse(Toolbox([Tool(multiply)], 5.0), FakeReader())
+    settings = make_settings(made, tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas))
+    [sample] = play(fake, settings, tokenizer)
+    assert sample.status is Status.COMPLETED
+    assert_exact(sample, fake)
+    said = [(message["role"], message["content"]) for message in sample.metadata["messages"]]
+    assert said[1:4] == [("assistant", "12"), ("tool", "2"), ("tool", "4")]
+    assert said[4:8] == [("assistant", "ab"), ("user", "a"), ("assistant", "?"), ("tool", said[7][1])]
+    assert said[7][1] == "error: this call cannot be read, or names no tool. Tools: multiply"
+    assert said[8:] == [("assistant", "5"), ("tool", "10"), ("assistant", "b")]
+    assert [response.turn for response in made.made[0].responses] == [1, 4]
+    assert (sample.numbers["tool_calls"], sample.numbers["tool_failures"]) == (4.0, 1.0)
+    # The model was told of its tools.
+    assert '"name": "multiply"' in tokenizer.decode(sample.prompt.token_ids)
+
+
+TOOLLESS = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+# Results stand behind their calls alone, with the calls' own numbers; content beside calls is left out.
+STRICT = """\
+{%- if tools %}{{- tools | tojson }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if not messages[loop.index0 - 1].tool_calls and messages[loop.index0 - 1].role != 'tool' %}
+{{- raise_exception('a result without its call') }}{% endif %}
+{{- '[R]' + m.tool_call_id + ':' + m.content + '[/R]' }}
+{%- elif m.tool_calls %}{% for c in m.tool_calls %}{{- '[C]' + (c.function | tojson) }}{% endfor %}{{- '<|im_end|>' }}
+{%- elif m.role == 'user' %}{{- '[U]' + m.content + '[/U]' }}
+{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}
+{%- endfor %}"""
+
+
+def test_a_template_that_wants_calls_before_their_results_gets_them() -> None:
+    tokenizer = make_tokenizer("qwen3", template=STRICT)
+    template = ChatTemplate(tokenizer, [Tool(multiply).schema])
+    call = ToolCall("multiply", '{"left": 3}', "c00000000")
+    told = [{"role": "tool", "content": "6", "tool_call_id": call.id}]
+    with pytest.raises(TemplateRefusalError, match="a result without its call"):
+        template.following(told)
+    end = ends_of("qwen3")[0]
+    assert template.shown(template.following(told, [end], [call])) == "[R]c00000000:6[/R]"
+    assert template.shown(template.following(told, [5], [call])) == "<|im_end|>[R]c00000000:6[/R]"
+
+
+SILENT = TOOLLESS.replace("m.content", "(m.content if m.role != 'tool' else '')")
+REFUSING = QWEN3.replace("role == 'tool' %}", "role == 'tool' %}{{ raise_exception('no tools') }}", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (TOOLLESS, "tells the model nothing of its tools"),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}" + SILENT, "leaves out what a tool gave"),
+        (REFUSING, "refuses these messages (no tools)"),
+    ],
+)
+def test_a_template_that_does_not_know_tools_is_refused(tmp_path: Path, template: str, says: str) -> None:
+    agent = {"tools": [f"{KIT}:multiply"], "tool_parser": "qwen25", "rewritten": "keep"}
+    recipe = make_recipe(tmp_path, agent=agent)
+    with pytest.raises(UserError) as caught:
+        check_agent(recipe, make_tokenizer("qwen3", template=template))
+    assert says in str(caught.value) and "agent.tools" in str(caught.value)
+    check_agent(recipe, make_tokenizer("qwen3"))
+
+
+def test_tools_that_fill_the_prompt_are_refused(tmp_path: Path) -> None:
+    agent = {"tools": [f"{KIT}:multiply"], "tool_parser": "qwen25", "rewritten": "keep"}
+    recipe = make_recipe(tmp_path, agent=agent, data={"train": tmp_path, "max_prompt_tokens": 100})
+    with pytest.raises(UserError, match=r"takes \d+ tokens of each prompt, and data.max_prompt_tokens is 100"):
+        check_agent(recipe, make_tokenizer("qwen3"))
+
+
+class FakeServers:
+    """A router that says who its servers are, and servers that read calls as `reader` does."""
+
+    def __init__(self, reader: Any) -> None:
+        self.server, self.router = FakeSglang("server 0"), FakeSglang("router")
+        self._reader = reader
+
+    async def __aenter__(self) -> FakeServers:
+        plain = self.server.respond
+
+        async def respond(path: str, body: dict[str, Any]) -> web.Response:
+            return web.json_response(self._reader(body)) if path == "/parse_function_call" else await plain(path, body)
+
+        async def workers(path: str, body: dict[str, Any]) -> web.Response:
+            assert path == "/workers"
+            return web.json_response({"workers": [{"url": self.server.endpoint.url, "id": "1"}]})
+
+        self.server.respond, self.router.respond = respond, workers  # type: ignore[method-assign]
+        await self.server.__aenter__()
+        await self.router.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.router.__aexit__(*error)
+        await self.server.__aexit__(*error)
+
+
+def test_a_server_behind_the_router_reads_calls() -> None:
+    def reader(body: dict[str, Any]) -> dict[str, Any]:
+        assert body["tool_call_parser"] == "qwen25" and body["tools"] == [Tool(multiply).schema]
+        text = body["text"]
+        calls = [{"tool_index": 0, "name": "multiply", "parameters": '{"left": 3}'}] if text == "call" else []
+        return {"normal_text": "" if text in ("call", "broken") else text, "calls": calls}
+
+    async def go() -> list[Parsed]:
+        async with FakeServers(reader) as fakes:
+            parser = CallParser(fakes.router.endpoint, "qwen25", [Tool(multiply).schema])
+            found = [await parser.parse(text) for text in ("call", "broken", "words")]
+            fakes.server.drop_next = 1
+            found.append(await parser.parse("call"))  # found anew
+            assert len(fakes.router.calls) == 2
+            await parser.close()
+            return found
+
+    found = asyncio.run(go())
+    assert [(len(each.calls), each.unread) for each in found] == [(1, False), (0, True), (0, False), (1, False)]
+    assert found[0].calls[0].arguments == '{"left": 3}'
+
+
+@pytest.mark.parametrize(("status", "fails_sample"), [(500, False), (400, False), (401, True)])
+def test_a_parser_that_raises_costs_the_call_and_a_server_that_is_gone_the_sample(
+    status: int, fails_sample: bool
+) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    end = ends_of("qwen3")[0]
+    fake = FakePolicy(lambda *_: [5, end], lambda ids: tokenizer.decode(ids), ends={end})
+    fake.refuse["/parse_function_call"] = (status, "no")
+    fake.refuse["/workers"] = (404, "not found")
+
+    tools: list[ToolUse] = []
+
+    class Late:
+        """The server's address is known once it runs."""
+
+        def __init__(self) -> None:
+            self.schemas: list[dict[str, Any]] = []
+
+        async def use(self, text: str, turn: int) -> Any:
+            if not tools:
+                tools.append(ToolUse(Toolbox([Tool(multiply)], 5.0), CallParser(fake.endpoint, "qwen25", [])))
+            return await tools[0].use(text, turn)
+
+        async def close(self) -> None:
+            await tools[0].close()
+
+    settings = make_settings(lambda: Scripted([]), tokenizer, tools=Late(), max_turns=2)
+    [sample] = play(fake, settings, tokenizer)
+    if fails_sample:
+        assert sample.status is Status.FAILED and "no server read the calls of tools" in sample.metadata["failure"]
+    else:
+        assert sample.status is Status.TRUNCATED and sample.numbers["tool_failures"] == 2
