@@ -30,6 +30,7 @@ LONGEST = (
     "tests/bench/test_benches.py",
     "tests/models/test_lora.py",
     "tests/models/test_layouts.py",
+    "tests/cuda_paths/test_layers.py",
     "tests/training/test_layouts.py",
     "tests/models/test_two_ranks.py",
     "tests/recipe/test_algorithm_keys.py",
