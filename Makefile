@@ -11,8 +11,10 @@ PYTHON ?= $(shell for name in python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+# Packages whose Python files tests read, and nobody imports.
+SOURCES := requirements/sources.txt
 # Named after the content, not its date: a checkout that changes no pin installs nothing.
-INSTALLED := $(VENV)/installed-$(shell cat $(LOCK) setup.py | sha256sum | cut -c1-16)
+INSTALLED := $(VENV)/installed-$(shell cat $(LOCK) $(SOURCES) setup.py | sha256sum | cut -c1-16)
 # Not .venv's, which is for CPUs.
 GPU_PYTHON ?= python3
 INPUTS := .cache/quickstart
@@ -22,7 +24,7 @@ RUN := runs/quickstart
 # Two OpenMP threads beside other busy processes run many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help setup quickstart slurm test test-fast lint format lock docs bench gpu-check clean
+.PHONY: help setup quickstart slurm bubblewrap test test-fast lint format lock docs bench gpu-check clean
 
 help: ## This list
 	@printf 'megarl: make <target>\n\n'
@@ -46,6 +48,9 @@ $(INSTALLED):
 	@$(BIN)/python -c 'import torch' || { \
 	  printf 'megarl: torch was installed but cannot be imported (above). The lock leaves out the CUDA libraries, so that\n'; \
 	  printf 'torch must be its CPU build: requirements/README.md says how pip finds it.\n'; exit 2; } >&2
+	@$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: -d $(VENV)/sources -r $(SOURCES) || { \
+	  printf 'megarl: the packages of $(SOURCES) were not found (above); everything but the tests of CUDA layers works without.\n'; \
+	  printf 'Where an index has them: $(BIN)/python -m pip download --no-deps --only-binary :all: -d $(VENV)/sources -r $(SOURCES)\n'; }
 	@rm -f $(VENV)/installed-*
 	@touch $@
 
@@ -88,10 +93,13 @@ quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ##
 slurm: ## Install SLURM's packages for the tests marked slurm (as root, on Debian and Ubuntu); instant where they are
 	@tests/support/install_slurm.sh
 
-test: slurm lint ## All checks and all tests, several files at a time; 20 minutes on two cores are the aim
+bubblewrap: ## Install bubblewrap, which code of a model is run in (as root, on Debian and Ubuntu); instant where it is
+	@tests/support/install_bubblewrap.sh
+
+test: slurm bubblewrap lint ## All checks and all tests, several files at a time; 20 minutes on two cores are the aim
 	$(ONE_THREAD) $(BIN)/python -m tests.suite
 
-test-fast: $(INSTALLED) ## The tests that start no servers; under 2 minutes
+test-fast: bubblewrap $(INSTALLED) ## The tests that start no servers; under 2 minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 lint: $(INSTALLED) ## Formatting, linter, types
@@ -117,7 +125,7 @@ docs: $(INSTALLED) ## The pages as one searchable site, in site/; every link is 
 bench: $(INSTALLED) ## All benchmarks, one after the other; results in bench/results/
 	for script in bench/*.py; do echo "== $$script"; $(ONE_THREAD) $(BIN)/python -m bench.$$(basename "$$script" .py); done
 
-gpu-check: ## What works on this machine's GPUs, with the python3 that has CUDA's packages; GPU_PYTHON=... names another
+gpu-check: ## The engine's tests on this machine's GPUs, and what it lacks (docs/gpu.md); GPU_PYTHON=... names its Python
 	@$(GPU_PYTHON) -m tools.gpu_check
 
 clean: ## Remove caches and the quickstart's inputs; runs/ and .venv stay

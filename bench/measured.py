@@ -219,6 +219,16 @@ def _plan_published(result: Result) -> str:
     )
 
 
+def _recipes_published(result: Result) -> str:
+    known = [row for row in result["rows"] if "run" in row]
+    ratios = [row["tokens_s"]["planned"] / row["tokens_s"]["published"] for row in known]
+    slower = [row["step_s"] / row["pick"]["step_s"] for row in result["rows"]]
+    return (
+        f"planned, not measured: tokens/s of a device over those of {len(known)} published runs: {_range(ratios)}, in steps of "
+        f"fewer and longer samples; the recipes' own placements take {_range(slower)} times as long as the search's picks"
+    )
+
+
 def _hybridflow(result: Result) -> str:
     variants = "; ".join(f"{name}: at most {each['most']}" for name, each in result["variants"].items())
     return (
@@ -278,12 +288,33 @@ def _peers_trl(result: Result) -> str:
     return f"tokens/s of whole steps: {'; '.join(found)}. Load after each run {_range(loads, '.1f')}"
 
 
+def _peers_algorithms(result: Result) -> str:
+    rows, batch = result["rows"], result["batch"]
+    ratios = [row["verl_s"] / row["megarl_s"] for row in rows]
+    apart = sum(row["factor"] != 1 for row in rows)
+    return (
+        f"{len(rows)} advantages, losses (with gradients) and KLs of {batch['samples']} samples, {batch['trained']:,} trained "
+        f"tokens: equal to {max(row['error'] for row in rows):.1g} of the largest number, {apart} of them by a known factor; "
+        f"verl's seconds on padded tensors over megarl's: {statistics.median(ratios):.1f} (median), {_range(ratios, '.1f')}. "
+        f"{len(result['differences'])} differences on purpose, with their reasons, are in the file"
+    )
+
+
 def _memory_predicted(result: Result) -> str:
     found = result["summary"]
     return (
         f"{found['layouts']} layouts of 1 to 4 ranks: the peak is predicted within {found['median']:.1%} (median) and "
         f"{found['worst']:.1%} (worst), what comes on top of weights and optimizer within {found['working_median']:.1%} and "
         f"{found['working_worst']:.1%}"
+    )
+
+
+def _layer_memory(result: Result) -> str:
+    rows = result["rows"]
+    return (
+        f"{len(rows)} of layers of {len({row['model'] for row in rows})} models: what a layer keeps is planned within "
+        f"{max(abs(row['kept_error']) for row in rows):.1%}, what its backward pass takes beside within "
+        f"{max(abs(row['extra_error']) for row in rows):.1%}"
     )
 
 
@@ -310,7 +341,14 @@ def _weight_sync(result: Result) -> str:
     )
     equal = "all answers equal" if all(row["equal"] for row in result["rows"]) else "answers that differ"
     memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
-    return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}; {equal}"
+    alone = ""
+    if "server_alone" in result:
+        serial, shared = (result["server_alone"][key] for key in ("serial_s", "shared_s"))
+        alone = (
+            f"; a server's own load with nothing of megarl between: {shared:.2f} s shared memory "
+            f"({result['memcpy_s'] / shared:.0%}), {serial:.2f} s broadcast ({result['bare_broadcast_s'] / serial:.0%})"
+        )
+    return f"{size / 1e6:,.0f} MB, memcpy {memcpy:.1f} GB/s, bare broadcast {bare:.2f} GB/s: {rows}{alone}; {equal}"
 
 
 def _weight_sync_layouts(result: Result) -> str:
@@ -349,6 +387,21 @@ def _algorithms(result: Result) -> str:
     return f"of {result['num_tokens']:,} tokens in {result['num_samples']:,} samples: {costs}"
 
 
+def _sandbox(result: Result) -> str:
+    def both(name: str) -> str:
+        return f"{result[name]['median']:.1f} ms (p95 {result[name]['p95']:.1f})"
+
+    several, rate = result["at_once"], result["rate"]
+    each = several["pss_bytes"] / several["asked"] / 2**20
+    return (
+        f"until the program runs: {both('pooled_ms')} pooled, {both('cold_ms')} where none waits, {both('bare_ms')} bare; a run "
+        f"until its result {both('run_ms')}; {rate['per_s']:.0f} runs/s, {rate['cpu_ms']:.0f} CPU ms each; "
+        f"{several['overlapped']} of {several['asked']} at once, all running after {several['all_running_s']:.1f} s, "
+        f"{each:.1f} MiB each, gone "
+        f"{several['closed_s']:.1f} s after the last ended. Memory by {result['memory']}"
+    )
+
+
 ROWS = (
     Row("quickstart_seeds", "three seeds from nothing; 200 held-out prompts, greedy", _quickstart_seeds),
     Row("learning_curves", "the same task before training", _learning_curves),
@@ -369,6 +422,7 @@ ROWS = (
         "python -m bench.asynchronous --learn",
     ),
     Row("peers_trl", "TRL 1.16.0 on the same model, prompts and reward; target 2.5", _peers_trl),
+    Row("peers_algorithms", "verl 0.9.1's core_algos on the same batch, one thread", _peers_algorithms),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),
@@ -379,6 +433,7 @@ ROWS = (
     Row("ppo_reward_model", "the same before PPO", _ppo_reward_model),
     Row("plan_vs_measured", "real runs of 2 to 4 ranks, beside predictions from `megarl profile`", _plan_vs_measured),
     Row("plan_published", "measurements that others published ([placement](placement.md))", _plan_published),
+    Row("recipes_published", "published runs of the same size ([placement](placement.md))", _recipes_published),
     Row("hybridflow", "HybridFlow's 16 published winners ([placement](placement.md))", _hybridflow),
     Row("plan", "limits of the search for PPO's five roles", _plan),
     Row("placements", "the first of four named placements, same rollouts", _placements),
@@ -391,6 +446,7 @@ ROWS = (
     Row("balance", "lower bounds, 16,384 samples over 128 ranks", _balance),
     Row("header_fuzz", "the safetensors library, on files with broken headers", _header_fuzz),
     Row("memory_predicted", "the engine's own live bytes ([placement](placement.md))", _memory_predicted),
+    Row("layer_memory", "torch's fake tensors at the widths of real models ([placement](placement.md))", _layer_memory),
     Row("deterministic", "the same server by default ([the same run twice](determinism.md))", _deterministic),
     Row("server_sleep", "the server awake", _server_sleep),
     Row("weight_sync", "shared memory: memcpy once, target 40%; broadcast: a bare one, target 70%", _weight_sync),
@@ -401,6 +457,7 @@ ROWS = (
     ),
     Row("disk_sync", "whole versions; what AdamW changes by learning rate ([weight sync](weight_sync.md))", _disk_sync),
     Row("algorithms", "plain loops", _algorithms),
+    Row("sandbox", "a Python without a sandbox, started each time; target 20 ms pooled, 200 at once", _sandbox),
 )  # fmt: skip
 
 

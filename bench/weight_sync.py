@@ -6,8 +6,10 @@ A random model is made on the spot. In the same run: this machine's memcpy of as
 bare gloo broadcast of the same bytes from one process to another, in buckets of the same size. The targets: shared memory at
 least at 40% of the memcpy's rate, broadcast at least at 70% of the bare one's. Before each transport the server gets other
 weights; afterwards its log-probs of a few sequences have to be those, to the bit, that it gave when it had read the model's
-files. (SGLang's own checksums of tensors need CUDA.) Exit code 0 only where they are. Whether targets are met is in the
-table, with the machine's load.
+files. (SGLang's own checksums of tensors need CUDA.) Beside the targets: what the same bytes take where nothing of megarl is
+between (support/bare_load.py), a process that has them ready, and one that receives and loads them by SGLang's own load, one
+after the other as its server does. Exit code 0 only where answers are equal. Whether targets are met is in the table, with
+the machine's load.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.bare_load import bare_loads
 from bench.support.measure import in_fresh_process, in_fresh_ranks, write
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform, held_bytes, peak_bytes, reset_peak_bytes
@@ -34,6 +37,7 @@ from megarl.recipe.schema import Sync
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import free_port
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.sync.ring import bucket_limit
 
 MB = 10**6
 HIDDEN, VOCABULARY = 1024, 8192
@@ -169,6 +173,9 @@ def measured(folder: Path, num_bytes: int, repeats: int) -> dict[str, Any]:
             "memcpy_s": in_fresh_process(1, memcpy_s, size, repeats),
             "bare_broadcast_s": max(in_fresh_ranks(2, bare_broadcast_s, free_port(), size, repeats)),
         }
+        buckets = BARE_BUCKET_BYTES, bucket_limit(BUCKET_BYTES)
+        alone = in_fresh_ranks(2, bare_loads, free_port(), models[0], *buckets, repeats)
+        result["server_alone"] = {name: max(getattr(each, name) for each in alone) for name in asdict(alone[0])}
         rows = []
         for layout_name, layout in LAYOUTS.items():
             told = in_fresh_ranks(
@@ -197,6 +204,7 @@ def row(
     middle = sorted(reports, key=lambda report: report["seconds"])[len(reports) // 2]
     shared = transport == "shared_memory"
     share = bounds["memcpy_s" if shared else "bare_broadcast_s"] / middle["seconds"]
+    alone = bounds["server_alone"]["shared_s" if shared else "serial_s"]
     return {
         "layout": layout,
         "transport": transport,
@@ -204,6 +212,7 @@ def row(
         "pieces": middle["pieces"],
         "extra_bytes": extra_bytes,
         "of": share,
+        "of_server_alone": alone / middle["seconds"],
         "met": share >= (LEAST_OF_MEMCPY if shared else LEAST_OF_BARE),
         "equal": reports[-1]["answers"] == expected and not any(report["failed"] for report in reports),
     }
@@ -214,16 +223,37 @@ def table(result: dict[str, Any]) -> Iterator[Table]:
     size = result["bytes"]
     memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
     shown = Table(title=f"{size / MB:,.0f} MB; memcpy {memcpy:.2f} GB/s, bare gloo broadcast {bare:.2f} GB/s")
-    columns = ("s", "GB/s", "of its bound", "target met", "answers equal", "extra MB a rank", "s by piece")
+    columns = (
+        "s",
+        "GB/s",
+        "of its bound",
+        "target met",
+        "of server alone",
+        "answers equal",
+        "extra MB a rank",
+        "s by piece",
+    )
     for name in ("trainer", "transport", *columns):
         shown.add_column(name)
     for each in result["rows"]:
         pieces = ", ".join(f"{name} {seconds:.2f}" for name, seconds in each["pieces"].items())
         figures = (f"{each['seconds']:.2f}", f"{size / each['seconds'] / 1e9:.2f}", f"{each['of']:.0%}")
-        yes = ("yes" if each["met"] else "no", "yes" if each["equal"] else "NO")
+        alone = f"{each['of_server_alone']:.0%}"
+        yes = ("yes" if each["met"] else "no", alone, "yes" if each["equal"] else "NO")
         extra = f"{each['extra_bytes'] / MB:,.0f}"
         shown.add_row(each["layout"], each["transport"], *figures, *yes, extra, pieces)
     yield shown
+    alone_table = Table(title="The server alone: nothing of megarl between, SGLang's own load")
+    for name in ("way", "s", "of its bound"):
+        alone_table.add_column(name)
+    for key, way, whole_s in (
+        ("shared_s", "written into shared memory while it loads", result["memcpy_s"]),
+        ("serial_s", "received, then loaded", result["bare_broadcast_s"]),
+        ("ahead_s", "received while the bucket before is loaded (its server cannot)", result["bare_broadcast_s"]),
+    ):
+        seconds = result["server_alone"][key]
+        alone_table.add_row(way, f"{seconds:.2f}", f"{whole_s / seconds:.0%}")
+    yield alone_table
 
 
 def main() -> None:

@@ -1,43 +1,88 @@
-"""What of megarl works on this machine's GPUs: the parts that are there, the tests marked `gpu`, one run end to end.
+"""What of megarl works on this machine's GPUs: the packages that are there, the engine's tests, one run end to end.
 
-    python -m tools.gpu_check            # or: make gpu-check
+    python -m tools.gpu_check [--minutes 60] [--out bench/results]            # or: make gpu-check
 
-Each part is imported in a process of its own, because a package that is installed and does not load is as good as absent.
-Writes bench/results/gpu_check.json. Exit codes: 0 all well, 1 something does not work, 2 there is no GPU here.
+The most telling first, in the time that is given. Each package is imported, and each check made, in a process of its own: a
+package that is installed and does not load is as good as absent, and an error of CUDA ends whatever a process does on the device.
+What the machine lacks takes its own tests away, and the table says which. In the folder of --out, as they come:
+`gpu_check.jsonl`, a line a row; `gpu_check_tests.jsonl`, a line a test, with its seconds; `gpu_check.log`. With --platform cpu
+the same checks run without a GPU.
+Exit codes: 0 what could be tried works, 1 something does not work or was not tried in time, 2 there is no GPU here.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.core.platform import cuda_device_count
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "bench" / "results" / "gpu_check.json"
-IMPORT_S, TESTS_S, RUN_S = 300, 3600, 1800
-NO_TESTS = 5  # pytest's exit code where none was selected
+IMPORT_S, RUN_S = 300.0, 1800.0
+NOTHING_LEFT = 5  # pytest's exit code where no test was selected
+WIDTH = 100
+# Those that the tests need; whatever else a machine's pytest would load could only spoil the check.
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
+LATE = "no time was left"
+LAST_S = 120.0  # for what has begun when the time is over
 
 TORCH = """
 import torch
 assert torch.cuda.is_available(), "torch sees no device"
-print(torch.__version__, torch.cuda.get_device_name())
+print(torch.__version__, torch.cuda.get_device_name(), f"{torch.cuda.device_count()} devices")
 """
 PARTS = {
     "torch.cuda": (TORCH, "nothing runs on GPUs"),
-    "SGLang's kernels": ("import sgl_kernel; print(sgl_kernel.__version__)", "no server starts on GPUs: no rollout"),
+    "transformers": ("import transformers; print(transformers.__version__)", "nothing to compare with"),
+    "Megatron-core": ("import megatron.core; print(megatron.core.__version__)", "no engine"),
     "Transformer Engine": (
         "import transformer_engine as te, transformer_engine.pytorch; print(te.__version__)",
-        "Megatron's own layers: slower, no FP8, no context-parallel attention",
+        "layers of torch's own: slower, no FP8",
     ),
+    "SGLang's kernels": ("import sgl_kernel; print(sgl_kernel.__version__)", "no server starts on GPUs: no rollout"),
+    "Ray": ("import ray; print(ray.__version__)", "no runs of several processes"),
 }
-NEEDED_BY_A_RUN = ("torch.cuda", "SGLang's kernels")
+NEEDED_BY_A_RUN = ("torch.cuda", "SGLang's kernels", "Ray")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Tests that are tried together, as arguments for pytest. on_device: of memory that the host does not have."""
+
+    what: str
+    tests: tuple[str, ...]
+    on_device: bool = False
+
+
+GPT = "tests/models/test_gpt.py"
+CHECKS = (
+    Check("memory of the device; sleep and wake, in bytes", ("tests/gpu/test_device.py",), True),
+    Check("log-probs against transformers, float32", (GPT, "-k", "packed_logprobs_equal")),
+    Check("log-probs against transformers, bfloat16", (GPT, "-k", "in_bfloat16_are_near")),
+    Check("gradients against transformers", (GPT, "-k", "gradients_equal")),
+    Check("optimizer steps of a policy", ("tests/training/test_engine.py",)),
+    Check("device memory of one process read by another (CUDA IPC)", ("tests/gpu/test_ipc.py",), True),
+    Check("packing", ("tests/models/test_attention.py", "tests/training/test_logprob.py", GPT, "-k", "not recomputed")),
+    Check("recomputed activations", (GPT, "tests/training/test_roles.py", "-k", "recompute or replayed")),
+    Check("LoRA", ("tests/models/test_lora.py", "-k", "not TestLayouts")),
+    Check("sleep and wake, bit for bit", ("tests/training/test_offload.py",)),
+    Check("checkpoints", ("tests/training/test_checkpoint.py",)),
+    Check("training: all else of one rank", ("tests/training", "-m", "not slow")),
+    Check("models: all else of one rank", ("tests/models", "-m", "not slow")),
+    Check("weights to servers: what needs no server", ("tests/sync", "-m", "not slow")),
+    Check("several ranks", ("tests/models", "tests/training")),
+    Check("weights to servers", ("tests/sync",)),
+    Check("processes of a run", ("tests/cluster",)),
+)
 RECIPE = """
 run: {{name: gpu-check, dir: {folder}/runs}}
 cluster: {{platform: cuda, devices: 1}}
@@ -63,43 +108,104 @@ class Row:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Place:
+    """On what is checked, until when (seconds of the epoch), and where results go."""
+
+    platform: str
+    until: float
+    folder: Path
+
+    @property
+    def tests(self) -> Path:
+        """What became of every test."""
+        return self.folder / "gpu_check_tests.jsonl"
+
+    @property
+    def rows(self) -> Path:
+        """The table's rows."""
+        return self.folder / "gpu_check.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """What pytest said."""
+        return self.folder / "gpu_check.log"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.until - time.time()
+
+
 def run(argv: list[str], timeout_s: float) -> tuple[int, str]:
     """Exit code and output of a command; a deadline that passes is an exit code, too."""
     try:
         done = subprocess.run(
             argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
         )
-    except subprocess.TimeoutExpired:
-        return -1, f"did not end within {timeout_s:g} s"
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        said = said.decode(errors="replace") if isinstance(said, bytes) else said
+        return -1, f"{said}\ndid not end within {timeout_s:.0f} s".strip()
     return done.returncode, done.stdout.strip()
-
-
-def timed(look: Callable[[], Row]) -> Row:
-    """A row with its time."""
-    began = time.monotonic()
-    row = look()
-    return Row(row.what, row.verdict, row.detail, round(time.monotonic() - began, 1))
 
 
 def look_at_part(name: str) -> Row:
     """Whether a part loads."""
     code, cost = PARTS[name]
+    began = time.monotonic()
     status, output = run([sys.executable, "-c", code], IMPORT_S)
-    last = output.splitlines()[-1] if output else ""
-    return Row(name, "works", last) if status == 0 else Row(name, "absent", f"{last}; {cost}")
+    last, took = output.splitlines()[-1] if output else "", round(time.monotonic() - began, 1)
+    return Row(name, "works", last, took) if status == 0 else Row(name, "absent", f"{last}; {cost}", took)
 
 
-def run_tests() -> Row:
-    """The tests that need a GPU."""
-    status, output = run([sys.executable, "-m", "pytest", "-q", "-m", "gpu"], TESTS_S)
-    last = output.splitlines()[-1] if output else ""
-    if status == NO_TESTS:
-        return Row("tests marked gpu", "failed", "none was found")
-    return Row("tests marked gpu", "works" if status == 0 else "failed", last)
+def run_check(check: Check, place: Place) -> Row:
+    """Its tests that were not run before, in a process of their own."""
+    if place.left_s <= 0:
+        return Row(check.what, "not run", LATE)
+    before = set(outcomes(place.tests))
+    options = ["--platform", place.platform, "--may-lack", "--results", str(place.tests), "--until", str(place.until)]
+    options += [word for plugin in PLUGINS for word in ("-p", plugin)]
+    quiet = ["-q", "-p", "no:cacheprovider", "--durations=0", "--no-header"]
+    began = time.monotonic()
+    while True:
+        known = len(outcomes(place.tests))
+        # What is under way when the time is over may end: no test begins any more.
+        status, output = run([sys.executable, "-m", "pytest", *options, *quiet, *check.tests], place.left_s + LAST_S)
+        with place.log.open("a") as log:
+            log.write(f"=== {check.what}: {' '.join(check.tests)}\n{output}\n")
+        # A process that the device, or a test, has ended: the other tests get another.
+        if status in (0, 1, NOTHING_LEFT) or len(outcomes(place.tests)) == known or place.left_s <= 0:
+            break
+    found = [line for name, line in outcomes(place.tests).items() if name not in before]
+    return summed_up(check.what, found, status, output, round(time.monotonic() - began, 1))
+
+
+def outcomes(file: Path) -> dict[str, dict[str, str]]:
+    """The last line of each test, by its name."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {line["test"]: line for line in lines}
+
+
+def summed_up(what: str, found: Sequence[dict[str, str]], status: int, output: str, seconds: float) -> Row:
+    """A row of what became of the tests of a check. status: pytest's."""
+    passed = [each for each in found if each["outcome"] == "passed"]
+    failed = [each for each in found if each["outcome"] in ("failed", "begun")]
+    reasons = Counter(each["why"] for each in found if each["outcome"] in ("lacking", "late"))
+    words = [f"{len(passed)} passed"] if passed else []
+    words += [f"{count} not tried: {why}" for why, count in reasons.most_common()]
+    if failed:
+        words.insert(0, f"{len(failed)} failed, the first {failed[0]['test']}: {failed[0]['why'][:300]}")
+    elif status not in (0, NOTHING_LEFT):
+        words.insert(0, f"pytest ended with {status}: {output[-300:]}")
+    if failed or status not in (0, NOTHING_LEFT):
+        return Row(what, "failed", "; ".join(words), seconds)
+    return Row(what, "works" if passed else "not run", "; ".join(words) or LATE, seconds)
 
 
 def run_end_to_end() -> Row:
     """A tiny model trained on one GPU, which the rank and the server share."""
+    what, began = "one run on one GPU", time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-check-") as name:
         folder = Path(name)
         (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
@@ -111,45 +217,78 @@ def run_end_to_end() -> Row:
         for command in commands:
             status, output = run([sys.executable, *command], RUN_S)
             if status != 0:
-                return Row("one run on one GPU", "failed", f"{' '.join(command[:3])}: {output[-2000:]}")
+                return Row(what, "failed", f"{' '.join(command[:3])}: {output[-2000:]}", time.monotonic() - began)
         steps = (folder / "runs" / "gpu-check" / "metrics.jsonl").read_text().splitlines()
         last = json.loads(steps[-1])
     difference = last["rollout/logprob_diff_max"]
-    return Row("one run on one GPU", "works", f"5 steps, rollout against trainer {difference:.2g} nats")
+    detail = f"5 steps, rollout against trainer {difference:.2g} nats"
+    return Row(what, "works", detail, round(time.monotonic() - began, 1))
 
 
-def check() -> list[Row]:
-    """Everything, in order; what cannot work without an absent part is not tried."""
-    rows = [timed(lambda name=name: look_at_part(name)) for name in PARTS]  # type: ignore[misc]
-    there = {row.what for row in rows if row.verdict == "works"}
-    for what, needed, look in (
-        ("tests marked gpu", ("torch.cuda",), run_tests),
-        ("one run on one GPU", NEEDED_BY_A_RUN, run_end_to_end),
-    ):
-        lacking = [name for name in needed if name not in there]
-        rows.append(Row(what, "not run", f"needs {' and '.join(lacking)}") if lacking else timed(look))
-    return rows
+def check(place: Place) -> Iterator[Row]:
+    """Everything, in order, as it comes; what cannot work without an absent part is not tried."""
+    on_device = place.platform == "cuda"
+    there = set()
+    for name in PARTS if on_device else [name for name in PARTS if name not in NEEDED_BY_A_RUN]:
+        row = look_at_part(name)
+        there |= {name} if row.verdict == "works" else set()
+        yield row
+    for each in CHECKS:
+        if not on_device and each.on_device:
+            continue
+        lacking = on_device and "torch.cuda" not in there
+        yield Row(each.what, "not run", "needs torch.cuda") if lacking else run_check(each, place)
+    if on_device:
+        absent = [name for name in NEEDED_BY_A_RUN if name not in there]
+        what = "one run on one GPU"
+        yield Row(what, "not run", f"needs {' and '.join(absent)}") if absent else run_end_to_end()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """For people: a row a line, and its detail below where it is long."""
+    lines = []
+    for row in rows:
+        head = f"{row.verdict:8} {row.seconds:7.1f} s  {row.what}"
+        lines.append(f"{head}: {row.detail}" if len(head) + len(row.detail) < WIDTH else f"{head}\n{'':20}{row.detail}")
+    return "\n".join(lines)
+
+
+def well(rows: Sequence[Row]) -> bool:
+    """Whether all that could be tried was, and works."""
+    return not [row for row in rows if row.verdict == "failed" or LATE in row.detail]
+
+
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="What of megarl works on this machine's GPUs.")
+    parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no test begins")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for the results")
+    return parser.parse_args(words)
 
 
 def main() -> int:
     """Refuse without a GPU; otherwise look, show, write."""
-    if not cuda_device_count():
+    chosen = parsed()
+    if chosen.platform == "cuda" and not cuda_device_count():
         print(
             "megarl: gpu-check needs an NVIDIA GPU, and this machine shows none (/dev/nvidia0, CUDA_VISIBLE_DEVICES)."
         )
         return 2
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = check()
-    table = Table(title="megarl on GPUs", title_justify="left")
-    for column in ("part", "", "detail", "seconds"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(row.what, row.verdict, row.detail, f"{row.seconds:g}")
-    Console().print(table)
-    RESULT.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return 0 if all(row.verdict == "works" for row in rows) else 1
+    place = Place(chosen.platform, time.time() + 60 * chosen.minutes, chosen.out.absolute())
+    place.folder.mkdir(parents=True, exist_ok=True)
+    for old in (place.tests, place.rows, place.log):
+        old.unlink(missing_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    rows = []
+    for row in check(place):
+        rows.append(row)
+        with place.rows.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        print(table([row]), flush=True)
+    print(f"\n{len(outcomes(place.tests))} tests in {place.tests}; what they said in {place.log}")
+    return 0 if well(rows) else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from megarl.core.platform import Platform
 
 
@@ -12,6 +14,10 @@ def prepare_megatron(platform: Platform) -> None:
 
         megatron_cpu.install()
         cpu_matmul.install()
+    if not platform.has_transformer_engine:
+        # Left unbound without it, and read all the same by the routers of experts (megatron-core 0.16.1).
+        moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+        vars(moe_utils).setdefault("te_general_gemm", None)
     if not (platform.has_transformer_engine or platform.has_apex):
         from megarl.models import megatron_torch_adam
 

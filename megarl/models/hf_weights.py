@@ -93,20 +93,29 @@ def load_hf_weights(
     """
     stored = stored or config
     index = check_weights(expected_tensors(stored), folder, stored)
-    where, dealing, held = place(rank, layout), Dealing(config, layout), global_tensors(chunks, layout, rank)
-    needed = rules(config, layer_spec(chunks), has_head_copy=layout.pp > 1)
     with HfReader(index, check_finite=check_finite) as reader, torch.no_grad():
-        for rule in needed:
-            if stored.head != config.head and rule.megatron == HEAD_NAME:
-                held.pop(rule.megatron, None)
-            elif dealing.is_held(rule, where):
-                part = dealing.part(rule, where)
-                _fill(_matching(held.pop(rule.megatron, None), rule, part), rule, part, reader)
+        for rule, part, tensor in by_rule(chunks, config, layout, rank):
+            if stored.head == config.head or rule.megatron != HEAD_NAME:
+                _fill(tensor, rule, part, reader)
         if not_finite := reader.finish():
             raise UserError(
                 f"Weights in {folder} are NaN or infinite: {some(not_finite)}. "
                 "The model diverged before it was saved, or the files are damaged: take an earlier checkpoint."
             )
+
+
+def by_rule(
+    chunks: Sequence[Module], config: ModelConfig, layout: Layout, rank: int
+) -> Iterator[tuple[Rule, Part, Tensor]]:
+    """Every rule of which this rank holds a part, with the part and the tensor that holds it.
+
+    Raises MegarlError where rules and tensors do not meet: one is missing, too many, or of another shape.
+    """
+    where, dealing, held = place(rank, layout), Dealing(config, layout), global_tensors(chunks, layout, rank)
+    for rule in rules(config, layer_spec(chunks), has_head_copy=layout.pp > 1):
+        if dealing.is_held(rule, where):
+            part = dealing.part(rule, where)
+            yield rule, part, _matching(held.pop(rule.megatron, None), rule, part)
     if held:
         raise MegarlError(f"No rule fills the parameters {sorted(held)} of family {config.family}.")
 

@@ -138,9 +138,6 @@ def _adapt_random_states() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):  # left unbound without Transformer Engine, and read all the same
-        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _adapt_tensor() -> None:

@@ -213,7 +213,8 @@ class Counting:
             inside = wide * (heads.queries + 2 * heads.pairs * times)
             none = (inside + heads.queries * wide + read) * self.each + sums + masks
         core = np.where(self.choice.recompute == SELECTIVE, again, none)
-        recomputed = np.where(self.choice.recompute == SELECTIVE, none, 0)
+        # The output is made anew, when the linear behind the core has let go of the one that it kept.
+        recomputed = np.where(self.choice.recompute == SELECTIVE, none - read * self.each, 0)
         gradients = (inside + 2 * output) * self.each + recomputed
         passing = (query + key + views + inside + 2 * output) * self.each + masks
         return kept + self.tokens * core, self.tokens * gradients, self.tokens * passing

@@ -18,7 +18,7 @@ from megarl.placement.activations import FULL, Counting
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import Kernels
 from megarl.placement.layers import GRADIENT_BYTES
-from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes
+from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes, whole_parameters
 from megarl.placement.space import Layouts, Servers
 from megarl.placement.stages import Stage, stages
 from megarl.recipe.roles import Lora
@@ -100,7 +100,8 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
     choice, zero = counting.choice, np.zeros(len(counting.choice))
     sizes = model_sizes(counting.config, head=role.head)
     dense, routed = stage.parameters(sizes)
-    dense, routed = dense / choice.tp, routed / choice.ep
+    whole = whole_parameters(counting.config, stage.layers, stage.moe_layers, fused=counting.fused)
+    dense, routed = (dense - whole) / choice.tp + whole, routed / choice.ep
     weights = zero if role.shares else (dense + routed) * counting.each
     if not role.trained:
         return RoleBytes(weights, zero, zero, *_passing(counting, stage, role))

@@ -31,7 +31,8 @@ class Rates:
     sequence_s (one sequence in one layer, where attention takes packed ones one by one), cut_sequence_s (the same under context
     parallel), call_s (one pass or update of a role), call_sample_s (the dispatch of one sample in it, to the ranks and back),
     sync_s (one weight sync), load_tensor_s (in it one HF tensor, which an engine loads after another). copy_bytes_s: weights from
-    the ranks into servers on the same devices, where they take longer than their copies. at_once: devices of a node
+    the ranks into servers on the same devices, where they take longer than their copies. disk_bytes_s: what one node writes
+    into a folder of weight versions, or reads from it: a guess, no data sheet of a device knows it. at_once: devices of a node
     that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for devices
     share cores. reserved_bytes: context, communicators. server_bytes: what a server holds beside weights and KV cache;
     offloaded_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
@@ -77,6 +78,7 @@ class Rates:
     at_once: float = math.inf
     servers_at_once: float = math.inf
     copy_bytes_s: float = math.inf
+    disk_bytes_s: float = 1.0 * GB
     reserved_bytes: float = 2.0 * GIB
     server_bytes: float = 3.0 * GIB
     offloaded_bytes: float = 0.6 * GIB

@@ -57,6 +57,15 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
     )
 
 
+def whole_parameters(config: ModelConfig, layers: Any, moe_layers: Any, *, fused: bool) -> Any:
+    """[N] parameters of so many layers that tensor parallel does not cut: routers; under Transformer Engine (fused) also the
+    linears that compress into latents."""
+    hidden, moe, mla = config.hidden_size, config.moe, config.mla
+    routers = 0 if moe is None else moe_layers * hidden * moe.num_experts
+    latents = 0 if mla is None or not fused else layers * hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
+    return routers + latents
+
+
 def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_layers: Any) -> Any:
     """[N] parameters of LoRA's adapters on one rank of so many layers, those with experts among them (models/lora.py).
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.models.config import ModelConfig
-from megarl.models.rules import expected_tensors
+from megarl.models.rules import expected_tensors, rules
 from megarl.placement.cluster import Cluster
 from megarl.placement.links import group_bytes_s
 from megarl.placement.sizes import model_sizes
@@ -73,6 +73,43 @@ def engine_s(cluster: Cluster, config: ModelConfig) -> float:
     return cluster.rates.load_tensor_s * num_tensors(config)
 
 
+def hosted_bytes_s(cluster: Cluster) -> float:
+    """Bytes a second of a broadcast to servers on the ranks' devices: gloo takes it through the host's memory."""
+    return min(inside_bytes_s(cluster), cluster.device.host_bytes_s * cluster.rates.host)
+
+
+def quantise_s(cluster: Cluster, nbytes: float, quantised: float) -> float:
+    """Seconds of memory in which a device reads weights and writes them in FP8, with their scales: so many bytes of each."""
+    return float(memory_s(cluster, nbytes + quantised, 0))
+
+
+def write_s(cluster: Cluster, nbytes: float) -> float:
+    """Seconds in which one node writes so much of a weight version."""
+    return nbytes / cluster.rates.disk_bytes_s
+
+
+def read_s(cluster: Cluster, nbytes: float) -> float:
+    """Seconds in which a node reads a whole weight version, and writes down what its servers load."""
+    return 2 * nbytes / cluster.rates.disk_bytes_s
+
+
+@lru_cache(maxsize=64)
+def adapter_bytes(config: ModelConfig, rank: int, targets: tuple[str, ...], bytes_each: int) -> int:
+    """Of LoRA adapters in PEFT's format: A [rank, in] and B [out, rank] of every HF linear. targets: Megatron's linears."""
+    return sum(
+        rank * (source.shape[0] + source.shape[1]) * bytes_each
+        for rule in rules(config, "torch")
+        if rule.expert is None and rule.megatron.removesuffix(".weight").rpartition(".")[2] in targets
+        for source in rule.sources
+        if len(source.shape) == 2
+    )
+
+
+def adapter_s(cluster: Cluster, nbytes: float) -> float:
+    """Seconds of a sync of adapters alone: one rank writes them, and every node's servers read them."""
+    return cluster.rates.sync_s + 2 * nbytes / cluster.rates.disk_bytes_s
+
+
 @lru_cache(maxsize=64)
 def num_tensors(config: ModelConfig) -> int:
     """HF tensors of a model. An expert has three."""
@@ -88,15 +125,28 @@ def sync_seconds(
     """Seconds of moving the actor's weights into servers on other devices, and into servers on its own.
 
     cluster: the servers'. across: whether the actor is on nodes of another kind. On its own devices: as if each held one
-    of so many even parts as its node has devices. Servers are taken as tp 1.
+    of so many even parts as its node has devices. Servers are taken as tp 1. Over the disk one node writes all.
     """
     total, node = model_sizes(config).total * workload.bytes_each, cluster.devices_per_node
+    if workload.transport == "adapters" and workload.lora is not None:
+        lora = workload.lora
+        alone = adapter_s(cluster, adapter_bytes(config, lora.rank, tuple(lora.targets), workload.bytes_each))
+        return alone, alone
     fixed = cluster.rates.sync_s + engine_s(cluster, config)
     sent = workload.served_weights  # what is quantised is, by its sender
-    send = sent / send_bytes_s(cluster, node, node, across=across or cluster.nodes > 1)
     load = float(load_s(cluster, sent, 1))
-    buckets = max(1.0, total / BUCKET_BYTES)
-    separate = (send + load + (buckets - 1) * max(send, load)) / buckets
+    if workload.transport == "disk":
+        by_disk = fixed + write_s(cluster, sent) + read_s(cluster, sent) + load
+        return by_disk, by_disk
+
+    def sent_at(rate: float) -> float:
+        send, buckets = sent / rate, max(1.0, total / BUCKET_BYTES)
+        return (send + load + (buckets - 1) * max(send, load)) / buckets
+
+    separate = sent_at(send_bytes_s(cluster, node, node, across=across or cluster.nodes > 1))
+    if workload.quantization is not None or workload.transport == "broadcast":
+        # Rows do not quantise, and two processes of one device have no NCCL between them.
+        return fixed + separate, fixed + sent_at(hosted_bytes_s(cluster))
     foreign = total * (1 - 1 / node)
     memory = float(assemble_s(cluster, total - foreign, foreign)) + load
     return fixed + separate, fixed + max(foreign / inside_bytes_s(cluster), memory)

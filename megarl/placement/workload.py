@@ -25,6 +25,8 @@ TEACHER = "teacher"
 ROLES = (ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD, TEACHER)
 TRAINED = (ACTOR, CRITIC)
 Quantization = Literal["fp8"]
+# adapters: LoRA's, alone, as files.
+SyncTransport = Literal["auto", "broadcast", "shared_memory", "disk", "adapters"]
 FRACTION_FLAG = "--mem-fraction-static"
 # Mean prompt, tokens, where nothing is known: of published runs on mathematics 103 (verl, issue 1208) and 159 (DAPO, 14B).
 ASSUMED_PROMPT = 150.0
@@ -41,7 +43,8 @@ class Workload:
     once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
     log-probs are computed again before the update. shards_optimizer: whether data-parallel ranks share out its state.
     quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
-    kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory.
+    kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory. transport:
+    how weights go to servers.
     """
 
     models: Mapping[str, ModelConfig]
@@ -63,6 +66,7 @@ class Workload:
     lora: Lora | None = None
     kv_tokens: int | None = None
     server_share: float | None = None
+    transport: SyncTransport = "auto"
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -156,7 +160,14 @@ def recipe_workload(
         quantization=rollout.quantization,
         kv_tokens=rollout.kv_tokens,
         server_share=server_share(rollout.server_args),
+        transport=transport_of(recipe),
     )
+
+
+def transport_of(recipe: Recipe) -> SyncTransport:
+    """How a recipe's weights go to its servers, as far as the recipe says it."""
+    alone = recipe.actor.lora is not None and recipe.sync.lora == "adapters"
+    return "adapters" if alone else recipe.sync.transport
 
 
 def server_share(args: Sequence[str]) -> float | None:

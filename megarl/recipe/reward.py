@@ -1,4 +1,4 @@
-"""The section that says how a response is graded: rules, remote servers and judges, each with its weight.
+"""The section that says how a response is graded: rules, remote servers, judges and tests of code, each with its weight.
 
 What the graders do is in megarl/rewards; their protocols are in docs/rewards.md.
 """
@@ -99,7 +99,34 @@ class Judge(HttpGrader):
     )
 
 
-Grader = Annotated[Rule | Remote | Judge, Field(discriminator="kind")]
+class Code(GraderSection):
+    """The row's tests, run on the last block of code of the response, in sandboxes of the run."""
+
+    kind: Literal["code"] = Field(description="the row's tests, run on the code of the response")
+    field: str | None = Field(
+        None,
+        description="the row's field with the tests, dots into objects; default: the first of those that data sets use "
+        "(docs/rewards.md)",
+    )
+    score: Literal["all", "share"] = Field(
+        "all", description="all: 1 where every test passes; share: of those that pass"
+    )
+    max_tests: PositiveInt = Field(32, description="most tests of a row that are run: its first ones")
+    timeout_s: PositiveFloat = Field(
+        10.0, description="seconds, and CPU seconds, of one input, or of all asserts of a row together"
+    )
+    memory_mb: Annotated[int, Field(ge=48)] = Field(
+        512, description="memory of one sandbox, all its processes and files together, MiB"
+    )
+    disk_mb: PositiveInt = Field(64, description="what a program may write into its folder, MiB")
+    processes: PositiveInt = Field(32, description="most processes and threads of one sandbox")
+    output_kb: PositiveInt = Field(256, description="longest output, KiB; with more the test has not passed")
+    sandboxes: PositiveInt | None = Field(
+        None, description="most programs at once in each collector; default: twice its cores"
+    )
+
+
+Grader = Annotated[Rule | Remote | Judge | Code, Field(discriminator="kind")]
 
 
 class Reward(Section):

@@ -1,4 +1,4 @@
-"""What can be refused of a recipe's graders before anything starts: functions, keys, templates. It asks no server."""
+"""What can be refused of a recipe's graders before anything starts: functions, keys, templates, sandboxes. It asks no server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import socket
 
 from megarl.core.errors import UserError
-from megarl.recipe.reward import Judge, Reward, Rule
+from megarl.recipe.reward import Code, Judge, Reward, Rule
+from megarl.rewards.code import check_sandbox
 from megarl.rewards.question import compile_template
 from megarl.rewards.resolve import BUILT_IN, resolve_reward
 
@@ -17,6 +18,9 @@ def check_graders(reward: Reward) -> None:
         key = reward.key_of(name)
         if isinstance(settings, Rule):
             resolve_reward(settings.fn, key=f"{key}.fn")
+            continue
+        if isinstance(settings, Code):
+            check_sandbox(settings, key)
             continue
         read_key(settings.key_env, key)
         if isinstance(settings, Judge):

@@ -14,9 +14,10 @@ from typing import Any
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
+from megarl.recipe.reward import Code, HttpGrader, Judge, Reward, Rule
 from megarl.recipe.reward import Grader as Settings
-from megarl.recipe.reward import HttpGrader, Judge, Reward, Rule
 from megarl.rewards.check import read_key
+from megarl.rewards.code import CodeGrader
 from megarl.rewards.grade import Grader
 from megarl.rewards.graders import GraderPool
 from megarl.rewards.http import JsonClient
@@ -150,6 +151,8 @@ class Graders:
 def _open(settings: Settings, reward: Reward, key: str) -> Grader:
     if isinstance(settings, Rule):
         return GraderPool(settings.fn, reward.workers, reward.timeout_s, key=f"{key}.fn")
+    if isinstance(settings, Code):
+        return CodeGrader(settings)
     if isinstance(settings, Judge):
         client = _client(f"{settings.url}/chat/completions", settings, key)
         return JudgeGrader(client, settings, compile_template(settings.template, f"{key}.template"))

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megarl.models.config import ModelConfig
 from megarl.placement.apply import apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster, one_kind
-from megarl.placement.workload import recipe_workload
+from megarl.placement.weight_sync import adapter_bytes, adapter_s
+from megarl.placement.workload import recipe_workload, transport_of
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.plan_models import PlannedModels
@@ -32,8 +34,31 @@ def run_plan_sync(path: Path, overrides: list[str], cluster: Cluster, *, as_text
         recipe = apply_plan(recipe, plan_recipe(recipe, workload, cluster, recipe.placement.name, top=1))
     for note in models.notes:
         console.print(note, highlight=False)
-    plan = plan_of(recipe, models.policy, cluster)
+    if transport_of(recipe) == "adapters":
+        _print_adapters(recipe, models.policy, cluster, console, as_text=as_text)
+        return
+    plan, quantized = plan_of(recipe, models.policy, cluster), recipe.rollout.quantization is not None
     if as_text:
-        sys.stdout.write(json.dumps(as_json(plan, cluster)) + "\n")
+        sys.stdout.write(json.dumps(as_json(plan, cluster, quantized=quantized)) + "\n")
     else:
-        console.print(render(plan, cluster), highlight=False)
+        console.print(render(plan, cluster, quantized=quantized), highlight=False)
+
+
+def _print_adapters(recipe: Recipe, model: ModelConfig, cluster: Cluster, console: Console, *, as_text: bool) -> None:
+    """There is nothing to share out: rank 0 writes one folder."""
+    lora = recipe.actor.lora
+    assert lora is not None
+    bytes_each = 4 if recipe.model.dtype == "float32" else 2
+    nbytes = adapter_bytes(model, lora.rank, tuple(lora.targets), bytes_each)
+    seconds = adapter_s(cluster, nbytes)
+    if as_text:
+        sys.stdout.write(
+            json.dumps({"transport": "adapters", "bytes": nbytes, "predicted": {"seconds": seconds}}) + "\n"
+        )
+        return
+    console.print(
+        f"Weight sync of LoRA adapters alone, as a PEFT folder in the run's: rank 0 writes it, every server reads it.\n"
+        f"{nbytes / 1e6:.4g} MB of rank {lora.rank}, to {recipe.rollout.num_servers} servers\n"
+        f"{seconds:.3g} s at {cluster.rates.disk_bytes_s / 1e9:g} GB/s of the disk (predicted)",
+        highlight=False,
+    )

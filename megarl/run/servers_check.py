@@ -43,6 +43,7 @@ def check_servers(
     own_weights: they have to have the model's own weights still.
     """
     check_server_args(recipe.rollout.server_args, platform)
+    _check_layers(model)
     if not own_weights:
         lora_at_servers(recipe, model)
     _check_quantization(recipe, model, platform, own_weights=own_weights)
@@ -79,6 +80,21 @@ def lora_at_servers(recipe: Recipe, model: ModelConfig) -> ServedLora | None:
     if lora is None or recipe.sync.lora != "adapters":
         return None
     return served_lora(model, LoraSettings(lora.rank, lora.alpha, lora.targets))
+
+
+def _check_layers(model: ModelConfig) -> None:
+    """Whether SGLang builds the layers that the model has. Raises UserError.
+
+    0.5.21 reads neither mlp_only_layers nor decoder_sparse_step (models/qwen3_moe.py: every layer is sparse): weights of a dense
+    layer would go nowhere, and experts that nothing fills would answer.
+    """
+    dense = sorted(set(range(model.num_layers)) - model.moe_layers)
+    if model.family == "qwen3_moe" and model.moe is not None and dense:
+        raise UserError(
+            f"`model.path`: layers {', '.join(map(str, dense[:4]))}{', ...' if len(dense) > 4 else ''} of the model have an MLP "
+            "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds Qwen3-MoE with experts "
+            "in every layer: it cannot serve this model. Take one that has experts in all of its layers."
+        )
 
 
 def _check_quantization(recipe: Recipe, model: ModelConfig, platform: Platform, *, own_weights: bool) -> None:

@@ -35,17 +35,16 @@ from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.models.parts import first_copy
 from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
-from megarl.recipe.rules import longest_sample
 from megarl.recipe.sampling_rules import beside_ranks, check_beside, overlaps
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
 from megarl.recipe.sync_rules import quantizing
 from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
+from megarl.run.server_spec import server_spec
 from megarl.run.servers_check import lora_at_servers, model_name
 from megarl.serving.external import ExternalPool
 from megarl.serving.router import RouterSpec
-from megarl.serving.server import ServerSpec
 from megarl.sync.plan import Receiver
 from megarl.sync.ring import ring_bytes
 from megarl.sync.store import Store
@@ -61,7 +60,6 @@ _READS = {
     ACTOR: frozenset({"old_logprobs", "advantages", "ref_logprobs", "teacher_logprobs"}),
     CRITIC: frozenset({"values", "returns"}),
 }
-ROUTING_FLAGS = ("--enable-return-routed-experts",)
 
 
 @dataclass(frozen=True)
@@ -237,24 +235,10 @@ def _source(
     lora: ServedLora | None,
 ) -> Source:
     """Where the run's servers come from."""
-    settings, answer_s = recipe.rollout, recipe.deadlines.answer_s
+    answer_s = recipe.deadlines.answer_s
     if external is not None:
         return Found(runtime, external, answer_s)
-    spec = ServerSpec(
-        model=recipe.model.path.resolve(),
-        dtype=recipe.model.dtype,
-        tp=settings.tp,
-        max_running_requests=settings.max_running_requests,
-        kv_tokens=settings.kv_tokens,
-        context_length=longest_sample(recipe),
-        seed=recipe.run.seed,
-        offloaded=bool(settings.offload),
-        deterministic=settings.deterministic,
-        quantized=settings.quantization is not None,
-        lora=lora,
-        threads=_threads(runtime, recipe)[1],
-        extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
-    )
+    spec = server_spec(recipe, lora=lora, threads=_threads(runtime, recipe)[1])
     return Launched(runtime, spec, slots, answer_s)
 
 

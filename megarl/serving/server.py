@@ -87,6 +87,17 @@ class ServerSpec:
             flags += self.lora.flags()
         return [*flags, *self.extra]
 
+    def words(self, platform: Platform, host: str, port: int) -> list[str]:
+        """All that the launcher is told on a platform; of a flag that comes twice the last counts."""
+        return [
+            *platform.server_args,
+            *(platform.shared_server_args if self.shares_devices else ()),
+            *(platform.offload_server_args if self.offloaded else ()),
+            *(platform.deterministic_server_args if self.deterministic else ()),
+            *(platform.lora_server_args if self.lora is not None else ()),
+            *self.flags(host, port),
+        ]
+
 
 @dataclass(frozen=True)
 class ProcessPlace:
@@ -120,12 +131,7 @@ class ServerProcess(ManagedProcess):
                 argv=(
                     sys.executable,
                     *("-m", platform.server_module),
-                    *platform.server_args,
-                    *(platform.shared_server_args if spec.shares_devices else ()),
-                    *(platform.offload_server_args if spec.offloaded else ()),
-                    *(platform.deterministic_server_args if spec.deterministic else ()),
-                    *(platform.lora_server_args if spec.lora is not None else ()),
-                    *spec.flags(place.host, port),
+                    *spec.words(platform, place.host, port),
                 ),
                 log=place.logs / f"{name.replace(' ', '_')}.log",
                 endpoint=Endpoint(place.host, port, "/health", "/health_generate"),

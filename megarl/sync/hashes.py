@@ -8,7 +8,7 @@ the absorbed projections of latent attention, is in no hash: the probe (verify.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -173,7 +173,7 @@ def compare(
     with ThreadPoolExecutor(1, "hashes") as pool:
         asked = pool.submit(asyncio.run, all_sums(servers, deadline_s))
         tps = {server.name: server.tp for server in servers}
-        expected = expected_sums(buckets, ExpectedSums(config, tps.values(), getattr(torch, dtype), platform))
+        expected = expected_sums(buckets, lambda: ExpectedSums(config, tps.values(), getattr(torch, dtype), platform))
         answers = asked.result()
     failed = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     given = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
@@ -182,18 +182,22 @@ def compare(
     return HashReport(num_tensors, failed, {name: found for name, found in wrong.items() if found})
 
 
-def expected_sums(buckets: Iterable[Bucket], sums: ExpectedSums) -> dict[int, list[Sums]]:
-    """Hashes of what the buckets hold. All are taken, also after one that does not fit."""
+def expected_sums(buckets: Iterable[Bucket], make: Callable[[], ExpectedSums]) -> dict[int, list[Sums]]:
+    """Hashes of what the buckets hold. All are taken, also after one that does not fit, and where nothing can be expected."""
     trouble: Exception | None = None
+    sums: ExpectedSums | None = None
     for bucket in buckets:
+        if trouble is not None:
+            continue
         try:
-            for name, tensor in bucket if trouble is None else ():
+            sums = sums or make()
+            for name, tensor in bucket:
                 sums.add(name, tensor)
         except Exception as error:  # raised below: the other ranks gather the rest
             trouble = error
     if trouble is not None:
         raise trouble
-    return sums.finish()
+    return (sums or make()).finish()
 
 
 def refuse(wrong: Mapping[str, Sequence[str]], weight_version: int) -> None:

@@ -24,11 +24,11 @@ _HOW = {
 }
 
 
-def render(plan: SyncPlan, cluster: Cluster) -> Group:
-    """Senders with their bytes, seconds beside the bound, and the first rows of the table."""
-    found, largest = price(plan, cluster), max(bucket.nbytes for bucket in plan.buckets)
+def render(plan: SyncPlan, cluster: Cluster, *, quantized: bool = False) -> Group:
+    """Senders with their bytes, seconds beside the bound, and the first rows of the table. quantized: as `price` takes it."""
+    found, largest = price(plan, cluster, quantized=quantized), max(bucket.nbytes for bucket in plan.buckets)
     head = Text(
-        f"Weight sync by {_HOW[plan.transport]}.\n"
+        f"Weight sync by {_HOW[plan.transport]}{'; in FP8, which senders make of these bytes' if quantized else ''}.\n"
         f"{plan.nbytes / _GB:.4g} GB in {plan.num_tensors:,} tensors and {len(plan.buckets):,} buckets of at most "
         f"{largest / MIB:,.0f} MiB, to {len(plan.receivers)} server{'s' if len(plan.receivers) > 1 else ''}; actor "
         f"{plan.trainer.layout} on {plan.trainer.layout.world_size} devices\n"
@@ -74,11 +74,12 @@ def _rows(plan: SyncPlan) -> Table:
     return table
 
 
-def as_json(plan: SyncPlan, cluster: Cluster) -> dict[str, Any]:
-    """The whole plan as plain values."""
-    found = price(plan, cluster)
+def as_json(plan: SyncPlan, cluster: Cluster, *, quantized: bool = False) -> dict[str, Any]:
+    """The whole plan as plain values. quantized: as `price` takes it."""
+    found = price(plan, cluster, quantized=quantized)
     return {
         "transport": plan.transport,
+        "quantized": quantized,
         "bytes": plan.nbytes,
         "tensors": plan.num_tensors,
         "buckets": len(plan.buckets),

@@ -146,18 +146,20 @@ class Member:
         """
         outcome, end = Outcome(), time.monotonic() + seconds
         sent: tuple[int, Sent] | None = None
-        nbytes = 0  # on their way before this rank's next bucket has arrived: servers take one after another
+        limit_s = (
+            0.0  # of what is on its way before this rank's next bucket has arrived: servers take one after another
+        )
         for number, parcel in enumerate(outgoing.parcels):
             began = time.monotonic()
             tensors = outgoing.gather(number)
             outcome.gather_s += time.monotonic() - began
-            nbytes += parcel.nbytes
+            limit_s += bucket_limit_s(parcel.nbytes, end, self.join_s)
             if self.rank in parcel.members and outcome.reason is None:
                 outcome.reason = self._finish(sent) or self._given_up(parcel.sender)
                 if outcome.reason is None:
-                    limit_s = bucket_limit_s(nbytes, end, self.join_s)
                     sent = None  # lets go of its memory, before another's is taken
-                    sent, nbytes = (parcel.sender, self._start(parcel, tensors, limit_s)), 0
+                    sent = parcel.sender, self._start(parcel, tensors, min(left(end), limit_s))
+                    limit_s = 0.0
             tensors = []  # what travels end to end is a copy of them
         if outcome.reason is None:
             outcome.reason = self._finish(sent)

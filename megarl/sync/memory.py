@@ -15,8 +15,6 @@ from megarl.models.hf_pieces import Entry
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.segments import Handle, Segment
 
-ANOTHER = "Another rank could not write its part of the weights; its own error says why."
-
 
 class Pieces(Protocol):
     """What is sent: buckets that every rank knows, and that each rank fills where it holds something."""
@@ -102,8 +100,10 @@ class NodeMemory:
         if self._control is not None:
             failed = torch.tensor([int(trouble is not None)])
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._control)
-            if trouble is None and failed.item():
-                raise SyncError(ANOTHER)
+            if failed.item():
+                reasons: list[str | None] = [None] * dist.get_world_size(self._control)
+                dist.all_gather_object(reasons, _reason(trouble), group=self._control)
+                _refuse(reasons, trouble)
         if trouble is not None:
             raise trouble
 
@@ -184,14 +184,11 @@ class DeviceMemory:
         self._share(told, trouble)
 
     def _share(self, told: dict[tuple[str, int], str], trouble: Exception | None) -> None:
-        everybody = [(told, trouble is not None)]
+        everybody = [(told, _reason(trouble))]
         if self._control is not None:
             everybody = [everybody[0]] * dist.get_world_size(self._control)
-            dist.all_gather_object(everybody, (told, trouble is not None), group=self._control)
-        if trouble is not None:
-            raise trouble
-        if any(failed for _, failed in everybody):
-            raise SyncError(ANOTHER)
+            dist.all_gather_object(everybody, (told, _reason(trouble)), group=self._control)
+        _refuse([reason for _, reason in everybody], trouble)
         self._payloads = {reader: payload for each, _ in everybody for reader, payload in each.items()}
 
     def payloads(self, server: ServerEndpoint, bucket: Sequence[Entry], start: int) -> list[str]:
@@ -203,6 +200,22 @@ class DeviceMemory:
         if self._memory is not None:
             self._memory.close()
         self._memory, self.size = None, 0
+
+
+def _reason(trouble: Exception | None) -> str | None:
+    """What the other ranks are told of it."""
+    if trouble is None or isinstance(trouble, MegarlError):
+        return None if trouble is None else str(trouble)
+    return f"{type(trouble).__name__}: {trouble}"
+
+
+def _refuse(reasons: Sequence[str | None], trouble: Exception | None) -> None:
+    """Raises this rank's own trouble, else SyncError that names each rank that has one. reasons: by rank."""
+    if trouble is not None:
+        raise trouble
+    said = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if said:
+        raise SyncError(f"Another rank could not write its part of the weights. {'; '.join(said)}")
 
 
 def _given(handle: Handle | None) -> Handle:

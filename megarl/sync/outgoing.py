@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.models.hf_gather import Gatherer
 from megarl.models.hf_pieces import lay_out
-from megarl.sync.plan import SyncPlan, Trainer
+from megarl.sync.plan import SyncPlan, Trainer, staged_bytes
 
 # Tensors of this size on average are broadcast one by one: nobody copies them end to end, or apart again.
 LARGE_BYTES = 2**20
@@ -68,7 +68,7 @@ class PlannedWeights:
     """The `Outgoing` of a model's weights, after a plan. helped: whether the ranks of a sender's node help it to send."""
 
     def __init__(self, gatherer: Gatherer, plan: SyncPlan, *, helped: bool) -> None:
-        self._gatherer, self._plan = gatherer, plan
+        self._gatherer, self._plan, self._staged = gatherer, plan, staged_bytes(plan.bucket_bytes)
         self.parcels = [
             Parcel(
                 sender,
@@ -85,7 +85,7 @@ class PlannedWeights:
         """As `Outgoing` says."""
         bucket, parcel = self._plan.buckets[number], self.parcels[number]
         wanted = [(tensor.name, self._plan.holders(tensor, parcel.sender)) for tensor in bucket.tensors]
-        return [tensor for _, tensor in self._gatherer.gather({parcel.sender: wanted})]
+        return [tensor for _, tensor in self._gatherer.gather({parcel.sender: wanted}, staged_bytes=self._staged)]
 
 
 class PlannedPieces:
@@ -106,7 +106,7 @@ class PlannedPieces:
             for host in self._plan.hosts
         }
         into = {entry.name: entry.of(flat) for entry in self.buckets[number]} if self._rank in wanted else None
-        self._gatherer.gather(wanted, into)
+        self._gatherer.gather(wanted, into, staged_bytes(self._plan.bucket_bytes))
 
 
 def trainer_of(gatherer: Gatherer, nodes: tuple[int, ...]) -> Trainer:

@@ -16,7 +16,7 @@ from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.weight_sync import between_bytes_s
 from megarl.placement.workload import read_model
 from megarl.sync.places import MIB, servers_apart, servers_beside, trainer_on
-from megarl.sync.plan import SyncPlan, plan_sync
+from megarl.sync.plan import SyncPlan, plan_sync, planned_bytes
 from megarl.sync.price import Price, price
 
 BUCKET_BYTES = 512 * MIB
@@ -47,7 +47,7 @@ class Case:
         trainer = trainer_on(read_model(FOLDER / self.model), self.layout, per_node)
         if self.split:
             apart = servers_apart(self.servers, self.tp, per_node, self.layout.world_size)
-            return plan_sync(trainer, apart, "broadcast", BUCKET_BYTES)
+            return plan_sync(trainer, apart, "broadcast", planned_bytes(BUCKET_BYTES, trainer.layout))
         beside = servers_beside(self.servers, self.tp, trainer, per_node=per_node)
         return plan_sync(trainer, beside, "shared_memory", BUCKET_BYTES)
 

@@ -8,7 +8,7 @@ from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
-from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, plan_sync
+from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, plan_sync, planned_bytes
 
 MIB = 2**20
 
@@ -82,8 +82,18 @@ def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
     receivers = _servers_of(recipe, trainer, cluster, ranks, first)
     without_devices = not cluster.device.offloads_to_host and recipe.rollout.external is None
     is_beside = without_devices or all(receiver.ranks for receiver in receivers)
-    transport: Transport = "shared_memory" if is_beside else "broadcast"
-    return plan_sync(trainer, receivers, transport, recipe.sync.bucket_mb * MIB)
+    is_beside = is_beside and recipe.rollout.quantization is None and recipe.rollout.external is None
+    asked = recipe.sync.transport
+    transport: Transport = ("shared_memory" if is_beside else "broadcast") if asked == "auto" else asked
+    if transport == "shared_memory" and not is_beside:
+        raise UserError(
+            "sync.transport is shared_memory, but not every device of a server has a rank that sends weights as they "
+            "are. Set sync.transport to auto or broadcast, which works everywhere."
+        )
+    bucket_bytes = recipe.sync.bucket_mb * MIB
+    if transport != "shared_memory":
+        bucket_bytes = planned_bytes(bucket_bytes, trainer.layout)
+    return plan_sync(trainer, receivers, transport, bucket_bytes)
 
 
 def _servers_of(recipe: Recipe, trainer: Trainer, cluster: Cluster, ranks: int, first: int) -> tuple[Receiver, ...]:

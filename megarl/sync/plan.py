@@ -17,6 +17,9 @@ from megarl.models.config import ModelConfig
 from megarl.models.rules import LayerSpec
 from megarl.sync.senders import MOST_SENDERS, Tensor, interleaved, mixed, packed, streams, units_of
 
+# Of a bucket, what a rank receives at once in columns, beside the bucket that it puts together; and at most.
+STAGED_SHARE = 8
+MOST_STAGED_BYTES = 16 * 2**20
 # broadcast: to servers elsewhere. shared_memory: to servers on the ranks' devices, or nodes. disk: files of safetensors.
 Transport = Literal["broadcast", "shared_memory", "disk"]
 
@@ -200,6 +203,17 @@ def plan_sync(
         for number, (sender, tensors) in enumerate(order)
     )
     return SyncPlan(transport, trainer, receivers, bucket_bytes, buckets)
+
+
+def staged_bytes(bucket_bytes: int) -> int:
+    """Bytes of columns that arrive at once while such a bucket is put together: they have memory of their own until they do."""
+    return max(1, min(bucket_bytes // STAGED_SHARE, MOST_STAGED_BYTES))
+
+
+def planned_bytes(bucket_bytes: int, layout: Layout) -> int:
+    """The size of the buckets of a broadcast, or of files, such that two and what arrives in columns take two `bucket_bytes`."""
+    is_cut = max(layout.tp, layout.etp) > 1
+    return max(1, bucket_bytes - -(-staged_bytes(bucket_bytes) // 2)) if is_cut else bucket_bytes
 
 
 def _copies(layout: Layout, tensor: Tensor, part: int) -> list[int]:

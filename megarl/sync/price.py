@@ -1,16 +1,19 @@
 """Seconds of a plan, and the bound below which no plan of these devices comes. Rates are those of placement/weight_sync.py.
 
 A broadcast gathers, sends and loads; each of the three has two buckets, so that neighbouring buckets overlap. In shared
-memory a bucket is put together on every device while the servers load the one before, out of the same memory.
+memory a bucket is put together on every device while the servers load the one before, out of the same memory. Over the disk
+versions are whole: what changed between two of them is known only once they are there.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megarl.core.errors import UserError
+from megarl.models.fp8_weights import quantised
 from megarl.placement.cluster import Cluster
 from megarl.placement.lengths import Floats
 from megarl.placement.weight_sync import (
@@ -19,10 +22,15 @@ from megarl.placement.weight_sync import (
     engine_s,
     inside_bytes_s,
     load_s,
+    quantise_s,
+    read_s,
     send_bytes_s,
+    write_s,
 )
 from megarl.sync.plan import Bucket, SyncPlan
 from megarl.sync.senders import Tensor
+
+SCALE_BYTES = 4  # of a block's scale, float32
 
 
 @dataclass(frozen=True)
@@ -58,16 +66,17 @@ class Times:
     loaded: float
 
 
-def price(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None) -> Price:
-    """Seconds of a plan on a cluster. serving: the servers' nodes, where they are of another kind. Raises UserError: disk."""
-    if plan.transport == "disk":
-        raise UserError("What a sync over the disk takes is not predicted: the table of devices has no disks.")
+def price(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, quantized: bool = False) -> Price:
+    """Seconds of a plan on a cluster. serving: the servers' nodes, where they are of another kind.
+
+    quantized: senders quantise what they have put together (FP8), and send and write that.
+    """
     serving = serving or cluster
     config = plan.trainer.config
-    times = timeline(plan, cluster, serving)
+    times = timeline(plan, cluster, serving, quantized=quantized)
     return Price(
-        seconds=times[-1].loaded,
-        bound_s=bound(plan, cluster, serving),
+        seconds=max(each.loaded for each in times),
+        bound_s=bound(plan, cluster, serving, quantized=quantized),
         gather_s=sum(each.gathered - each.gather_from for each in times),
         send_s=sum(each.sent - each.send_from for each in times),
         load_s=sum(each.loaded - each.load_from for each in times),
@@ -75,13 +84,70 @@ def price(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None) -> P
     )
 
 
-def timeline(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None) -> list[Times]:
-    """The times of each bucket, in the plan's order."""
+def timeline(
+    plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, quantized: bool = False
+) -> list[Times]:
+    """The times of each bucket, in the plan's order. Over the disk `sent` is written; servers load all at once."""
     serving = serving or cluster
-    return _shared(plan, cluster) if plan.transport == "shared_memory" else _broadcast(plan, cluster, serving)
+    if plan.transport == "shared_memory":
+        assert not quantized, "rows do not quantise"
+        return _shared(plan, cluster)
+    wire = _Wire.of(plan, quantized=quantized)
+    return (_disk if plan.transport == "disk" else _broadcast)(plan, wire, cluster, serving)
 
 
-def _broadcast(plan: SyncPlan, cluster: Cluster, serving: Cluster) -> list[Times]:
+@dataclass(frozen=True)
+class _Wire:
+    """What of each bucket is sent, in bytes; and seconds of making that, by bytes (before, after) that are quantised."""
+
+    nbytes: tuple[int, ...]
+    made: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, plan: SyncPlan, *, quantized: bool) -> _Wire:
+        scales = quantised(plan.trainer.config) if quantized else {}
+        made = []
+        for bucket in plan.buckets:
+            found = [tensor for tensor in bucket.tensors if tensor.name in scales]
+            after = sum(math.prod(tensor.shape) + SCALE_BYTES * math.prod(scales[tensor.name]) for tensor in found)
+            made.append((sum(tensor.nbytes for tensor in found), after))
+        sent = (bucket.nbytes - before + after for bucket, (before, after) in zip(plan.buckets, made, strict=True))
+        return cls(tuple(sent), tuple(made))
+
+    def gather_s(self, plan: SyncPlan, bucket: Bucket, cluster: Cluster) -> float:
+        """Until the bucket is as it is sent."""
+        assert bucket.sender is not None
+        return _gather_s(plan, bucket, bucket.sender, cluster) + quantise_s(cluster, *self.made[bucket.number])
+
+
+def _disk(plan: SyncPlan, wire: _Wire, cluster: Cluster, serving: Cluster) -> list[Times]:
+    """A sender gathers its next bucket while it writes one; the senders of a node share what it writes a second.
+
+    Once all is written every node reads the version, puts it together, and its servers load it.
+    """
+    nodes = plan.trainer.nodes
+    writers = Counter(nodes[sender] for sender in plan.sent_bytes)
+    latest = dict.fromkeys(plan.sent_bytes, (0.0, 0.0, 0.0))  # its last gather's end, its last write's begin, and end
+    found = []
+    for bucket in plan.buckets:
+        assert bucket.sender is not None
+        last_gathered, last_begun, last_written = latest[bucket.sender]
+        begin = max(last_gathered, last_begun)
+        gathered = begin + wire.gather_s(plan, bucket, cluster)
+        send_from = max(gathered, last_written)
+        sent = send_from + write_s(cluster, wire.nbytes[bucket.number] * writers[nodes[bucket.sender]])
+        latest[bucket.sender] = gathered, send_from, sent
+        found.append((begin, gathered, send_from, sent))
+    there, whole = max(sent for *_, sent in found), sum(wire.nbytes)
+    loads = max((float(load_s(serving, whole, each.tp)) for each in plan.receivers), default=0.0)
+    taken = (read_s(serving, whole) if plan.receivers else 0.0) + loads
+    return [
+        Times(*times, there + taken * index / len(found), there + taken * (index + 1) / len(found))
+        for index, times in enumerate(found)
+    ]
+
+
+def _broadcast(plan: SyncPlan, wire: _Wire, cluster: Cluster, serving: Cluster) -> list[Times]:
     """A rank has a bucket in flight (its own, or one that it helps with) and one that it gathers, no third."""
     routes = _Routes(plan)
     latest = dict.fromkeys(plan.sent_bytes, (0.0, 0.0))  # its last gather's end, its last send's begin
@@ -89,14 +155,15 @@ def _broadcast(plan: SyncPlan, cluster: Cluster, serving: Cluster) -> list[Times
     for bucket in plan.buckets:
         assert bucket.sender is not None
         begin = max(latest[bucket.sender])
-        gathered = begin + _gather_s(plan, bucket, bucket.sender, cluster)
+        gathered = begin + wire.gather_s(plan, bucket, cluster)
         # Servers take one bucket at a time, and have a second to load from.
         before = times[-1].sent if times else 0.0
         freed = times[-2].loaded if len(times) > 1 else 0.0
         send_from = max(gathered, before, freed)
-        sent = send_from + routes.send_s(bucket, cluster, serving)
+        nbytes = wire.nbytes[bucket.number]
+        sent = send_from + routes.send_s(bucket.sender, nbytes, cluster, serving)
         load_from = max(sent, times[-1].loaded if times else 0.0)
-        loads = (float(load_s(serving, bucket.nbytes, each.tp)) for each in plan.receivers)
+        loads = (float(load_s(serving, nbytes, each.tp)) for each in plan.receivers)
         times.append(Times(begin, gathered, send_from, sent, load_from, load_from + max(loads, default=0.0)))
         latest[bucket.sender] = gathered, send_from
     return times
@@ -185,16 +252,14 @@ class _Routes:
     plan: SyncPlan
     _rates: dict[int, float] = field(default_factory=dict)
 
-    def send_s(self, bucket: Bucket, cluster: Cluster, serving: Cluster) -> float:
-        sender = bucket.sender
-        assert sender is not None
+    def send_s(self, sender: int, nbytes: float, cluster: Cluster, serving: Cluster) -> float:
         if sender not in self._rates:
             home, here = self.plan.trainer.nodes[sender], receiving(self.plan)
             away = [devices for node, devices in here.items() if node != home]
             members = 1 + len(self.plan.helpers(sender))
             fewest = min(away, default=1)
             self._rates[sender] = send_bytes_s(cluster, members, fewest, across=bool(away), serving=serving)
-        return bucket.nbytes / self._rates[sender] + cluster.rates.hop_s
+        return nbytes / self._rates[sender] + cluster.rates.hop_s
 
 
 def receiving(plan: SyncPlan) -> dict[int, int]:
@@ -206,18 +271,26 @@ def receiving(plan: SyncPlan) -> dict[int, int]:
     return found
 
 
-def bound(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None) -> float:
+def bound(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, quantized: bool = False) -> float:
     """Seconds below which no order and no overlap comes, at the makers' figures: links and memories do nothing else.
 
     Broadcast: all bytes leave over the network of the ranks on senders' nodes, enter each node over that of its devices that
     receive, reach each device from its peers but for what it received itself, and are copied out of the bucket. Shared
     memory: what a device does not hold arrives from its peers, or over the node's network; its own is copied into the
-    bucket, and its server's share out of it.
+    bucket, and its server's share out of it. Disk: the node that writes most writes, and a node of servers reads all of it once.
     """
-    serving, nbytes, device = serving or cluster, plan.nbytes, cluster.device
+    serving, device = serving or cluster, cluster.device
     if plan.transport == "shared_memory":
         return _bound_shared(plan, cluster)
-    nodes = plan.trainer.nodes
+    wire, nodes = _Wire.of(plan, quantized=quantized), plan.trainer.nodes
+    nbytes = sum(wire.nbytes)
+    if plan.transport == "disk":
+        written: Counter[int] = Counter()
+        for bucket in plan.buckets:
+            assert bucket.sender is not None
+            written[nodes[bucket.sender]] += wire.nbytes[bucket.number]
+        reading = nbytes / serving.rates.disk_bytes_s if plan.receivers else 0.0
+        return write_s(cluster, max(written.values())) + reading
     links = len({rank for sender in plan.sent_bytes for rank in (sender, *plan.helpers(sender))})
     homes = {nodes[sender] for sender in plan.sent_bytes}
     found = [2 * nbytes / each.tp / serving.device.memory_bytes_s for each in plan.receivers]

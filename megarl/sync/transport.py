@@ -26,7 +26,7 @@ from megarl.sync.device_segment import DeviceSegment
 from megarl.sync.disk import DiskSender
 from megarl.sync.memory import DeviceMemory, Memory, NodeMemory, OnDevice, Pieces
 from megarl.sync.outgoing import Outgoing, PlannedPieces, PlannedWeights, trainer_of
-from megarl.sync.plan import Receiver, SyncPlan, plan_sync
+from megarl.sync.plan import Receiver, SyncPlan, plan_sync, planned_bytes
 from megarl.sync.quantized import QuantizedWeights
 from megarl.sync.ring import bucket_limit
 from megarl.sync.segments import Segment
@@ -101,7 +101,8 @@ class Broadcast:
             # gloo would copy what helpers carry through their own memory, on the same processors; and what a server receives in
             # pieces of many megabytes is memory that it has to take anew each time.
             helped = self.sender.backend_for(servers) == "nccl"
-            bucket_bytes = self._bucket_bytes if helped else min(self._bucket_bytes, GLOO_BUCKET_BYTES)
+            bucket_bytes = planned_bytes(self._bucket_bytes, trainer.layout)
+            bucket_bytes = bucket_bytes if helped else min(bucket_bytes, GLOO_BUCKET_BYTES)
             if self._plan is None or (self._plan.trainer, self._plan.bucket_bytes) != (trainer, bucket_bytes):
                 self._plan = plan_sync(trainer, (), "broadcast", bucket_bytes)
             outgoing = _outgoing(gatherer, self._plan, helped=helped, quantized=self._quantized)
@@ -196,7 +197,7 @@ class Disk(_LeavesNothing):
         with weights.gatherer() as gatherer:
             trainer = trainer_of(gatherer, self._nodes)
             if self._plan is None or self._plan.trainer != trainer:
-                self._plan = plan_sync(trainer, (), "disk", self._bucket_bytes)
+                self._plan = plan_sync(trainer, (), "disk", planned_bytes(self._bucket_bytes, trainer.layout))
             files = [self._plan.file(bucket) for bucket in self._plan.buckets]
             outgoing = _outgoing(gatherer, self._plan, helped=False, quantized=self._quantized)
             return self.sender.write(outgoing, files, version)

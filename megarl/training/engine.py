@@ -235,7 +235,7 @@ class Engine:
             return output.loss, output.num_tokens.int(), {}
 
         if self._auxiliary is not None:
-            self._auxiliary.count(batches, self._groups)
+            self._auxiliary.count(batches, self._groups, self._device)
         if batches:
             self._run(batches, evaluate, forward_only=False)
         else:

@@ -105,11 +105,9 @@ class AuxiliaryScale:
         """Megatron's `grad_scale_func`: it is asked for the scale of auxiliary losses, by ones, and of the loss itself."""
         return value if value.requires_grad else value * self.scale
 
-    def count(self, batches: Sequence[DeviceBatch], groups: Groups) -> None:
-        """Count the tokens of a mini-batch over all ranks; collective."""
-        total = torch.tensor([sum(batch.num_tokens for batch in batches)], dtype=torch.int64)
-        if batches:
-            total = total.to(batches[0].tokens.device)
+    def count(self, batches: Sequence[DeviceBatch], groups: Groups, device: str) -> None:
+        """Count the tokens of a mini-batch over all ranks; collective. device: of this rank, which may have no batches."""
+        total = torch.tensor([sum(batch.num_tokens for batch in batches)], dtype=torch.int64, device=device)
         torch.distributed.all_reduce(total, group=groups.dp_cp)
         layout = groups.layout
         num_sharing = layout.cp * (layout.tp if layout.sequence_parallel else 1)

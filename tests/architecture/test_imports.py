@@ -15,6 +15,7 @@ from tests.architecture.source import PACKAGE, imports, modules, room_of
 # A room may import itself and the rooms above it. The files beside the rooms are rooms of one module.
 ROOMS = (
     "core",
+    "sandbox",
     "algorithms",
     "recipe",
     "hub",
@@ -55,6 +56,7 @@ SGLANG_MODULES = {
 PLATFORM_MODULES = {"megarl.core.platform", "megarl.models.megatron_cpu"}
 WITHOUT_TORCH = (
     "core",
+    "sandbox",
     "recipe",
     "hub",
     "placement",

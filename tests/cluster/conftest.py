@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from megarl.cluster.runtime import Runtime
-from megarl.core.platform import get_platform
+from megarl.core.platform import Platform, num_local_devices
+
+if TYPE_CHECKING:
+    from megarl.cluster.runtime import Runtime
+
+NUM_DEVICES = 4
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+def runtime(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    from megarl.cluster.runtime import Runtime
+
     folder: Path = tmp_path_factory.mktemp("run")
-    with Runtime.start(get_platform("cpu"), folder, num_devices=4) as runtime:
+    there = num_local_devices(platform)
+    with Runtime.start(platform, folder, num_devices=NUM_DEVICES if there is None else there) as runtime:
         yield runtime

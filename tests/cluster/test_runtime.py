@@ -11,7 +11,7 @@ import pytest
 from megarl.cluster.runtime import Runtime
 from megarl.core.errors import UserError
 from megarl.core.janitor import RUN_ID_VARIABLE
-from megarl.core.platform import get_platform
+from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 
 
@@ -29,12 +29,14 @@ def unused_address() -> str:
     ],
     ids=["no port", "no number", "nobody there"],  # the same in every worker
 )
-def test_an_address_where_no_ray_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, reason: str) -> None:
+def test_an_address_where_no_ray_is(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, reason: str
+) -> None:
     monkeypatch.setenv(RAY_ADDRESS_VARIABLE, address)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with pytest.raises(UserError, match=reason) as caught:
-        Runtime.start(get_platform("cpu"), tmp_path / "run", 1)
+        Runtime.start(platform, tmp_path / "run", 1)
     assert address in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert RUN_ID_VARIABLE not in os.environ

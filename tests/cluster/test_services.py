@@ -18,7 +18,7 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.services import RayDiedError, Service, Services
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core import janitor
-from megarl.core.platform import get_platform
+from megarl.core.platform import Platform
 from megarl.core.timing import PhaseTimer
 
 # Ray's workers cannot import test modules: what is defined here travels whole.
@@ -37,8 +37,10 @@ class Hanging:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "says"), [("raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
-def test_a_service_of_rays_that_is_killed_is_named_at_once(tmp_path: Path, name: str, says: str) -> None:
-    with Runtime.start(get_platform("cpu"), tmp_path, num_devices=1) as runtime:
+def test_a_service_of_rays_that_is_killed_is_named_at_once(
+    platform: Platform, tmp_path: Path, name: str, says: str
+) -> None:
+    with Runtime.start(platform, tmp_path, num_devices=1) as runtime:
         run_id = runtime.run_id
         assert set(runtime.nodes.services.pids) == {"raylet", "gcs_server"}
         handle = ray.remote(Hanging).options(num_cpus=0).remote()

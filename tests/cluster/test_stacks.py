@@ -26,6 +26,7 @@ def sleeper() -> Iterator[int]:
         process.kill()
 
 
+@pytest.mark.needs("py-spy")
 def test_a_stopped_process_is_told_from_one_that_waits_and_from_one_that_has_ended(sleeper: int) -> None:
     assert stopped(sleeper) is None
     os.kill(sleeper, signal.SIGSTOP)

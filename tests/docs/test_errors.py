@@ -14,7 +14,7 @@ from tools.list_messages import CLASSES, messages, render
 PAGE = (DOCS / "errors.md").read_text()
 MESSAGES = tuple(messages(ROOT / "megarl"))
 # Put together of parts, so that no place in the code has it whole; the page's own examples show the first.
-COMPOSED = ("Unknown key ...", "There is no ... at ...")
+COMPOSED = ("Unknown key ...", "There is no ... at ...", "this machine makes no sandbox: ...")
 
 
 def rows() -> Iterator[list[str]]:

@@ -9,32 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.timing import PhaseTimer
-from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run.preflight import preflight
-from megarl.run.session import ADAPTERS, TrainSession, train_session
-from tests.end_to_end.harness import RECIPE
-from tests.end_to_end.test_engines import one_step
+from megarl.run.session import ADAPTERS, TrainSession
+from tests.end_to_end.engines import one_step, recipe_of, started
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def recipe(inputs: Path) -> Recipe:
-    path = inputs / "adapters.yaml"
-    path.write_text(RECIPE.format(folder=inputs))
-    overrides = ["run.name=adapters", "cluster.devices=2", "actor.parallel.tp=2", "sync.lora=adapters"]
-    overrides += ["actor.lora={rank: 4, targets: [linear_qkv, linear_proj, linear_fc1, linear_fc2]}"]
-    overrides += ["actor.optimizer.lr=1.0e-2"]
-    return load_recipe(path, overrides, Recipe).recipe
+    lora = "actor.lora={rank: 4, targets: [linear_qkv, linear_proj, linear_fc1, linear_fc2]}"
+    overrides = ["actor.parallel.tp=2", "sync.lora=adapters", lora, "actor.optimizer.lr=1.0e-2"]
+    return recipe_of(inputs, "adapters", *overrides)
 
 
 @pytest.fixture(scope="module")
 def session(recipe: Recipe) -> Iterator[TrainSession]:
     """Two tensor-parallel ranks, and a server."""
-    with train_session(recipe, preflight(recipe), PhaseTimer()) as session:
-        session.sync.push(1)
+    with started(recipe) as session:
         yield session
 
 

@@ -14,21 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.cluster.roles import Batch
 from megarl.cluster.weight_sync import WeightSync
 from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
-from megarl.core.timing import PhaseTimer
-from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run.preflight import preflight
-from megarl.run.session import TrainSession, train_session
+from megarl.run.session import TrainSession
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
 from megarl.sync.fetch import Fetched, Order
 from megarl.sync.store import Store
 from megarl.sync.transport import TransportName, Versions
-from tests.end_to_end.harness import RECIPE
+from tests.end_to_end.engines import one_step, recipe_of, started
 from tests.support.processes import ended
 
 pytestmark = pytest.mark.slow
@@ -38,29 +34,16 @@ NUM_PROMPTS = 64
 
 @pytest.fixture(scope="module")
 def recipe(inputs: Path) -> Recipe:
-    path = inputs / "engines.yaml"
-    path.write_text(RECIPE.format(folder=inputs))
-    overrides = ["run.name=engines", "cluster.devices=2", "rollout.servers=2", "rollout.temperature=0.7"]
-    overrides += ["sync.verify=hash"]
+    overrides = ["rollout.servers=2", "rollout.temperature=0.7", "sync.verify=hash"]
     overrides += ["reference.parallel.pp=2", "reference.parallel.first_stage_layers=1"]
-    return load_recipe(path, overrides, Recipe).recipe
+    return recipe_of(inputs, "engines", *overrides)
 
 
 @pytest.fixture(scope="module")
 def session(recipe: Recipe) -> Iterator[TrainSession]:
     """Two ranks, data-parallel for the actor and a pipeline for the reference, and two servers."""
-    with train_session(recipe, preflight(recipe), PhaseTimer()) as session:
-        session.sync.push(1)
+    with started(recipe) as session:
         yield session
-
-
-def one_step(session: TrainSession, step: int, version: int) -> tuple[Batch, dict[str, float]]:
-    batch = session.rollout.next(step, version)
-    actor, reference = session.roles["actor"], session.roles["reference"]
-    asked = {"old_logprobs": actor.logprobs(batch), "ref_logprobs": reference.logprobs(batch)}
-    columns = {name: pending.wait() for name, pending in asked.items()}
-    columns |= session.rollout.advantages(batch, columns).columns
-    return batch, actor.update(batch, columns).wait()
 
 
 def test_rollout_and_trainer_agree_before_and_after_updates(session: TrainSession, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from megarl.run.preflight import preflight
 from megarl.run.session import TrainSession, train_session
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
+from tests.end_to_end.engines import one_step
 from tests.end_to_end.harness import RECIPE
-from tests.end_to_end.test_engines import one_step
 from tests.support.tiny import write_tiny_model
 
 pytestmark = pytest.mark.slow

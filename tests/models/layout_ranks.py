@@ -15,13 +15,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.layout_check import layout_problems
+from tests.support.platforms import chosen
 
-CPU = get_platform("cpu")
+PLATFORM = chosen()
 # Name of a folder -> family and settings. Four layers, so that they can be assigned; a vocabulary that nothing divides.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 97}),
@@ -78,16 +78,16 @@ def exported(
 
     layout = groups.layout
     with groups.active():
-        chunks = build_gpt(config, layout, groups.collection, dtype=torch.float32, platform=CPU)
+        chunks = build_gpt(config, layout, groups.collection, dtype=torch.float32, platform=PLATFORM)
         load_hf_weights(chunks, config, folder, layout, rank)
     gatherer = Gatherer(chunks, config, layout, rank, dist.group.WORLD)
     buckets = list(export_buckets(gatherer, BUCKET_BYTES))
-    counts = [torch.zeros(1) for _ in range(layout.world_size)]
-    dist.all_gather(counts, torch.tensor([float(len(buckets))]))
-    assert len({count.item() for count in counts}) == 1, "every rank takes equally many buckets"
+    counts = [0] * layout.world_size
+    dist.all_gather_object(counts, len(buckets))
+    assert len(set(counts)) == 1, "every rank takes equally many buckets"
     assert rank == 0 or not any(buckets)
     assert len(buckets) > 2
-    gathered = {name: tensor for bucket in buckets for name, tensor in bucket}
+    gathered = {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
     return gathered, written(Pieces(chunks, config, layout, rank, BUCKET_BYTES), rank, folder)
 
 
@@ -109,10 +109,10 @@ def written(pieces: Any, rank: int, folder: Path) -> dict[str, torch.Tensor]:
 def main() -> None:
     """Run the cases of this world size; rank 0 leaves the names of tensors that differ in `<world_size>.json`."""
     rank, world_size, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    prepare_megatron(CPU)
+    prepare_megatron(PLATFORM)
     from megarl.training.parallel import close_ranks, join_ranks, make_groups
 
-    join_ranks(rank, world_size, CPU, "127.0.0.1", port, timeout_s=60)
+    join_ranks(rank, world_size, PLATFORM, "127.0.0.1", port, timeout_s=60)
     groups = {layout: make_groups(layout, timeout_s=60, seed=1) for layout in LAYOUTS[world_size]}
     differing: dict[str, list[str]] = {}
     for name, config, layout in cases(world_size, root):

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
 from megarl.core.types import MicroBatch
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.roles import Optimizer
+from tests.support.platforms import chosen
 from tests.training.samples import examples, shards
 
-CPU = get_platform("cpu")
+PLATFORM = chosen()
 SEED = 11
 VOCAB = 97  # padded under tensor parallel
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -90,7 +90,7 @@ def adapted(case: Case, folder: Path, groups: Any, settings: LoraSettings | None
 
     config = load_model_config(folder)
     chunks = build_gpt(
-        config, case.layout, groups.collection, dtype=torch.float32, platform=CPU, recompute=case.recompute
+        config, case.layout, groups.collection, dtype=torch.float32, platform=PLATFORM, recompute=case.recompute
     )
     load_hf_weights(chunks, config, folder, case.layout, groups.rank)
     add_adapters(chunks, settings or settings_of(case.model), groups.collection, SEED)
@@ -123,14 +123,14 @@ def score(chunks: Sequence[Any], groups: Any) -> list[np.ndarray] | None:
     from megarl.training.schedule import run_schedule
 
     layout, micros = groups.layout, micro_batches(groups.layout.dp)[groups.place.dp]
-    batches = [to_device(micro, {}, CPU.device, layout, groups.place.cp) for micro in micros]
+    batches = [to_device(micro, {}, PLATFORM.device, layout, groups.place.cp) for micro in micros]
     with torch.no_grad():
         found = run_schedule(chunks, batches, _logprobs(groups), groups, forward_only=True)
     whole = []
     for part, micro in zip(found, micros, strict=groups.is_last_stage):
         parts = [torch.empty_like(part) for _ in range(layout.cp)]
         dist.all_gather(parts, part.contiguous(), group=groups.cp)
-        whole.append(cut_sequences(micro.cu_seqlens, layout).gather([p.numpy() for p in parts], micro.num_tokens))
+        whole.append(cut_sequences(micro.cu_seqlens, layout).gather([p.cpu().numpy() for p in parts], micro.num_tokens))
     return whole if groups.is_last_stage else None
 
 
@@ -172,7 +172,7 @@ class Trainer:
             return (evaluate(batch, logits) * batch.weights).sum(), torch.tensor(1, dtype=torch.int32), {}
 
         micros = micro_batches(groups.layout.dp)[groups.place.dp]
-        batches = [to_device(micro, {}, CPU.device, groups.layout, groups.place.cp) for micro in micros]
+        batches = [to_device(micro, {}, PLATFORM.device, groups.layout, groups.place.cp) for micro in micros]
         self.stepper.zero_grad()
         run_schedule(self.wrapped, batches, loss, groups, forward_only=False)
         # Clipping scales the gradients by what the norm says: here they are as they were, and in `step` not any more.
@@ -268,10 +268,10 @@ def refused(rank: int) -> str:
 def main() -> None:
     """Go through all cases with one process, and leave the results in `rank<rank>.pt`."""
     rank, port, root = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    prepare_megatron(CPU)
+    prepare_megatron(PLATFORM)
     from megarl.training.parallel import close_ranks, join_ranks, make_groups
 
-    join_ranks(rank, 2, CPU, "127.0.0.1", port, timeout_s=60)
+    join_ranks(rank, 2, PLATFORM, "127.0.0.1", port, timeout_s=60)
     results = {}
     for name, case in CASES.items():
         groups = make_groups(case.layout, timeout_s=60, seed=1)

@@ -21,17 +21,24 @@ def packed_tokens(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, positions, torch.tensor([0, *LENGTHS]).cumsum(0).int()
 
 
+def packed_on(model: torch.nn.Module, vocab_size: int) -> list[Tensor]:
+    """The same where the model is."""
+    return [tensor.to(next(model.parameters()).device) for tensor in packed_tokens(vocab_size)]
+
+
 def megatron_logits(model: torch.nn.Module, vocab_size: int) -> Tensor:
-    """[T, this rank's columns], the sequences packed into one pass."""
-    tokens, positions, bounds = packed_tokens(vocab_size)
+    """[T, this rank's columns] float32 on the host, the sequences packed into one pass."""
+    tokens, positions, bounds = packed_on(model, vocab_size)
     with torch.no_grad():
         logits: Tensor = model(tokens[None], positions[None], None, packed_seq_params=packed_params(bounds))[0]
-    return logits
+    return logits.float().cpu()
 
 
-def transformers_logprobs(folder: Path, vocab_size: int) -> Tensor:
-    """[T, vocabulary], natural log, each sequence in a pass of its own."""
+def transformers_logprobs(folder: Path, vocab_size: int, weights: torch.dtype = torch.float32) -> Tensor:
+    """[T, vocabulary], natural log, each sequence in a pass of its own; in float32 on the host, of weights rounded to a dtype."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     parts = packed_tokens(vocab_size)[0].split(LENGTHS)
     with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(weights))
         return torch.cat([model(part[None]).logits[0] for part in parts]).log_softmax(-1)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.models.attention import CoreAttention, _chunk_order
 from megarl.models.gpt import packed_params
 
+pytestmark = pytest.mark.usefixtures("on_device")
 D = 8
 ONE = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
 
@@ -44,7 +45,7 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, window: int | None = None
 
 
 def random_qkv(length: int, kv_heads: int, seed: int = 0, v_dim: int = D) -> tuple[Tensor, Tensor, Tensor]:
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator(torch.get_default_device()).manual_seed(seed)
     sizes = [(length, 4, D), (length, kv_heads, D), (length, kv_heads, v_dim)]
     q, k, v = (torch.randn(size, generator=random, dtype=torch.float64, requires_grad=True) for size in sizes)
     return q, k, v

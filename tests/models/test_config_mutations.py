@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.families import FAMILIES
 from megarl.models.gpt import build_gpt
@@ -28,6 +27,7 @@ from megarl.training.parallel import Groups
 from tests.models.parity import megatron_logits
 from tests.models.test_families import DEEPSEEK, GEMMA
 from tests.models.test_hf_config import FP8, QWEN3
+from tests.support.platforms import chosen
 from tests.support.tiny import CONFIGS, tiny_config
 
 PATH = Path("model/config.json")
@@ -182,7 +182,7 @@ def test_what_is_accepted_can_be_built_and_run(one_rank: Groups, data: st.DataOb
         config = parse_model_config(raw, PATH)
     except UserError:
         return
-    [model] = build_gpt(config, Layout(), one_rank.collection, dtype=torch.float32, platform=get_platform("cpu"))
+    [model] = build_gpt(config, Layout(), one_rank.collection, dtype=torch.float32, platform=chosen())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.1)

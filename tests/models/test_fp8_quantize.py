@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.models.fp8_quantize import quantize
 from tests.support.fp8 import e4m3, slow_reference
 
+pytestmark = pytest.mark.usefixtures("on_device")
 DTYPES = [torch.float32, torch.bfloat16]
 # Every finite number of e4m3 from 0 on, and the byte that it is: bytes are in the order of numbers.
 NUMBERS = [e4m3(byte) for byte in range(127)]
@@ -58,7 +59,9 @@ def same(weight: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (128, 128), (129, 127), (130, 260)])
 def test_bytes_and_scales_are_those_of_the_loop(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    assert same((torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype))
+    assert same(
+        (torch.randn(shape, generator=torch.Generator(torch.get_default_device()).manual_seed(1)) * 0.02).to(dtype)
+    )
 
 
 @settings(max_examples=25)
@@ -70,7 +73,7 @@ def test_bytes_and_scales_are_those_of_the_loop(shape: tuple[int, int], dtype: t
     st.sampled_from(DTYPES),
 )
 def test_numbers_of_every_size(rows: int, columns: int, power: int, seed: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     # From block to block, and within each, of very different sizes.
     weight = torch.randn(rows, columns, generator=generator) * torch.exp2(
         torch.randint(-12, 1, (rows, columns), generator=generator)
@@ -116,7 +119,7 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(number: float, dtype: 
 
 
 def test_a_number_moves_by_a_sixteenth_at_most_or_by_a_part_of_the_blocks_largest() -> None:
-    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(256, 256, generator=torch.Generator(torch.get_default_device()).manual_seed(2))
     values, scales = quantize(weight)
     back = values.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     bound = torch.maximum(weight.abs() / 16, scales.repeat_interleave(128, 0).repeat_interleave(128, 1) * 2.0**-10)

@@ -65,6 +65,8 @@ def as_held(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 
 @pytest.mark.slow
+@pytest.mark.host_only  # on devices its FP8 models are what servers run
+@pytest.mark.needs("SGLang")
 def test_sglang_builds_and_fills_its_fp8_models_with_what_is_sent(tmp_path: Path) -> None:
     """Every family, by the flags of a server: each of its parameters is set, and to the bits that were sent.
 

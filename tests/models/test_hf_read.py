@@ -24,24 +24,24 @@ def stored(folder: Path, **tensors: Tensor) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [((0, 9), None), ((2, 5), None), ((0, 9), (3, 7)), ((8, 9), (0, 1))])
 def test_slices_are_those_of_the_tensor(
-    dtype: torch.dtype, rows: tuple[int, int], columns: tuple[int, int] | None, tmp_path: Path
+    dtype: torch.dtype, rows: tuple[int, int], columns: tuple[int, int] | None, device: str, tmp_path: Path
 ) -> None:
     tensor = torch.randn(9, 8).to(dtype)
     wanted = tensor[slice(*rows)] if columns is None else tensor[slice(*rows), slice(*columns)]
-    target = torch.empty(wanted.shape)
+    target = torch.empty(wanted.shape, device=device)
     with HfReader(read_index(stored(tmp_path, a=tensor)), check_finite=True) as reader:
         reader.read("a", slice(*rows), slice(*columns) if columns else None, target)
         assert reader.finish() == []
-    assert torch.equal(target, wanted.float())
+    assert torch.equal(target.cpu(), wanted.float())
 
 
-def test_a_tensor_of_many_blocks_is_read_whole(tmp_path: Path) -> None:
+def test_a_tensor_of_many_blocks_is_read_whole(device: str, tmp_path: Path) -> None:
     tensor = torch.randn(3 * hf_read.BLOCK_BYTES // 400 + 7, 100)
-    target = torch.empty_like(tensor)
+    target = torch.empty_like(tensor, device=device)
     with HfReader(read_index(stored(tmp_path, a=tensor)), check_finite=True) as reader:
         reader.read("a", slice(0, len(tensor)), None, target)
         reader.finish()
-    assert torch.equal(target, tensor)
+    assert torch.equal(target.cpu(), tensor)
 
 
 def test_a_tensor_may_begin_anywhere_in_the_file(tmp_path: Path) -> None:
@@ -59,11 +59,13 @@ def test_a_tensor_may_begin_anywhere_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_no_numbers_are_noticed_in_the_slice_that_has_them(value: float, tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_are_noticed_in_the_slice_that_has_them(
+    value: float, device: str, tmp_path: Path
+) -> None:
     tensor = torch.zeros(6, 4)
     tensor[5, 1] = value
     index = read_index(stored(tmp_path, a=tensor))
-    target = torch.empty(3, 4)
+    target = torch.empty(3, 4, device=device)
     with HfReader(index, check_finite=True) as reader:
         reader.read("a", slice(0, 3), None, target)
         assert reader.finish() == []
@@ -74,9 +76,9 @@ def test_values_that_are_no_numbers_are_noticed_in_the_slice_that_has_them(value
         assert reader.finish() == []
 
 
-def test_a_sum_that_overflows_is_no_infinite_value(tmp_path: Path) -> None:
+def test_a_sum_that_overflows_is_no_infinite_value(device: str, tmp_path: Path) -> None:
     tensor = torch.full((64,), 60000.0, dtype=torch.float16)
-    target = torch.empty_like(tensor)
+    target = torch.empty_like(tensor, device=device)
     with HfReader(read_index(stored(tmp_path, a=tensor)), check_finite=True) as reader:
         reader.read("a", slice(0, 64), None, target)
         assert reader.finish() == []

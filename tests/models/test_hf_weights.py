@@ -16,7 +16,6 @@ from torch.nn import Module
 
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
@@ -24,6 +23,7 @@ from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import Bucket, Value, exact_buffers, global_tensors, load_hf_weights
 from megarl.models.rules import expected_tensors, rules
 from megarl.training.parallel import Groups
+from tests.support.platforms import chosen
 from tests.support.tiny import write_tiny_model
 
 ONE = Layout()
@@ -57,7 +57,7 @@ def copy(source: Path, tmp_path: Path) -> Path:
 
 
 def built(config: ModelConfig, groups: Groups, dtype: torch.dtype = torch.float32) -> list[Module]:
-    return [*build_gpt(config, ONE, groups.collection, dtype=dtype, platform=get_platform("cpu"))]
+    return [*build_gpt(config, ONE, groups.collection, dtype=dtype, platform=chosen())]
 
 
 def loaded(folder: Path, groups: Groups, dtype: torch.dtype = torch.float32) -> tuple[list[Module], ModelConfig]:
@@ -70,7 +70,8 @@ def loaded(folder: Path, groups: Groups, dtype: torch.dtype = torch.float32) -> 
 def buckets(
     chunks: list[Module], config: ModelConfig, limit: int = 1 << 30, value: Value | None = None
 ) -> list[Bucket]:
-    return list(export_buckets(Gatherer(chunks, config, ONE, 0, None, value), limit))
+    exported = export_buckets(Gatherer(chunks, config, ONE, 0, None, value), limit)
+    return [[(name, tensor.cpu()) for name, tensor in bucket] for bucket in exported]
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

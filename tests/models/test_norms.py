@@ -12,6 +12,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from megarl.models.norms import LATENT_EPS, LatentNorm, NormedRowParallelLinear, RMSNorm
 from megarl.training.parallel import Groups
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def settings(
     *, sequence_parallel: bool = False, offset: bool = False, dtype: torch.dtype = torch.float64
@@ -39,7 +41,7 @@ def test_one_plus_a_small_weight_keeps_the_weight_in_bfloat16() -> None:
     with torch.no_grad():
         for norm in (ours, theirs):
             norm.weight.copy_(torch.linspace(-0.01, 0.01, 64))
-    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(500, 64, generator=torch.Generator(torch.get_default_device()).manual_seed(0)).bfloat16()
     apart = ours(x) != theirs(x)
     # Two ways to the same number in float32 may round to neighbours.
     assert apart.float().mean() < 0.01

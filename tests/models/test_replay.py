@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from megarl.models.replay import UNKNOWN, Replays, RoutingReplay
 
-SCORES = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+def given() -> torch.Tensor:
+    return torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]])
 
 
 def top(scores: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,12 +22,12 @@ def top(scores: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.
 
 
 def ask(replay: RoutingReplay) -> list[list[int]]:
-    found: list[list[int]] = replay.get_replay_topk(SCORES, 2, default_compute_topk=top)[1].tolist()
+    found: list[list[int]] = replay.get_replay_topk(given(), 2, default_compute_topk=top)[1].tolist()
     return found
 
 
 def test_without_a_choice_the_router_chooses() -> None:
-    values, indices = RoutingReplay(recomputed=False).get_replay_topk(SCORES, 2, default_compute_topk=top)
+    values, indices = RoutingReplay(recomputed=False).get_replay_topk(given(), 2, default_compute_topk=top)
     assert indices.tolist() == [[2, 1], [0, 1]]
     torch.testing.assert_close(values, torch.tensor([[0.7, 0.2], [0.5, 0.3]]))
 
@@ -30,7 +35,7 @@ def test_without_a_choice_the_router_chooses() -> None:
 def test_a_choice_takes_its_scores_with_gradients() -> None:
     replay = RoutingReplay(recomputed=False)
     replay.set(torch.tensor([[0, 1], [2, 1]]))
-    scores = SCORES.clone().requires_grad_()
+    scores = given().requires_grad_()
     values, indices = replay.get_replay_topk(scores, 2)
     assert indices.tolist() == [[0, 1], [2, 1]]
     torch.testing.assert_close(values.detach(), torch.tensor([[0.1, 0.2], [0.2, 0.3]]))

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.hf_config import load_model_config
+from tests.support.platforms import chosen
 
-CPU = get_platform("cpu")
+PLATFORM = chosen()
 TP, EP, ETP = Layout(tp=2, world_size=2), Layout(ep=2, world_size=2), Layout(etp=2, world_size=2)
 # One key-value head for two ranks, and two; a vocabulary that two does not divide; each feature of the families cut.
 CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
@@ -66,7 +66,7 @@ def context_parallel(rank: int) -> dict[str, torch.Tensor]:
         "self",
         pg_collection=SimpleNamespace(cp=dist.group.WORLD),
     )
-    *tensors, bounds = attention_inputs()
+    *tensors, bounds = (tensor.to(PLATFORM.device) for tensor in attention_inputs())
     held = held_by(rank)
     query, key, value = (tensor[held].requires_grad_() for tensor in tensors[:3])
     output = attention(query, key, value, packed_seq_params=packed_params(bounds))[:, 0]
@@ -77,7 +77,8 @@ def context_parallel(rank: int) -> dict[str, torch.Tensor]:
     first = held[: 2 * CHUNK * SEQUENCES[0]]
     dense = attention(*(tensor[first][:, None] for tensor in tensors[:3]))[:, 0]
     grads = {"query": query.grad, "key": key.grad, "value": value.grad}
-    return {"output": output.detach(), "dense": dense, **grads}
+    found = {"output": output.detach(), "dense": dense, **grads}
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def logits_of(rank: int, name: str, folder: Path, groups: Any) -> torch.Tensor:
@@ -88,7 +89,7 @@ def logits_of(rank: int, name: str, folder: Path, groups: Any) -> torch.Tensor:
 
     config = load_model_config(folder)
     with groups.active():
-        [model] = build_gpt(config, groups.layout, groups.collection, dtype=torch.float32, platform=CPU)
+        [model] = build_gpt(config, groups.layout, groups.collection, dtype=torch.float32, platform=PLATFORM)
         load_hf_weights([model], config, folder, groups.layout, rank)
         return megatron_logits(model.eval(), config.vocab_size)
 
@@ -96,10 +97,10 @@ def logits_of(rank: int, name: str, folder: Path, groups: Any) -> torch.Tensor:
 def main() -> None:
     """Run all cases and the attention, and leave the results in `rank<rank>.pt`."""
     rank, world_size, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    prepare_megatron(CPU)
+    prepare_megatron(PLATFORM)
     from megarl.training.parallel import close_ranks, join_ranks, make_groups
 
-    join_ranks(rank, world_size, CPU, "127.0.0.1", port, timeout_s=60)
+    join_ranks(rank, world_size, PLATFORM, "127.0.0.1", port, timeout_s=60)
     groups = {layout: make_groups(layout, timeout_s=60, seed=1) for layout in (TP, EP, ETP)}
     logits = {name: logits_of(rank, name, root / name, groups[layout]) for name, (_, _, layout) in CASES.items()}
     torch.save({"logits": logits, "cp": context_parallel(rank)}, root / f"rank{rank}.pt")

@@ -79,6 +79,7 @@ _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {
 TRAIN: dict[str, Sequence[str]] = {
     **COMMON,
     **_REFERENCE,
+    "train.journal": ["false"],
     **_under(
         "data",
         {
@@ -158,6 +159,22 @@ TRAIN: dict[str, Sequence[str]] = {
             "max_tokens": ["9"],
             "parse": ["'mark (\\d)'", "json:points"],
             "scale": ["5.0"],
+            "kind": ["rule"],
+        },
+    ),
+    **_under(
+        "reward.graders.code",
+        {
+            "weight": ["0.5"],
+            "field": ["checks"],
+            "score": ["share"],
+            "max_tests": ["3"],
+            "timeout_s": ["2.0"],
+            "memory_mb": ["64"],
+            "disk_mb": ["8"],
+            "processes": ["9"],
+            "output_kb": ["8"],
+            "sandboxes": ["3"],
             "kind": ["rule"],
         },
     ),
@@ -263,6 +280,7 @@ _GRADERS = (
     "reward.graders.rule={kind: rule, fn: math}",
     "reward.graders.remote={kind: remote, url: 'http://a', batch: 4}",
     "reward.graders.judge={kind: judge, url: 'http://a', model: m}",
+    "reward.graders.code={kind: code}",
 )
 _AGENT = (f"agent.environment={OWN}:Talk", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn_tokens=20")
@@ -434,7 +452,7 @@ NEVER: dict[str, dict[str, str]] = {
         "agent.rewritten": "keep is for templates that rewrite, and there refuse refuses the run: that is its effect",
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",
         **dict.fromkeys(
-            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge")),
+            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge", "code")),
             "it says which keys stand beside it: alone it cannot change",
         ),
     },

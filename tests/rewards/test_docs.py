@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 import megarl
 from megarl.core.metrics import check_names
-from megarl.recipe.reward import GraderSection, HttpGrader, Judge, Remote, Reward, Rule
+from megarl.recipe.reward import Code, GraderSection, HttpGrader, Judge, Remote, Reward, Rule
 from megarl.rewards.grade import Grade
 from megarl.rewards.http import LONGEST_PAUSE_S, JsonClient
 from megarl.rewards.question import TEMPLATE
@@ -30,7 +30,7 @@ def block(name: str) -> str:
 
 def test_the_recipe_loads() -> None:
     reward = Reward.model_validate(yaml.safe_load(block("yaml"))["reward"])
-    assert {each.kind for each in reward.by_name().values()} == {"rule", "remote", "judge"}
+    assert {each.kind for each in reward.by_name().values()} == {"rule", "remote", "code", "judge"}
 
 
 def test_the_server_grades() -> None:
@@ -60,10 +60,11 @@ def names(text: str) -> list[str]:
 def test_each_kind_has_the_keys_of_its_row() -> None:
     table = PAGE.partition("| kind |")[2].partition("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
-    kinds = {"rule": Rule, "remote": Remote, "judge": Judge}
-    common = {*HttpGrader.model_fields, "kind"}
+    kinds = {"rule": Rule, "remote": Remote, "code": Code, "judge": Judge}
     assert {names(kind)[0]: set(names(own)) for kind, _, own in rows} == {
-        name: set(model.model_fields) - common for name, model in kinds.items()
+        name: set(model.model_fields)
+        - (set(HttpGrader.model_fields if issubclass(model, HttpGrader) else ["weight"]) | {"kind"})
+        for name, model in kinds.items()
     }
     [shared] = re.findall(
         r"^All have a `weight`.*?`remote` and `judge` have (.*?)\.$", PAGE, flags=re.MULTILINE | re.DOTALL

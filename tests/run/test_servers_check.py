@@ -130,3 +130,20 @@ def test_hashes_of_shared_experts_are_for_servers_that_keep_them_apart(place: Pl
     check("cuda", "sync.verify=hash", apart)
     with pytest.raises(UserError, match=r"`sync.verify`: on cuda .* Add --disable-shared-experts-fusion"):
         check("cuda", "sync.verify=hash")
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_experts_in_some_layers_only_are_what_sglang_does_not_build(place: Place, *, evaluates: bool) -> None:
+    recipe = load_recipe(place.recipe, []).recipe
+
+    def check(name: str, **fields: object) -> None:
+        model = load_model_config(write_tiny_model(place.root / name, "qwen3_moe", num_hidden_layers=4, **fields))
+        check_servers(recipe, model, get_platform("cpu"), own_weights=evaluates)
+
+    check("everywhere", mlp_only_layers=[])
+    for name, fields, says in (
+        ("first", {"mlp_only_layers": [0]}, "layers 0 of the model"),
+        ("step", {"mlp_only_layers": [], "decoder_sparse_step": 2}, "layers 0, 2 of the model"),
+    ):
+        with pytest.raises(UserError, match=rf"`model\.path`: {says} have an MLP without experts"):
+            check(name, **fields)

@@ -1,6 +1,7 @@
 """Ranks of tests as copies of one process that has loaded torch and Megatron, which costs seconds of a core each time.
 
-Not for tests of how a process starts.
+On devices each rank is a process that starts from nothing, with a device of its own: CUDA survives no fork. Not for tests of
+how a process starts.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megarl.core.loading import without_collection
-from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
+from tests.support.platforms import chosen, lacking_devices
 
 GRACE_S = 10.0  # for the others to end by themselves, once a rank has failed
 LOADED = ("megarl.training.engine", "megarl.training.checkpoint")
@@ -46,8 +50,11 @@ class Ranks:
     def run(self, module: str, count: int, *words: object, log: Path, deadline_s: float = 240.0) -> str:
         """The module's `main`, with `sys.argv` [module, rank, *words], in so many processes, until all have ended.
 
-        What they printed, which goes to `log`, where one of them failed or the deadline passed; otherwise nothing.
+        What they printed, which goes to `log`, where one of them failed or the deadline passed; otherwise nothing. Skips the test
+        where each rank should have a device of its own, and there are fewer.
         """
+        if without := lacking_devices(chosen(), count):
+            pytest.skip(without)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         log.touch()
@@ -79,6 +86,9 @@ def forked_ranks() -> Iterator[Ranks]:
 
 def _rank(rank: int, module: str, words: list[str], log: str) -> None:
     """What a rank's process does."""
+    if chosen().has_device_memory:
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[rank] if len(devices) > rank else str(rank)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -87,12 +97,9 @@ def _rank(rank: int, module: str, words: list[str], log: str) -> None:
 
 
 def _run_all(module: str, count: int, words: list[str], log: str) -> list[int | None]:
-    """Fork the ranks and wait for them; their exit codes. Where one fails, the others are killed a little later."""
-    importlib.import_module(module)
-    fork = multiprocessing.get_context("fork")
-    processes: list[BaseProcess] = [
-        fork.Process(target=_rank, args=(rank, module, words, log)) for rank in range(count)
-    ]
+    """Start the ranks and wait for them; their exit codes. Where one fails, the others are killed a little later."""
+    start = _start_of(module)
+    processes: list[BaseProcess] = [start(target=_rank, args=(rank, module, words, log)) for rank in range(count)]
     for process in processes:
         process.start()
     left, grace_s = {process.sentinel: process for process in processes}, None
@@ -107,15 +114,24 @@ def _run_all(module: str, count: int, words: list[str], log: str) -> list[int | 
     return [process.exitcode for process in processes]
 
 
+def _start_of(module: str) -> Any:
+    """How a process is started: forked, with the module loaded, where no device forbids it."""
+    if chosen().has_device_memory:
+        return multiprocessing.get_context("spawn").Process
+    importlib.import_module(module)
+    return multiprocessing.get_context("fork").Process
+
+
 def main() -> None:
     """Load, then fork whatever is asked for on standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    with without_collection():
-        prepare_megatron(get_platform("cpu"))
-        for name in LOADED:
-            importlib.import_module(name)
-        gc.freeze()  # the ranks share it
+    if not chosen().has_device_memory:
+        with without_collection():
+            prepare_megatron(chosen())
+            for name in LOADED:
+                importlib.import_module(name)
+            gc.freeze()  # the ranks share it
     for line in sys.stdin:
         print(json.dumps(_run_all(**json.loads(line))), file=answers, flush=True)
 

@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
 from megarl.models.rules import expected_tensors
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.hashes import ExpectedSums, differences, server_sums
+from tests.support.platforms import chosen
 
 DEADLINE_S = 60.0
 
@@ -43,7 +43,7 @@ def differing(
     """
     config = load_model_config(folder)
     expected = expected_tensors(config)
-    sums = ExpectedSums(config, [server.tp], dtype, get_platform("cpu"))
+    sums = ExpectedSums(config, [server.tp], dtype, chosen())
     for name, tensor in tensors.items() if tensors is not None else tensors_in(folder):
         if name in expected:  # files of tied models may have the head as well
             sums.add(name, tensor)

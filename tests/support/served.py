@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.core.platform import get_platform
+from megarl.core.platform import Platform
 from megarl.core.types import FloatArray
 from megarl.serving.process import start_all
 from megarl.serving.router import RouterProcess, RouterSpec
@@ -21,6 +21,9 @@ from tests.support.tiny import write_tiny_qwen
 
 KEY = "key-of-the-tests-servers"
 START_S = 300.0
+NEEDS = ("SGLang",)
+# Of servers on devices: several share one, and the heads of tiny models are too narrow for the other kernels.
+ON_DEVICES = ("--mem-fraction-static", "0.15", "--attention-backend", "triton")
 
 
 class HfModel:
@@ -63,13 +66,13 @@ class Pool:
 
 
 @contextmanager
-def serving(folder: Path, num_servers: int = 1) -> Iterator[Pool]:
+def serving(folder: Path, platform: Platform, num_servers: int = 1) -> Iterator[Pool]:
     """Start servers and a router side by side on a tiny model; stop them in the end."""
     model = write_tiny_qwen(folder / "model")
     place = ProcessPlace(folder / "logs", KEY)
     # Shows SGLang's settings in its log, where the key must not be.
-    spec = ServerSpec(model, "float32", kv_tokens=16384, extra=("--log-level", "info"))
-    platform = get_platform("cpu")
+    extra = ("--log-level", "info", *(ON_DEVICES if platform.has_device_memory else ()))
+    spec = ServerSpec(model, "float32", kv_tokens=16384, extra=extra)
     servers = [ServerProcess(f"server {index}", spec, platform, place) for index in range(num_servers)]
     router = RouterProcess(RouterSpec(), place)
     try:

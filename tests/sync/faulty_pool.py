@@ -9,12 +9,13 @@ from pathlib import Path
 
 from megarl.core import janitor
 from megarl.serving.process import process_tree
+from tests.support.platforms import chosen
 from tests.support.served import serving
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with serving(folder, num_servers=2) as pool:
+    with serving(folder, chosen(), num_servers=2) as pool:
         everything = [*pool.servers, pool.router]
         janitor.register_segments(folder / "registry", [name for one in everything for name in one.shm_names()])
         facts = {

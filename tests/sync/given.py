@@ -1,4 +1,4 @@
-"""Whole tensors as what a broadcast's ranks hold, and a sender of one rank that is called as `written.SharedBuckets` is."""
+"""Whole tensors as what a broadcast's ranks hold, and senders of one rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 from megarl.models.hf_weights import Bucket
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.broadcast import BroadcastSender
+from megarl.sync.disk import DiskSender
 from megarl.sync.outgoing import Parcel
 from megarl.sync.session import SyncReport
+from megarl.sync.shared_memory import SharedMemorySender
 
 
 class Given:
@@ -46,11 +48,10 @@ class Given:
         return [tensor for _, tensor in self._tensors[number]] if mine else []
 
 
-class BroadcastBuckets:
-    """A BroadcastSender of one rank for whole tensors."""
+class OneRank:
+    """A sender of one rank for whole tensors, called the same whatever way they go."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        self.sender = BroadcastSender(rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=timeout_s)
+    sender: BroadcastSender | SharedMemorySender | DiskSender
 
     def send(
         self,
@@ -60,7 +61,27 @@ class BroadcastBuckets:
         *,
         flush_cache: bool = True,
     ) -> SyncReport | None:
-        return self.sender.send(Given(list(buckets())), version, servers, flush_cache=flush_cache)
+        """As `megarl.sync.transport.Transport` does."""
+        return self.sent(list(buckets()), version, servers, flush_cache)
+
+    def sent(
+        self, buckets: list[Bucket], version: int, servers: Sequence[ServerEndpoint], flush_cache: bool
+    ) -> SyncReport | None:
+        raise NotImplementedError
 
     def close(self) -> None:
         self.sender.close()
+
+
+class BroadcastBuckets(OneRank):
+    """Over gloo."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.sender: BroadcastSender = BroadcastSender(
+            rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=timeout_s
+        )
+
+    def sent(
+        self, buckets: list[Bucket], version: int, servers: Sequence[ServerEndpoint], flush_cache: bool
+    ) -> SyncReport | None:
+        return self.sender.send(Given(buckets), version, servers, flush_cache=flush_cache)

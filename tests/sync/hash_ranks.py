@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
 from megarl.models.parts import first_copy
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.fetch import Fetched, Fetcher, Order
@@ -27,6 +26,7 @@ from megarl.sync.transport import Sending, Versions, make_transport
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 from tests.support.hashes import differing
+from tests.support.platforms import chosen
 
 ROWS = "rows.jsonl"
 DEVICES = "devices"  # shared memory, a piece for each device
@@ -58,7 +58,7 @@ class Job:
 def check(job: Job, rank: Rank, layout: Layout, transport_name: str, model: Path) -> None:
     """One sync: the servers hold something else before it, and the export bit for bit behind it."""
     servers = [ServerEndpoint(**each) for each in job.servers]
-    platform, folder = get_platform("cpu"), Path(job.root)
+    platform, folder = chosen(), Path(job.root)
     rank.build("actor", RoleSpec(model, "float32", layout=layout))
     store = Store(Path(tempfile.mkdtemp(dir=folder)), "model") if rank.rank == 0 else Store(folder, "model")
     [store] = everywhere(rank, store)
@@ -81,9 +81,7 @@ def check(job: Job, rank: Rank, layout: Layout, transport_name: str, model: Path
         versions=Versions(store, whole_bytes=1 << 20, in_place=False),
         beside=beside if transport_name == DEVICES else (),
     )
-    transport = make_transport(
-        sending, rank=rank.rank, host="127.0.0.1", platform=get_platform("cpu"), control=rank.everyone()
-    )
+    transport = make_transport(sending, rank=rank.rank, host="127.0.0.1", platform=chosen(), control=rank.everyone())
 
     def compared() -> HashReport | None:
         buckets = rank.buckets("actor", BUCKET_BYTES)
@@ -131,7 +129,7 @@ async def fetch(servers: list[ServerEndpoint], store: Store) -> dict[str, Fetche
 def main() -> None:
     """Go through all layouts."""
     job = Job(**json.loads(Path(sys.argv[2]).read_text()))
-    rank = Rank(int(sys.argv[1]), job.world_size, "cpu", seed=1)
+    rank = Rank(int(sys.argv[1]), job.world_size, chosen().name, seed=1)
     # Servers hold what the last row's sync left.
     rows = Path(job.root) / ROWS
     turn = len(rows.read_text().splitlines()) if rows.exists() else 0

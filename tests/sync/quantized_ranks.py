@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform
 from megarl.models.parts import first_copy
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.transport import Sending, make_transport
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
+from tests.support.platforms import chosen
 
 TIMEOUT_S = 60.0
 
@@ -38,16 +38,14 @@ def main() -> None:
     """One sync."""
     job = Job(**json.loads(Path(sys.argv[2]).read_text()))
     layout = Layout(**job.layout)
-    rank = Rank(int(sys.argv[1]), layout.world_size, "cpu", seed=1)
+    rank = Rank(int(sys.argv[1]), layout.world_size, chosen().name, seed=1)
     rank.rendezvous("127.0.0.1", job.port, TIMEOUT_S)
     rank.build("actor", RoleSpec(Path(job.model), "bfloat16", layout=layout))
     nodes = (0,) * layout.world_size
     sending = Sending(
         "broadcast", first_copy(layout), nodes, Path(job.registry), job.bucket_bytes, TIMEOUT_S, quantized=True
     )
-    transport = make_transport(
-        sending, rank=rank.rank, host="127.0.0.1", platform=get_platform("cpu"), control=rank.everyone()
-    )
+    transport = make_transport(sending, rank=rank.rank, host="127.0.0.1", platform=chosen(), control=rank.everyone())
     report = transport.send(rank.engine("actor"), 1, [ServerEndpoint(name, url, "key") for name, url in job.servers])
     transport.close()
     rank.close()

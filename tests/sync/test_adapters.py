@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.core.errors import UserError
-from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora_served import ADAPTER, FAMILIES, served_lora
 from megarl.models.lora_settings import LoraSettings
@@ -31,7 +30,8 @@ from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.sync.adapters import AdapterSender
 from megarl.sync.verify import probe_servers, verify
-from tests.support.served import KEY, START_S, HfModel
+from tests.support.platforms import chosen
+from tests.support.served import KEY, NEEDS, ON_DEVICES, START_S, HfModel
 from tests.support.tiny import write_tiny_model
 from tests.sync.receiver import Receiver
 from tests.sync.test_broadcast import serving
@@ -87,8 +87,10 @@ def pool(folder: Path, family: str, tp: int = 1) -> Iterator[tuple[Path, ServerE
     experts = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
     model = write_tiny_model(folder / "model", family, **experts)
     place, lora = ProcessPlace(folder / "logs", KEY), served_lora(load_model_config(model), SETTINGS)
-    spec = ServerSpec(model, "float32", tp=tp, kv_tokens=4096, lora=lora)
-    server = ServerProcess("server 0", spec, get_platform("cpu"), place)
+    spec = ServerSpec(
+        model, "float32", tp=tp, kv_tokens=4096, lora=lora, extra=ON_DEVICES if chosen().has_device_memory else ()
+    )
+    server = ServerProcess("server 0", spec, chosen(), place)
     router = RouterProcess(RouterSpec(adapter=ADAPTER), place)
     try:
         start_all([router, server], START_S)
@@ -106,6 +108,7 @@ def difference(server: ServerEndpoint, trainer: HfModel, version: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
 @pytest.mark.parametrize(("family", "tp"), [*((family, 1) for family in FAMILIES), ("qwen3", 2)])
 def test_servers_answer_with_the_adapters_of_the_newest_version_alone(family: str, tp: int, tmp_path: Path) -> None:
     with pool(tmp_path, family, tp) as (model, server, router):

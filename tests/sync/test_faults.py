@@ -28,11 +28,11 @@ from megarl.sync.broadcast import BroadcastSender
 from megarl.sync.ring import ring_bytes, turns
 from megarl.sync.verify import probe_servers, verify
 from tests.support.processes import ended
-from tests.support.served import KEY, HfModel
+from tests.support.served import KEY, NEEDS, HfModel
 from tests.sync.given import BroadcastBuckets, Given
 from tests.sync.written import DiskBuckets, SharedBuckets, Written
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs(*NEEDS)]
 
 PROBE = [[5, 6, 7, 8, 9, 10], [40, 30, 20]]
 SHARED_MEMORY = Path("/dev/shm")

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from megarl.core.errors import SyncError
-from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port, start_all
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.sync import hashes
 from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences, refuse
 from tests.support.forked_ranks import Ranks
 from tests.support.hashes import differing, tensors_in
+from tests.support.platforms import chosen
+from tests.support.served import NEEDS, ON_DEVICES
 from tests.support.tiny import write_tiny_model
 from tests.sync.hash_ranks import DEVICES, ROWS, Job
 from tests.sync.receiver import Receiver
@@ -41,8 +43,10 @@ def servers_of(folder: Path, model: Path, tps: Sequence[int], dtype: Any = "floa
     with ExitStack() as stack:
         made = []
         for tp in tps:
-            spec = ServerSpec(model, dtype, tp=tp, kv_tokens=2048)
-            made.append(ServerProcess(f"server of tp {tp}", spec, get_platform("cpu"), place))
+            spec = ServerSpec(
+                model, dtype, tp=tp, kv_tokens=2048, extra=ON_DEVICES if chosen().has_device_memory else ()
+            )
+            made.append(ServerProcess(f"server of tp {tp}", spec, chosen(), place))
             stack.callback(made[-1].stop)
         start_all(made, START_S)
         yield [server.endpoint for server in made]
@@ -59,6 +63,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
 @pytest.mark.parametrize(
     ("family", "overrides", "tps"),
     [
@@ -88,6 +93,7 @@ def test_what_servers_hold_of_every_family_is_known(
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
 def test_servers_in_bfloat16_hold_what_rounding_makes_of_float32(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS)
     with servers_of(tmp_path, model, (1,), "bfloat16") as [server]:
@@ -107,6 +113,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[dict[str, Any]]]]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
 @pytest.mark.parametrize(("family", "overrides", "layouts"), LAYOUTS, ids=[family for family, _, _ in LAYOUTS])
 def test_servers_of_any_size_hold_the_export_of_any_layout(
     family: str, overrides: dict[str, Any], layouts: dict[int, list[dict[str, Any]]], ranks: Ranks, tmp_path: Path
@@ -155,7 +162,7 @@ def test_hashes_do_not_depend_on_the_order_in_which_tensors_come(tmp_path: Path)
     config, tensors = load_model_config(folder), list(tensors_in(folder))
     found = []
     for order in (tensors, tensors[::-1]):
-        sums = ExpectedSums(config, [1, 2], torch.float32, get_platform("cpu"))
+        sums = ExpectedSums(config, [1, 2], torch.float32, chosen())
         for name, tensor in order:
             sums.add(name, tensor)
         found.append(sums.finish())
@@ -177,10 +184,30 @@ def test_what_is_missing_or_unknown_is_said(tmp_path: Path) -> None:
     for names, message in ((list(tensors)[1:], "has no"), (["other", *tensors], "known to hold other")):
         taken.clear()
         with pytest.raises(SyncError, match=message):
-            compare(buckets(names), config, [nobody], "float32", get_platform("cpu"), 5.0)
+            compare(buckets(names), config, [nobody], "float32", chosen(), 5.0)
         assert taken == names  # the other ranks wait for every bucket
-    report = compare(buckets(list(tensors)), config, [nobody], "float32", get_platform("cpu"), 5.0)
+    report = compare(buckets(list(tensors)), config, [nobody], "float32", chosen(), 5.0)
     assert report.num_tensors == 0 and report.wrong == {} and "no answer" in report.failed["nobody"]
+
+
+def test_hashes_that_cannot_be_expected_leave_no_rank_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks give their parts of every bucket, whoever takes them."""
+    folder = write_tiny_model(tmp_path)
+    tensors, taken = dict(tensors_in(folder)), []
+    nobody = ServerEndpoint("nobody", "http://127.0.0.1:9", KEY)
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise SyncError("an engine that nobody knows")
+
+    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for each in tensors.items():
+            taken.append(each[0])
+            yield [each]
+
+    monkeypatch.setattr(hashes, "held_by", unknown)
+    with pytest.raises(SyncError, match="an engine that nobody knows"):
+        compare(buckets(), load_model_config(folder), [nobody], "float32", chosen(), 5.0)
+    assert taken == list(tensors)
 
 
 def test_a_server_without_an_answer_is_told_from_one_with_wrong_weights() -> None:

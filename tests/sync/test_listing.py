@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
+from megarl.core.errors import UserError
 from megarl.models.known_configs import known_config
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.workload import read_model
@@ -31,8 +32,8 @@ def plan(cluster: Cluster, *overrides: str, servers: ExternalServers | None = No
     return plan_of(recipe, read_model(FOLDER.parent), cluster)
 
 
-def show(*words: str) -> str:
-    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--sync", *words], env={"COLUMNS": "160"})
+def show(*words: str, recipe: str = LLAMA) -> str:
+    result = CliRunner().invoke(app, ["plan", recipe, "--device", "H100", "--sync", *words], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -40,7 +41,7 @@ def show(*words: str) -> str:
 def test_a_recipes_senders_seconds_and_first_rows_are_shown() -> None:
     text = show("--nodes", "16")
     assert "by broadcast; every stage and expert-parallel rank sends its own" in text
-    assert "141.1 GB in 723 tensors and 298 buckets of at most 2,004 MiB, to 16 servers; actor tp8 pp4" in text
+    assert "141.1 GB in 723 tensors and 306 buckets of at most 2,004 MiB, to 16 servers; actor tp8 pp4" in text
     assert "0.507 s; bound 0.353 s, ratio 1.44" in text
     assert "and 16 more" in text and text.count("all 16 servers") == 20
 
@@ -92,3 +93,48 @@ def test_a_placement_that_is_searched_for_is_the_one_that_is_shown() -> None:
         result = CliRunner().invoke(app, ["plan", *words, f"placement.name={name}"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout.splitlines()[-1])["transport"] == transport
+
+
+FP8_BYTES = ("rollout.quantization=fp8", "model.dtype=bfloat16")
+
+
+def test_files_are_planned_and_priced() -> None:
+    found = json.loads(show("--nodes", "16", "--json", "sync.transport=disk").splitlines()[-1])
+    assert (found["transport"], found["quantized"]) == ("disk", False) and len(found["senders"]) == 32
+    # Four nodes have the first copy of 141 GB, and write at 1 GB/s each; every node of servers reads all, and writes it down.
+    assert found["predicted"]["seconds"] == pytest.approx(found["bytes"] / 1e9 * (1 / 4 + 2), rel=0.03)
+    assert "every sender writes its own files" in show("--nodes", "16", "sync.transport=disk")
+
+
+def test_what_is_sent_in_fp8_is_priced_so_and_never_through_shared_memory() -> None:
+    whole, half = (
+        json.loads(show("--nodes", "16", "--json", *overrides).splitlines()[-1]) for overrides in ((), FP8_BYTES)
+    )
+    assert half["quantized"] and half["bytes"] == whole["bytes"]
+    assert 0.5 < half["predicted"]["send_s"] / whole["predicted"]["send_s"] < 0.55
+    assert half["predicted"]["gather_s"] > whole["predicted"]["gather_s"]
+    assert "in FP8, which senders make of these bytes" in show("--nodes", "16", *FP8_BYTES)
+    assert plan(make_cluster("H100", 8)).transport == "shared_memory"
+    assert plan(make_cluster("H100", 8), *FP8_BYTES).transport == "broadcast"
+    with pytest.raises(UserError, match="to auto or broadcast, which works everywhere"):
+        plan(make_cluster("H100", 16), "sync.transport=shared_memory")
+
+
+def test_adapters_alone_are_one_folder(tmp_path: Path) -> None:
+    assert FOLDER is not None
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""\
+model: {{path: {FOLDER.parent}}}
+data: {{train: nowhere.jsonl}}
+actor: {{lora: {{rank: 8, targets: [linear_qkv]}}}}
+sync: {{lora: adapters}}
+rollout: {{prompts_per_step: 4, samples_per_prompt: 4, max_response_tokens: 12}}
+train: {{steps: 2}}
+"""
+    )
+    found = json.loads(show("--json", recipe=str(recipe)).splitlines()[-1])
+    # 36 layers of queries of 4,096 and keys and values of 1,024, from 2,560, in bfloat16.
+    assert found["bytes"] == 2 * 36 * 8 * ((2560 + 4096) + 2 * (2560 + 1024))
+    assert found["predicted"]["seconds"] == pytest.approx(2 * found["bytes"] / 1e9)
+    assert "LoRA adapters alone" in show(recipe=str(recipe))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,7 +25,11 @@ class Under:
 
 
 class Group:
+    def __init__(self) -> None:
+        self.limits: list[float] = []
+
     def start(self, tensors: Sequence[Tensor], timeout_s: float) -> Under:
+        self.limits.append(timeout_s)
         return Under(tensors)
 
     def abort(self) -> None:
@@ -70,3 +75,14 @@ def test_a_rank_holds_two_buckets_beside_the_model() -> None:
         assert Made([0], [], shapes).parcels[0].is_flattened is (shapes is small)
         assert peak_buckets(Made([0] * 6, [], shapes)) == 2
         assert peak_buckets(Made([0, 1, 1, 0, 0, 1], [0], shapes)) == 2
+
+
+def test_a_bucket_has_the_time_of_all_that_servers_take_before_it() -> None:
+    """Each may make them wait: 2 s, and a second for 50 MB; never longer than the attempt."""
+    half_a_second = [(6_250_000,)]
+    for seconds, expected in ((60.0, [2.5, 7.5, 2.5]), (5.0, [2.5, 5.0, 2.5])):
+        member: Any = Member(0, "127.0.0.1", torch.device("cpu"), None, join_s=2.0)
+        group = Group()
+        member._groups, member._places = {0: group}, {0: Place()}
+        member.stream(Made([0, 1, 1, 0, 0], [], half_a_second), seconds)
+        assert group.limits == pytest.approx(expected, abs=0.4)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.core.errors import MegarlError
-from megarl.sync.memory import DeviceMemory
+from megarl.core.errors import MegarlError, SyncError
+from megarl.sync import memory
+from megarl.sync.memory import DeviceMemory, NodeMemory
 
 
 class OneDevice:
@@ -32,12 +36,110 @@ class Broken:
 
 
 def test_a_rank_that_cannot_gather_does_not_wait_for_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = DeviceMemory(rank=1, hosts={"server": (0, 1)}, make=OneDevice)
-    memory.take(64)
+    mine = DeviceMemory(rank=1, hosts={"server": (0, 1)}, make=OneDevice)
+    mine.take(64)
 
     def share(*_: Any) -> None:
         raise AssertionError("the others are still gathering")
 
-    monkeypatch.setattr(memory, "_share", share)
+    monkeypatch.setattr(mine, "_share", share)
     with pytest.raises(MegarlError, match="out of memory"):
-        memory.fill(Broken(), 0, 0)
+        mine.fill(Broken(), 0, 0)
+
+
+class TalkingRanks:
+    """torch.distributed's collectives between the threads that are the ranks, each of which says its number as the group."""
+
+    class ReduceOp:
+        MAX = "max"
+
+    def __init__(self, count: int) -> None:
+        self._count, self._barrier, self._said = count, threading.Barrier(count, timeout=10), {}
+
+    def get_world_size(self, group: int) -> int:
+        return self._count
+
+    def _all(self, rank: int, said: Any) -> list[Any]:
+        self._said[rank] = said
+        self._barrier.wait()
+        heard = [self._said[each] for each in range(self._count)]
+        self._barrier.wait()
+        return heard
+
+    def all_reduce(self, value: torch.Tensor, operation: str, group: int) -> None:
+        value.fill_(max(self._all(group, int(value))))
+
+    def all_gather_object(self, heard: list[Any], said: Any, group: int) -> None:
+        heard[:] = self._all(group, said)
+
+    def broadcast_object_list(self, heard: list[Any], src: int, group: int) -> None:
+        heard[:] = self._all(group, list(heard))[src]
+
+
+class BrokenOn:
+    """What some ranks cannot write."""
+
+    buckets = ((),)
+
+    def __init__(self, trouble: Exception | None) -> None:
+        self._trouble = trouble
+
+    def write(self, number: int, flat: object) -> None:
+        if self._trouble is not None:
+            raise self._trouble
+
+
+class Remembered:
+    """A segment in this process alone."""
+
+    handle = (b"", b"", 0)
+    flat = torch.zeros(64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("trouble", [MegarlError("the weights are offloaded"), ValueError("odd")])
+def test_every_rank_says_which_one_could_not_write_and_why(
+    trouble: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rank's error is heard first."""
+    monkeypatch.setattr(memory, "dist", TalkingRanks(3))
+    why = str(trouble) if isinstance(trouble, MegarlError) else "ValueError: odd"
+
+    def one(rank: int) -> Exception | None:
+        mine: Any = NodeMemory(rank=rank, writers=(0, 1, 2), registry=tmp_path / "registry", control=rank)  # type: ignore[arg-type]
+        mine._segment = Remembered()
+        mine.fill(BrokenOn(None), 0, 0)
+        try:
+            mine.fill(BrokenOn(trouble if rank == 1 else None), 0, 0)
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(one, range(3))
+    assert second is trouble
+    for each in (first, third):
+        assert isinstance(each, SyncError)
+        assert str(each) == f"Another rank could not write its part of the weights. rank 1: {why}"
+
+
+def test_every_rank_says_whose_device_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "dist", TalkingRanks(2))
+
+    def make(num_bytes: int) -> OneDevice:
+        if threading.current_thread().name.endswith("_1"):
+            raise RuntimeError("CUDA out of memory")
+        return OneDevice(num_bytes)
+
+    def one(rank: int) -> Exception | None:
+        threading.current_thread().name = f"rank_{rank}"
+        mine: Any = DeviceMemory(rank=rank, hosts={"server": (0, 1)}, make=make, control=rank)  # type: ignore[arg-type]
+        try:
+            mine.take(64)
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, range(2))
+    assert str(second) == "CUDA out of memory"
+    assert str(first).endswith("of the weights. rank 1: RuntimeError: CUDA out of memory")

@@ -17,7 +17,7 @@ from megarl.core.errors import UserError
 from megarl.core.layout import Layout, place
 from megarl.models.parts import Dealing
 from megarl.models.rules import expected_tensors, rules
-from megarl.sync.plan import Receiver, SyncPlan, Trainer, plan_sync
+from megarl.sync.plan import Receiver, SyncPlan, Trainer, plan_sync, planned_bytes, staged_bytes
 from megarl.sync.senders import FUSED
 from tests.sync.plans import EXPERTS, LATENT, dense, plans
 
@@ -30,6 +30,17 @@ trainer = {trainer!r}
 plan = plan_sync(trainer, (Receiver("one", (2, 2)),), "broadcast", 200)
 print(hashlib.sha256(repr(list(plan.rows())).encode()).hexdigest())
 """
+
+
+def test_two_buckets_and_what_arrives_in_columns_are_two_of_what_the_recipe_says() -> None:
+    mib, tp, whole = 2**20, Layout(tp=2, world_size=2), Layout(pp=2, world_size=2)
+    assert [staged_bytes(each * mib) // mib for each in (8, 64, 128, 512)] == [1, 8, 16, 16]
+    assert [planned_bytes(each * mib, tp) / mib for each in (8, 64, 128, 512)] == [7.5, 60, 120, 504]
+    assert planned_bytes(512 * mib, Layout(etp=2, world_size=2)) == 504 * mib
+    assert planned_bytes(512 * mib, whole) == 512 * mib  # no rank holds columns
+    assert (staged_bytes(1), planned_bytes(1, tp)) == (1, 1)
+    for size in (2, 3, 1000, 12345):
+        assert 2 * planned_bytes(size, tp) + staged_bytes(planned_bytes(size, tp)) <= 2 * size
 
 
 @settings(deadline=None, max_examples=50)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 
 import megarl
-from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.rates import Rates
@@ -106,9 +105,45 @@ def test_no_plan_is_below_its_bound_and_no_rank_holds_a_third_bucket(plan: SyncP
     assert all(first.loaded <= third.send_from + 1e-12 for first, third in zip(times, times[2:], strict=False))
 
 
-def test_the_disk_is_not_priced() -> None:
-    with pytest.raises(UserError, match="the table of devices has no disks"):
-        price(dense(Layout(world_size=1), "disk"), H100)
+def test_a_version_over_the_disk_by_hand() -> None:
+    """Two senders of one node share 100 bytes a second; then every node reads, and writes down, the whole; then servers load."""
+    disk = replace(ROUND, rates=replace(ROUND.rates, disk_bytes_s=100.0))
+    one = dense(Layout(world_size=1), "disk", bucket_bytes=10**6)
+    total = one.nbytes
+    gather, load = 2 * total / 800, 2 * total / 2 / 800
+    assert price(one, disk).seconds == pytest.approx(gather + total / 100 + 2 * total / 100 + load)
+    assert bound(one, disk) == pytest.approx(total / 100 + total / 100)
+    stages = dense(Layout(pp=2, world_size=2), "disk", bucket_bytes=10**6)
+    first, second = stages.buckets
+    slowest = max(2 * each.nbytes / 800 + 2 * each.nbytes / 100 for each in (first, second))
+    assert price(stages, disk).seconds == pytest.approx(slowest + 2 * total / 100 + load)
+    assert bound(stages, disk) == pytest.approx(2 * total / 100)
+    # On a node each they do not share.
+    apart = plan_sync(replace(stages.trainer, nodes=(0, 1)), stages.receivers, "disk", 10**6)
+    slowest = max(2 * each.nbytes / 800 + each.nbytes / 100 for each in (first, second))
+    assert price(apart, disk).seconds == pytest.approx(slowest + 2 * total / 100 + load)
+    # One bucket is written while the next is gathered.
+    small = dense(Layout(world_size=1), "disk", bucket_bytes=200)
+    assert len(small.buckets) > 2 and small.buckets[0].nbytes / 100 > small.buckets[1].nbytes / 400
+    assert price(small, disk).seconds == pytest.approx(2 * small.buckets[0].nbytes / 800 + 3 * total / 100 + load)
+
+
+def test_what_is_quantised_is_priced_as_it_is_sent() -> None:
+    """Linears of 256 x 256 in bfloat16, and in FP8 with a float32 for each of their four blocks."""
+    config = replace(PLAIN, hidden_size=256, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=128)
+    config = replace(config, ffn_hidden_size=256, vocab_size=32, tied_embeddings=True)
+    plan = plan_sync(Trainer(config, Layout(world_size=1), (0,)), (Receiver("one", (1, 1)),), "broadcast", 10**9)
+    weights = 7 * 256 * 256  # queries, keys, values and output; gate, up, down
+    before, after = 2 * weights, weights + 7 * 4 * 4
+    sent = plan.nbytes - before + after
+    whole, half = (price(plan, ROUND, quantized=quantized) for quantized in (False, True))
+    assert (whole.send_s, half.send_s) == pytest.approx((plan.nbytes / 50, sent / 50))
+    assert half.load_s == pytest.approx(2 * sent / 2 / 800)
+    assert half.gather_s == pytest.approx(whole.gather_s + (before + after) / 800)
+    assert bound(plan, ROUND, quantized=True) == pytest.approx(sent / 50)
+    disk = replace(ROUND, rates=replace(ROUND.rates, disk_bytes_s=100.0))
+    written = replace(plan, transport="disk", buckets=plan.buckets)
+    assert bound(written, disk, quantized=True) == pytest.approx(2 * sent / 100)
 
 
 @pytest.fixture(scope="module")

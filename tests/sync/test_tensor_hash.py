@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.core.platform import TensorHash
 from megarl.sync.tensor_hash import Tiles, flat_bytes, make_hash
+from tests.support.platforms import chosen
 
 LOW32, LOW64 = 2**32 - 1, 2**64 - 1
 
@@ -34,7 +35,7 @@ def flat(tensor: Tensor) -> Tensor:
 def digest(name: TensorHash, data: Tensor, size: int) -> str:
     hashing = make_hash(name)
     for part in data.split(size):
-        hashing.update(part)
+        hashing.update(part.to(chosen().device))
     return hashing.hexdigest()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from megarl.sync.memory import NodeMemory
 from megarl.sync.session import SyncReport
 from megarl.sync.shared_memory import SharedMemorySender
 from megarl.sync.store import Store
-from tests.sync.given import Given
+from tests.sync.given import Given, OneRank
 
 
 class Written:
@@ -42,7 +42,7 @@ def names(count: int) -> list[str]:
     return [f"model-{number + 1:05d}.safetensors" for number in range(count)]
 
 
-class DiskBuckets:
+class DiskBuckets(OneRank):
     """A DiskSender of one rank for whole tensors, with what is beside each server: files in `folder`.
 
     between: called when a version is written, and nobody has it yet.
@@ -50,21 +50,15 @@ class DiskBuckets:
 
     def __init__(self, folder: Path, timeout_s: float = 60.0, *, in_place: bool = False, model: str = "model") -> None:
         self.store = Store(folder / f"store-{secrets.token_hex(4)}", model)
-        self.sender = DiskSender(rank=0, store=self.store, whole_bytes=2**20, deltas=not in_place)
+        self.sender: DiskSender = DiskSender(rank=0, store=self.store, whole_bytes=2**20, deltas=not in_place)
         self.fetchers: dict[str, Fetcher] = {}
         self.between: Callable[[], None] = lambda: None
         self._in_place, self._timeout_s = in_place, timeout_s
 
-    def send(
-        self,
-        buckets: Callable[[], Iterator[Bucket]],
-        version: int,
-        servers: Sequence[ServerEndpoint],
-        *,
-        flush_cache: bool = True,
+    def sent(
+        self, buckets: list[Bucket], version: int, servers: Sequence[ServerEndpoint], flush_cache: bool
     ) -> SyncReport | None:
-        given = list(buckets())
-        report = self.sender.write(Given(given), names(len(given)), version)
+        report = self.sender.write(Given(buckets), names(len(buckets)), version)
         assert report is not None
         self.between()
         fetched = asyncio.run(self.fetch(version, servers, flush_cache=flush_cache))
@@ -78,17 +72,14 @@ class DiskBuckets:
         found = [self.fetchers.setdefault(server.url, Fetcher(server)).fetch(order) for server in servers]
         return dict(zip([server.name for server in servers], await asyncio.gather(*found), strict=True))
 
-    def close(self) -> None:
-        self.sender.close()
 
-
-class SharedBuckets:
+class SharedBuckets(OneRank):
     """A SharedMemorySender of one rank for whole tensors."""
 
     def __init__(
         self, registry: Path, timeout_s: float = 60.0, join_s: float = 30.0, bucket_bytes: int = 1 << 20
     ) -> None:
-        self.sender = SharedMemorySender(
+        self.sender: SharedMemorySender = SharedMemorySender(
             rank=0,
             memory=NodeMemory(rank=0, writers=(0,), registry=registry),
             bucket_bytes=bucket_bytes,
@@ -96,15 +87,7 @@ class SharedBuckets:
             join_s=join_s,
         )
 
-    def send(
-        self,
-        buckets: Callable[[], Iterator[Bucket]],
-        version: int,
-        servers: Sequence[ServerEndpoint],
-        *,
-        flush_cache: bool = True,
+    def sent(
+        self, buckets: list[Bucket], version: int, servers: Sequence[ServerEndpoint], flush_cache: bool
     ) -> SyncReport | None:
-        return self.sender.send(Written(list(buckets())), version, servers, flush_cache=flush_cache)
-
-    def close(self) -> None:
-        self.sender.close()
+        return self.sender.send(Written(buckets), version, servers, flush_cache=flush_cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,103 @@ def test_a_part_that_does_not_load_is_absent_and_its_cost_is_said(monkeypatch: p
     assert gone.verdict == "absent" and "No module named 'no_such_module'; no rollout" in gone.detail
 
 
-def test_what_needs_an_absent_part_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_an_absent_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a machine with a CPU's torch and no kernels."""
 
     def absent(name: str) -> gpu_check.Row:
         return gpu_check.Row(name, "works" if name == "Transformer Engine" else "absent", "")
 
     monkeypatch.setattr(gpu_check, "look_at_part", absent)
-    tests, end_to_end = gpu_check.check()[-2:]
-    assert (tests.verdict, tests.detail) == ("not run", "needs torch.cuda")
-    assert (end_to_end.verdict, end_to_end.detail) == ("not run", "needs torch.cuda and SGLang's kernels")
+    rows = list(gpu_check.check(gpu_check.Place("cuda", time.time() + 60, tmp_path)))
+    assert [row.what for row in rows[: len(gpu_check.PARTS)]] == list(gpu_check.PARTS)
+    *checks, end_to_end = rows[len(gpu_check.PARTS) :]
+    assert {(row.verdict, row.detail) for row in checks} == {("not run", "needs torch.cuda")}
+    assert len(checks) == len(gpu_check.CHECKS)
+    assert (end_to_end.verdict, end_to_end.detail) == ("not run", "needs torch.cuda and SGLang's kernels and Ray")
+
+
+def test_a_row_counts_tests_and_says_what_the_machine_lacks() -> None:
+    def line(outcome: str, why: str = "") -> dict[str, str]:
+        return {"test": "tests/x.py::a", "outcome": outcome, "why": why}
+
+    lines = [line("passed"), line("passed"), line("lacking", "needs 2 devices"), line("lacking", "needs 2 devices")]
+    row = gpu_check.summed_up("x", lines, 0, "", 1.5)
+    assert (row.verdict, row.detail) == ("works", "2 passed; 2 not tried: needs 2 devices")
+    assert gpu_check.summed_up("x", lines[2:], 0, "", 0.0).verdict == "not run"
+    row = gpu_check.summed_up("x", [*lines, line("failed", "a != b")], 1, "", 0.0)
+    assert row.verdict == "failed" and row.detail.startswith("1 failed, the first tests/x.py::a: a != b; 2 passed")
+    row = gpu_check.summed_up("x", [*lines, line("begun", "the process ended within it")], -6, "", 0.0)
+    assert row.verdict == "failed" and "1 failed, the first tests/x.py::a: the process ended within it" in row.detail
+    row = gpu_check.summed_up("x", lines, -1, "Fatal Python error", 0.0)
+    assert row.verdict == "failed" and "pytest ended with -1: Fatal Python error" in row.detail
+
+
+def test_only_what_failed_or_came_too_late_makes_a_check_fail() -> None:
+    absent, lacking = gpu_check.Row("Ray", "absent", ""), gpu_check.Row("x", "not run", "4 not tried: needs Ray")
+    assert gpu_check.well([absent, lacking, gpu_check.Row("y", "works", "")])
+    assert not gpu_check.well([gpu_check.Row("y", "failed", "")])
+    assert not gpu_check.well([gpu_check.Row("y", "not run", "no time was left")])
+    assert not gpu_check.well([gpu_check.Row("y", "works", "3 passed; 2 not tried: no time was left")])
+
+
+TESTS = """
+import os
+import pytest
+
+def test_passes(platform):
+    assert platform.name == "cpu"
+
+def test_fails():
+    assert 1 == 2, "one is not two"
+
+@pytest.mark.needs("Ray")
+def test_needs_a_package():
+    raise AssertionError("never run")
+
+def test_breaks_the_device():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_ends_the_process():
+    os._exit(3)
+
+def test_comes_behind_it():
+    pass
+"""
+
+
+def test_every_test_is_a_line_and_none_is_run_twice(tmp_path: Path) -> None:
+    """A file that asks for a package that is not there is a line as well; a process of no more use is told by its exit."""
+    files = [tmp_path / "test_made.py", tmp_path / "test_made_without.py"]
+    files[0].write_text(TESTS)
+    files[1].write_text("import sglang.no_such_thing\n")
+    results = tmp_path / "results.jsonl"
+    hidden = "import sys; sys.modules.update(ray=None, sglang=None); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-p", "tests.conftest", "-c", "pyproject.toml", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", hidden, "-q", *options, "--results", str(results), "--may-lack", *map(str, files)]
+    done = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True) for _ in range(4)]
+    found = gpu_check.outcomes(results)
+    assert {name.rpartition("/")[2]: line["outcome"] for name, line in found.items()} == {
+        "test_made.py::test_passes": "passed",
+        "test_made.py::test_fails": "failed",
+        "test_made.py::test_needs_a_package": "lacking",
+        "test_made.py::test_breaks_the_device": "failed",
+        "test_made.py::test_ends_the_process": "begun",
+        "test_made.py::test_comes_behind_it": "passed",
+        "test_made_without.py": "lacking",
+    }, done[0].stdout
+    reasons = {name.rpartition(":")[2].rpartition("/")[2]: line["why"] for name, line in found.items()}
+    assert "one is not two" in reasons["test_fails"] and reasons["test_made_without.py"] == "needs SGLang"
+    # Ended by the broken device, by the test that ends its process, by nothing; and then nothing is left.
+    assert [each.returncode for each in done] == [2, 3, 0, gpu_check.NOTHING_LEFT], [each.stdout for each in done]
+
+
+def test_a_platform_that_is_not_there_is_refused_with_a_reason() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--platform", "cuda", "tests/tools/test_gpu_check.py"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 4
+    assert "--platform cuda: this machine shows no NVIDIA GPU" in done.stderr

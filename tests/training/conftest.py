@@ -29,9 +29,9 @@ def scored(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rank():
+def rank(platform):
     """One rank, which is all there is."""
-    rank = Rank(0, 1, "cpu", seed=1)
+    rank = Rank(0, 1, platform.name, seed=1)
     rank.rendezvous("127.0.0.1", rank.free_port(), timeout_s=30)
     yield rank
     rank.close()

@@ -46,8 +46,8 @@ def actor_spec(folder: Path, layout: Layout = Layout()) -> RoleSpec:  # noqa: B0
 
 
 def weights(rank: Rank, role: str) -> dict[str, torch.Tensor]:
-    """A copy of the role's whole weights under their HF names."""
-    return {name: tensor.clone() for bucket in rank.buckets(role, 1 << 16) for name, tensor in bucket}
+    """A copy of the role's whole weights under their HF names, on the host."""
+    return {name: tensor.cpu().clone() for bucket in rank.buckets(role, 1 << 16) for name, tensor in bucket}
 
 
 def written(rank: Rank, role: str) -> dict[str, torch.Tensor]:

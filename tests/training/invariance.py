@@ -23,11 +23,13 @@ from torch import Tensor
 from megarl.core.layout import Layout
 from megarl.serving.process import free_port
 from tests.support.forked_ranks import Ranks
+from tests.support.platforms import chosen
 from tests.support.tiny import write_tiny_model
+from tests.support.tolerances import tolerance
 from tests.training.harness import VOCAB
 
 RANKS = "tests.training.invariance_ranks"
-BOUND = 1e-5
+BOUND = tolerance(chosen()).loss
 MICRO_BATCHES = (1, 4)
 WORLD_SIZES = (1, 2, 4)
 DEADLINE_S = 900.0  # of one world; a quiet machine needs a tenth

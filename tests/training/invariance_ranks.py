@@ -20,6 +20,7 @@ from megarl.recipe.roles import Optimizer
 from megarl.recipe.supervised import Dpo
 from megarl.training.rank import Rank
 from megarl.training.spec import DpoObjective, Objective, RewardObjective, ValueObjective
+from tests.support.platforms import chosen
 from tests.training.harness import OPTIMIZER, actor_spec, weights
 from tests.training.invariance import (
     CRITIC,
@@ -138,7 +139,7 @@ class World:
     def gradients(self, role: str) -> Tensors:
         """A copy of the whole gradients, at rank 0."""
         buckets = self.rank.engine(role).gradients(1 << 16)
-        found = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+        found = {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
         without = [name for name, tensor in found.items() if not tensor.any() and not name.endswith(BIAS_OF_CHOICE)]
         assert not without, f"no gradient: {without}"
         return found
@@ -224,7 +225,7 @@ def run_cases(world: World, reference: Reference, cases_alone: list[Case]) -> No
 def main() -> None:
     """Go through the cases of one world; the world of one rank leaves the reference for the others."""
     index, size, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    rank = Rank(index, size, "cpu", seed=1)
+    rank = Rank(index, size, chosen().name, seed=1)
     rank.rendezvous("127.0.0.1", port, timeout_s=120)
     stored = root / "reference.pt"
     reference: Reference = {} if size == 1 else torch.load(stored, weights_only=False)

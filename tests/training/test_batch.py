@@ -46,12 +46,12 @@ def test_a_column_comes_back_whole(lengths, cp, tp):
     assert cut.gather(parts, sum(lengths)).tolist() == column.tolist()
 
 
-def test_padding_counts_for_nothing():
+def test_padding_counts_for_nothing(device):
     [shard], [columns] = shards([examples([3, 5], 50)])
     micro = shard.mini_batches[0].micro_batches[0]
     given_columns = {name: column[0][0] for name, column in columns.items()}
     layout = Layout(cp=2, world_size=2)
-    parts = [to_device(micro, given_columns, "cpu", layout, rank) for rank in range(2)]
+    parts = [to_device(micro, given_columns, device, layout, rank) for rank in range(2)]
     assert [part.num_tokens for part in parts] == [6, 6]
     for name in ("mask", "weights", "rollout_logprobs"):
         whole = {"mask": micro.loss_mask}.get(name, getattr(micro, name, None))
@@ -62,8 +62,8 @@ def test_padding_counts_for_nothing():
     assert parts[0].tokens[2:4].tolist() == micro.tokens[3:5].tolist()
 
 
-def test_a_filler_has_no_weight():
-    batch = filler("cpu", Layout(tp=2, cp=2, sequence_parallel=True, world_size=4), ("advantages",))
+def test_a_filler_has_no_weight(device):
+    batch = filler(device, Layout(tp=2, cp=2, sequence_parallel=True, world_size=4), ("advantages",))
     assert batch.num_tokens == 4
     assert batch.cu_seqlens.tolist() == [0, 8]
     assert not batch.mask.any()

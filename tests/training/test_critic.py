@@ -37,7 +37,7 @@ def by_hand(model, example):
     return model.score(hidden)[0, :, 0]
 
 
-def test_values_are_the_scores_of_transformers(rank, scored):
+def test_values_are_the_scores_of_transformers(rank, scored, bounds):
     assert load_model_config(scored).head == "score"
     rank.build("critic", critic(scored))
     shard, _, made = with_targets()
@@ -45,10 +45,10 @@ def test_values_are_the_scores_of_transformers(rank, scored):
     with torch.no_grad():
         expected = torch.cat([by_hand(model, example) for example in made])
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(torch.tensor(rank.values("critic", shard)[0][0]), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(rank.values("critic", shard)[0][0]), expected, atol=bounds.logprob, rtol=0)
 
 
-def test_updates_are_those_of_a_hand_written_loop(rank, scored):
+def test_updates_are_those_of_a_hand_written_loop(rank, scored, bounds):
     rank.build("critic", critic(scored))
     model = AutoModelForSequenceClassification.from_pretrained(scored, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
@@ -67,11 +67,11 @@ def test_updates_are_those_of_a_hand_written_loop(rank, scored):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        assert metrics["critic/vf_loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert metrics["critic/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert metrics["critic/vf_loss"] == pytest.approx(loss.item(), rel=bounds.loss)
+        assert metrics["critic/grad_norm"] == pytest.approx(float(norm), rel=bounds.loss)
     trained = weights(rank, "critic")
     assert trained.keys() == dict(model.named_parameters()).keys()
-    assert max((trained[name] - tensor).abs().max() for name, tensor in model.named_parameters()) < 2e-6
+    assert max((trained[name] - tensor).abs().max() for name, tensor in model.named_parameters()) < bounds.weight
 
 
 def test_a_critic_of_a_language_model_begins_at_zero_and_learns(rank, folder, tmp_path):

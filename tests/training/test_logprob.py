@@ -7,6 +7,12 @@ from hypothesis import strategies as st
 
 from megarl.training.logprob import vocab_parallel_logprobs
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
+
+def seeded(seed):
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
 
 def reference(logits, labels, vocab_size, temperature):
     logp = torch.log_softmax(logits[:, :vocab_size].float() / temperature, dim=-1)
@@ -29,7 +35,7 @@ def test_hand_computed():
 )
 def test_equals_log_softmax_for_every_chunking(shape, temperature, chunk, seed):
     tokens, vocab, padding = shape
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     logits = (torch.randn(tokens, vocab + padding, generator=generator) * 5).requires_grad_()
     labels = torch.randint(vocab, (tokens,), generator=generator)
     outer = torch.randn(2, tokens, generator=generator)
@@ -53,7 +59,7 @@ def test_equals_log_softmax_for_every_chunking(shape, temperature, chunk, seed):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradients_pass_gradcheck_in_float64(with_entropy):
-    logits = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=seeded(0)).requires_grad_()
     labels = torch.tensor([0, 3, 5, 5, 2])
 
     def scores(values):
@@ -72,7 +78,7 @@ def test_gradients_pass_gradcheck_in_float64(with_entropy):
 
 
 def test_entropy_without_gradient_does_not_change_the_gradient():
-    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    logits = torch.randn(4, 6, generator=seeded(1)).requires_grad_()
     labels = torch.tensor([0, 1, 2, 3])
     plain = vocab_parallel_logprobs(logits, labels, vocab_size=6)
     reported = vocab_parallel_logprobs(logits, labels, vocab_size=6, with_entropy=True)
@@ -85,7 +91,7 @@ def test_entropy_without_gradient_does_not_change_the_gradient():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_may_take_the_place_of_the_logits(dtype):
-    leaf = torch.randn(6, 9, generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
+    leaf = torch.randn(6, 9, generator=seeded(4)).to(dtype).requires_grad_()
     labels, outer = torch.tensor([0, 7, 3, 3, 1, 5]), torch.arange(1.0, 7.0)
 
     def gradient(overwrite_logits):
@@ -115,8 +121,8 @@ def test_the_gradient_may_take_the_place_of_the_logits(dtype):
 
 
 def test_bfloat16_logits_are_scored_in_float32():
-    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
-    labels = torch.randint(50, (64,), generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(64, 50, generator=seeded(2)).bfloat16().requires_grad_()
+    labels = torch.randint(50, (64,), generator=seeded(3))
     scores = vocab_parallel_logprobs(logits, labels, vocab_size=50)
     assert scores.logprobs.dtype == torch.float32
     torch.testing.assert_close(scores.logprobs, reference(logits, labels, 50, 1.0)[0], atol=1e-5, rtol=0)

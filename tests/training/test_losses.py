@@ -12,6 +12,7 @@ from megarl.training.batch import to_device
 from megarl.training.logprob import TokenScores
 from megarl.training.losses import policy_loss, sft_loss
 
+pytestmark = pytest.mark.usefixtures("on_device")
 OLD = [-1.0, -2.0, -0.5, 0.0]
 MASK = [1.0, 1.0, 1.0, 0.0]
 
@@ -27,7 +28,11 @@ def batch(**columns):
         sample_index=np.array([0]),
     )
     return to_device(
-        micro, {name: np.array(column, np.float32) for name, column in columns.items()}, "cpu", Layout(), 0
+        micro,
+        {name: np.array(column, np.float32) for name, column in columns.items()},
+        str(torch.get_default_device()),
+        Layout(),
+        0,
     )
 
 
@@ -49,7 +54,7 @@ def test_clipped_policy_loss_by_hand():
     assert given.entropy.grad is None
     assert output.num_tokens == 3
     assert output.sums["actor/pg_clipfrac"] == 2
-    assert output.sums["actor/entropy"] == pytest.approx(1.8)
+    assert output.sums["actor/entropy"].item() == pytest.approx(1.8)
     approx_kl = sum(ratio - 1 - math.log(ratio) for ratio in (1.5, 0.5, 1.1))
     assert output.sums["actor/approx_kl"].item() == pytest.approx(approx_kl, abs=1e-6)
     assert output.sums["rollout/logprob_diff_mean"].item() == pytest.approx(0.1, abs=1e-6)
@@ -93,10 +98,10 @@ def test_a_sequence_cut_over_ranks_has_one_ratio():
     )
     columns = {"old_logprobs": old.astype(np.float32), "advantages": np.ones(8, np.float32)}
     algorithm = Algorithm(policy_loss="gspo", clip_low=0.9, clip_high=9.0)
-    whole = to_device(micro, columns, "cpu", Layout(), 0)
+    whole = to_device(micro, columns, str(torch.get_default_device()), Layout(), 0)
     expected = policy_loss(algorithm).fn(scores(new.tolist(), [0.0] * 8), whole).loss
     layout = Layout(cp=2, world_size=2)
-    parts = [to_device(micro, columns, "cpu", layout, rank) for rank in range(2)]
+    parts = [to_device(micro, columns, str(torch.get_default_device()), layout, rank) for rank in range(2)]
     held = [[0, 1, 6, 7], [2, 3, 4, 5]]
     sums = []
     for part, positions in zip(parts, held, strict=True):
@@ -160,4 +165,4 @@ def test_positions_restart_at_every_sequence():
         rollout_logprobs=np.zeros(5, np.float32),
         sample_index=np.array([0, 1]),
     )
-    assert to_device(micro, {}, "cpu", Layout(), 0).positions.tolist() == [0, 1, 0, 1, 2]
+    assert to_device(micro, {}, str(torch.get_default_device()), Layout(), 0).positions.tolist() == [0, 1, 0, 1, 2]

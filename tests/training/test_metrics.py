@@ -5,6 +5,8 @@ from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
 from megarl.training.metrics import LossOutput, MetricSums
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 @pytest.fixture
 def group(rank):

@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
-from megarl.core.platform import get_platform, held_bytes
+from megarl.core.platform import held_bytes
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.config import ModelConfig, Rope
 from megarl.recipe.roles import Optimizer
 from megarl.training.batch import to_device
 from megarl.training.offload import PARTS, FileHost, MemoryHost, Offload
 from megarl.training.rank import Rank
+from tests.support.platforms import chosen
 from tests.training.samples import examples, shards
 
-CPU = get_platform("cpu")
-prepare_megatron(CPU)
+PLATFORM = chosen()
+prepare_megatron(PLATFORM)
 VOCAB = 97
 OPTIMIZERS = {
     "adam": Optimizer(lr=1e-2, weight_decay=0.1),
@@ -43,12 +44,14 @@ class Role:
 
         self.groups, self.stepper = groups, None
         with groups.active():
-            [self.model] = build_gpt(_config(tied, hidden), groups.layout, groups.collection, dtype=dtype, platform=CPU)
+            [self.model] = build_gpt(
+                _config(tied, hidden), groups.layout, groups.collection, dtype=dtype, platform=PLATFORM
+            )
             random = torch.Generator().manual_seed(5)
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.1)
-            self.model.register_buffer("routing_bias", torch.arange(7.0))
+            self.model.register_buffer("routing_bias", torch.arange(7.0, device=PLATFORM.device))
             chunk = Float16Module(self.model.config, self.model) if dtype == torch.bfloat16 else self.model
             if name is not None:
                 distributed = is_distributed(OPTIMIZERS[name])
@@ -62,7 +65,7 @@ class Role:
                 )
                 self.stepper = Stepper(OPTIMIZERS[name], [chunk], dtype, total_steps=10)
         self.chunk = chunk
-        self.offload = Offload([chunk], self.stepper and self.stepper.optimizer, CPU, make_host)
+        self.offload = Offload([chunk], self.stepper and self.stepper.optimizer, PLATFORM, make_host)
 
     def logprobs(self, seed=0):
         """Of one micro-batch: [T]."""
@@ -85,7 +88,7 @@ class Role:
         from megarl.training.schedule import run_schedule
 
         [shard], _ = shards([examples([9, 17, 30, 12], VOCAB, seed)], micro_batches=1 if forward_only else 2)
-        batches = [to_device(micro, {}, "cpu", Layout(), 0) for micro in shard.mini_batches[0].micro_batches]
+        batches = [to_device(micro, {}, PLATFORM.device, Layout(), 0) for micro in shard.mini_batches[0].micro_batches]
         with self.groups.active():
             return run_schedule([self.chunk], batches, evaluate, self.groups, forward_only=forward_only)
 
@@ -126,7 +129,7 @@ def _config(tied, hidden):
 
 @pytest.fixture(scope="module")
 def groups():
-    rank = Rank(0, 1, "cpu", seed=1)
+    rank = Rank(0, 1, PLATFORM.name, seed=1)
     rank.rendezvous("127.0.0.1", rank.free_port(), timeout_s=30)
     yield rank.groups_of(Layout())
     rank.close()
@@ -250,13 +253,13 @@ def test_views_stay_bound_to_the_packed_buffers(groups):
 def test_memory_of_the_process_goes_down(groups):
     role = Role(groups, "adam", torch.float32, hidden=1024)
     role.step(0)
-    awake = held_bytes(CPU)
+    awake = held_bytes(PLATFORM)
     freed = role.offload.sleep()
-    asleep = held_bytes(CPU)
+    asleep = held_bytes(PLATFORM)
     assert freed > 190 * 2**20
     assert awake - asleep > 0.9 * freed
     role.offload.wake()
-    assert held_bytes(CPU) - asleep > 0.9 * freed
+    assert held_bytes(PLATFORM) - asleep > 0.9 * freed
 
 
 @pytest.mark.parametrize("make_host", [FileHost, lambda: MemoryHost(pinned=False)])
@@ -283,6 +286,7 @@ def test_memory_of_the_host_serves_as_well(groups):
         assert _equal(role.state(), before)
 
 
+@pytest.mark.host_only  # elsewhere there is memory beside the device, and no file
 def test_a_role_that_cannot_be_put_away_stays_awake(groups):
     role = Role(groups, "adam", torch.float32, make_host=lambda: FileHost(Path("/dev/full")))
     before = role.state()

@@ -16,6 +16,7 @@ from megarl.training.batch import filler, to_device
 from megarl.training.logprob import TokenScores
 from megarl.training.losses import build_loss
 from megarl.training.spec import DpoObjective, RewardObjective, RoleSpec
+from tests.support.tolerances import tolerance
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
 from tests.training.pairs import margin_of, pair_shards, pairs_of
@@ -75,6 +76,7 @@ def dpo_loss(model, mini, settings):
 
 def same_steps(rank, role, model, loss_of, *, scored):
     """Three updates by both; returns the last metrics of the rank."""
+    allowed = tolerance(rank.platform)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
     for seed in range(3):
         mini = examples(LENGTHS, VOCAB, seed)
@@ -85,10 +87,10 @@ def same_steps(rank, role, model, loss_of, *, scored):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
         optimizer.step()
-        assert metrics[f"{role}/loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert metrics[f"{role}/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert metrics[f"{role}/loss"] == pytest.approx(loss.item(), rel=allowed.loss)
+        assert metrics[f"{role}/grad_norm"] == pytest.approx(float(norm), rel=allowed.loss)
     trained = weights(rank, role)
-    assert max((trained[name] - tensor).abs().max() for name, tensor in model.named_parameters()) < 2e-6
+    assert max((trained[name] - tensor).abs().max() for name, tensor in model.named_parameters()) < allowed.weight
     return metrics
 
 
@@ -124,7 +126,7 @@ def test_an_export_scores_last_tokens_as_transformers_do(rank, folder, tmp_path)
     [[column]] = rank.values("rm", shard)
     found = column[np.cumsum([len(example.tokens) for example in mini]) - 1]
     assert np.abs(found).max() > 1e-3
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert found == pytest.approx(expected, abs=tolerance(rank.platform).logprob)
 
 
 def test_evaluation_reports_what_an_update_would_and_learns_nothing(rank, folder):
@@ -136,7 +138,7 @@ def test_evaluation_reports_what_an_update_would_and_learns_nothing(rank, folder
         metrics = rank.evaluate(role, shard, columns)
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, role).items())
         updated = rank.update(role, shard, columns)
-        assert metrics == pytest.approx({name: updated[name] for name in metrics}, rel=1e-6)
+        assert metrics == pytest.approx({name: updated[name] for name in metrics}, rel=tolerance(rank.platform).split)
         assert updated.keys() - metrics.keys() == {f"{role}/{name}" for name in ("grad_norm", "grad_share_max", "lr")}
 
 
@@ -161,12 +163,13 @@ def test_at_the_reference_nothing_is_ahead(rank, folder):
     assert later[-1]["dpo/loss"] < first["dpo/loss"] and later[-1]["dpo/margin"] > 0
 
 
-def test_numbers_by_hand():
+@pytest.mark.usefixtures("on_device")
+def test_numbers_by_hand(device):
     """Scores 2 and 1, margin 1: the lead is 0. Scores 0 and 3, margin 0: the lead is -3."""
     mini = examples([3, 2, 2, 4], VOCAB)
     [shard], _ = pair_shards(mini, scored=True)
     [micro] = shard.mini_batches[0].micro_batches
-    batch = to_device(dataclasses.replace(micro, margins=np.array([1, 0], np.float32)), {}, "cpu", Layout(), 0)
+    batch = to_device(dataclasses.replace(micro, margins=np.array([1, 0], np.float32)), {}, device, Layout(), 0)
     scores = torch.full((11,), 99.0)
     scores[[2, 4, 6, 10]] = torch.tensor([2.0, 1.0, 0.0, 3.0])
     scores.requires_grad_()
@@ -178,9 +181,10 @@ def test_numbers_by_hand():
     assert scores.grad.nonzero().flatten().tolist() == [2, 4, 6, 10]
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("objective", [RewardObjective(), DpoObjective(Dpo())])
-def test_a_filler_is_no_pair(objective):
-    batch = filler("cpu", Layout(), ["ref_logprobs"])
+def test_a_filler_is_no_pair(objective, device):
+    batch = filler(device, Layout(), ["ref_logprobs"])
     scores = torch.ones(1, requires_grad=True)
     output = build_loss(objective, lambda part: part).fn(TokenScores(scores, None), batch)
     output.loss.backward()

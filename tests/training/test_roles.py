@@ -127,12 +127,12 @@ def chosen_by(engine, shard):
     tokens, top = next(iter(chosen.values())).shape[0], 3
     table = np.zeros((tokens, len(layers), top), np.int16)
     for index, routing_map in chosen.items():
-        table[:, index] = routing_map.nonzero()[:, 1].reshape(tokens, top).numpy()
+        table[:, index] = routing_map.nonzero()[:, 1].reshape(tokens, top).cpu().numpy()
     return table.reshape(tokens, -1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_replayed_routing_is_that_of_backward_too(rank, spec, experts, recompute):
+def test_replayed_routing_is_that_of_backward_too(rank, spec, experts, recompute, bounds):
     """Recomputed layers route again: to the experts of their own micro-batch, not of the last."""
     random = np.random.default_rng(3)
     tables = {}
@@ -152,12 +152,14 @@ def test_replayed_routing_is_that_of_backward_too(rank, spec, experts, recompute
     tables.clear()
     rank.build("actor", dataclasses.replace(spec, folder=experts, routing_replay=True))
     assert metrics == [
-        pytest.approx(one_update(rank, seed=seed, routing=choose), rel=1e-6, abs=1e-9) for seed in range(2)
+        pytest.approx(one_update(rank, seed=seed, routing=choose), rel=bounds.split, abs=1e-9) for seed in range(2)
     ]
-    assert max((trained[name] - tensor).abs().max() for name, tensor in weights(rank, "actor").items()) < 1e-7
+    assert (
+        max((trained[name] - tensor).abs().max() for name, tensor in weights(rank, "actor").items()) < bounds.split / 10
+    )
 
 
-def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, spec, experts):
+def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, spec, experts, bounds):
     """However the samples are cut into micro-batches, Megatron's auxiliary loss keeps its order of magnitude."""
     norms = {}
     for coef in (0.0, 1.0):
@@ -165,7 +167,7 @@ def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, 
             rank.build("actor", dataclasses.replace(spec, folder=experts, aux_loss_coef=coef))
             [shard], [columns] = shards([examples(LENGTHS, VOCAB)], micro_batches=micro_batches)
             norms[coef, micro_batches] = rank.update("actor", shard, columns)["actor/grad_norm"]
-    assert norms[0.0, 4] == pytest.approx(norms[0.0, 1], rel=1e-5)
+    assert norms[0.0, 4] == pytest.approx(norms[0.0, 1], rel=bounds.loss)
     assert norms[1.0, 1] != pytest.approx(norms[0.0, 1], rel=1e-3)
     assert norms[1.0, 4] == pytest.approx(norms[1.0, 1], rel=0.5)
 

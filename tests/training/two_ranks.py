@@ -10,6 +10,7 @@ import torch
 from megarl.core.layout import Layout
 from megarl.training.logprob import vocab_parallel_logprobs
 from megarl.training.rank import Rank
+from tests.support.platforms import chosen
 from tests.training.harness import VOCAB, actor_spec, weights
 from tests.training.samples import examples, shards
 
@@ -32,6 +33,7 @@ def sharded_logprobs(rank: Rank, vocab_size: int) -> dict[str, torch.Tensor]:
     """Scores of random logits [12, 8] of which this rank holds its columns, and the gradient for them."""
     random = torch.Generator().manual_seed(3)
     full, labels = torch.randn(12, 8, generator=random) * 4, torch.randint(vocab_size, (12,), generator=random)
+    full, labels = full.to(rank.platform.device), labels.to(rank.platform.device)
     groups = rank.engine("actor").groups
     mine = full.chunk(groups.layout.tp, dim=1)[groups.place.tp].clone().requires_grad_()
     scores = vocab_parallel_logprobs(
@@ -47,7 +49,8 @@ def sharded_logprobs(rank: Rank, vocab_size: int) -> dict[str, torch.Tensor]:
     assert scores.entropy is not None
     (scores.logprobs.square() + 3 * scores.entropy).sum().backward()
     assert mine.grad is not None
-    return {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach(), "grad": mine.grad}
+    found = {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach(), "grad": mine.grad}
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def run(rank: Rank, layout: Layout, folder: Path, checkpoint: Path, other: Path | None) -> dict[str, object]:
@@ -72,7 +75,7 @@ def main() -> None:
     """Go through both layouts with one process."""
     index, port, folder, target = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     results = {}
-    rank = Rank(index, 2, "cpu", seed=1)
+    rank = Rank(index, 2, chosen().name, seed=1)
     rank.rendezvous("127.0.0.1", port, timeout_s=60)
     for tp in (2, 1):
         name = f"tp{tp}"

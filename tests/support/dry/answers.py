@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.types import VersionSpan
+from megarl.recipe.reward import Code
 from megarl.rewards.grade import Grade, failed
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerEndpoint
@@ -122,6 +123,14 @@ class Pool:
 
     async def close(self) -> None:
         return None
+
+
+class Tests(Pool):
+    """In the place of what runs a row's tests in sandboxes."""
+
+    def __init__(self, book: Book, settings: Code) -> None:
+        super().__init__(book, "code", 1, settings.timeout_s, key="")
+        book.note("code", settings.model_dump(exclude={"weight"}))
 
 
 class Poster:

@@ -41,6 +41,7 @@ from megarl.placement.local import run_cluster
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.report import writers
 from megarl.report.history import METRICS_FILE
+from megarl.rewards import check as graders_check
 from megarl.rewards import combine
 from megarl.rollout import collector
 from megarl.run import begin, preflight, servers_check, session, supervised, train
@@ -50,7 +51,7 @@ from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.training import run_checkpoints
 from tests.support.dry.actors import Book, Collector, External, Rank, Router, Server
-from tests.support.dry.answers import Client, Pool, Poster
+from tests.support.dry.answers import Client, Pool, Poster, Tests
 from tests.support.dry.learning import rounded
 from tests.support.dry.ray import Ray
 
@@ -128,6 +129,8 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(session, "Restarts", partial(_restarts, book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
         patch.setattr(combine, "JsonClient", partial(Poster, book))
+        patch.setattr(combine, "CodeGrader", partial(Tests, book))
+        patch.setattr(graders_check, "check_sandbox", lambda settings, key: None)
         patch.setattr(writers, "TensorBoardWriter", lambda folder, step: _Writer(book, "tensorboard", folder.name))
         patch.setattr(
             writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)

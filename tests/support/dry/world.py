@@ -51,7 +51,7 @@ def write_world(root: Path) -> None:
     """Models, rows, recipes and a cluster file."""
     write_tiny_model(root / "dense", **SIZES)
     write_tiny_model(root / "dense2", **SIZES, seed=1)
-    write_tiny_model(root / "moe", "qwen3_moe", **SIZES)
+    write_tiny_model(root / "moe", "qwen3_moe", **SIZES, mlp_only_layers=[])
     # Whole blocks of FP8.
     write_tiny_model(root / "wide", **{**SIZES, "hidden_size": 128, "intermediate_size": 128, "head_dim": 64})
     write_tiny_model(root / "latent", "deepseek_v3", num_hidden_layers=2, max_position_embeddings=512)

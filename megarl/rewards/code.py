@@ -1,0 +1,107 @@
+"""Grades code by running it against its row's tests, in sandboxes. What tests are is code_tests.py's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.recipe.reward import Code
+from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output
+from megarl.rewards.grade import Grade, failed
+from megarl.rewards.patience import InFlight, UnderWay
+from megarl.sandbox.job import MIB, Check, Limits
+from megarl.sandbox.pool import SandboxPool
+
+KIB = 1024
+
+
+def limits_of(settings: Code) -> Limits:
+    """What a recipe says of one sandbox. Raises UserError."""
+    return Limits(
+        timeout_s=settings.timeout_s,
+        cpu_s=settings.timeout_s,
+        memory_bytes=settings.memory_mb * MIB,
+        disk_bytes=settings.disk_mb * MIB,
+        file_bytes=settings.disk_mb * MIB,
+        processes=settings.processes,
+        output_bytes=settings.output_kb * KIB,
+    )
+
+
+def check_sandbox(settings: Code, key: str) -> None:
+    """Raises UserError where this machine makes no sandboxes, and what to do. Starts one. key: for messages."""
+
+    async def once() -> None:
+        async with SandboxPool(limits_of(settings), size=1):
+            return
+
+    try:
+        asyncio.run(once())
+    except UserError as error:
+        raise UserError(f"`{key}`: {error}") from None
+
+
+class CodeGrader:
+    """Grades the last block of code of a response: each pair of input and output in a sandbox, all checks in one."""
+
+    def __init__(self, settings: Code) -> None:
+        self._settings = settings
+        self._pool = SandboxPool(limits_of(settings), settings.sandboxes)
+        self._in_flight = InFlight()
+
+    async def start(self) -> None:
+        """Start sandboxes. Raises UserError where this machine makes none."""
+        await self._pool.start()
+
+    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+        """Grade one response: 0 where it has no code. Raises WorkerDiedError where no sandbox can be had any more."""
+        try:
+            tests = read_tests(metadata, answer, self._settings.field).first(self._settings.max_tests)
+        except ValueError as error:
+            return failed(f"error: {error}")
+        code = last_block(response)
+        if code is None:
+            return Grade(0.0)
+        try:
+            passed = await self._passed(code, tests, row or str(id(response)))
+        except WorkerDiedError:
+            raise
+        except MegarlError as error:
+            return failed(f"error: {error}")
+        if self._settings.score == "share":
+            return Grade(passed / len(tests))
+        return Grade(float(passed == len(tests)))
+
+    def oldest(self) -> UnderWay | None:
+        """The program that has been run for longest."""
+        return self._in_flight.oldest()
+
+    async def close(self) -> None:
+        """End all sandboxes; grades under way raise."""
+        await self._pool.close()
+
+    async def _passed(self, code: str, tests: RowTests, row: str) -> int:
+        """How many tests pass. Where only all of them count, the first that does not ends it."""
+        if self._settings.score == "share":
+            outcomes = await asyncio.gather(*(self._pair(code, pair, row) for pair in tests.pairs))
+            return sum(outcomes) + await self._checks(code, tests, row)
+        for pair in tests.pairs:
+            if not await self._pair(code, pair, row):
+                return 0
+        return len(tests.pairs) + await self._checks(code, tests, row)
+
+    async def _pair(self, code: str, pair: Pair, row: str) -> bool:
+        with self._in_flight.at(row):
+            result = await self._pool.run(code, stdin=pair.stdin)
+        return result.ended == "ok" and same_output(result.stdout, pair.stdout)
+
+    async def _checks(self, code: str, tests: RowTests, row: str) -> int:
+        if not tests.checks:
+            return 0
+        setup = (Check("assert", tests.setup),) if tests.setup else ()
+        with self._in_flight.at(row):
+            result = await self._pool.run(code, checks=setup + tuple(each.check for each in tests.checks))
+        said = result.checked[len(setup) :]
+        # Those that were not reached are missing at the end: they did not pass.
+        return sum(expected.met(each) for expected, each in zip(tests.checks, said, strict=False))

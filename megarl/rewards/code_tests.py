@@ -1,0 +1,236 @@
+"""A row's tests for code, out of the forms that data sets have them in, and what each wants to see. Pure; running is code.py's.
+
+Pairs of standard input and output: APPS, TACO, CodeContests, DeepCoder. Asserts: MBPP, HumanEval, AceCode. Calls with arguments:
+APPS and LiveCodeBench.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.sandbox.job import Check, Checked
+
+# Fields that data sets keep their tests in, in the order in which they are looked for; then the row's answer.
+FIELDS = ("tests", "test_cases", "input_output", "test_list", "test", "private_tests", "public_tests")
+SETUP_FIELDS = ("test_setup_code", "test_imports")
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", flags=re.MULTILINE | re.DOTALL)
+SHOWN = 80  # characters of what is no test, in messages
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the program reads, and what it should write."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A line that is run after the code. For a value: what it should be.
+
+    exactly: of the same type too, as `is` asks. as_json: lists and tuples are alike, and a list of one stands for its item.
+    """
+
+    check: Check
+    value: Any = None
+    exactly: bool = False
+    as_json: bool = False
+
+    def met(self, said: Checked) -> bool:
+        """Whether the check passed. What a value is, is judged here, where the code cannot reach."""
+        if not said.ok or self.check.kind == "assert":
+            return said.ok
+        try:
+            value = ast.literal_eval(said.text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return False
+        if self.as_json:
+            wanted = _lists(self.value)
+            return _lists(value) == wanted or (isinstance(wanted, list) and [_lists(value)] == wanted)
+        return bool(value == self.value) and (not self.exactly or type(value) is type(self.value))
+
+
+@dataclass(frozen=True)
+class RowTests:
+    """A row's tests. setup: run after the code, before the checks; it is no test itself."""
+
+    pairs: tuple[Pair, ...] = ()
+    checks: tuple[Expected, ...] = ()
+    setup: str = ""
+
+    def first(self, count: int) -> RowTests:
+        """The first so many."""
+        return RowTests(self.pairs[:count], self.checks[: max(0, count - len(self.pairs))], self.setup)
+
+    def __len__(self) -> int:
+        return len(self.pairs) + len(self.checks)
+
+
+def last_block(response: str) -> str | None:
+    """The last fenced block of code of a response; None where it has none that is closed."""
+    found = FENCED.findall(response)
+    return str(found[-1]) if found else None
+
+
+def same_output(written: str, wanted: str) -> bool:
+    """Whether they are the same lines, white space at the ends of lines and of the text left out."""
+    return [line.rstrip() for line in written.rstrip().split("\n")] == [
+        line.rstrip() for line in wanted.rstrip().split("\n")
+    ]
+
+
+def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> RowTests:
+    """The tests of a row. field: where they are, with dots into objects; None: the first of `FIELDS` that it has.
+
+    Raises ValueError that says what is wrong with the row.
+    """
+    name, value = _found(metadata, answer, field)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = _code(value, metadata)  # no JSON: statements
+    tests = _of(value, metadata)
+    if not len(tests):
+        raise ValueError(f"its field {name!r} holds no tests")
+    return RowTests(tests.pairs, tests.checks, _setup(metadata))
+
+
+def _found(metadata: Mapping[str, Any], answer: str, field: str | None) -> tuple[str, Any]:
+    if field is None:
+        for name in FIELDS:
+            if metadata.get(name):
+                return name, metadata[name]
+        if answer:
+            return "answer", answer
+        raise ValueError(f"the row has no tests: none of the fields {', '.join(FIELDS)}, and no answer")
+    if field == "answer":
+        return field, answer
+    value: Any = metadata
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if value is None:
+        raise ValueError(f"the row has no field {field!r}; it has {', '.join(metadata)}")
+    return field, value
+
+
+def _setup(metadata: Mapping[str, Any]) -> str:
+    parts = [metadata.get(name) or "" for name in SETUP_FIELDS]
+    return "\n".join(part if isinstance(part, str) else "\n".join(map(str, part)) for part in parts).strip()
+
+
+def _of(value: Any, metadata: Mapping[str, Any]) -> RowTests:
+    """Tests of one of the forms, decoded."""
+    if isinstance(value, RowTests):
+        return value
+    if isinstance(value, str):
+        return _code(value, metadata)
+    if isinstance(value, Mapping):
+        inputs, outputs = (value.get(plural, value.get(plural[:-1])) for plural in ("inputs", "outputs"))
+        if isinstance(inputs, str):
+            inputs, outputs = [inputs], [outputs]
+        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+            raise ValueError(f"these are no tests: {_shown(value)}; wanted are as many inputs as outputs")
+        name = value.get("fn_name") or value.get("func_name") or _function_of(metadata)
+        cases = zip(inputs, outputs, strict=True)
+        if name:
+            return RowTests(checks=tuple(_call(name, given, wanted) for given, wanted in cases))
+        return RowTests(pairs=tuple(Pair(_text(given), _text(wanted)) for given, wanted in cases))
+    if isinstance(value, Sequence):
+        parts = [_of(each, metadata) for each in value]
+        return RowTests(
+            tuple(pair for part in parts for pair in part.pairs),
+            tuple(check for part in parts for check in part.checks),
+        )
+    raise ValueError(f"these are no tests: {_shown(value)}")
+
+
+def _function_of(metadata: Mapping[str, Any]) -> str | None:
+    nested = metadata.get("metadata")
+    if isinstance(nested, str):
+        try:
+            nested = json.loads(nested)
+        except ValueError:
+            nested = None
+    for each in (metadata, nested):
+        if isinstance(each, Mapping) and (name := each.get("fn_name") or each.get("func_name")):
+            return str(name)
+    return None
+
+
+def _call(name: str, given: Any, wanted: Any) -> Expected:
+    """A call of the code's function, or of the method of its class Solution."""
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of a function")
+    if isinstance(given, str):  # one argument a line, as JSON
+        given = [_json(line) for line in given.splitlines()]
+        wanted = _json(wanted) if isinstance(wanted, str) else wanted
+    words = given if isinstance(given, Sequence) else [given]
+    source = f"(Solution().{name} if 'Solution' in globals() else {name})(*{list(words)!r})"
+    return Expected(Check("value", source), wanted, as_json=True)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
+    """Statements: each assert is a test where there is nothing else; otherwise all together are one."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"these are neither JSON nor Python: {_shown(source)} ({error})") from None
+    if body and all(isinstance(each, ast.Assert) for each in body):
+        return RowTests(checks=tuple(_assert(each) for each in body if isinstance(each, ast.Assert)))
+    entry = metadata.get("entry_point")
+    if entry and any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in body):
+        source = f"{source}\ncheck({entry})"
+    return RowTests(checks=(Expected(Check("assert", source)),)) if body else RowTests()
+
+
+def _assert(statement: ast.Assert) -> Expected:
+    """An assert that compares with a literal has its other side sent alone, so that the code never sees what is wanted."""
+    test = statement.test
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        sides = (test.left, test.comparators[0])
+        values = [_literal(side) for side in sides]
+        if isinstance(test.ops[0], ast.Eq) and (values[0] is None) != (values[1] is None):
+            literal = values[0] or values[1]
+            assert literal is not None
+            return Expected(Check("value", ast.unparse(sides[0] if values[0] is None else sides[1])), literal[0])
+        if isinstance(test.ops[0], ast.Is) and values[1] is not None and values[0] is None:
+            return Expected(Check("value", ast.unparse(sides[0])), values[1][0], exactly=True)
+    return Expected(Check("assert", ast.unparse(statement)))
+
+
+def _literal(node: ast.expr) -> tuple[Any] | None:
+    try:
+        return (ast.literal_eval(node),)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _text(value: Any) -> str:
+    """Standard input or output: text, or a list of its lines."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(map(str, value)) if isinstance(value, Sequence) else str(value)
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_lists(each) for each in value]
+    return {key: _lists(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:SHOWN]

@@ -1,0 +1,30 @@
+"""What each of a recipe's own servers is told. It starts nothing: megarl/run/session.py does."""
+
+from __future__ import annotations
+
+from megarl.models.lora_served import ServedLora
+from megarl.recipe.rules import longest_sample
+from megarl.recipe.schema import Recipe
+from megarl.serving.server import ServerSpec
+
+ROUTING_FLAGS = ("--enable-return-routed-experts",)
+
+
+def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int | None = None) -> ServerSpec:
+    """One server, wherever it is. lora: room for adapters that are sent alone. threads: of each of its ranks."""
+    settings = recipe.rollout
+    return ServerSpec(
+        model=recipe.model.path.resolve(),
+        dtype=recipe.model.dtype,
+        tp=settings.tp,
+        max_running_requests=settings.max_running_requests,
+        kv_tokens=settings.kv_tokens,
+        context_length=longest_sample(recipe),
+        seed=recipe.run.seed,
+        offloaded=bool(settings.offload),
+        deterministic=settings.deterministic,
+        quantized=settings.quantization is not None,
+        lora=lora,
+        threads=threads,
+        extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
+    )

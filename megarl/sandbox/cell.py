@@ -1,0 +1,368 @@
+"""One sandbox, seen from the process that keeps it: started, ready, given one job, ended, gone. It is used once.
+
+Its first process (pid 1 of its namespace) is held by a pidfd: killing it ends everything inside, and once it is gone nothing
+of the sandbox is left. What comes out of a sandbox is bytes, and is never believed.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import itertools
+import marshal
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import MegarlError
+from megarl.core.janitor import RUN_ID_VARIABLE
+from megarl.core.log import get_logger
+from megarl.sandbox import bubblewrap, kernel, watch
+from megarl.sandbox.cgroups import Group
+from megarl.sandbox.job import MIB, SCRIPT, STDIN, Checked, Ending, Job, Limits, Result
+
+log = get_logger(__name__)
+
+READY_S = 30.0  # from its start until it waits for a job; on a machine under load it takes seconds
+GONE_S = 10.0  # from its killing until the kernel has ended all of it
+REMOVE_S = 0.005  # between tries to remove its control group
+MOST_SAID = 2**18  # bytes of what one check says
+BLOCK = 65536
+
+
+class StartError(MegarlError):
+    """A sandbox did not come up: what bubblewrap or the kernel said."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How sandboxes are made on this machine. user: what root becomes before; None: who it is.
+
+    by_group: memory is held by control groups, and need not be watched.
+    """
+
+    bwrap: str
+    python: bubblewrap.Interpreter
+    runner: str
+    filter: bytes
+    limits: Limits
+    user: int | None
+    by_group: bool
+
+
+class Stream:
+    """What a sandbox writes into a pipe, up to a bound; the rest is read and forgotten."""
+
+    def __init__(self, limit: int, over: Callable[[], None]) -> None:
+        """over: called where more is written."""
+        self._left = limit
+        self._over = over
+        self._parts: list[bytes] = []
+        self.cut = False
+        self.ended = asyncio.get_running_loop().create_future()
+        self._fd, self.write_end = os.pipe()
+        os.set_blocking(self._fd, False)
+        asyncio.get_running_loop().add_reader(self._fd, self._read)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._fd, BLOCK)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+            return
+        if self._left:
+            self._parts.append(data[: self._left])
+        if len(data) > self._left and not self.cut:
+            self.cut = True
+            self._over()
+        self._left = max(0, self._left - len(data))
+
+    def close(self) -> None:
+        """Read nothing more."""
+        if self._fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def text(self) -> str:
+        """What was written. Where it was cut, the last line says so."""
+        data = b"".join(self._parts)
+        return data.decode(errors="replace") + (f"\n[cut after {len(data)} bytes]\n" if self.cut else "")
+
+
+class Cell:
+    """One sandbox. `start` makes it; `run` may be called once; `close` in any case."""
+
+    def __init__(self, settings: Settings, group: Group | None, exits: Callable[[int], asyncio.Future[int]]) -> None:
+        """Begins to start it. group: its control group, if there are any. exits: of a child, the future of its status.
+
+        Raises OSError.
+        """
+        self.settings = settings
+        self.group = group
+        self._ended: tuple[Ending, str] | None = None
+        self._finished = False  # all checks were answered
+        self._checked: list[Checked] = []
+        self._first = -1  # pid of the namespace's first process, and an open handle of it
+        self._handle = -1
+        self._folder = -1
+        self.stdout, self.stderr = (Stream(settings.limits.output_bytes, self._too_much) for _ in range(2))
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        with theirs:
+            self._pid = _spawn(settings, group, theirs.fileno(), self.stdout.write_end, self.stderr.write_end)
+        os.close(self.stdout.write_end)
+        os.close(self.stderr.write_end)
+        self.exited = exits(self._pid)
+
+    async def ready(self) -> None:
+        """Wait until it waits for a job. Raises StartError."""
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+        loop.add_reader(self._channel, _settle, arrived)
+        try:
+            async with asyncio.timeout(READY_S):
+                await asyncio.wait([arrived, self.exited], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise StartError(f"a sandbox was not ready after {READY_S:g} s") from None
+        finally:
+            loop.remove_reader(self._channel)
+        words, folders = b"", array.array("i", [-1])
+        with contextlib.suppress(OSError):  # where it has ended, its last words say why
+            # Not to be inherited by the next sandbox.
+            words, ancillary, _, _ = self._channel.recvmsg(
+                16, socket.CMSG_SPACE(folders.itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+            for _, _, data in ancillary:
+                folders = array.array("i", data[: folders.itemsize])
+        self._folder = folders[0]
+        first = watch.children(self._pid)
+        if words != b"ready" or not first or self.exited.done():
+            await asyncio.wait([self.stderr.ended], timeout=1.0)
+            raise StartError(self.stderr.text().strip() or self.stdout.text().strip())
+        self._first = first[0]
+        try:
+            self._handle = os.pidfd_open(self._first)
+        except ProcessLookupError:
+            raise StartError("a sandbox ended as soon as it was ready") from None
+
+    async def run(self, job: Job) -> Result:
+        """Run a program until it ends, by itself or at a bound; then nothing of the sandbox is left."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        timer = loop.call_later(job.timeout_s, self.end, "timeout", f"it ran for longer than {job.timeout_s:g} s")
+        talk = loop.create_task(self._talk(job))
+        try:
+            status = await asyncio.shield(self.exited)
+            seconds = loop.time() - began
+        finally:
+            timer.cancel()
+            talk.cancel()
+        if self.group is not None and self.group.memory_kills():
+            self.end("memory", self._memory_words())
+        await self.close()
+        return self._result(status, seconds)
+
+    def look(self) -> None:
+        """End it where all of its processes together have used too much."""
+        limits = self.settings.limits
+        used = watch.usage(self._first, memory=not self.settings.by_group)
+        if used.cpu_s > limits.cpu_s:
+            self.end("cpu", f"it took more than {limits.cpu_s:g} CPU seconds")
+        elif self.group is not None:
+            if self.group.memory_kills():
+                self.end("memory", self._memory_words())
+        elif used.memory_bytes + watch.folder_bytes(self._folder) > limits.memory_bytes:
+            self.end("memory", self._memory_words())
+
+    def end(self, ending: Ending, reason: str) -> None:
+        """End it at a bound; the first counts, also where it has ended by itself meanwhile."""
+        if self._ended is None and not self._finished:
+            self._ended = ending, reason
+            self._kill()
+
+    async def close(self) -> None:
+        """Kill what is left of it, and wait until the kernel has ended it all."""
+        self._kill()
+        self._channel.close()
+        waits = [self.exited, self.stdout.ended, self.stderr.ended]
+        gone = asyncio.get_running_loop().create_future()
+        if self._handle >= 0:
+            asyncio.get_running_loop().add_reader(self._handle, _settle, gone)
+            waits.append(gone)
+        _, left = await asyncio.wait(waits, timeout=GONE_S)
+        if left:
+            log.warning("a sandbox (pid %d) was not gone %g s after it was killed", self._pid, GONE_S)
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Close what belongs to it, and remove its control group."""
+        self.stdout.close()
+        self.stderr.close()
+        if self._handle >= 0:
+            asyncio.get_running_loop().remove_reader(self._handle)
+        for fd in (self._handle, self._folder):
+            if fd >= 0:
+                os.close(fd)
+        self._handle = self._folder = -1
+        deadline = time.monotonic() + GONE_S
+        while self.group is not None and not self.group.removed():
+            if time.monotonic() > deadline:
+                log.warning("%s could not be removed: something is still in it", self.group.folders)
+                break
+            await asyncio.sleep(REMOVE_S)
+
+    def _kill(self) -> None:
+        if self._handle >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        if self.exited.done():
+            return
+        # Bubblewrap's first process was not waited for, so that the number is its own; while it starts, its child does not
+        # yet end with it.
+        for pid in [self._pid] if self._handle >= 0 else list(watch.tree(self._pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _too_much(self) -> None:
+        self.end("output", f"it wrote more than {self.settings.limits.output_bytes} bytes")
+
+    def _memory_words(self) -> str:
+        return f"its processes and files took more than {self.settings.limits.memory_bytes // MIB} MiB"
+
+    def _result(self, status: int, seconds: float) -> Result:
+        ending, reason = self._ended or ("ok" if self._finished or status == 0 else "error", "")
+        code = status if ending == "error" or (ending == "ok" and not self._finished) else None
+        name = None
+        if code is not None and code > 128 and code - 128 in set(signal.Signals):
+            name, code = signal.Signals(code - 128).name, None
+        return Result(
+            ended=ending,
+            stdout=self.stdout.text(),
+            stderr=self.stderr.text(),
+            exit_code=0 if self._finished else code,
+            signal=name,
+            seconds=seconds,
+            reason=reason,
+            stdout_cut=self.stdout.cut,
+            stderr_cut=self.stderr.cut,
+            checked=tuple(self._checked),
+        )
+
+    async def _talk(self, job: Job) -> None:
+        """Send the job; once the program has run, send its checks, and read what they say."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError, EOFError):  # it ended, which is told elsewhere
+            await loop.sock_sendall(self._channel, _frame(_words_of(job, self.settings.limits)))
+            if not job.checks:
+                return
+            await self._said()
+            await loop.sock_sendall(self._channel, _frame([(check.kind, check.source) for check in job.checks]))
+            for _ in job.checks:
+                said = await self._said()
+                self._checked.append(Checked(said[:1] == b"+", said[1:].decode(errors="replace")))
+            if self._ended is None:
+                self._finished = True
+                self._kill()
+
+    async def _said(self) -> bytes:
+        size = int.from_bytes(await self._exactly(8), "little")
+        if size > MOST_SAID:
+            raise EOFError  # that was not the runner
+        return await self._exactly(size)
+
+    async def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = await asyncio.get_running_loop().sock_recv(self._channel, size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+
+def _words_of(job: Job, limits: Limits) -> dict[str, object]:
+    """A job as the runner reads it."""
+    return {
+        "script": SCRIPT,
+        "input": STDIN,
+        "code": job.code,
+        "stdin": job.stdin,
+        "files": list(job.files.items()),
+        "checked": bool(job.checks),
+        "limits": bubblewrap.process_limits(limits),
+    }
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _frame(value: Any) -> bytes:
+    data = marshal.dumps(value)
+    return len(data).to_bytes(8, "little") + data
+
+
+def _spawn(settings: Settings, group: Group | None, channel: int, stdout: int, stderr: int) -> int:
+    """Start bubblewrap; returns its pid. Raises OSError."""
+    filter_read, filter_write = os.pipe()
+    os.write(filter_write, settings.filter)  # some kilobytes: the pipe takes them
+    os.close(filter_write)
+    doors = group.doors() if group is not None else []
+    words = bubblewrap.command(
+        settings.bwrap, settings.python, settings.limits, seccomp=filter_read, channel=channel, runner=settings.runner
+    )
+    parent = os.getpid()
+    try:
+        child = os.fork()
+        if child == 0:
+            _become(words, settings.user, doors, parent, (filter_read, channel), (stdout, stderr))
+    finally:
+        for fd in (filter_read, *doors):
+            os.close(fd)
+    return child
+
+
+def _become(
+    words: list[str], user: int | None, doors: list[int], parent: int, kept: tuple[int, ...], outputs: tuple[int, int]
+) -> None:
+    """What the child does; it never returns. Into its group first, while it may; then without any rights."""
+    try:
+        for fd, place in zip((os.open(os.devnull, os.O_RDONLY), *outputs), range(3), strict=True):
+            os.dup2(fd, place)
+        for door in doors:
+            os.write(door, b"0")
+        # The first to go where the machine itself is out of memory.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+        if user is not None:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        kernel.die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)  # it ended before the request was made
+        for fd in kept:
+            os.set_inheritable(fd, True)
+        for low, high in itertools.pairwise((2, *sorted(kept), resource.getrlimit(resource.RLIMIT_NOFILE)[0])):
+            os.closerange(low + 1, high)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # Python ignores them
+        os.chdir("/")
+        # The run's mark is for those who look for what it left; the program gets none of this.
+        os.execve(words[0], words, {name: os.environ[name] for name in (RUN_ID_VARIABLE,) if name in os.environ})
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}".encode(errors="replace"))
+    finally:
+        os._exit(127)

@@ -1,0 +1,223 @@
+"""`python -m tests.cuda_paths.fake_ranks torch|fused`: what CUDA's ranks build and run, without a device; one JSON line.
+
+fused: Megatron's own Transformer Engine layers, over a fake of that package with the real one's names and signatures
+(tests/support/fake_transformer_engine.py). torch: our layers, as CUDA has them where Transformer Engine is not installed.
+`built`: every role of every recipe of a real model, on torch's meta device, at ranks that together hold every part of it; the
+process groups are torch's fake ones. `ran`: updates of small models, one rank, all of the engine real but the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.core.layout import Layout, place
+from megarl.core.platform import Platform, get_platform
+from megarl.models import megatron_cpu
+from megarl.models.config import ModelConfig
+from megarl.models.known_configs import known_config
+from megarl.placement.workload import read_model
+from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.layouts import role_layouts
+from megarl.recipe.load import load_recipe
+from megarl.recipe.roles import Lora, Optimizer
+from megarl.training.rank import Rank
+from megarl.training.spec import PolicyObjective, RoleSpec
+from tests.support import fake_transformer_engine
+from tests.support.tiny import write_tiny_model
+from tests.training.samples import examples, shards
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SCORES = ("critic", "reward_model")
+# All that changes which modules of a layer are called, and how.
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "adapters": {"lora": Lora(rank=8, targets=("linear_proj",))},
+}
+# Families whose layers Transformer Engine can make, and what differs from the common tiny model.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "llama": {"num_key_value_heads": 1},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "deepseek_v3": {},
+}
+ROLE = "actor"
+
+
+def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
+    """Every role of every recipe of a real model; roles that are built alike once."""
+    seen = set()
+    for file in sorted(RECIPES.glob("*.yaml")):
+        if file.stem.startswith("quickstart"):
+            continue
+        recipe = load_recipe(file).recipe
+        known = known_config(recipe.model.path)
+        assert known is not None, recipe.model.path
+        model = read_model(known.parent)  # a reward model that is not here has the policy's sizes, as in a plan
+        for role, layout in role_layouts(recipe).items():
+            config = model.with_score_head() if role in SCORES else model
+            key = (config.head, known, layout)
+            if key not in seen:
+                seen.add(key)
+                yield f"{file.stem} {role}", config, layout
+
+
+def covering(config: ModelConfig, layout: Layout) -> list[int]:
+    """Ranks that together have every stage with every share of the dense weights, and every share of the experts."""
+    chosen, covered = [], set()
+    for rank in range(layout.world_size):
+        where = place(rank, layout)
+        parts: set[tuple[Any, ...]] = {("dense", where.pp, where.tp)}
+        if config.moe is not None:
+            parts.add(("experts", where.ep, where.etp))
+        if parts - covered:
+            chosen.append(rank)
+            covered |= parts
+    return chosen
+
+
+def build(config: ModelConfig, layout: Layout, platform: Platform) -> dict[str, Any]:
+    """Bytes of the weights of the fullest rank; a mistake is an exception."""
+    from megatron.core import parallel_state
+
+    from megarl.models.gpt import build_gpt
+    from megarl.models.hf_weights import by_rule, layer_spec
+    from megarl.training.parallel import make_groups
+
+    ranks, sizes, specs = covering(config, layout), [], set()
+    for rank in ranks:
+        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+        try:
+            groups = make_groups(layout, timeout_s=60, seed=1)
+            with groups.active():
+                chunks = build_gpt(config, layout, groups.collection, dtype=torch.bfloat16, platform=platform)
+            held = [tensor for _, _, tensor in by_rule(chunks, config, layout, rank)]
+            assert all(tensor.is_meta for tensor in held)
+            sizes.append(sum(tensor.nbytes for tensor in held))
+            specs.add(layer_spec(chunks))
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+    return {"ranks": len(ranks), "of": layout.world_size, "bytes": max(sizes), "specs": sorted(specs)}
+
+
+def build_all(platform: Platform) -> dict[str, Any]:
+    """What each case's ranks hold, or why they cannot be built."""
+    from megarl.models import hf_weights
+
+    found: dict[str, Any] = {}
+    made = hf_weights.rules
+
+    @functools.cache
+    def rules_once(*given: Any, **options: Any) -> tuple[Any, ...]:
+        return tuple(made(*given, **options))
+
+    with patch.object(hf_weights, "rules", rules_once):
+        for name, config, layout in cases():
+            start = time.monotonic()
+            found[name] = attempt(functools.partial(build, config, layout, platform))
+            found[name]["seconds"] = round(time.monotonic() - start, 1)
+    return found
+
+
+def run_all(root: Path) -> dict[str, Any]:
+    """Updates of each small model, in each way, by both kinds of layers: largest difference of log-probs, and gradient norms."""
+    from megarl.training import rank as ranks
+
+    cpu = get_platform("cpu")
+    found: dict[str, Any] = {}
+    with_engine = replace(cpu, has_transformer_engine=True)
+    with patch.object(ranks, "get_platform", lambda name: with_engine):
+        kinds = {fused: ranks.Rank(0, 1, "cpu", seed=1) for fused in (False, True)}
+    kinds[False].platform = cpu
+    kinds[False].rendezvous("127.0.0.1", kinds[False].free_port(), 60.0)
+    kinds[True]._timeout_s = 60.0  # the process has joined itself
+    for family, differs in FAMILIES.items():
+        write_tiny_model(root / family, family, **differs)
+        for way, settings in RUNS.items():
+            found[f"{family}: {way}"] = attempt(functools.partial(compare, kinds, root / family, settings))
+    kinds[False].close()
+    return found
+
+
+def compare(kinds: dict[bool, Rank], folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """One update and the log-probs after it, by both kinds of layers, from the same weights."""
+    from megarl.models.hf_weights import layer_spec
+
+    parts, columns = shards([examples([20, 33, 7, 12], 128)], 1, 2)
+    norms, logprobs, specs = [], [], []
+    for rank in kinds.values():
+        spec = RoleSpec(
+            folder,
+            optimizer=Optimizer(lr=1e-3),
+            total_steps=10,
+            objective=PolicyObjective(Algorithm()),
+            **{"dtype": "float32", **settings},
+        )
+        rank.build(ROLE, spec)
+        specs.append(layer_spec(rank.engine(ROLE)._chunks))
+        norms.append(rank.update(ROLE, parts[0], columns[0])["actor/grad_norm"])
+        logprobs.append(np.concatenate([np.concatenate(part) for part in rank.logprobs(ROLE, parts[0])]))
+    return {
+        "specs": specs,
+        "norms": norms,
+        "difference": float(np.abs(logprobs[0] - logprobs[1]).max()),
+        "size": float(np.abs(logprobs[0]).mean()),
+    }
+
+
+def attempt(work: Any) -> dict[str, Any]:
+    """What it gives, or the end of what it says."""
+    try:
+        return {"problem": None, **work()}
+    except Exception:
+        return {"problem": traceback.format_exc()[-2000:]}
+
+
+def fake_groups() -> None:
+    """All process groups of `build` talk to nobody; Megarl's own updates meet over gloo, alone."""
+    new_group = dist.new_group
+
+    def quiet(ranks: Any = None, *_: Any, **options: Any) -> Any:
+        fake = dist.get_backend() == "fake"
+        return new_group(ranks, backend="fake") if fake else new_group(ranks, **options)
+
+    dist.new_group = quiet
+
+
+def main() -> None:
+    """Build on meta, then run on the CPU."""
+    fused = sys.argv[1] == "fused"
+    package = fake_transformer_engine.install() if fused else None
+    fake_groups()
+    megatron_cpu.CPU = torch.device("meta")
+    megatron_cpu.install()
+    built = build_all(replace(get_platform("cuda"), device="meta", has_transformer_engine=fused))
+    megatron_cpu.CPU = torch.device("cpu")
+    with tempfile.TemporaryDirectory() as root:
+        ran = run_all(Path(root)) if fused else {}
+    print()
+    print(json.dumps({"built": built, "ran": ran, "used": sorted(package.used) if package else []}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""CUDA's layers without a device: Megatron's Transformer Engine wrappers on the pinned version's names and signatures.
+
+The ranks are two processes' (fake_ranks.py); what they found is looked at here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import setuptools
+
+from megarl.models.config import ModelConfig
+from megarl.placement.devices import DEVICES
+from megarl.placement.memory import Role, role_bytes
+from megarl.placement.space import one_layout
+from tests.cuda_paths.fake_ranks import FAMILIES, RUNS, cases
+from tests.support.package_source import ROOT, PackageSource
+
+DEADLINE_S = 300.0
+TRANSFORMER_ENGINE = ("transformer-engine", "transformer_engine")
+# What megarl itself reads of Transformer Engine's modules: weights (models/rules), and how a linear is cut (models/lora).
+ATTRIBUTES = {
+    "Linear": ("weight", "parallel_mode"),
+    "LayerNormLinear": ("weight", "layer_norm_weight", "parallel_mode"),
+    "GroupedLinear": ("weight",),
+}
+BFLOAT16_EXPERTS = ("qwen3_moe: bfloat16", "mixtral: bfloat16")  # other roundings choose other experts for some tokens
+
+
+@contextmanager
+def asked(kind: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.cuda_paths.fake_ranks", kind],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """By kind of layers: what was built, and what ran."""
+    PackageSource(*TRANSFORMER_ENGINE)  # says what to do where it is not there
+    answers = {}
+    with asked("fused") as fused, asked("torch") as plain:
+        for kind, process in (("fused", fused), ("torch", plain)):
+            output, errors = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, errors[-3000:]
+            answers[kind] = json.loads(output.splitlines()[-1])
+    return answers
+
+
+def planned_bytes(config: ModelConfig, layout: Any, device: str) -> float:
+    """Of the weights of the fullest rank."""
+    role = Role(trained=True, head=config.head != "score")
+    kernels = DEVICES[device].kernels
+    return float(role_bytes(config, one_layout(layout, 4096, "full"), 2, role, kernels).weights[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "spec"), [("fused", "transformer_engine"), ("torch", "torch")])
+def test_every_role_of_a_recipe_is_built_and_each_parameter_has_its_rule(
+    kind: str, spec: str, found: dict[str, Any]
+) -> None:
+    built = found[kind]["built"]
+    assert {name: each["problem"] for name, each in built.items() if each["problem"]} == {}
+    assert set(built) == {name for name, _, _ in cases()} and len(built) >= 5
+    assert all(each["specs"] == [spec] for each in built.values())
+
+
+@pytest.mark.slow
+def test_the_plan_knows_how_many_bytes_of_weights_they_hold(found: dict[str, Any]) -> None:
+    for name, config, layout in cases():
+        planned, held = planned_bytes(config, layout, "H100"), found["fused"]["built"][name]["bytes"]
+        assert held == pytest.approx(planned, rel=0.01), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_kinds_of_layers_compute_and_learn_the_same(family: str, found: dict[str, Any]) -> None:
+    for way, settings in RUNS.items():
+        name = f"{family}: {way}"
+        each = found["fused"]["ran"][name]
+        assert each["problem"] is None, each["problem"]
+        assert each["specs"] == ["torch", "transformer_engine"]
+        rounded = settings.get("dtype") == "bfloat16"
+        first, second = each["norms"]
+        assert second == pytest.approx(first, rel=0.05 if rounded else 1e-6), name
+        if name not in BFLOAT16_EXPERTS:
+            assert each["difference"] < (0.03 if rounded else 1e-5) and each["size"] > 1, name
+
+
+@pytest.mark.slow
+def test_megatron_finds_what_it_looks_for(found: dict[str, Any]) -> None:
+    used = {name.rpartition(".")[2] for name in found["fused"]["used"]}
+    assert used >= {
+        *("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "DotProductAttention"),
+        *("apply_rotary_pos_emb", "FusedAdam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"),
+    }
+
+
+@pytest.mark.parametrize("module", ATTRIBUTES)
+def test_modules_hold_what_megarl_reads_of_them(module: str) -> None:
+    source = PackageSource(*TRANSFORMER_ENGINE)
+    definition = source.find("transformer_engine.pytorch", module)
+    assert definition is not None
+    assert [name for name in ATTRIBUTES[module] if not source.mentions(definition, name)] == []
+    assert not source.mentions(definition, "no_such_name")
+
+
+def test_what_is_read_is_what_a_gpu_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **settings: given.update(settings))
+    exec((ROOT / "setup.py").read_text(), {"__name__": "setup"})
+    version = PackageSource(*TRANSFORMER_ENGINE).version
+    assert f"transformer-engine[pytorch]=={version}" in given["extras_require"]["gpu"]
+
+
+def test_a_source_that_is_not_there_says_what_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("tests.support.package_source.FOLDER", tmp_path)
+    with pytest.raises(RuntimeError, match="Run `make setup`"):
+        PackageSource(*TRANSFORMER_ENGINE)

@@ -1,0 +1,110 @@
+"""Gathering between ranks that are threads: what each holds meanwhile, and that nobody waits for what nobody sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.models import hf_gather
+from megarl.models.hf_gather import Gatherer
+from megarl.models.hf_weights import Unit
+from megarl.models.mapping import merge
+from megarl.models.parts import Part
+from megarl.models.rules import Rule, Source
+from tests.support.live_bytes import LiveBytes
+
+Links = dict[tuple[int, int], "Queue[Tensor]"]
+
+
+def rule(name: str, shape: tuple[int, int], cut: Any) -> Rule:
+    return Rule(name, (Source(name, shape),), cut, rounds=1, is_padded=False, layer=0)
+
+
+class HeldByThread:
+    """A rank's parts of whole tensors."""
+
+    def __init__(self, parts: dict[str, Tensor]) -> None:
+        self.parts = parts
+
+    def value(self, of: Rule, part: Part) -> Tensor:
+        return self.parts[of.megatron]
+
+
+def gatherer(rank: int, rules: Sequence[Rule], parts: dict[str, Tensor], link: Link) -> Gatherer:
+    made: Any = object.__new__(Gatherer)
+    made._held, made._rank, made._group, made._dtypes = HeldByThread(parts), rank, link, {}
+    made.dtype, made._device = torch.float32, torch.device("cpu")
+    made._units = {each.megatron: Unit(each, 0) for each in rules}
+    return made  # type: ignore[no-any-return]
+
+
+class Link:
+    """A rank's end of the threads' links, in the process group's place."""
+
+    def __init__(self, rank: int, links: Links) -> None:
+        self.rank, self.links = rank, links
+
+
+class PassingDist:
+    """torch.distributed's point-to-point operations between threads: what is sent is there at once."""
+
+    isend, irecv = "isend", "irecv"
+
+    def P2POp(self, kind: str, tensor: Tensor, group: Link, group_peer: int) -> Any:
+        assert tensor.is_contiguous()
+        return kind, tensor, group, group_peer
+
+    def batch_isend_irecv(self, operations: Sequence[Any]) -> list[Any]:
+        for kind, tensor, link, peer in operations:
+            if kind == self.isend:
+                link.links[link.rank, peer].put(tensor)
+        for kind, tensor, link, peer in operations:
+            if kind == self.irecv:
+                tensor.copy_(link.links[peer, link.rank].get(timeout=10))
+        return [SimpleNamespace(wait=lambda: None)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(2, 4),
+    to=st.integers(0, 3),
+    tensors=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from(["rows", "columns"])), min_size=1),
+    staged_bytes=st.integers(1, 300),
+)
+def test_a_rank_holds_its_tensors_and_at_most_so_many_bytes_of_columns(
+    count: int, to: int, tensors: list[tuple[int, int, str]], staged_bytes: int
+) -> None:
+    """Of every rank, that which receives and those that give: also in rounds of a row, and of parts of several tensors."""
+    shapes = [(count * size, count * width) for size, width, _ in tensors]
+    made = [rule(str(index), shape, cut) for index, (shape, (*_, cut)) in enumerate(zip(shapes, tensors, strict=True))]
+    whole = [torch.arange(float(rows * columns)).view(rows, columns) for rows, columns in shapes]
+    links: Links = {(one, other): Queue() for one in range(count) for other in range(count)}
+    to %= count
+
+    def one(rank: int) -> tuple[list[tuple[str, Tensor]], int]:
+        parts = {each.megatron: merge(each, [tensor], rank, count) for each, tensor in zip(made, whole, strict=True)}
+        asked = gatherer(rank, made, parts, Link(rank, links))
+        with LiveBytes() as live:
+            found = asked.gather({to: [(each.megatron, range(count)) for each in made]}, staged_bytes=staged_bytes)
+        return found, live.peak
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as pool:
+        patch.setattr(hf_gather, "dist", PassingDist())
+        told = list(pool.map(one, range(count)))
+    found, peak = told[to]
+    assert all(tensor.equal(expected) for (_, tensor), expected in zip(found, whole, strict=True))
+    assert [name for name, _ in found] == [each.megatron for each in made]
+    # A row of a part is the least that arrives; what a rank had before is counted once it is looked at.
+    row, own = max(4 * columns // count for _, columns in shapes), sum(tensor.nbytes for tensor in whole) // count
+    assert peak <= sum(tensor.nbytes for tensor in whole) + own + max(staged_bytes, row)
+    assert all(not given and held <= own for rank, (given, held) in enumerate(told) if rank != to)
+    assert all(link.empty() for link in links.values())

@@ -1,0 +1,114 @@
+"""Tests as data sets have them, and what passes one. Each row here has the form of the data set that it is named after."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megarl.rewards.code_tests import Expected, Pair, RowTests, last_block, read_tests, same_output
+from megarl.sandbox.job import Check, Checked
+
+PAIRS = (Pair("1 2\n", "3\n"), Pair("4 5\n", "9\n"))
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"input_output": json.dumps({"inputs": ["1 2\n", "4 5\n"], "outputs": ["3\n", "9\n"]})}, None),  # APPS, TACO
+        ({"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}]}, None),
+        ({"tests": json.dumps([{"type": "stdin_stdout", "input": "1 2\n", "output": "3\n"},
+                               {"type": "stdin_stdout", "input": "4 5\n", "output": "9\n"}])}, None),  # DeepCoder
+        ({"public_tests": {"input": ["1 2\n", "4 5\n"], "output": ["3\n", "9\n"]}}, None),  # CodeContests
+        ({"extra": {"cases": {"inputs": ["1 2\n", "4 5\n"], "outputs": ["3\n", "9\n"]}}}, "extra.cases"),
+    ],
+)  # fmt: skip
+def test_pairs(row: dict[str, Any], field: str | None) -> None:
+    assert read_tests(row, "", field) == RowTests(pairs=PAIRS)
+
+
+def test_the_answer_is_looked_at_last() -> None:
+    answer = json.dumps({"inputs": ["1 2\n", "4 5\n"], "outputs": ["3\n", "9\n"]})
+    assert read_tests({"difficulty": "easy"}, answer, None).pairs == PAIRS
+    assert read_tests({"test_list": ["assert 1 == f()"]}, answer, "answer").pairs == PAIRS
+
+
+def test_asserts() -> None:
+    row = {"test_list": ["assert f(1) == [2, -3]", "assert 4 == f(2)", "assert f(3)", "assert f(4) is None, 'why'"],
+           "test_setup_code": "import math", "test_imports": ["import re"]}  # fmt: skip
+    tests = read_tests(row, "", None)
+    assert tests.setup == "import math\nimport re"
+    assert tests.checks == (
+        Expected(Check("value", "f(1)"), [2, -3]),
+        Expected(Check("value", "f(2)"), 4),
+        Expected(Check("assert", "assert f(3)")),
+        Expected(Check("value", "f(4)"), None, exactly=True),
+    )
+    assert read_tests({"tests": "assert f(1) == [2, -3]\nassert 4 == f(2)"}, "", None).checks == tests.checks[:2]
+    assert read_tests({"tests": row["test_list"]}, "", None).first(2).checks == tests.checks[:2]
+
+
+def test_other_statements_are_one_test() -> None:
+    source = "def check(candidate):\n    assert candidate(1) == 2"
+    assert read_tests({"test": source, "entry_point": "f"}, "", None).checks == (
+        Expected(Check("assert", f"{source}\ncheck(f)")),
+    )
+
+
+def test_calls() -> None:
+    row = {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})}
+    call = "(Solution().add if 'Solution' in globals() else add)(*[1, 2])"
+    assert read_tests(row, "", None).checks == (Expected(Check("value", call), 3, as_json=True),)
+    row = {"tests": [{"input": "1\n2", "output": "3"}], "metadata": json.dumps({"func_name": "add"})}  # LiveCodeBench
+    assert read_tests(row, "", None).checks == (Expected(Check("value", call), 3, as_json=True),)
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "says"),
+    [
+        ({"prompt": "x"}, None, "the row has no tests: none of the fields tests, "),
+        ({"prompt": "x", "y": 1}, "z", "the row has no field 'z'; it has prompt, y"),
+        ({"tests": "assert ("}, None, "neither JSON nor Python: 'assert \\('"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, None, "as many inputs as outputs"),
+        ({"tests": [7]}, None, "these are no tests: 7"),
+        ({"tests": [[]]}, None, "its field 'tests' holds no tests"),
+        ({"tests": {"fn_name": "a b", "inputs": [[1]], "outputs": [1]}}, None, "'a b' is no name of a function"),
+    ],
+)
+def test_what_is_no_test_is_said(row: dict[str, Any], field: str | None, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_tests(row, "", field)
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "met"),
+    [
+        (Expected(Check("value", "x"), [1, (2,)]), "[1, (2, ), ]", True),
+        (Expected(Check("value", "x"), [1, 2]), "(1, 2, )", False),
+        (Expected(Check("value", "x"), [1, 2], as_json=True), "(1, 2, )", True),
+        (Expected(Check("value", "x"), [5], as_json=True), "5", True),
+        (Expected(Check("value", "x"), 1), "True", True),  # as Python's == has it
+        (Expected(Check("value", "x"), True, exactly=True), "1", False),
+        (Expected(Check("value", "x"), 1), "__import__('os')", False),
+        (Expected(Check("value", "x"), 1), "[" * 300, False),
+        (Expected(Check("assert", "x")), "", True),
+    ],
+)
+def test_values_are_judged_outside(expected: Expected, text: str, met: bool) -> None:
+    assert expected.met(Checked(True, text)) is met
+    assert not expected.met(Checked(False, text))
+
+
+def test_the_last_closed_block_is_the_code() -> None:
+    assert last_block("no code") is None
+    assert last_block("```python\nfirst\n```\nthen\n```py\nsecond\n```\n") == "second\n"
+    assert last_block("```python\nwhole\n```\n```python\ncut off") == "whole\n"
+    assert last_block("  ```\n  x = 1\n  ```") == "  x = 1\n"
+
+
+def test_output_is_compared_by_lines() -> None:
+    assert same_output("1 \n2\n\n", "1\n2")
+    assert not same_output("1 2", "1\n2")
+    assert not same_output("", "1")
+    assert not same_output(" 1", "1")

@@ -1,0 +1,170 @@
+"""Flags of CUDA's servers, settled by SGLang's own code for every recipe of a real model, as on a node of 8 H100.
+
+All of it but the devices is real: parser, model configs, defaults by model and machine, and the checks that come last before a
+server's processes start (tests/support/sglang_fake_h100.py).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megarl
+from megarl.core.errors import UserError
+from megarl.core.platform import get_platform
+from megarl.models.config import ModelConfig
+from megarl.models.fp8_weights import check_servable
+from megarl.models.known_configs import known_config
+from megarl.models.lora_served import FAMILIES, served_lora
+from megarl.models.lora_settings import LoraSettings
+from megarl.placement.workload import read_model
+from megarl.recipe.load import load_recipe
+from megarl.run.server_spec import server_spec
+from megarl.run.servers_check import SEPARATE_EXPERTS
+from megarl.serving.server import ServerSpec, Span
+
+CUDA = get_platform("cuda")
+RECIPES = Path(megarl.__file__).parent.parent / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("quickstart"))
+SHARES = {"shares_devices": True}
+SLEEPS = {**SHARES, "offloaded": True}
+ONE_OF_FOUR = {"span": Span(4, 1, "10.0.0.1:29000"), "tp": 32}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A server as megarl may make it. differs: from the recipe's own. settled: what has to come of it."""
+
+    differs: dict[str, Any]
+    settled: dict[str, Any]
+
+
+# By what makes them: a recipe's own keys, or flags that rollout.server_args may have.
+FORMS = {
+    "its own": Asked({}, {"device": "cuda", "enable_memory_saver": False, "attention_backend": "fa3"}),
+    "shared devices": Asked(SHARES, {"mem_fraction_static": 0.3}),
+    "offloaded": Asked(SLEEPS, {"mem_fraction_static": 0.3, "enable_memory_saver": True}),
+    "a share of the plan's": Asked(
+        {**SLEEPS, "extra": ("--mem-fraction-static", "0.55")}, {"mem_fraction_static": 0.55}
+    ),
+    "kv tokens": Asked({"kv_tokens": 65536}, {"max_total_tokens": 65536}),
+    "deterministic": Asked(
+        {"deterministic": True}, {"enable_deterministic_inference": True, "disable_radix_cache": False}
+    ),
+    "four nodes": Asked(ONE_OF_FOUR, {"nnodes": 4, "node_rank": 1, "tp_size": 32}),
+    "experts cut by expert": Asked({"tp": 4, "extra": ("--ep-size", "4")}, {"ep_size": 4}),
+    "data-parallel attention": Asked({"tp": 4, "extra": ("--dp-size", "2", "--enable-dp-attention")}, {"dp_size": 2}),
+    "weights by their hashes": Asked({"extra": (SEPARATE_EXPERTS,)}, {"disable_shared_experts_fusion": True}),
+    "routing": Asked({"extra": ("--enable-return-routed-experts",)}, {"enable_return_routed_experts": True}),
+} | {
+    f"deterministic on {backend}": Asked(
+        {"deterministic": True, "extra": ("--attention-backend", backend)}, {"attention_backend": backend}
+    )
+    for backend in CUDA.deterministic_attention
+}
+FP8 = Asked({**SLEEPS, "quantized": True}, {"load_format": "dummy", "enable_memory_saver": True})
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a flag that is none": ({"extra": ("--no-such-flag",)}, "SystemExit"),
+    "an attention that is not deterministic": (
+        {"deterministic": True, "extra": ("--attention-backend", "torch_native")},
+        "attention backends are supported for deterministic inference",
+    ),
+    "longer than the model's context": ({"context_length": 10**6}, "context_length"),
+    "more copies than ranks": ({"tp": 1, "extra": ("--dp-size", "2", "--enable-dp-attention")}, "AssertionError"),
+}
+
+
+def own_spec(name: str) -> ServerSpec:
+    """What the recipe's own servers are told, of a model that is known by its config.json."""
+    recipe = load_recipe(RECIPES / f"{name}.yaml").recipe
+    config = known_config(recipe.model.path)
+    assert config is not None, recipe.model.path
+    return replace(server_spec(recipe), model=config.parent)
+
+
+def forms(name: str) -> dict[str, Asked]:
+    """All that megarl may make of the recipe's servers."""
+    model = read_model(own_spec(name).model)
+    made = dict(FORMS)
+    if serves_fp8(model, own_spec(name).tp):
+        made["fp8"] = FP8
+    if model.family in FAMILIES:
+        lora = served_lora(model, LoraSettings(16, 32, ("linear_qkv", "linear_proj")))
+        made["adapters"] = Asked({**SLEEPS, "lora": lora}, {"enable_lora": True, "max_lora_rank": 16})
+    return made
+
+
+def serves_fp8(model: ModelConfig, tp: int) -> bool:
+    """Whether a run lets servers hold the model in FP8; else it is refused long before SGLang is asked."""
+    try:
+        check_servable(model, tp)
+    except UserError:
+        return False
+    return True
+
+
+def not_on_hopper(name: str, form: str) -> bool:
+    """SGLang 0.5.21 has fa4 for latent attention on Blackwell alone, and says so."""
+    return form.endswith("on fa4") and read_model(own_spec(name).model).mla is not None
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """What SGLang says of everything that is asked here: it is loaded once."""
+    asked: dict[str, ServerSpec] = {}
+    for name in NAMES:
+        own = own_spec(name)
+        asked |= {f"{name} {form}": replace(own, **each.differs) for form, each in forms(name).items()}
+    assert {form for name in NAMES for form in forms(name)} >= {"fp8", "adapters"}
+    asked |= {what: replace(own_spec(NAMES[0]), **differs) for what, (differs, _) in REFUSED.items()}
+    words = {name: spec.words(CUDA, "127.0.0.1", 30000) for name, spec in asked.items()}
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.support.sglang_fake_h100"],
+        input=json.dumps(words),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_sglang_takes_every_form_of_a_recipes_servers(name: str, answers: dict[str, Any]) -> None:
+    problems, otherwise = {}, {}
+    for form, each in forms(name).items():
+        answer = answers[f"{name} {form}"]
+        if not_on_hopper(name, form):
+            assert "requires SM100" in answer["problem"]
+            continue
+        if answer["problem"] is not None:
+            problems[form] = answer["problem"]
+            continue
+        found = {key: answer["settled"][key] for key in each.settled}
+        if found != each.settled:
+            otherwise[form] = (found, each.settled)
+    assert problems == {} and otherwise == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_sglang_refuses_is_refused_there_too(what: str, answers: dict[str, Any]) -> None:
+    _, expected = REFUSED[what]
+    assert answers[what]["problem"] is not None and expected in answers[what]["problem"]
+
+
+@pytest.mark.slow
+def test_a_deterministic_server_without_words_of_its_own_has_a_backend_that_the_platform_names(
+    answers: dict[str, Any],
+) -> None:
+    chosen = {name: answers[f"{name} deterministic"]["settled"]["attention_backend"] for name in NAMES}
+    assert set(chosen.values()) <= set(CUDA.deterministic_attention)

@@ -1,0 +1,79 @@
+"""A pytest plugin: what became of every test, JSON lines that are written as it begins and ends. For tools/gpu_check.
+
+outcome: begun, and then passed, failed, lacking (what the machine has not, in `why`), or late (the time that was given is over).
+A test whose last line says that it has begun ended its process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROKEN = ("CUDA error", "device-side assert", "CUBLAS_STATUS", "NCCL error")
+
+
+class Results:
+    """Writes the lines, leaves out tests that a line is there of already, and begins none once the time is over.
+
+    Behind an error of CUDA's the process ends: everything that it would do on the device would fail as well.
+    """
+
+    def __init__(self, file: Path, until: float | None) -> None:
+        """until: seconds of the epoch, after which no test begins."""
+        self._file, self._until = file, until
+        lines = file.read_text().splitlines() if file.exists() else []
+        self._done = {json.loads(line)["test"] for line in lines}
+        self._seconds: dict[str, float] = {}
+        self._found: dict[str, tuple[str, str]] = {}
+        self._session: pytest.Session | None = None
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        again = [item for item in items if item.nodeid in self._done]
+        if again:
+            config.hook.pytest_deselected(items=again)
+            items[:] = [item for item in items if item.nodeid not in self._done]
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self._until is not None and time.time() > self._until:
+            self._found[item.nodeid] = "late", "no time was left"
+            pytest.skip("no time was left")
+        self._write(item.nodeid, "begun", "the process ended within it", 0.0)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file whose imports fail, or that asks for what is not there, is one line."""
+        if report.outcome != "passed" and report.nodeid not in self._done:
+            self._write(report.nodeid, "failed" if report.failed else "lacking", said(report), 0.0)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid
+        self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
+        if report.failed:
+            self._found[name] = "failed", said(report)
+        elif report.skipped:
+            self._found.setdefault(name, ("lacking", said(report)))
+        if report.when == "teardown":
+            outcome, why = self._found.pop(name, ("passed", ""))
+            self._write(name, outcome, why, self._seconds.pop(name))
+            if outcome == "failed" and any(words in why for words in BROKEN) and self._session is not None:
+                self._session.shouldstop = f"the device is of no more use to this process: {name}"
+
+    def _write(self, test: str, outcome: str, why: str, seconds: float) -> None:
+        line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3), "why": why}
+        with self._file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def said(report: Any) -> str:
+    """Why, in a line: the last of the error, or the reason of a skip."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(crash.message if crash is not None else report.longrepr)
+    return " ".join(text.split())[:600]

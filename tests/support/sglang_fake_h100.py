@@ -1,0 +1,81 @@
+"""`python -m tests.support.sglang_fake_h100`: how SGLang settles flags on a node of 8 H100, asked where there is none.
+
+Reads {name: words of the launcher} as JSON; prints {name: {"problem": text or null, "settled": {setting: value}}} as its last
+line. Everything is SGLang's own code, from the parser to the last check before processes start; fake is what it asks of the
+machine: whether there are devices, of what kind, with how much memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from megarl.serving import sglang_cpu
+
+MEMORY = 80 * 2**30
+DEVICE = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132)
+CUDA = {
+    "is_available": lambda: True,
+    "device_count": lambda: 8,
+    "current_device": lambda: 0,
+    "get_device_capability": lambda device=None: (DEVICE.major, DEVICE.minor),
+    "get_device_properties": lambda device=None: DEVICE,
+    "get_device_name": lambda device=None: DEVICE.name,
+    "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+}
+FACTS = {
+    "is_cuda": True,
+    "is_sm90": True,
+    "is_hopper_with_cuda_12_3": True,
+    "has_flashinfer": True,
+    "device_sm": 90,
+    "device_capability": (9, 0),
+}
+
+
+def become_h100() -> None:
+    """Fake the devices. What has kernels of its own is imported before, as on a CPU: nothing is computed here."""
+    sglang_cpu.install()
+    for module in ("server_args", "configs.model_config", "arg_groups.expert_pack_hook"):
+        importlib.import_module(f"sglang.srt.{module}")
+    common: Any = importlib.import_module("sglang.srt.utils.common")
+    importlib.import_module("sglang.srt.runtime_context").override_platform(**FACTS).install()
+    torch: Any = importlib.import_module("torch")
+    torch.version.cuda = "13.0"
+    for name, answer in CUDA.items():
+        setattr(torch.cuda, name, answer)
+    for each in list(vars(common).values()):
+        if hasattr(each, "cache_clear"):  # what it has found out about this machine
+            each.cache_clear()
+    common.is_flashinfer_available = lambda: True
+
+
+def settle(words: list[str]) -> dict[str, Any]:
+    """What SGLang makes of the words, or the first thing that it says against them."""
+    from sglang.srt.server_args import prepare_server_args
+
+    try:
+        with patch.dict("os.environ"):  # some settings end in variables, for the server's own processes
+            settings = prepare_server_args(words)
+            settings.resolve_once()
+            settings.check_server_args()
+            return {"problem": None, "settled": settings.resolved_dict()}
+    except (Exception, SystemExit) as error:
+        return {"problem": "".join(traceback.format_exception_only(error)), "settled": {}}
+
+
+def main() -> None:
+    """Answer for each name."""
+    asked = json.load(sys.stdin)
+    become_h100()
+    print()
+    print(json.dumps({name: settle(words) for name, words in asked.items()}, default=str))
+
+
+if __name__ == "__main__":
+    main()

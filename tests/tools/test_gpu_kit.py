@@ -1,0 +1,130 @@
+"""The kit's pure parts: a file cut and joined, wheels chosen from a lock, and where a wheel's files belong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tools.gpu_kit.__main__ import main
+from tools.gpu_kit.make import project_files, write_program
+from tools.gpu_kit.parts import HEAD_BYTES, Head, KitError, join, split
+from tools.gpu_kit.use import install, place_of
+from tools.gpu_kit.wheels import chosen, download_words, read_lock
+
+ROOT = Path(__file__).parents[2]
+LOCK = """# Compiled
+engine==1.2.post1
+    # via -r cpu.in
+numpy==2.3.5
+    # via
+    #   -r cpu.in
+    #   engine
+    #   torch
+only-torchs==4.0
+    # via torch
+tiny==0.1
+    # via numpy
+torch==2.13.0
+    # via engine
+"""
+
+
+def cut(folder: Path, content: bytes, part_bytes: int) -> list[Path]:
+    whole = folder / "whole"
+    whole.write_bytes(content)
+    return split(whole, folder, part_bytes)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(content=st.binary(max_size=400), room=st.integers(1, 150), order=st.randoms())
+def test_parts_are_no_larger_than_asked_and_give_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, room: int, order: object
+) -> None:
+    folder = tmp_path_factory.mktemp("kit")
+    parts = cut(folder, content, HEAD_BYTES + room)
+    assert len(parts) == max(1, -(-len(content) // room))
+    assert all(part.stat().st_size <= HEAD_BYTES + room for part in parts)
+    order.shuffle(parts)  # type: ignore[attr-defined]
+    kit = join(parts, folder / "again")
+    assert (folder / "again").read_bytes() == content
+    assert kit == Head.read(parts[0]).kit
+
+
+def test_parts_that_are_missing_damaged_or_of_another_kit_are_told_of(tmp_path: Path) -> None:
+    target, other = tmp_path / "again", tmp_path / "other"
+    other.mkdir()
+    parts = cut(tmp_path, b"0123456789" * 10, HEAD_BYTES + 40)
+    with pytest.raises(KitError, match="Of 3 parts these are missing: part-00, part-02"):
+        join(parts[1:2], target)
+    with pytest.raises(KitError, match="of 2 different kits"):
+        join([*parts, *cut(other, b"x", HEAD_BYTES + 1)], target)
+    with pytest.raises(KitError, match=r"part-01 is damaged.*again"):
+        parts[1].write_bytes(parts[1].read_bytes()[:-1] + b"!")
+        join([tmp_path], target)
+    with pytest.raises(KitError, match="whole is no part of a kit"):
+        join([tmp_path / "whole"], target)
+    with pytest.raises(KitError, match="No part of a kit was given"):
+        join([target.parent / "nothing"] if (target.parent / "nothing").mkdir() is None else [], target)
+    with pytest.raises(KitError, match=f"more than {HEAD_BYTES} bytes"):
+        split(tmp_path / "whole", tmp_path, HEAD_BYTES)
+
+
+def test_what_is_wanted_comes_with_what_it_needs_and_without_what_torch_brings() -> None:
+    lock = read_lock(LOCK)
+    assert lock.versions["engine"] == "1.2.post1" and lock.needs["engine"] == {"numpy", "torch"}
+    assert chosen(lock, ["engine"], ["torch"]) == {"engine": "1.2.post1", "numpy": "2.3.5", "tiny": "0.1"}
+    with pytest.raises(KitError, match="no other: compile it anew"):
+        chosen(lock, ["engine", "other"], ["torch"])
+
+
+def test_the_lock_has_all_that_the_kit_wants_and_neither_torch_nor_its_cuda() -> None:
+    pins = chosen(read_lock((ROOT / "requirements" / "cpu.lock").read_text()))
+    assert {"transformers", "tokenizers", "numpy", "megatron-core", "pydantic-core", "pluggy"} <= pins.keys()
+    assert not {"torch", "sympy", "networkx", "ray", "sglang"} & pins.keys()
+
+
+def test_pip_is_asked_for_wheels_of_that_python_and_for_nothing_that_they_name() -> None:
+    words = download_words({"a": "1"}, "3.12", "folder")
+    assert words[-1] == "a==1" and {"--no-deps", "--only-binary=:all:"} <= set(words)
+    assert words[words.index("--python-version") + 1] == "3.12"
+
+
+def test_files_of_a_wheel_lie_where_python_finds_them_and_never_before_torch(tmp_path: Path) -> None:
+    assert place_of("numpy/core.py") == "numpy/core.py"
+    assert place_of("x-1.0.data/platlib/x/y.so") == "x/y.so"
+    assert place_of("x-1.0.data/scripts/run") is None
+    for name, content in (("good", {"good/a.py": "1", "good-1.data/scripts/b": "2"}), ("bad", {"torch/a.py": "3"})):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            for path, text in content.items():
+                wheel.writestr(path, text)
+    site = tmp_path / "site"
+    install(tmp_path / "good.whl", site)
+    assert [str(file.relative_to(site)) for file in site.rglob("*") if file.is_file()] == ["good/a.py"]
+    with pytest.raises(KitError, match=r"bad.whl holds torch/a.py, which would stand before"):
+        install(tmp_path / "bad.whl", site)
+
+
+def test_the_program_runs_alone_and_says_what_is_wrong(tmp_path: Path) -> None:
+    """In a Python without packages, of this or another version."""
+    write_program(tmp_path / "gpu_kit", tmp_path / "program")
+    command = [sys.executable, "-I", "-S", "gpu_kit", "use", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "No part of a kit was given" in done.stderr or "has no torch that loads" in done.stderr
+
+
+def test_a_kit_is_not_written_over_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "part-00").touch()
+    assert main(["make", "--out", str(tmp_path)]) == 2
+    assert "holds a kit already (part-00, ...)" in capsys.readouterr().err
+
+
+def test_the_kit_takes_the_project_as_git_has_it() -> None:
+    files = project_files()
+    assert {"tools/gpu_check.py", "tests/conftest.py", "megarl/training/rank.py", "pyproject.toml"} <= set(files)

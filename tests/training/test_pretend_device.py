@@ -1,0 +1,35 @@
+"""The engine on a device that is not there: nothing of it meets a tensor of the host, and no number changes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# All ways of a role's tensors: in, forward, backward, steps, out, to files and back, asleep; experts, latents, adapters.
+TESTS = (
+    "tests/training/on_pretended_device.py",
+    "tests/training/test_engine.py::test_three_adam_steps_equal_a_plain_torch_loop",
+    "tests/training/test_engine.py::test_bfloat16_trains_on_float32_main_weights",
+    "tests/training/test_roles.py::test_adapters_learn_and_the_model_without_them_is_the_reference",
+    "tests/training/test_roles.py::test_replayed_routing_is_that_of_backward_too[full]",
+    "tests/training/test_roles.py::test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens",
+    "tests/training/test_checkpoint.py::test_a_resumed_run_takes_the_very_same_step[adam-bf16]",
+    "tests/training/test_critic.py::test_updates_are_those_of_a_hand_written_loop",
+    "tests/training/test_offload.py::test_a_frozen_role_says_the_same_after_sleep",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[deepseek_v3]",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[gemma3]",
+    "tests/sync/test_tensor_hash.py::test_tiles_are_the_kernels",
+)
+
+
+@pytest.mark.slow
+def test_the_engine_keeps_to_its_device() -> None:
+    """In a process of its own, whose torch is another; any mistake is an error there."""
+    command = [sys.executable, "-m", "tests.support.pretend_device", "-q", "-p", "no:cacheprovider", *TESTS]
+    variables = {**os.environ, "MEGARL_TEST_PLATFORM": "cuda", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-500:]

@@ -1,0 +1,97 @@
+"""Uses the kit on a machine that has Python and torch: unpacks it, puts it on the path, and runs the check."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.gpu_kit.parts import KitError, join
+
+FACTS, SITE, PROJECT = "kit.json", "site", "project"
+# What the machine's own torch consists of: whatever a wheel says, none of it may stand before it.
+OF_TORCH = ("torch", "triton", "nvidia", "functorch", "torchgen")
+DATA = (".data/purelib/", ".data/platlib/")  # of a wheel: belongs beside its packages
+
+
+def use_kit(given: Sequence[Path], platform: str, minutes: float, into: Path | None, out: Path) -> int:
+    """Unpack and check; the check's exit code. Results go to `out` as they come. Raises KitError."""
+    began = time.time()
+    torch = torch_version()
+    folder = into or Path(tempfile.mkdtemp(prefix="megarl-kit-"))
+    facts = unpack(given, folder)
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if facts["python"] != here:
+        raise KitError(f"The kit is for Python {facts['python']}, and this is {here}: make one with --python {here}.")
+    if not torch.startswith(facts["torch"]):
+        print(
+            f"gpu_kit: the kit was made for torch {facts['torch']}, and torch {torch} is here. It is tried all the same."
+        )
+    took = time.time() - began
+    print(f"gpu_kit: unpacked into {folder} in {took:.0f} s; torch {torch}; results in {out.absolute()}", flush=True)
+    left = max(0.1, minutes - took / 60)
+    words = ["--platform", platform, "--minutes", f"{left:.2f}", "--out", str(out.absolute())]
+    path = os.pathsep.join(str(folder / name) for name in (SITE, PROJECT))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tools.gpu_check", *words]
+    return subprocess.run(command, cwd=folder / PROJECT, env=environment, check=False).returncode
+
+
+def torch_version() -> str:
+    """Of the machine's own torch. Raises KitError where there is none."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise KitError(f"{sys.executable} has no torch that loads ({last[0]}), and the kit carries none.")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def unpack(given: Sequence[Path], folder: Path) -> dict[str, str]:
+    """What the kit says of itself. A folder that this kit was unpacked into before is taken as it is. Raises KitError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    archive, done = folder / "kit.tar.gz", folder / "unpacked"
+    kit = join(given, archive)
+    if not (done.exists() and done.read_text() == kit):
+        for name in (SITE, PROJECT, "wheels"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        for wheel in sorted((folder / "wheels").glob("*.whl")):
+            install(wheel, folder / SITE)
+        done.write_text(kit)
+    archive.unlink()
+    facts: dict[str, str] = json.loads((folder / FACTS).read_text())
+    return facts
+
+
+def install(wheel: Path, site: Path) -> None:
+    """Unpack one wheel; its scripts are left out. Raises KitError for one that would stand before the machine's torch."""
+    with zipfile.ZipFile(wheel) as content:
+        for entry in content.infolist():
+            name = place_of(entry.filename)
+            if name is None or entry.is_dir():
+                continue
+            if name.partition("/")[0] in OF_TORCH:
+                raise KitError(f"{wheel.name} holds {name}, which would stand before the machine's own torch.")
+            target = site / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with content.open(entry) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file)
+
+
+def place_of(name: str) -> str | None:
+    """Where a wheel's file belongs, from the folder of packages on; None where it belongs elsewhere (scripts, headers)."""
+    for marker in DATA:
+        if marker in name:
+            return name.partition(marker)[2]
+    return None if ".data/" in name.partition("/")[0] + "/" else name
