@@ -226,7 +226,6 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under("reward_model", {"path": [f"{ROOT}/scored2"], "weight": ["0.5"], "level": ["token"], **_FROZEN}),
     **_under("teacher.parallel", _PARALLEL),
     **_under("teacher", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], **_FROZEN}),
-    "train.journal": ["false"],
     "placement.name": ["colocate"],
     "placement.pools": ["{a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [reference]}}"],
     **_under(
