@@ -254,7 +254,7 @@ class SlowPolicy(FakePolicy):
     def __init__(self, *what: Any, **changes: Any) -> None:
         super().__init__(*what, **changes)
         self._abort = asyncio.Event()
-        self.served = 0
+        self.served = self.running = 0
 
     async def respond(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/abort_request":
@@ -265,9 +265,11 @@ class SlowPolicy(FakePolicy):
         aborted = self._abort
         ids = self._writes(body["input_ids"], body["sampling_params"]["max_new_tokens"])
         made: list[int] = []
+        self.running += 1
         while len(made) < len(ids) and not aborted.is_set():
             await asyncio.sleep(0.003)
             made.append(ids[len(made)])
+        self.running -= 1
         cut = made != ids
         logprobs = [-1.0 - index for index in range(len(made))]
         self.turns.append((body["input_ids"], made, logprobs, self.served, cut))
@@ -276,7 +278,9 @@ class SlowPolicy(FakePolicy):
 
 
 def test_a_sync_in_the_middle_of_episodes_loses_no_token_and_every_token_says_who_wrote_it(tmp_path: Path) -> None:
-    recipe, settings = episodes(tmp_path, rollout={"max_staleness": 1, "in_flight": "abort"}, train={"steps": 3})
+    # Few at a time: while one step is taken, episodes of the next are played.
+    rollout = {"max_staleness": 1, "in_flight": "abort", "concurrency": 5}
+    recipe, settings = episodes(tmp_path, rollout=rollout, train={"steps": 3, "journal": False})
     fake = SlowPolicy(lambda *_: [5, 6, 7, 8, 9, END], lambda ids: TOKENIZER.decode(ids), ends={END})
 
     async def call(local: LocalRollout) -> list[Sample]:
@@ -285,7 +289,8 @@ def test_a_sync_in_the_middle_of_episodes_loses_no_token_and_every_token_says_wh
             await local.generate(step, step - 1)
             taken = local.coordinator.samples.taken
             found += [sample for group in taken for sample in local.collectors[0]._groups[group].samples]
-            await asyncio.sleep(0.012)
+            while step < 3 and not fake.running:
+                await asyncio.sleep(0.001)
             await local.coordinator.cut([fake.endpoint])
             assert fake.in_flight == 0
             fake.served = step
