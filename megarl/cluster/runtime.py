@@ -36,6 +36,7 @@ from megarl.core.scratch import Scratch
 log = get_logger(__name__)
 
 CONNECT_S = 10.0
+SLOW_START = "timed out during startup"  # Ray's words, as of 2.60
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Runtime:
                     paths = {witness: folder, **{path: path for path in (Path.cwd(), *reads)}}
                     runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, paths)
             else:
-                _start_ray(platform, run_id, num_devices, scratch.folder)
+                _start_ray(platform, run_id, num_devices, scratch)
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
                 count = int(devices.get(platform.ray_resource, 0))
                 node = Node(socket.gethostname(), own or LOOPBACK, here, scratch.folder, count)
@@ -159,19 +160,27 @@ class Runtime:
         self.close()
 
 
-def _start_ray(platform: Platform, run_id: str, num_devices: int, temp: Path) -> None:
+def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scratch) -> None:
     """A Ray of the run's own. Raises MegarlError when it does not start."""
-    _init(
-        "on this machine",
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, 1),
+    settings: dict[str, Any] = {
+        "address": "local",
+        "num_cpus": max(os.cpu_count() or 1, 1),
         # GPUs are a resource that Ray finds by itself; virtual CPU devices are not.
-        resources={} if platform.ray_resource == "GPU" else {platform.ray_resource: float(num_devices)},
-        include_dashboard=False,
-        _temp_dir=str(temp),
-        _node_ip_address=LOOPBACK,
-        namespace=run_id,
-    )
+        "resources": {} if platform.ray_resource == "GPU" else {platform.ray_resource: float(num_devices)},
+        "include_dashboard": False,
+        "_temp_dir": str(scratch.folder),
+        "_node_ip_address": LOOPBACK,
+        "namespace": run_id,
+    }
+    try:
+        _init("on this machine", **settings)
+    except MegarlError as error:
+        if SLOW_START not in str(error):
+            raise
+        # It gives its own processes 30 s, and lets nobody say otherwise. On a machine that is busy the second start is faster.
+        log.warning("%s. It is started once more.", error)
+        janitor.kill_all(janitor.processes_of(run_id, but=[scratch.guard.pid]))
+        _init("on this machine", **settings)
 
 
 def _join_ray(address: str, run_id: str, platform: Platform) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cluster.runtime import Runtime
 from megarl.core.errors import UserError
-from megarl.core.janitor import RUN_ID_VARIABLE
+from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 
@@ -40,3 +40,29 @@ def test_an_address_where_no_ray_is(
     assert address in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert RUN_ID_VARIABLE not in os.environ
+
+
+@pytest.mark.slow
+def test_a_ray_that_was_too_slow_is_started_once_more(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray's own processes are there by then: nothing of the first start is left."""
+    from ray._private import services
+
+    real, asked = services.get_node, 0
+
+    def slow(*words: object) -> object:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise RuntimeWarning("The current node timed out during startup.")  # nothing that Ray waits on for
+        return real(*words)
+
+    monkeypatch.setattr(services, "get_node", slow)
+    with Runtime.start(platform, tmp_path / "run", 1) as runtime:
+        run_id = runtime.run_id
+        running = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_id)]
+        assert sum(b"raylet/raylet" in words.split(b"\0")[0] for words in running) == 1
+        assert sum(words.split(b"\0")[0].endswith(b"gcs_server") for words in running) == 1
+    assert "It is started once more" in caplog.text
+    assert processes_of(run_id) == []
