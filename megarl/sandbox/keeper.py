@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Coroutine
@@ -230,7 +231,7 @@ def seen_by(user: int | None, python: bubblewrap.Interpreter) -> bubblewrap.Inte
         return python
     try:
         kernel.own_mounts()
-        place = Path(tempfile.gettempdir())
+        place = _unused_folder(python)
         kernel.mount_memory(str(place))
         staged = bubblewrap.Interpreter(place / "python3", place / "prefix", python.library)
         staged.file.touch()
@@ -245,6 +246,18 @@ def seen_by(user: int | None, python: bubblewrap.Interpreter) -> bubblewrap.Inte
             "as an ordinary user."
         ) from error
     return staged
+
+
+def _unused_folder(python: bubblewrap.Interpreter) -> Path:
+    """A folder that nothing is lost with when something is mounted over it, for this process and its children."""
+    used = (python.prefix, python.file, Path(sys.prefix), Path(__file__).resolve(), Path.cwd())
+    for name in ("/mnt", "/media", "/srv", tempfile.gettempdir()):
+        place = Path(name)
+        if place.is_dir() and not any(path.is_relative_to(place) for path in used):
+            return place
+    raise OSError(
+        "Python and megarl lie below each of /mnt, /media, /srv and the folder for temporary files that there is"
+    )
 
 
 def _open_to_all(path: Path) -> bool:
