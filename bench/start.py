@@ -156,7 +156,10 @@ def main(turns: int, out: Path | None = None) -> None:
         for turn in range(turns):
             subprocess.run(["rm", "-rf", str(folder / "runs")], check=True)
             runs.append(start(folder, settings))
-            print(f"turn {turn + 1}: ready after {runs[-1]['ready_s']:.1f} s, {runs[-1]['cpu_s']:.1f} CPU seconds", flush=True)
+            print(
+                f"turn {turn + 1}: ready after {runs[-1]['ready_s']:.1f} s, {runs[-1]['cpu_s']:.1f} CPU seconds",
+                flush=True,
+            )
     show(runs)
     middle = {name: statistics.median(run[name] for run in runs) for name in ("ready_s", "cpu_s", "whole_s")}
     write("start", {"median": middle, "runs": runs}, out)

@@ -113,7 +113,8 @@ def syncs(
     rank: int, layout: Layout, port: int, models: Sequence[Path], server: ServerEndpoint, registry: Path, repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
     """One rank's part: each transport in turn sends the other model once, and the first so often; rank 0's reports."""
-    from megarl.sync.transport import Sending, make_transport
+    from megarl.sync.sending import Sending
+    from megarl.sync.transport import make_transport
     from megarl.training.rank import Rank
     from megarl.training.spec import RoleSpec
 

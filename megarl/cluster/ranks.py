@@ -1,11 +1,15 @@
-"""The pool of Megatron ranks: one Ray actor a device, each hosting every Megatron role."""
+"""The pool of Megatron ranks: one Ray actor a device, each hosting every Megatron role.
+
+The driver imports this too, and has no use for torch: what needs it is imported by the ranks alone.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -20,11 +24,14 @@ from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan
 from megarl.data.pack import assemble, join_columns, merge_columns, merge_shards, split_column
 from megarl.models.hf_dtypes import ModelDtype
 from megarl.serving.client import ServerEndpoint
-from megarl.sync.hashes import HashReport, compare
+from megarl.sync.hash_report import HashReport
+from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
-from megarl.sync.transport import Sending, Transport, make_transport
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
+
+if TYPE_CHECKING:
+    from megarl.sync.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class RankActor:
         self._facts = configure_process(spec)
         self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None), threads)
         self._sending: tuple[Sending, Transport] | None = None
+        importlib.import_module("megarl.sync.transport")  # while others start, and not in the first sync
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -175,6 +183,8 @@ class RankActor:
 
         dtype: of the weights at the servers.
         """
+        from megarl.sync.hashes import compare
+
         with self._rank.watched(role, "send"):
             buckets = self._rank.buckets(role, sending.bucket_bytes)
             if self._rank.rank == 0:
@@ -187,6 +197,8 @@ class RankActor:
         """What is kept from sync to sync, as long as it is to send the same way."""
         if self._sending is not None and self._sending[0] == sending:
             return self._sending[1]
+        from megarl.sync.transport import make_transport
+
         if self._sending is not None:
             self._sending[1].close()
         platform = self._rank.platform

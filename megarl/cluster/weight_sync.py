@@ -14,9 +14,9 @@ from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.fetch import Order
-from megarl.sync.hashes import HashReport, refuse
+from megarl.sync.hash_report import HashReport, refuse
+from megarl.sync.sending import Sending, Versions
 from megarl.sync.session import GRACE_S, SyncReport
-from megarl.sync.transport import Sending, Versions
 
 log = get_logger(__name__)
 

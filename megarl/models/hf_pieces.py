@@ -16,10 +16,8 @@ from torch.nn import Module
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_weights import Held, Value, layer_spec, planned, units_of
-from megarl.models.parts import Dealing, Part, part_of
+from megarl.models.parts import ALIGNMENT, Dealing, Part, part_of
 from megarl.models.rules import rules
-
-ALIGNMENT = 64  # bytes: a tensor of any dtype may begin there
 
 
 @dataclass(frozen=True)

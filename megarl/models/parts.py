@@ -13,6 +13,8 @@ from megarl.core.layout import Layout, Place, dense_rank, expert_rank, stage_lay
 from megarl.models.config import ModelConfig
 from megarl.models.rules import Rule
 
+ALIGNMENT = 64  # bytes: a tensor of any dtype may begin there
+
 
 @dataclass(frozen=True)
 class Run:

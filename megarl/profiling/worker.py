@@ -116,7 +116,8 @@ def _time_case(rank: Rank, platform: Platform, job: Job, case: Case) -> Timed:
 
 def _sync_s(rank: Rank, platform: Platform, job: Job) -> float:
     """Median seconds of sending the first model, which the servers have, to all of them; the first time is not counted."""
-    from megarl.sync.transport import Sending, make_transport
+    from megarl.sync.sending import Sending
+    from megarl.sync.transport import make_transport
 
     rank.build(ROLE, RoleSpec(job.models[0], job.dtype))
     sending = Sending("broadcast", (0,), (0,), Path("unused"), EXPORT_BUCKET_BYTES, job.deadline_s)

@@ -47,8 +47,8 @@ from megarl.serving.external import ExternalPool
 from megarl.serving.router import RouterSpec
 from megarl.sync.plan import Receiver
 from megarl.sync.ring import ring_bytes
+from megarl.sync.sending import MIB, Sending, Versions, Where, choose
 from megarl.sync.store import Store
-from megarl.sync.transport import MIB, Sending, Versions, Where, choose
 from megarl.training.spec import RoleSpec
 
 log = get_logger(__name__)

@@ -8,10 +8,8 @@ the absorbed projections of latent attention, is in no hash: the probe (verify.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -23,24 +21,12 @@ from megarl.models.hf_dtypes import ModelDtype
 from megarl.models.hf_weights import Bucket
 from megarl.serving.answers import field
 from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.sync.hash_report import HashReport
 from megarl.sync.held import Piece, held_by
 from megarl.sync.tensor_hash import Hash, flat_bytes, make_hash
 
 PATH = "/weights_checker"
-SHOWN = 4
 Sums = dict[str, str]  # a rank's tensors by the engine's names, and their hashes
-
-
-@dataclass(frozen=True)
-class HashReport:
-    """What a comparison found. num_tensors: compared, on all ranks of all servers. failed: servers that gave no hashes, and why.
-
-    wrong: server -> tensors that are not what was sent.
-    """
-
-    num_tensors: int
-    failed: dict[str, str]
-    wrong: dict[str, list[str]]
 
 
 class ExpectedSums:
@@ -198,17 +184,3 @@ def expected_sums(buckets: Iterable[Bucket], make: Callable[[], ExpectedSums]) -
     if trouble is not None:
         raise trouble
     return (sums or make()).finish()
-
-
-def refuse(wrong: Mapping[str, Sequence[str]], weight_version: int) -> None:
-    """Raises SyncError, with names of tensors, where a server holds other weights than were sent."""
-    if not wrong:
-        return
-    said = "; ".join(
-        f"{name}: {len(found)} tensors, {', '.join(islice(found, SHOWN))}{', ...' if len(found) > SHOWN else ''}"
-        for name, found in wrong.items()
-    )
-    raise SyncError(
-        f"Weight version {weight_version} did not arrive as it was sent: hashes of tensors differ from the trainer's "
-        f"(sync.verify: hash). {said}."
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.models.hf_pieces import ALIGNMENT
+from megarl.models.parts import ALIGNMENT
 
 MOST_BUCKET_BYTES = 128 * 2**20
 

@@ -22,8 +22,8 @@ from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
 from megarl.sync.fetch import Fetched, Order
+from megarl.sync.sending import TransportName, Versions
 from megarl.sync.store import Store
-from megarl.sync.transport import TransportName, Versions
 from tests.end_to_end.engines import one_step, recipe_of, started
 from tests.support.processes import ended
 

@@ -19,10 +19,12 @@ from megarl.core.layout import Layout
 from megarl.models.parts import first_copy
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.fetch import Fetched, Fetcher, Order
-from megarl.sync.hashes import HashReport, compare
+from megarl.sync.hash_report import HashReport
+from megarl.sync.hashes import compare
 from megarl.sync.plan import Receiver
+from megarl.sync.sending import Sending, Versions
 from megarl.sync.store import Store
-from megarl.sync.transport import Sending, Versions, make_transport
+from megarl.sync.transport import make_transport
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 from tests.support.hashes import differing

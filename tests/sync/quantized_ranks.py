@@ -14,7 +14,8 @@ from typing import Any
 from megarl.core.layout import Layout
 from megarl.models.parts import first_copy
 from megarl.serving.client import ServerEndpoint
-from megarl.sync.transport import Sending, make_transport
+from megarl.sync.sending import Sending
+from megarl.sync.transport import make_transport
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 from tests.support.platforms import chosen

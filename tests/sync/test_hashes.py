@@ -19,7 +19,8 @@ from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port, start_all
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.sync import hashes
-from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences, refuse
+from megarl.sync.hash_report import refuse
+from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences
 from tests.support.forked_ranks import Ranks
 from tests.support.hashes import differing, tensors_in
 from tests.support.platforms import chosen

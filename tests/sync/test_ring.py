@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.models.hf_pieces import ALIGNMENT
+from megarl.models.parts import ALIGNMENT
 from megarl.sync.ring import Turn, turns
 
 

@@ -20,9 +20,9 @@ from megarl.serving.external import ModelFacts
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.sync.fetch import Fetched, Order
-from megarl.sync.hashes import HashReport
+from megarl.sync.hash_report import HashReport
+from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
-from megarl.sync.transport import Sending
 from megarl.training.spec import RoleSpec
 from tests.support.dry.learning import column_of, learn
 

@@ -9,7 +9,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.parts import first_copy
-from megarl.sync.transport import MIB, Where, choose
+from megarl.sync.sending import MIB, Where, choose
 
 TOGETHER = Where({"one"}, {"one"}, takes_memory=True, needed_bytes=128 * MIB, free_bytes=256 * MIB)
 APART = {
