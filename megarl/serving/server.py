@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import Literal
 from megarl.core.platform import Platform
 from megarl.models.fp8_weights import quantization_settings
 from megarl.models.lora_served import ADAPTER, ServedLora
+from megarl.serving import server_models
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
 
@@ -87,6 +89,13 @@ class ServerSpec:
             flags += self.lora.flags()
         return [*flags, *self.extra]
 
+    def env(self) -> dict[str, str]:
+        """Variables for what is served: of SGLang's own models those that it need not load."""
+        # Flags of a user's own may ask for others: a second model that guesses ahead, another implementation.
+        if self.extra or server_models.VARIABLE in os.environ:
+            return {}
+        return {server_models.VARIABLE: ",".join(server_models.unused_models(self.model))}
+
     def words(self, platform: Platform, host: str, port: int) -> list[str]:
         """All that the launcher is told on a platform; of a flag that comes twice the last counts."""
         return [
@@ -139,6 +148,7 @@ class ServerProcess(ManagedProcess):
                     **platform.env,
                     **({} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}),
                     **platform.server_env(spec.tp),
+                    **spec.env(),
                     # The router asks every two seconds. A token that is made for it while weights arrive ends SGLang: it is to
                     # forget what it computed with the old ones, and asserts that nothing is computed.
                     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",

@@ -11,6 +11,7 @@ the launcher there is megarl/serving/sglang_server.py.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.abc
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from megarl.core.loading import without_collection
+from megarl.core.loading import as_if_missing, without_collection
 
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -212,11 +213,43 @@ def _forget_pinning() -> None:
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
 
+def compile_late() -> None:
+    """Have functions that torch is to compile compiled when they are first called.
+
+    torch otherwise loads its compiler as soon as one is named. SGLang names dozens, and calls few of them here, if any.
+    """
+    torch: Any = importlib.import_module("torch")
+    at_once = torch.compile
+
+    def late(model: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(late, **options)
+        if isinstance(model, torch.nn.Module):
+            return at_once(model, **options)
+        compiled: list[Callable[..., Any]] = []
+
+        @functools.wraps(model)
+        def call(*values: Any, **named: Any) -> Any:
+            if not compiled:
+                compiled.append(at_once(model, **options))
+            return compiled[0](*values, **named)
+
+        return call
+
+    torch.compile = late
+
+
 def load(*, deterministic: bool = False, lora: bool = False) -> None:
-    """Import the server. What is there then stays: nobody looks for garbage in it, and its copies share it."""
-    with without_collection():
+    """Import the server. What is there then stays: nobody looks for garbage in it, and its copies share it.
+
+    SGLang has a debugger that looks into Megatron wherever that is installed, and transformers losses for pictures that take
+    scipy: without the two a server is up seconds earlier.
+    """
+    with without_collection(), as_if_missing("megatron"), as_if_missing("scipy"):
+        compile_late()
         install(deterministic=deterministic)
         importlib.import_module("sglang.srt.entrypoints.http_server")
+        importlib.import_module("sglang.srt.model_executor.model_runner")
         _finish_kernels()
         if lora:
             _forget_pinning()
