@@ -45,6 +45,7 @@ $(INSTALLED):
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --no-deps -r $(LOCK)
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q megarl  # a run's processes would else each compile it where Python writes no bytecode
 	@$(BIN)/python -c 'import torch' || { \
 	  printf 'megarl: torch was installed but cannot be imported (above). The lock leaves out the CUDA libraries, so that\n'; \
 	  printf 'torch must be its CPU build: requirements/README.md says how pip finds it.\n'; exit 2; } >&2

@@ -135,6 +135,14 @@ def _sample_store(result: Result) -> str:
     return f"{result['blocks']} blocks of {result['bytes'] / 2**20:.0f} MiB: {rates}"
 
 
+def _start(result: Result) -> str:
+    best = min(result["runs"], key=lambda run: run["cpu_s"])
+    largest = sorted(best["processes"].items(), key=lambda item: -item[1]["cpu_s"])[:5]
+    parts = ", ".join(f"{name} {row['cpu_s']:.1f}" for name, row in largest)
+    ready, spent = ([run[key] for run in result["runs"]] for key in ("ready_s", "cpu_s"))
+    return f"ready after {_range(ready, '.1f')} s, {_range(spent, '.1f')} CPU seconds, of them {parts}"
+
+
 def _driver_overhead(result: Result) -> str:
     outside = {name: each["outside_waits_s"] for name, each in result["results"].items()}
     shares = [each["cpu_s"] / result["real_step_s"] for each in result["results"].values()]
@@ -423,6 +431,7 @@ ROWS = (
     ),
     Row("peers_trl", "TRL 1.16.0 on the same model, prompts and reward; target 2.5", _peers_trl),
     Row("peers_algorithms", "verl 0.9.1's core_algos on the same batch, one thread", _peers_algorithms),
+    Row("start", "every process of the quickstart, from the command to the first request for a sample", _start),
     Row("driver_overhead", "the seconds of a quickstart step", _driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", _parallel_invariance),
     Row("packing", "the same sequences padded, log-normal lengths", _packing),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -48,20 +49,20 @@ NAMES = {
 
 @dataclass
 class Seen:
-    """One process. cpu_s: its own and that of children that it has waited for. All seconds count from the command."""
+    """One process. first_s: when it was there first, from the command. cpu_s: its own, without its children's."""
 
     name: str
     first_s: float
-    last_s: float
     cpu_s: float
 
 
 class Watch:
-    """A command's process and its descendants, as /proc shows them."""
+    """A command's process and its descendants, as /proc shows them. names: as NAMES."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, names: Mapping[str, str]) -> None:
         self.began = time.monotonic()
-        self.seen: dict[int, Seen] = {pid: Seen("driver", 0.0, 0.0, 0.0)}
+        self.seen: dict[int, Seen] = {pid: Seen("driver", 0.0, 0.0)}
+        self._names = names
 
     def look(self) -> None:
         """Count what there is now."""
@@ -77,11 +78,11 @@ class Watch:
                 parents[int(entry.name)], stats[int(entry.name)] = int(fields[1]), fields
         for pid in sorted(parents):
             if pid not in self.seen and parents[pid] in self.seen:
-                self.seen[pid] = Seen("?", now, now, 0.0)
+                self.seen[pid] = Seen("not named in time", now, 0.0)
             if pid in self.seen:
                 one, fields = self.seen[pid], stats[pid]
-                one.last_s, one.cpu_s = now, sum(map(int, fields[11:15])) / TICKS
-                one.name = name_of(pid) or one.name
+                one.cpu_s = sum(map(int, fields[11:13])) / TICKS
+                one.name = name_of(pid, self._names) or one.name
 
     def by_name(self) -> dict[str, dict[str, float]]:
         """Number, first second and CPU seconds of the processes of each name."""
@@ -94,13 +95,13 @@ class Watch:
         return found
 
 
-def name_of(pid: int) -> str:
+def name_of(pid: int, names: Mapping[str, str]) -> str:
     """For people; nothing where the process has ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
-    for mark, name in NAMES.items():
+    for mark, name in names.items():
         if mark in words:
             return name or words.split(" ")[0]
     return " ".join(words.split(" ")[:3])[:60]
@@ -112,7 +113,7 @@ def start(folder: Path, settings: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "megarl", "train", "recipes/quickstart.yaml", *settings]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        watch = Watch(process.pid)
+        watch = Watch(process.pid, NAMES)
         while process.poll() is None and not (file.exists() and file.stat().st_size):
             watch.look()
             time.sleep(LOOK_S)
@@ -136,8 +137,7 @@ def show(runs: list[dict[str, Any]]) -> None:
     table = Table(title=f"ready after {best['ready_s']:.1f} s, {best['cpu_s']:.1f} CPU seconds")
     for column in ("process", "number", "begins at s", "CPU s"):
         table.add_column(column, justify="left" if column == "process" else "right")
-    rows: Mapping[str, dict[str, float]] = best["processes"]
-    for name, row in sorted(rows.items(), key=lambda item: -item[1]["cpu_s"]):
+    for name, row in sorted(best["processes"].items(), key=lambda item: -item[1]["cpu_s"]):
         table.add_row(name, f"{row['count']:.0f}", f"{row['first_s']:.1f}", f"{row['cpu_s']:.2f}")
     Console(width=100).print(table)
 
@@ -154,7 +154,7 @@ def main(turns: int, out: Path | None = None) -> None:
         ]
         runs = []
         for turn in range(turns):
-            subprocess.run(["rm", "-rf", str(folder / "runs")], check=True)
+            shutil.rmtree(folder / "runs", ignore_errors=True)
             runs.append(start(folder, settings))
             print(
                 f"turn {turn + 1}: ready after {runs[-1]['ready_s']:.1f} s, {runs[-1]['cpu_s']:.1f} CPU seconds",

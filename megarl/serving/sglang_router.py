@@ -6,19 +6,25 @@ added later bring their own.
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from megarl.serving.launcher import read_api_key
 
 
 def main() -> None:
-    """Serve until told to stop."""
-    from sglang_router.launch_router import launch_router, parse_router_args
+    """Serve until told to stop. As sglang_router.launch_router does it, which loads all of torch for a router of its own."""
+    import setproctitle
+    from sglang_router.router import Router
+    from sglang_router.router_args import RouterArgs
 
     api_key = read_api_key()
-    settings = parse_router_args(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="sglang_router")
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    settings = RouterArgs.from_cli_args(parser.parse_args(sys.argv[1:]), use_router_prefix=False)
     settings.api_key = api_key
-    launch_router(settings)
+    setproctitle.setproctitle("sglang::router")
+    Router.from_args(settings).start()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout, is_lead
-from megarl.core.loading import without_collection
+from megarl.core.loading import as_if_missing, without_collection
 from megarl.core.metrics import Operation
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes
 from megarl.core.progress import Progress
@@ -247,8 +247,8 @@ class Rank:
 
 
 def _load(platform: Platform) -> None:
-    """Import all that builds and trains models."""
-    with without_collection():
+    """Import all that builds and trains models. Megatron would load wandb for servers of its own, where it is installed."""
+    with without_collection(), as_if_missing("wandb"):
         from megarl.models.bootstrap import prepare_megatron
 
         prepare_megatron(platform)

@@ -149,6 +149,20 @@ def test_preflight_and_doctor_load_without_torch() -> None:
     assert run.stdout.split() == []
 
 
+def test_processes_without_tensors_load_no_torch() -> None:
+    """The driver and those that ask, count and watch: each is a process that a run waits for."""
+    modules = (
+        "megarl.run.session",
+        "megarl.cluster.coordinator",
+        "megarl.cluster.collectors",
+        "megarl.cluster.server_actors",
+    )
+    engines = "{'torch', 'megatron', 'transformers', 'sglang'}"
+    code = f"import sys, {', '.join(modules)}\nprint(*sorted({engines} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
 def test_only_the_platform_asks_which_platform_it_is() -> None:
     """A comparison with the word `cpu` or `cuda` anywhere else is a branch in the wrong place."""
     wrong = []

@@ -1,0 +1,43 @@
+"""Which of SGLang's models a server is told not to load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.models.families import FAMILIES
+from megarl.serving import server_models
+from megarl.serving.server import ServerSpec
+from megarl.serving.server_models import VARIABLE, unused_models
+
+
+def folder(tmp_path: Path, **config: object) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_of_each_family_one_module_is_loaded(tmp_path: Path, architecture: str) -> None:
+    known = {file.stem for file in server_models._folder().glob("*.py")}
+    [used] = known - set(unused_models(folder(tmp_path, architectures=[architecture])))
+    assert f"class {architecture}(" in (server_models._folder() / f"{used}.py").read_text()
+
+
+@pytest.mark.parametrize("architectures", [["NobodysForCausalLM"], [], None])
+def test_of_a_model_that_no_module_registers_all_are_loaded(tmp_path: Path, architectures: object) -> None:
+    assert unused_models(folder(tmp_path, architectures=architectures)) == ()
+
+
+def test_of_a_folder_without_a_config_all_are_loaded(tmp_path: Path) -> None:
+    assert unused_models(tmp_path) == ()
+
+
+def test_where_a_user_asks_for_more_all_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = folder(tmp_path, architectures=["Qwen3ForCausalLM"])
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert "llama" in ServerSpec(model, "float32").env()[VARIABLE].split(",")
+    assert ServerSpec(model, "float32", extra=("--speculative-algorithm", "EAGLE")).env() == {}
+    monkeypatch.setenv(VARIABLE, "gemma")
+    assert ServerSpec(model, "float32").env() == {}
