@@ -14,7 +14,6 @@ from megarl.agents.environment import (
     Done,
     Environment,
     EnvironmentFailedError,
-    EpisodeRow,
     Response,
     Turn,
     check_start,
@@ -22,6 +21,7 @@ from megarl.agents.environment import (
 )
 from megarl.agents.loading import Make, open_environment
 from megarl.agents.patience import within
+from megarl.agents.rows import episode_row
 from megarl.agents.tally import Budget, Tally
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_use import ToolUse
@@ -31,7 +31,6 @@ from megarl.core.errors import TemplateRefusalError
 from megarl.core.log import get_logger
 from megarl.core.types import Prompt, Sample
 from megarl.data.chat import Tokenizer
-from megarl.data.prompts import MESSAGES_KEY
 from megarl.recipe.schema import Recipe
 from megarl.rollout.asking import Asker, Request, RequestFailedError
 from megarl.rollout.attempt import Attempt
@@ -82,7 +81,7 @@ class Episodes:
                 timeout_s=agent.timeout_s,
                 step_timeout_s=agent.step_timeout_s,
                 tools=tools,
-                rewards=agent.environment is not None,
+                rewards=agent.rewards,
             )
         )
 
@@ -139,11 +138,7 @@ class _Episode:
     async def _start(self) -> Prompt:
         """The first messages as a prompt."""
         attempt, settings = self._attempt, self._settings
-        row = attempt.prompt
-        fields = {name: value for name, value in row.metadata.items() if name != MESSAGES_KEY}
-        messages = row.metadata.get(MESSAGES_KEY, ({"role": "user", "content": row.text},))
-        # Copies: all episodes of a row share it, and environments are others' code.
-        told = EpisodeRow(row.id, tuple(map(dict, messages)), row.answer, fields, attempt.environment_seed)
+        told = episode_row(attempt)
 
         async def start() -> Any:
             self._environment = settings.make()
@@ -159,7 +154,7 @@ class _Episode:
                 f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={settings.max_prompt_tokens}"
             )
         self.tally.say(first, len(ids))
-        return replace(row, token_ids=ids, text=text)
+        return replace(attempt.prompt, token_ids=ids, text=text)
 
     async def _ask(self, transcript: Transcript) -> Generation:
         """The policy's next turn."""
