@@ -457,7 +457,6 @@ NEVER: dict[str, dict[str, str]] = {
             ("rollout.top_p", "rollout.top_k"),
             "samples from a part of the distribution are refused: that, said with the reason, is their effect",
         ),
-        "agent.listen": "a dry run is on loopback, whose node's address is the same: see tests/agents/test_harness.py",
         "agent.processes": "how many harnesses wait changes no sample: see tests/agents/test_harness.py",
         "agent.rewritten": "keep is for templates that rewrite, and there refuse refuses the run: that is its effect",
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",
