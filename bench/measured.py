@@ -395,6 +395,18 @@ def _algorithms(result: Result) -> str:
     return f"of {result['num_tokens']:,} tokens in {result['num_samples']:,} samples: {costs}"
 
 
+def _agent_load(result: Result) -> str:
+    ways = result["ways"]
+    bare = ways["bare"]
+    said = [
+        f"{name}: {way['turns_per_s'] / bare['turns_per_s']:.0%} of {bare['turns_per_s']:.0f} turns/s, "
+        f"{way['turn_ms'] - bare['turn_ms']:.2f} ms added to a turn, {way['peak_mib']:.0f} MiB at most"
+        for name, way in ways.items()
+        if name != "bare"
+    ]
+    return f"{result['episodes']} episodes of {result['turns']} turns at once; {'; '.join(said)}"
+
+
 def _sandbox(result: Result) -> str:
     def both(name: str) -> str:
         return f"{result[name]['median']:.1f} ms (p95 {result[name]['p95']:.1f})"
@@ -466,6 +478,7 @@ ROWS = (
     ),
     Row("disk_sync", "whole versions; what AdamW changes by learning rate ([weight sync](weight_sync.md))", _disk_sync),
     Row("algorithms", "plain loops", _algorithms),
+    Row("agent_load", "a bare asyncio client at a stub that answers at once; targets 90% and 2 ms", _agent_load),
     Row("sandbox", "a Python without a sandbox, started each time; target 20 ms pooled, 200 at once", _sandbox),
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.agents.harness_kinds import check_harness
 from megarl.agents.loading import check_environment
 from megarl.agents.template import ASKED, ChatTemplate
 from megarl.agents.tools import Tool, ToolCall, open_tools
@@ -19,6 +20,8 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
         return
     if agent.environment is not None:
         check_environment(agent)
+    if agent.harnessed:
+        check_harness(agent)
     tools = open_tools(agent.tools)
     where = f"model.path {recipe.model.path}"
     if not has_chat_template(tokenizer):

@@ -6,16 +6,14 @@ What becomes of tokens is transcript.py's and template.py's; what an environment
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from megarl.agents.environment import (
     Done,
     Environment,
     EnvironmentFailedError,
-    EpisodeRow,
-    Message,
     Response,
     Turn,
     check_start,
@@ -23,19 +21,19 @@ from megarl.agents.environment import (
 )
 from megarl.agents.loading import Make, open_environment
 from megarl.agents.patience import within
+from megarl.agents.rows import episode_row
+from megarl.agents.tally import Budget, Tally
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_use import ToolUse
 from megarl.agents.tools import ToolCall
 from megarl.agents.transcript import Transcript
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.log import get_logger
-from megarl.core.types import Prompt, Sample, Status
+from megarl.core.types import Prompt, Sample
 from megarl.data.chat import Tokenizer
-from megarl.data.prompts import MESSAGES_KEY
-from megarl.recipe.agent import ENVIRONMENT
 from megarl.recipe.schema import Recipe
 from megarl.rollout.asking import Asker, Request, RequestFailedError
-from megarl.rollout.attempt import Attempt, failed_sample
+from megarl.rollout.attempt import Attempt
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerEndpoint
 
@@ -44,11 +42,6 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 CLOSE_S = 10.0  # who cancels an episode waits for this
-
-# What a budget is of, as metrics have it.
-Budget = Literal["turns", "tokens", "time"]
-# In a sample's metadata, for samples files and graders.
-CONVERSATION, TURN_REWARDS, TRACE = "messages", "turn_rewards", "trace"
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class Episodes:
                 timeout_s=agent.timeout_s,
                 step_timeout_s=agent.step_timeout_s,
                 tools=tools,
-                rewards=agent.environment is not None,
+                rewards=agent.rewards,
             )
         )
 
@@ -98,9 +91,9 @@ class Episodes:
         try:
             return await episode.play()
         except EnvironmentFailedError as error:
-            return episode.failed(f"the environment failed: {error}", error.trace, by_environment=True)
+            return episode.tally.failed(f"the environment failed: {error}", error.trace, by_environment=True)
         except RequestFailedError as error:
-            return episode.failed(str(error))
+            return episode.tally.failed(str(error))
         finally:
             await episode.close()
 
@@ -114,12 +107,8 @@ class _Episode:
     def __init__(self, settings: EpisodeSettings, attempt: Attempt, asker: Asker) -> None:
         self._settings, self._attempt, self._asker = settings, attempt, asker
         self._environment: Environment | None = None
-        self._conversation: list[Message] = []
-        self._rewards: list[float] = []  # of each turn
-        self._turns = 0
-        self._generation_s = self._environment_s = self._tools_s = 0.0
+        self.tally = Tally(attempt)
         self._calls: tuple[ToolCall, ...] = ()  # of the last turn
-        self._num_calls = self._num_call_failures = 0
 
     async def play(self) -> Sample:
         prompt = await self._start()
@@ -129,19 +118,12 @@ class _Episode:
             if answer.finish == "length":
                 return self._ended(prompt, transcript, over="tokens")
             outcome = await self._use_tools(answer) or await self._step(answer)
-            self._rewards.append(float(outcome.reward))
+            self.tally.rewards.append(float(outcome.reward))
             if isinstance(outcome, Done):
                 return self._ended(prompt, transcript, metrics=outcome.metrics)
             over = self._told(transcript, outcome, answer.token_ids[-1:].tolist())
             if over is not None:
                 return self._ended(prompt, transcript, over=over)
-
-    def failed(self, why: str, trace: str = "", *, by_environment: bool = False) -> Sample:
-        """The episode as a sample that is not trained on."""
-        sample = failed_sample(self._attempt, why)
-        sample.metadata |= {CONVERSATION: self._conversation, **({TRACE: trace} if trace else {})}
-        sample.numbers = {"environment_failures": float(by_environment)}
-        return sample
 
     async def close(self) -> None:
         """Close the environment; what goes wrong there is told, and costs nothing."""
@@ -156,11 +138,7 @@ class _Episode:
     async def _start(self) -> Prompt:
         """The first messages as a prompt."""
         attempt, settings = self._attempt, self._settings
-        row = attempt.prompt
-        fields = {name: value for name, value in row.metadata.items() if name != MESSAGES_KEY}
-        messages = row.metadata.get(MESSAGES_KEY, ({"role": "user", "content": row.text},))
-        # Copies: all episodes of a row share it, and environments are others' code.
-        told = EpisodeRow(row.id, tuple(map(dict, messages)), row.answer, fields, attempt.environment_seed)
+        told = episode_row(attempt)
 
         async def start() -> Any:
             self._environment = settings.make()
@@ -175,29 +153,29 @@ class _Episode:
             raise EnvironmentFailedError(
                 f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={settings.max_prompt_tokens}"
             )
-        self._say(first, len(ids))
-        return replace(row, token_ids=ids, text=text)
+        self.tally.say(first, len(ids))
+        return replace(attempt.prompt, token_ids=ids, text=text)
 
     async def _ask(self, transcript: Transcript) -> Generation:
         """The policy's next turn."""
         attempt = self._attempt
-        sampling = attempt.seeded(self._turns)
+        sampling = attempt.seeded(self.tally.turns)
         left = sampling.max_tokens - transcript.num_response
         sampling = replace(sampling, max_tokens=min(left, self._settings.turn_tokens or left))
         request = Request(transcript.context, sampling, num_prompt=len(transcript.prompt))
         try:
             answer = await self._asker.ask(request, step=attempt.step, expected_tokens=attempt.expected_tokens)
         finally:
-            self._generation_s += request.seconds
+            self.tally.generation_s += request.seconds
         transcript.wrote(answer)
-        self._turns += 1
-        self._say([{"role": "assistant", "content": answer.text}], len(answer.token_ids))
+        self.tally.turns += 1
+        self.tally.say([{"role": "assistant", "content": answer.text}], len(answer.token_ids))
         return answer
 
     async def _step(self, answer: Generation) -> Turn | Done:
         environment = self._environment
         assert environment is not None
-        response = Response(answer.text, tuple(answer.token_ids.tolist()), self._turns - 1)
+        response = Response(answer.text, tuple(answer.token_ids.tolist()), self.tally.turns - 1)
         return check_step(await self._of_environment(lambda: environment.step(response), "step"))
 
     async def _use_tools(self, answer: Generation) -> Turn | None:
@@ -208,21 +186,23 @@ class _Episode:
             return None
         began = time.monotonic()
         try:
-            used = await settings.tools.use(settings.template.text_with_marks(answer.token_ids.tolist()), self._turns)
+            used = await settings.tools.use(
+                settings.template.text_with_marks(answer.token_ids.tolist()), self.tally.turns
+            )
         finally:
-            self._tools_s += time.monotonic() - began
+            self.tally.tools_s += time.monotonic() - began
         if used is None:
             return None
         self._calls = used.calls
-        self._num_calls += len(used.results)
-        self._num_call_failures += sum(result.failed for result in used.results)
+        self.tally.num_calls += len(used.results)
+        self.tally.num_call_failures += sum(result.failed for result in used.results)
         return Turn([result.message for result in used.results])
 
     def _told(self, transcript: Transcript, turn: Turn, last: list[int]) -> Budget | None:
         """Append what the environment said; which budget ran out, if one did. last: the policy's last token, if it has any."""
-        if self._turns >= self._settings.max_turns:
+        if self.tally.turns >= self._settings.max_turns:
             return "turns"
-        if self._generation_s + self._environment_s + self._tools_s > self._settings.timeout_s:
+        if self.tally.seconds > self._settings.timeout_s:
             return "time"
         try:
             ids = self._settings.template.following(turn.messages, last, self._calls)
@@ -231,52 +211,31 @@ class _Episode:
         if transcript.num_response + len(ids) >= self._attempt.sampling.max_tokens:
             return "tokens"  # the policy could write nothing after it
         transcript.told(ids)
-        self._say(turn.messages, len(ids))
+        self.tally.say(turn.messages, len(ids))
         return None
 
     def _ended(
         self, prompt: Prompt, transcript: Transcript, *, over: Budget | None = None, metrics: Any = None
     ) -> Sample:
-        reward = sum(self._rewards)
-        sample = transcript.sample(
-            sample_id=self._attempt.sample_id,
-            group_id=self._attempt.group_id,
-            prompt=prompt,
-            text=self._asker.decode(transcript.response.tolist()),
-            status=Status.COMPLETED if over is None else Status.TRUNCATED,
+        settings, tally = self._settings, self.tally
+        tools = {
+            "tools_s": tally.tools_s,
+            "tool_calls": float(tally.num_calls),
+            "tool_failures": float(tally.num_call_failures),
+        }
+        return tally.ended(
+            prompt,
+            transcript,
+            self._asker.decode,
+            over=over,
+            metrics=metrics,
+            rewards=settings.rewards,
+            more=tools if settings.tools is not None else None,
         )
-        sample.reward, sample.reward_parts = reward, {ENVIRONMENT: reward} if self._settings.rewards else {}
-        sample.metadata = {CONVERSATION: self._conversation, TURN_REWARDS: self._rewards}
-        sample.numbers = {
-            "turns": float(self._turns),
-            "policy_tokens": float(transcript.num_written),
-            "environment_tokens": float(transcript.num_response - transcript.num_written),
-            "generation_s": self._generation_s,
-            "environment_s": self._environment_s,
-            "environment_failures": 0.0,
-            **self._tool_numbers(),
-            **{f"truncated_by/{each}": float(over == each) for each in ("turns", "tokens", "time")},
-            **{f"by/{name}": float(value) for name, value in (metrics or {}).items()},
-        }
-        return sample
-
-    def _tool_numbers(self) -> dict[str, float]:
-        if self._settings.tools is None:
-            return {}
-        return {
-            "tools_s": self._tools_s,
-            "tool_calls": float(self._num_calls),
-            "tool_failures": float(self._num_call_failures),
-        }
-
-    def _say(self, messages: Sequence[Message], tokens: int) -> None:
-        """Put messages into the conversation. tokens: of all of them; they stand at the last."""
-        shown = [{"role": message["role"], "content": message["content"]} for message in messages]
-        self._conversation += [*shown[:-1], {**shown[-1], "tokens": tokens}]
 
     async def _of_environment(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         began = time.monotonic()
         try:
             return await within(call, self._settings.step_timeout_s, what)
         finally:
-            self._environment_s += time.monotonic() - began
+            self.tally.environment_s += time.monotonic() - began

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,11 +24,32 @@ READER_FAILED = (400, 500)
 class Parser(Protocol):
     """Reads calls out of a text."""
 
-    async def parse(self, text: str) -> Parsed:
+    async def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Parsed:
         """As of CallParser."""
 
     async def close(self) -> None:
         """As of CallParser."""
+
+
+async def read_calls(parser: Parser, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Parsed:
+    """The calls in a text, with its special tokens. Raises RequestFailedError where no server reads it."""
+    try:
+        return await parser.parse(text, tools)
+    except ServerError as error:
+        if error.status not in READER_FAILED:
+            raise RequestFailedError(f"no server read the calls of tools: {error}") from error
+        log.warning("a call of tools cannot be read: %s", error)
+        return Parsed((), unread=True)
+    except (ServerUnreachableError, AnswerError, DeadlineError) as error:
+        raise RequestFailedError(f"no server read the calls of tools: {error}") from error
+
+
+def named(parsed: Parsed, turn: int) -> tuple[ToolCall, ...]:
+    """Calls of a turn, with their ids."""
+    return tuple(
+        ToolCall(call.name, call.arguments, f"c{turn % 10**4:04d}{number % 10**4:04d}")
+        for number, call in enumerate(parsed.calls)
+    )
 
 
 @dataclass(frozen=True)
@@ -58,23 +79,12 @@ class ToolUse:
 
         Raises RequestFailedError where no server reads the text.
         """
-        try:
-            parsed = await self._parser.parse(text)
-        except ServerError as error:
-            if error.status not in READER_FAILED:
-                raise RequestFailedError(f"no server read the calls of tools: {error}") from error
-            log.warning("the policy is told that its call cannot be read: %s", error)
-            parsed = Parsed((), unread=True)
-        except (ServerUnreachableError, AnswerError, DeadlineError) as error:
-            raise RequestFailedError(f"no server read the calls of tools: {error}") from error
+        parsed = await read_calls(self._parser, text)
         if parsed.unread:
             return Used((), [self._toolbox.unread()])
         if not parsed.calls:
             return None
-        calls = tuple(
-            ToolCall(call.name, call.arguments, f"c{turn % 10**4:04d}{number % 10**4:04d}")
-            for number, call in enumerate(parsed.calls)
-        )
+        calls = named(parsed, turn)
         return Used(calls, await self._toolbox.call(calls))
 
     async def close(self) -> None:

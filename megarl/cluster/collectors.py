@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from megarl.agents.episode import Episodes
+from megarl.agents.player import open_player
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray, ShardPlan
@@ -39,7 +39,7 @@ class CollectorActor:
 
     def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_collectors: int) -> None:
         self._facts = configure_process(spec)
-        player = partial(Episodes.open, recipe, router) if recipe.agent is not None else None
+        player = partial(open_player, recipe, router, spec.address) if recipe.agent is not None else None
         self._collector = Collector.open(recipe, router, num_collectors, player)
         self._advantages = LocalAdvantages(recipe)
         self._probe: list[list[int]] = []

@@ -36,7 +36,12 @@ class Cleaned:
 
 def processes_of(run_id: str, *, but: Iterable[int] = ()) -> list[int]:
     """Pids of this user's processes that were started with this run's id in their environment; zombies are not counted."""
-    mark = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    return processes_with(RUN_ID_VARIABLE, run_id, but=but)
+
+
+def processes_with(variable: str, value: str, *, but: Iterable[int] = ()) -> list[int]:
+    """Pids of this user's other processes that were started with this variable in their environment; no zombies."""
+    mark = f"{variable}={value}".encode()
     spared = {os.getpid(), *but}
     found = []
     for entry in Path("/proc").iterdir():

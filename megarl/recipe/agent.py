@@ -61,11 +61,32 @@ BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze")
 class Agent(Section):
     """Episodes of several turns in the place of single responses; docs/agents.md."""
 
+    @property
+    def harnessed(self) -> bool:
+        """Whether a harness plays, at the endpoint."""
+        return self.command is not None or self.function is not None
+
+    @property
+    def rewards(self) -> bool:
+        """Whether what plays may say what an episode is worth."""
+        return self.environment is not None or self.harnessed
+
     environment: Literal["guess_number", "calculator", "maze"] | Path | None = Field(
         None,
         description="what answers the policy and rewards it: guess_number, calculator, maze, or pkg.module:Class with the "
         "coroutines start, step and close; default: nobody but tools; the "
         "first turn without a call is the answer, and graders reward it",
+    )
+    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        None,
+        strict=False,
+        description="a harness in the place of an environment: a process for each episode, which asks the policy by "
+        "OPENAI_BASE_URL and OPENAI_API_KEY, has the row as JSON on its standard input and reports the reward; docs/endpoint.md",
+    )
+    function: Path | None = Field(
+        None,
+        description="the same within the collector: the coroutine pkg.module:function(base_url, key, row), which gives the "
+        "reward",
     )
     settings: dict[str, Any] = Field({}, description="keyword arguments of the environment's class")
     max_turns: PositiveInt = Field(16, description="most responses of the policy in one episode")
@@ -92,6 +113,19 @@ class Agent(Section):
     )
     tool_timeout_s: PositiveFloat = Field(
         30.0, description="deadline of one call of a tool, seconds; then the policy is told of an error"
+    )
+    served_as: str = Field(
+        "policy",
+        min_length=1,
+        description="the model's name at the endpoint: what a harness asks for, such as gpt-4o-mini",
+    )
+    listen: Literal["loopback", "node"] = Field(
+        "loopback",
+        description="where the endpoint of each collector listens: for harnesses of its own machine, or at its node's address, "
+        "for containers and machines beside it",
+    )
+    processes: PositiveInt = Field(
+        32, description="most processes of command at once in each collector; other episodes wait for them"
     )
     rewritten: Literal["refuse", "keep"] = Field(
         "refuse",

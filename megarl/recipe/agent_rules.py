@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from megarl.recipe.agent import ENVIRONMENT
+from megarl.recipe.agent import ENVIRONMENT, Agent
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
 
 def score_names(recipe: Recipe) -> list[str]:
     """Whose scores a sample has: its graders', and its environment's."""
-    played = recipe.agent is not None and recipe.agent.environment is not None
+    played = recipe.agent is not None and recipe.agent.rewards
     return [*recipe.reward.by_name(), *([ENVIRONMENT] if played else [])]
+
+
+def _players(agent: Agent) -> list[str]:
+    """Keys that say who answers the policy."""
+    keys = ("environment", "command", "function")
+    return [f"agent.{key}" for key in keys if getattr(agent, key) is not None]
 
 
 AGENT_UNREAD: tuple[Unread, ...] = (
@@ -21,9 +27,27 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
-        ("agent.tool_parser", "agent.tool_timeout_s"),
-        lambda r, _: r.agent is None or bool(r.agent.tools),
+        ("agent.tool_parser",),
+        lambda r, _: r.agent is None or bool(r.agent.tools) or r.agent.harnessed,
         "there are no tools to call: name functions in agent.tools",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.tool_timeout_s",),
+        lambda r, _: r.agent is None or bool(r.agent.tools),
+        "megarl calls no tools: name functions in agent.tools",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.served_as", "agent.listen"),
+        lambda r, _: r.agent is None or r.agent.harnessed,
+        "there is no endpoint without a harness: set agent.command or agent.function",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.processes",),
+        lambda r, _: r.agent is None or r.agent.command is not None,
+        "they are a harness's: set agent.command",
         (Recipe,),
     ),
     Unread(
@@ -37,8 +61,20 @@ AGENT_UNREAD: tuple[Unread, ...] = (
 AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "agent",
-        lambda r, _: r.agent is not None and r.agent.environment is None and not r.agent.tools,
-        lambda r: "nobody would answer the policy. Set agent.environment or agent.tools",
+        lambda r, _: r.agent is not None and not r.agent.rewards and not r.agent.tools,
+        lambda r: "nobody would answer the policy. Set agent.environment, agent.tools, agent.command or agent.function",
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent",
+        lambda r, _: r.agent is not None and len(_players(r.agent)) > 1,
+        lambda r: f"one of them plays an episode, and {' and '.join(_players(r.agent))} are set. Remove all but one",
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.tools",
+        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.harnessed,
+        lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
         (Recipe,),
     ),
     Contradiction(

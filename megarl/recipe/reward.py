@@ -135,7 +135,7 @@ class Reward(Section):
     fn: str | None = Field(
         "math",
         description="one rule, in short: math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float; with "
-        "agent.environment by default null: it alone rewards",
+        "agent.environment, command or function by default null: they alone reward",
     )
     graders: Annotated[dict[str, Grader], AfterValidator(_named)] = Field(
         {}, description="graders by name, in the place of fn; all grade every response"

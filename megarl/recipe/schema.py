@@ -217,7 +217,7 @@ class Recipe(Section):
     model: Model
     data: Data
     rollout: Rollout
-    agent: Agent | None = Field(None, description="episodes of several turns, with an environment or tools")
+    agent: Agent | None = Field(None, description="episodes of several turns, with an environment, tools or a harness")
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     actor: Actor = Actor()
@@ -235,9 +235,9 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _rewarded_by_environment(cls, values: Any) -> Any:
-        """Where an environment rewards, a rule grades beside it only if the recipe names one."""
+        """Where an environment or a harness rewards, a rule grades beside it only if the recipe names one."""
         agent = values.get("agent") if isinstance(values, dict) else None
-        if not isinstance(agent, dict) or agent.get("environment") is None:
+        if not isinstance(agent, dict) or all(agent.get(key) is None for key in ("environment", "command", "function")):
             return values
         reward = values.get("reward", {})
         if not isinstance(reward, dict) or "fn" in reward:

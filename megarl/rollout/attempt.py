@@ -34,9 +34,9 @@ class Attempt:
         object.__setattr__(self, "group_id", f"{self.step}/{self.prompt.id}")
         object.__setattr__(self, "sample_id", f"{self.group_id}/{self.index}")
 
-    def seeded(self, turn: int = 0) -> Sampling:
-        """How the response of this turn is sampled."""
-        seed = request_seed(self.run_seed, self.purpose, self.step, self.prompt.id, self.index, turn)
+    def seeded(self, turn: int = 0, choice: int = 0) -> Sampling:
+        """How the response of this turn is sampled; of several, each is a choice with a number."""
+        seed = request_seed(self.run_seed, self.purpose, self.step, self.prompt.id, self.index, turn, choice)
         return replace(self.sampling, seed=seed)
 
     @property

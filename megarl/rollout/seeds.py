@@ -12,13 +12,16 @@ from typing import Literal
 Purpose = Literal["train", "greedy", "eval"]
 
 
-def request_seed(run_seed: int, purpose: Purpose, step: int, prompt_id: str, index: int, turn: int = 0) -> int:
+def request_seed(
+    run_seed: int, purpose: Purpose, step: int, prompt_id: str, index: int, turn: int = 0, choice: int = 0
+) -> int:
     """The first 63 bits of SHA-256 of `run_seed/purpose/step/index/prompt_id`, as a number of at least 0.
 
     It depends on nothing else: not on the order of requests, the number of servers, or where a run was resumed. index:
-    of the sample in its group. turn: of an episode; `turn N/` stands before it for those after the first.
+    of the sample in its group. turn: of an episode; `turn N/` stands before it for those after the first. choice: of a turn
+    that is asked for several times, likewise.
     """
-    before = f"turn {turn}/" if turn else ""
+    before = (f"choice {choice}/" if choice else "") + (f"turn {turn}/" if turn else "")
     return _hashed(
         f"{before}{run_seed}/{purpose}/{step}/{index}/{prompt_id}"
     )  # the id last: it may hold a slash itself

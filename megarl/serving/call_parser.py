@@ -24,26 +24,35 @@ class ParsedCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """calls: in order. unread: whether there is a call, or the beginning of one, of which nothing could be made."""
+    """calls: in order. unread: whether there is a call, or the beginning of one, of which nothing could be made.
+
+    text: what stands beside the calls.
+    """
 
     calls: tuple[ParsedCall, ...]
     unread: bool
+    text: str = ""
 
 
 class CallParser:
     """SGLang's parser of that name, at whatever server answers.
 
-    router: in front of the servers, which does not pass this on: it says who they are; or the only server. tools: JSON schemas.
+    router: in front of the servers, which does not pass this on: it says who they are; or the only server.
+    tools: JSON schemas, where all texts have the same.
     """
 
-    def __init__(self, router: ServerEndpoint, parser: str, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, router: ServerEndpoint, parser: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._router, self._parser, self._tools = router, parser, list(tools)
         self._servers: list[ServerClient] = []
         self._next = count()
 
-    async def parse(self, text: str) -> Parsed:
-        """The calls in a text. Raises ServerUnreachableError, ServerError, AnswerError, DeadlineError."""
-        body = {"text": text, "tools": self._tools, "tool_call_parser": self._parser}
+    async def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Parsed:
+        """The calls in a text. tools: of this one. Raises ServerUnreachableError, ServerError, AnswerError, DeadlineError."""
+        body = {
+            "text": text,
+            "tools": self._tools if tools is None else list(tools),
+            "tool_call_parser": self._parser,
+        }
         for attempt in range(ATTEMPTS):
             if not self._servers:
                 self._servers = await self._find()
@@ -83,4 +92,4 @@ def _read(answer: Any, text: str, where: str) -> Parsed:
         for call in field(answer, "calls", list, where)
     ]
     rest = field(answer, "normal_text", str, where)
-    return Parsed(tuple(calls), unread=not calls and rest != text)
+    return Parsed(tuple(calls), unread=not calls and rest != text, text=rest)

@@ -129,7 +129,7 @@ def test_names_of_parsers_are_those_of_sglang() -> None:
 class FakeReader:
     """Reads `multiply(3)` and `?`, as no real parser does."""
 
-    async def parse(self, text: str) -> Parsed:
+    async def parse(self, text: str, tools: Any = None) -> Parsed:
         found = [ParsedCall("multiply", json.dumps({"left": int(digit)})) for digit in text if digit.isdigit()]
         return Parsed(tuple(found), unread=not found and "?" in text)
 

@@ -128,6 +128,11 @@ TRAIN: dict[str, Sequence[str]] = {
         "agent",
         {
             "environment": ["guess_number"],
+            "command": ["[python3, -c, pass]"],
+            "function": [f"{OWN}:shout"],
+            "served_as": ["another"],
+            "listen": ["node"],
+            "processes": ["1"],
             "settings": ["{turns: 2}"],
             "max_turns": ["2"],
             "turn_tokens": ["2"],
@@ -283,6 +288,7 @@ _GRADERS = (
 )
 _AGENT = (f"agent.environment={OWN}:Talk", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn_tokens=20")
+_HARNESS = (f"agent.function={OWN}:converse", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _ASYNCHRONOUS = ("rollout.max_staleness=1",)
 _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
@@ -328,6 +334,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "adapters": ["actor.lora={}", _KL],
         "agent": _AGENT,
         "agent with tools": [*_AGENT, *_TOOLS],
+        "harness": _HARNESS,
         "tools alone": ["rollout.max_response_tokens=100", "data.max_prompt_tokens=340", *_TOOLS],
         "experts": [_MOE],
         "latent attention": [f"model.path={ROOT}/latent"],
@@ -407,6 +414,8 @@ SWEEPS: dict[str, Sequence[str]] = {
     "actor.optimizer": ("plain", "actor by sgd", "actor falling"),
     "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
     "agent": ("plain", "agent", "agent with tools", "tools alone"),
+    **dict.fromkeys(("agent.function", "agent.served_as", "agent.listen"), ("plain", "harness")),
+    **dict.fromkeys(("agent.command", "agent.processes"), ("plain",)),
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched", "external servers"),
     "sync": ("plain", "over the disk"),
@@ -448,6 +457,7 @@ NEVER: dict[str, dict[str, str]] = {
             ("rollout.top_p", "rollout.top_k"),
             "samples from a part of the distribution are refused: that, said with the reason, is their effect",
         ),
+        "agent.processes": "how many harnesses wait changes no sample: see tests/agents/test_harness.py",
         "agent.rewritten": "keep is for templates that rewrite, and there refuse refuses the run: that is its effect",
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",
         **dict.fromkeys(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
+
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.algorithms.policy_loss import PolicyLoss, reinforce_loss
 
@@ -53,6 +55,26 @@ class Talk:
 
     async def close(self) -> None:
         return None
+
+
+async def converse(base_url: str, key: str, row: EpisodeRow) -> float:
+    """A harness of two turns; what the model is called is worth something."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
+        async with session.get(f"{base_url}/models") as answer:
+            name = (await answer.json())["data"][0]["id"]
+        messages: list[Message] = [*row.messages]
+        for _ in range(2):
+            body = {"model": name, "messages": messages}
+            async with session.post(f"{base_url}/chat/completions", json=body) as answer:
+                if answer.status != 200:
+                    return 0.0
+                messages += [(await answer.json())["choices"][0]["message"], {"role": "user", "content": "on"}]
+    return float(len(name))
+
+
+async def shout(base_url: str, key: str, row: EpisodeRow) -> float:
+    """Another harness."""
+    return 2.0 * await converse(base_url, key, row)
 
 
 async def look(far: bool = False) -> str:

@@ -1,0 +1,220 @@
+"""What the endpoint can be asked, as OpenAI's API writes it; whatever would not be honoured is refused by name.
+
+Not for what becomes of a request (session.py, free.py), nor for what is answered (replies.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from megarl.agents.endpoint.refusal import RefusedError
+
+MOST_CHOICES = 64
+MOST_STOPS = 16
+
+# What changes nothing that is generated, and has no effect here.
+NO_EFFECT = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+# Known to OpenAI, with the values that ask for nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": (),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)]
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Form):
+    """include_usage: whether the last chunk says how many tokens there were."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class _Request(_Form):
+    """What both kinds of request have."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: str | Stops | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end a choice."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def count(self) -> int:
+        """How many choices are wanted."""
+        return self.n or 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a choice."""
+        return self.max_tokens
+
+
+class ChatMessage(BaseModel):
+    """A message of the conversation; what templates may know beyond these fields is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, content: Any) -> Any:
+        """Parts of text are one text."""
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
+                raise ValueError(f"a part of type {kind!r}: the model reads text alone")
+            texts.append(part[kind])
+        return "".join(texts)
+
+
+class ChatRequest(_Request):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    logprobs: bool | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a choice, by either name."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether those of what was sampled are wanted."""
+        return bool(self.logprobs)
+
+
+class CompletionRequest(_Request):
+    """POST /v1/completions. prompt: a text, or token ids. logprobs: 0 and 1 both give those of what was sampled, alone."""
+
+    prompt: (
+        str | list[Annotated[int, Field(strict=True, ge=0)]] | Annotated[list[str], Field(max_length=1, min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+    @property
+    def text_or_ids(self) -> str | list[int]:
+        """The one prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            return prompt[0]
+        return prompt  # type: ignore[return-value]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether those of what was sampled are wanted."""
+        return self.logprobs is not None
+
+
+class RewardReport(_Form):
+    """POST /v1/episode/reward: what the last turn was worth, and numbers for `agent/by/NAME`."""
+
+    reward: float
+    metrics: dict[str, float] = {}
+
+    @field_validator("metrics")
+    @classmethod
+    def _names(cls, metrics: dict[str, float]) -> dict[str, float]:
+        for name in metrics:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"the metric {name!r}: its name may have letters, digits and `_` only")
+        return metrics
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def read(form: type[R], told: Any) -> R:
+    """A request's body as a form. told: what its JSON says. Raises RefusedError."""
+    if not isinstance(told, dict):
+        raise RefusedError(f"The body is {type(told).__name__}; wanted is a JSON object.")
+    kept = {}
+    for name, value in told.items():
+        if name not in form.model_fields and issubclass(form, _Request):
+            if name in NO_EFFECT or value is None:
+                continue
+            if name in NEUTRAL:
+                _check_neutral(name, value)
+                continue
+        kept[name] = value
+    try:
+        return form.model_validate(kept)
+    except ValidationError as error:
+        raise _refusal(form, error) from error
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    if value in NEUTRAL[name]:
+        return
+    only = " or ".join(str(each) for each in NEUTRAL[name])
+    raise RefusedError(
+        f"{name} is not supported here" + (f", other than {only}." if only else ".") + " Leave it out of the request.",
+        code="unsupported_parameter",
+        param=name,
+    )
+
+
+def _refusal(form: type[BaseModel], error: ValidationError) -> RefusedError:
+    """The first thing that is wrong."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"]]
+    # Of a union, pydantic names the kind that it tried last.
+    known = [part for part in place if not re.search(r"[\[\]()]|^(str|int|float|list|bool)$", part)]
+    param = ".".join(known)
+    if first["type"] == "extra_forbidden":
+        names: Sequence[str] = [*form.model_fields, *NO_EFFECT]
+        near = get_close_matches(place[-1], names, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return RefusedError(
+            f"Unknown parameter: {param}.{hint} What is not honoured is refused: leave it out.",
+            code="unknown_parameter",
+            param=param,
+        )
+    missing = first["type"] == "missing"
+    message = f"Missing parameter: {param}." if missing else f"{param}: {first['msg'].removeprefix('Value error, ')}."
+    return RefusedError(message, code="missing_required_parameter" if missing else "invalid_value", param=param)

@@ -1,0 +1,141 @@
+"""The model as the endpoint knows it: its name, its chat template for whichever tools, and how its answers are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from megarl.agents.endpoint.forms import ChatMessage
+from megarl.agents.endpoint.refusal import RefusedError
+from megarl.agents.endpoint.replies import Choice, Finish
+from megarl.agents.environment import Message
+from megarl.agents.template import ChatTemplate
+from megarl.agents.tool_use import Parser, named, read_calls
+from megarl.core.errors import TemplateRefusalError
+from megarl.core.types import TokenArray
+from megarl.data.chat import Tokenizer
+from megarl.serving.answers import Generation
+
+MOST_TEMPLATES = 64  # sets of tools that are remembered
+
+
+class Model:
+    """name: that requests have to give. parser: of calls of tools; without one, requests with tools are refused."""
+
+    def __init__(self, name: str, tokenizer: Tokenizer, parser: Parser | None) -> None:
+        self.name = name
+        self._tokenizer, self._parser = tokenizer, parser
+        self._templates: dict[bytes, ChatTemplate] = {}
+
+    def check_name(self, name: str) -> None:
+        """Raises RefusedError for another model's name."""
+        if name != self.name:
+            raise RefusedError(
+                f"The model {name!r} is not served here: it is called {self.name!r}.",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    def template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        """The chat template that tells of these tools. Raises RefusedError."""
+        tools = tools or ()
+        if tools and self._parser is None:
+            raise RefusedError(
+                "Tools are not supported here: nobody was told how this model writes calls. Set agent.tool_parser in the "
+                "recipe, or give megarl serve --tool-parser.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        key = orjson.dumps(tools)
+        if key not in self._templates:
+            if len(self._templates) >= MOST_TEMPLATES:
+                self._templates.clear()
+            try:
+                self._templates[key] = ChatTemplate(self._tokenizer, [dict(tool) for tool in tools])
+            except TemplateRefusalError as error:
+                raise RefusedError(f"{error}", param="messages") from error
+        return self._templates[key]
+
+    def prompt(self, template: ChatTemplate, messages: Sequence[ChatMessage]) -> tuple[TokenArray, str]:
+        """A conversation from its beginning up to where the policy's turn begins. Raises RefusedError."""
+        if messages[-1].role == "assistant":
+            raise RefusedError(
+                "The last message is the assistant's, and that is what the model is to write: end with another one.",
+                param="messages",
+            )
+        try:
+            return template.prompt([as_told(message) for message in messages])
+        except TemplateRefusalError as error:
+            raise RefusedError(str(error), param="messages") from error
+
+    def encode(self, text: str, *, first: bool) -> TokenArray:
+        """A text without template. first: it is the beginning, where the tokenizer may put tokens of its own."""
+        encoded = self._tokenizer(text, add_special_tokens=first, return_attention_mask=False)
+        return np.asarray(encoded["input_ids"], np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """What ids stand for, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises RefusedError for ids that the model does not have."""
+        most = len(self._tokenizer)
+        if wrong := [token for token in ids if not 0 <= token < most]:
+            raise RefusedError(f"prompt: {wrong[0]} is no token: they are 0 to {most - 1}.", param="prompt")
+
+    async def choice(
+        self,
+        generation: Generation,
+        *,
+        logprobs: bool,
+        template: ChatTemplate | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        turn: int = 0,
+    ) -> Choice:
+        """What the policy wrote, as it is told. template, tools: where calls are to be read. turn: its number, from 1.
+
+        Raises RequestFailedError where no server reads calls.
+        """
+        finish: Finish = "stop" if generation.finish == "stop" else "length"
+        tokens = tuple(self._tokenizer.decode([token]) for token in generation.token_ids.tolist()) if logprobs else None
+        choice = Choice(generation, generation.text, finish, tokens=tokens)
+        if not tools or template is None or self._parser is None:
+            return choice
+        text = template.text_with_marks(generation.token_ids.tolist())
+        parsed = await read_calls(self._parser, text, tools)
+        if parsed.unread:
+            return replace(choice, text=text)  # what nobody can read is shown as it was written
+        if not parsed.calls:
+            return choice
+        whole: Finish = "tool_calls" if finish == "stop" else "length"
+        return replace(choice, text=parsed.text, calls=named(parsed, turn), finish=whole)
+
+    async def close(self) -> None:
+        """Close the parser's connections."""
+        if self._parser is not None:
+            await self._parser.close()
+
+
+def as_told(message: ChatMessage) -> Message:
+    """A message as templates have it: what is not given is left out, and arguments of calls are objects."""
+    told: Message = {name: value for name, value in message.model_dump().items() if value is not None}
+    told.setdefault("content", "")
+    if calls := told.get("tool_calls"):
+        told["tool_calls"] = [_as_object(call) for call in calls]
+    return told
+
+
+def _as_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"] or "{}")
+    except orjson.JSONDecodeError:
+        arguments = {}  # as of calls of the policy itself: the tool has said so
+    return {**call, "function": {**function, "arguments": arguments}}

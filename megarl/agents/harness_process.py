@@ -1,0 +1,145 @@
+"""A harness in a process of its own, one for each episode: started, told its row, and ended with all that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+import orjson
+
+from megarl.agents.environment import EnvironmentFailedError, EpisodeRow
+from megarl.core import janitor
+from megarl.serving.process import GUARD
+
+EPISODE_VARIABLE = "MEGARL_EPISODE"  # marks all that an episode's harness starts, wherever it hides
+TERM_S = 2.0  # for one that is ended before its time to end what it started elsewhere, such as a container
+KILL_S = 5.0
+MOST_OUTPUT = 4000  # characters, the last ones
+
+
+async def run_command(command: Sequence[str], row: EpisodeRow, variables: Mapping[str, str]) -> None:
+    """Run a harness to its end; whatever way this ends, no process of it stays.
+
+    It has the row as JSON on its standard input, and the variables in its environment. Raises EnvironmentFailedError where it
+    does not start, or ends otherwise than with exit code 0.
+    """
+    mark = secrets.token_hex(8)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command),
+            env={**_own_environment(), **variables, EPISODE_VARIABLE: mark},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvironmentFailedError(f"the harness did not start: {error}") from error
+    output = _Tail()
+    reading = asyncio.create_task(output.read(process.stdout))
+    try:
+        await _tell(process.stdin, row)
+        code = await process.wait()
+    except asyncio.CancelledError:
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), TERM_S)
+        raise
+    finally:
+        await asyncio.shield(_end(process, mark))
+        await _read_out(reading)
+    if code:
+        raise EnvironmentFailedError(f"the harness ended {_how(code)}", output.text())
+
+
+def variables_of(url: str, key: str, model: str) -> dict[str, str]:
+    """What tells clients of OpenAI's API where to go; no proxy leads there."""
+    host = urlsplit(url).hostname or ""
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy", ""), host]))
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": model,
+        "NO_PROXY": direct,
+        "no_proxy": direct,
+    }
+
+
+def row_json(row: EpisodeRow) -> bytes:
+    """The row as one line of JSON."""
+    told = {
+        "id": row.id,
+        "messages": row.messages,
+        "answer": row.answer,
+        "fields": dict(row.fields),
+        "seed": row.seed,
+    }
+    return orjson.dumps(told, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS) + b"\n"
+
+
+class _Tail:
+    """The end of what a process prints."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+
+    async def read(self, pipe: asyncio.StreamReader | None) -> None:
+        """Read to the end."""
+        assert pipe is not None
+        while read := await pipe.read(2**16):
+            self._kept = (self._kept + read)[-4 * MOST_OUTPUT :]
+
+    def text(self) -> str:
+        """What there is."""
+        return self._kept.decode("utf-8", "replace")[-MOST_OUTPUT:]
+
+
+async def _tell(pipe: asyncio.StreamWriter | None, row: EpisodeRow) -> None:
+    assert pipe is not None
+    # A harness need not read it.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        pipe.write(row_json(row))
+        await pipe.drain()
+    pipe.close()
+
+
+async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
+    """Kill what is left of a harness: its group, and what left that."""
+    _signal(process.pid, signal.SIGKILL)
+    await process.wait()
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + KILL_S
+    while left := await asyncio.to_thread(janitor.processes_with, EPISODE_VARIABLE, mark):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if clock() > deadline:
+            return
+        await asyncio.sleep(0.02)
+
+
+async def _read_out(reading: asyncio.Task[None]) -> None:
+    """Read the rest; somebody may hold the pipe who is not ours to end."""
+    await asyncio.wait({reading}, timeout=1.0)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's, without what opens the run's own Ray."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

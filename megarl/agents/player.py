@@ -1,0 +1,18 @@
+"""Who plays the episodes of a recipe: environments within this process, or harnesses at the endpoint."""
+
+from __future__ import annotations
+
+from megarl.agents.episode import Episodes
+from megarl.agents.harness import Harnesses
+from megarl.data.chat import Tokenizer
+from megarl.recipe.schema import Recipe
+from megarl.rollout.attempt import Player
+from megarl.serving.client import ServerEndpoint
+
+
+def open_player(recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer) -> Player:
+    """Of a recipe that has an agent. address: of this node. Raises UserError where what it names does not import."""
+    assert recipe.agent is not None
+    if recipe.agent.harnessed:
+        return Harnesses.open(recipe, router, address, tokenizer)
+    return Episodes.open(recipe, router, tokenizer)

@@ -1,0 +1,134 @@
+"""What `megarl serve` does: one SGLang server, and the OpenAI-compatible endpoint in front of it, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from rich.console import Console
+
+from megarl.agents.endpoint.free import FreeSession
+from megarl.agents.endpoint.http import Endpoint
+from megarl.agents.endpoint.model import Model
+from megarl.convert.source import find_source
+from megarl.core.errors import MegarlError, UserError
+from megarl.core.janitor import RUN_ID_VARIABLE
+from megarl.core.platform import get_platform
+from megarl.core.scratch import Scratch, temporary
+from megarl.data.chat import has_chat_template, load_tokenizer
+from megarl.placement.workload import read_model
+from megarl.recipe.agent import PARSERS
+from megarl.rollout.asking import Asker
+from megarl.rollout.gate import Gate
+from megarl.run.begin import EXPORT
+from megarl.serving.call_parser import CallParser
+from megarl.serving.client import ServerClient
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+
+Dtype = Literal["float32", "bfloat16"]
+KV_TOKENS = 65536  # where SGLang cannot size its cache itself
+MOST_AT_ONCE = 64
+ANSWER_S = 3600.0  # longest answer
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What is served, and where. name: by which clients ask for it; default: the folder's. tp: devices of the server."""
+
+    path: Path
+    host: str
+    port: int
+    name: str | None
+    tool_parser: str | None
+    dtype: Dtype
+    tp: int
+    start_s: float
+
+
+def run_serve(settings: ServeSettings) -> None:
+    """`megarl serve`. Returns when it is interrupted. Raises UserError for what cannot be served, WorkerDiedError."""
+    folder = servable(settings.path)
+    if settings.tool_parser is not None and settings.tool_parser not in PARSERS:
+        raise UserError(
+            f"--tool-parser {settings.tool_parser}: there is no such parser. There are {', '.join(PARSERS)}."
+        )
+    config = read_model(folder)
+    tokenizer = load_tokenizer(folder)
+    platform = get_platform()
+    kv_tokens = KV_TOKENS if platform.needs_kv_tokens else None
+    context = min(config.max_positions, kv_tokens or config.max_positions)
+    console = Console(soft_wrap=True, highlight=False)
+    with Scratch.open() as scratch:
+        place = ProcessPlace(
+            scratch.folder / "logs",
+            secrets.token_hex(16),
+            env={RUN_ID_VARIABLE: scratch.run_id},
+            temp=temporary(scratch.folder),
+        )
+        spec = ServerSpec(folder.resolve(), settings.dtype, settings.tp, MOST_AT_ONCE, kv_tokens)
+        server = ServerProcess("server 0", spec, platform, place)
+        try:
+            with console.status(f"starting SGLang with {folder}"):
+                server.start()
+                server.wait_ready(settings.start_s)
+            parser = CallParser(server.endpoint, settings.tool_parser) if settings.tool_parser else None
+            name = settings.name or settings.path.resolve().name
+            if not has_chat_template(tokenizer):
+                console.print("The tokenizer has no chat template: completions alone are answered.", markup=False)
+            asyncio.run(_serve(settings, server, Model(name, tokenizer, parser), context, console))
+        finally:
+            server.stop()
+
+
+def servable(path: Path) -> Path:
+    """The HF folder at a path: itself, or that of a run. Raises UserError where there is none."""
+    if (path / EXPORT / "config.json").exists():
+        return path / EXPORT
+    source = find_source(path)
+    if source.kind == "hf":
+        return source.folder
+    raise UserError(
+        f"{path} has a Megatron checkpoint and no {EXPORT}/, which a run writes when it ends. Export it, and serve that:\n"
+        f"  megarl convert mcore-to-hf {path} exported\n  megarl serve exported"
+    )
+
+
+async def _serve(settings: ServeSettings, server: ServerProcess, model: Model, context: int, console: Console) -> None:
+    """Answer until this task is cancelled. Raises WorkerDiedError as soon as the server has ended."""
+    endpoint = Endpoint(model)
+    client = ServerClient(server.endpoint, attempts=1)
+    asker = Asker(client, Gate(MOST_AT_ONCE, 1), model.decode, deadline_s=ANSWER_S)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        stack.push_async_callback(model.close)
+        stack.push_async_callback(endpoint.close)
+        try:
+            url = await endpoint.start(settings.host, settings.port)
+        except OSError as error:
+            raise UserError(
+                f"--host {settings.host} --port {settings.port}: nothing can listen there: {error.strerror or error}. Give "
+                "another --port; 0 takes one that is free."
+            ) from error
+        key = endpoint.open(FreeSession(asker, model, context))
+        console.print(
+            f"{model.name} answers as OpenAI's API does, until Ctrl-C:\n\n"
+            f"  export OPENAI_BASE_URL={url}\n  export OPENAI_API_KEY={key}\n\n"
+            f'  curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" '
+            f'-d \'{{"model": "{model.name}", "messages": [{{"role": "user", "content": "1+1="}}]}}\'',
+            markup=False,
+        )
+        while server.alive():
+            await asyncio.sleep(LOOK_S)
+        raise MegarlError(f"The server has ended. {server.epitaph()}")
+
+
+def known_dtype(name: str) -> Dtype:
+    """Raises UserError for another."""
+    if name not in get_args(Dtype):
+        raise UserError(f"--dtype {name}: wanted is one of {', '.join(get_args(Dtype))}.")
+    return name  # type: ignore[return-value]

@@ -1,0 +1,196 @@
+"""Harnesses in processes of their own: what they play, and that nothing of them stays, however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.agents.check import check_agent
+from megarl.agents.environment import EpisodeRow
+from megarl.agents.environments.guess_number import GuessNumber
+from megarl.agents.harness import Harnesses
+from megarl.agents.harness_kinds import CommandHarness
+from megarl.agents.harness_process import EPISODE_VARIABLE
+from megarl.agents.player import open_player
+from megarl.core.errors import UserError
+from megarl.core.types import Sample, Status
+from tests.agents.endpoint.harnesses import MODEL, TOKENIZER, harnessed, writing
+from tests.agents.endpoint.test_session import TURNS, same
+from tests.agents.forms import make_tokenizer
+from tests.agents.playing import make_settings, play
+from tests.rollout.test_collector import make_recipe
+from tests.support.fake_sglang import FakeSglang
+from tests.support.processes import ended
+
+HERE = "tests.agents.test_harness"
+SCRIPT = Path(__file__).parent / "endpoint" / "script.py"
+# Asks once, by the standard library.
+ASKS = """
+import json, os, sys, time, signal, subprocess, urllib.request
+row = json.loads(sys.stdin.readline())
+def post(path, body):
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).read()
+post("/chat/completions", {"model": os.environ["OPENAI_MODEL"], "messages": row["messages"]})
+"""
+
+
+def command(code: str, *arguments: str) -> CommandHarness:
+    return CommandHarness((sys.executable, "-c", ASKS + code, *arguments), MODEL)
+
+
+def one(code: str, *arguments: str, **changes: Any) -> Sample:
+    [sample] = harnessed(writing("5"), command(code, *arguments), **changes)
+    return sample
+
+
+def marked() -> list[int]:
+    """Pids of all processes that a harness of this process has started."""
+    mark = f"{EPISODE_VARIABLE}=".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"PYTEST_OF={os.getpid()}".encode() in (entry / "environ").read_bytes():
+                found += [int(entry.name)] if mark in (entry / "environ").read_bytes() else []
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PYTEST_OF", str(os.getpid()))
+    yield
+    assert marked() == []
+
+
+def test_an_unmodified_script_leaves_the_same_sample_as_the_environment() -> None:
+    inside, outside = writing(*TURNS), writing(*TURNS)
+    [own] = play(inside, make_settings(GuessNumber, TOKENIZER), TOKENIZER)
+    [theirs] = harnessed(outside, CommandHarness((sys.executable, str(SCRIPT)), MODEL))
+    same(own, theirs)
+    assert inside.bodies("/generate") == outside.bodies("/generate")
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("print('no such door'); sys.exit(3)", "the harness ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "the harness ended by SIGKILL"),
+        ("raise KeyError('no such door')", "the harness ended with exit code 1"),
+        ("", "the harness ended without a reward"),
+    ],
+)
+def test_a_harness_that_vanishes_costs_its_episode_alone(code: str, says: str) -> None:
+    sample = one(code)
+    assert sample.status is Status.FAILED and says in sample.metadata["failure"]
+    assert sample.numbers == {"environment_failures": 1.0}
+    if "door" in code:
+        assert "no such door" in sample.metadata["trace"]
+
+
+def test_one_that_is_killed_takes_no_other_with_it() -> None:
+    code = "row['seed'] and post('/episode/reward', {'reward': 1.0}); os.getpid() % 2 or sys.exit(1)"
+    samples = harnessed(writing("5"), command(code), indices=range(6), most=3)
+    assert {sample.status for sample in samples} <= {Status.FAILED, Status.COMPLETED} and len(samples) == 6
+
+
+def test_graders_may_reward_instead() -> None:
+    sample = one("", graded=True)
+    assert sample.status is Status.COMPLETED and sample.reward_parts == {} and sample.reward == 0.0
+
+
+def test_all_that_a_harness_started_ends_with_it(tmp_path: Path) -> None:
+    """Its own children, and one that has left its session."""
+    code = """
+children = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]
+open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children))
+post("/episode/reward", {"reward": 1.0})
+"""
+    sample = one(code, str(tmp_path / "pids"))
+    assert sample.reward == 1.0
+    assert ended(int(pid) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_one_that_hangs_is_ended_when_its_seconds_are_used_up() -> None:
+    sample = one(
+        "post('/episode/reward', {'reward': 0.5}); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)",
+        timeout_s=2.0,
+    )
+    assert sample.status is Status.TRUNCATED and sample.numbers["truncated_by/time"] == 1.0 and sample.reward == 0.5
+
+
+def test_a_program_that_there_is_not_fails_the_episode() -> None:
+    [sample] = harnessed(writing("5"), CommandHarness(("/no/such/program",), MODEL))
+    assert "the harness ended with exit code 1" in sample.metadata["failure"]
+
+
+def test_who_gives_an_episode_up_ends_its_harness() -> None:
+    async def give_up(harnesses: Harnesses) -> None:
+        while not marked():
+            await asyncio.sleep(0.01)
+        for task in asyncio.all_tasks():
+            if "Harnesses.play" in repr(task.get_coro()):
+                task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        harnessed(writing("5"), command("time.sleep(600)"), beside=give_up)
+
+
+def test_a_function_that_raises_or_gives_nonsense_costs_its_episode() -> None:
+    async def raises(client: Any, row: EpisodeRow) -> None:
+        raise KeyError("no such door")
+
+    async def nonsense(client: Any, row: EpisodeRow) -> str:
+        return "1.0"
+
+    [raised] = harnessed(writing("5"), raises)
+    assert "the harness raised KeyError: 'no such door'" in raised.metadata["failure"]
+    assert "test_harness.py" in raised.metadata["trace"]
+    [wrong] = harnessed(writing("5"), nonsense)
+    assert "the harness gave a str; wanted is its reward" in wrong.metadata["failure"]
+
+
+async def whole(base_url: str, key: str, row: EpisodeRow) -> float:
+    return 1.0
+
+
+async def short(base_url: str) -> float:
+    return 1.0
+
+
+def plain(base_url: str, key: str, row: EpisodeRow) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [
+        ({"command": ["no-such-program"]}, "agent.command: there is no program 'no-such-program' to run"),
+        ({"function": f"{HERE}:hole"}, "Did you mean 'whole'"),
+        ({"function": f"{HERE}:plain"}, "it is no coroutine; wanted is `async def plain(base_url, key, row)`"),
+        ({"function": f"{HERE}:short"}, "it cannot be called as `async def short(base_url, key, row)`"),
+    ],
+)
+def test_what_cannot_play_is_refused_when_the_recipe_is_checked(
+    tmp_path: Path, agent: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check_agent(make_recipe(tmp_path, agent=agent), make_tokenizer("llama3"))
+    assert says in str(caught.value)
+
+
+def test_a_recipe_names_who_plays(tmp_path: Path) -> None:
+    router = FakeSglang.__new__(FakeSglang)  # not asked
+    for agent in ({"command": [sys.executable, "x.py"]}, {"function": f"{HERE}:whole", "listen": "node"}):
+        recipe = make_recipe(tmp_path, agent=agent)
+        check_agent(recipe, make_tokenizer("llama3"))
+        player = open_player(recipe, router, "127.0.0.2", TOKENIZER)  # type: ignore[arg-type]
+        assert isinstance(player, Harnesses)
+        assert player._settings.host == ("127.0.0.2" if "listen" in agent else "127.0.0.1")

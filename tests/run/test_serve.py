@@ -1,0 +1,123 @@
+"""`megarl serve` as a shell starts it: a real server behind the endpoint, asked by the stock client, and ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from megarl.cli import main
+from megarl.core.errors import UserError
+from megarl.core.janitor import kill_all
+from megarl.run.serve import servable
+from megarl.serving.process import process_tree
+from tests.support.processes import ended
+from tests.support.tiny import write_tiny_qwen
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    client: openai.OpenAI
+    temp: Path
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    model = write_tiny_qwen(tmp_path / "run" / "hf")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    temp = Path(tempfile.mkdtemp(prefix="t"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl", "serve", str(tmp_path / "run"), "--port", "0", "--dtype", "float32"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = ""
+        while "curl" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        found = dict(re.findall(r"export (OPENAI_\w+)=(\S+)", said))
+        assert found["OPENAI_BASE_URL"].startswith("http://127.0.0.1:")
+        client = openai.OpenAI(base_url=found["OPENAI_BASE_URL"], api_key=found["OPENAI_API_KEY"], max_retries=0)
+        yield Served(process, client, temp)
+    finally:
+        if process.poll() is None:
+            kill_all(process_tree(process.pid))
+            process.wait(10)
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("SGLang")
+def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served) -> None:
+    client = served.client
+    assert [model.id for model in client.models.list()] == ["run"]
+    messages: list[Any] = [{"role": "user", "content": "1+1=" * 20}]
+    usages = []
+    for _ in range(6):
+        answer = client.chat.completions.create(model="run", messages=messages, max_tokens=12, seed=1)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        usages.append((answer.usage.prompt_tokens_details.cached_tokens or 0, answer.usage.prompt_tokens))
+        messages += [
+            {"role": "assistant", "content": answer.choices[0].message.content or ""},
+            {"role": "user", "content": "2+2="},
+        ]
+    stream = client.completions.create(model="run", prompt="1+1=", max_tokens=5, n=2, logprobs=0, stream=True)
+    assert {chunk.choices[0].index for chunk in stream} == {0, 1}
+    with pytest.raises(openai.BadRequestError, match="and the model's context is"):
+        client.completions.create(model="run", prompt=[5] * 100_000)
+    for (_, before), (cached, _) in pairwise(usages):
+        assert cached >= 0.95 * before, usages  # of what both requests have in common
+
+    tree = process_tree(served.process.pid)
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(60) == 128 + signal.SIGINT
+    assert ended(tree)
+    assert not [path.name for path in served.temp.iterdir() if path.name.startswith("megarl-")]
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        servable(tmp_path / "nothing")
+    with pytest.raises(UserError, match="holds no model"):
+        servable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tool-parser", "qwen99"], "there is no such parser"),
+        (["--dtype", "float64"], "wanted is one of float32, bfloat16"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(
+    tmp_path: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_qwen(tmp_path / "hf")
+    monkeypatch.setattr(sys, "argv", ["megarl", "serve", str(model), *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and says in capsys.readouterr().err
