@@ -14,8 +14,8 @@ from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout.attempt import Player
 from megarl.rollout.collector import Collector
-from megarl.rollout.coordinator import Coordinator, StepPlan
-from megarl.rollout.local_advantages import LocalAdvantages, column_names
+from megarl.rollout.coordinator import Coordinator
+from megarl.rollout.local_advantages import LocalAdvantages, StepPlan, column_names
 from megarl.serving.client import ServerClient, ServerEndpoint
 
 
