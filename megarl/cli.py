@@ -9,7 +9,19 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from megarl.commands import convert, doctor, evaluate, plan, profile, quickstart, recipe, submit, supervised, train
+from megarl.commands import (
+    convert,
+    doctor,
+    evaluate,
+    plan,
+    profile,
+    quickstart,
+    recipe,
+    replay,
+    submit,
+    supervised,
+    train,
+)
 from megarl.core.errors import MegarlError
 from megarl.core.interrupts import Interrupts
 
@@ -38,6 +50,7 @@ app.command()(supervised.sft)
 app.command()(supervised.rm)
 app.command()(supervised.dpo)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(replay.replay)
 app.command()(plan.plan)
 app.command()(profile.profile)
 app.command()(doctor.doctor)

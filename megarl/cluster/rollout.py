@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,31 @@ class Overlapping:
 
 
 @dataclass
+class Behind:
+    """What a run that goes on has not needed yet, while it makes steps again that its journal has.
+
+    known: evaluations that were made before, by step. version: of the weights that servers were not sent. then: asks the
+    servers in the step that is being made. over: servers are needed with the next weights. syncs, evaluations: left out.
+    """
+
+    known: Mapping[int, EvalResult]
+    version: int | None = None
+    then: Callable[[], None] | None = None
+    over: bool = False
+    syncs: int = 0
+    evaluations: int = 0
+
+
+@dataclass
 class RolloutPool:
-    """Generation, as the loop sees it. beside: the servers go on while the ranks train."""
+    """Generation, as the loop sees it. beside: the servers go on while the ranks train. pay: sends weights of a version."""
 
     samples: Samples
     servers: ServerPool
     recipe: Recipe
     beside: bool
+    pay: Callable[[int], object] | None = None
+    _behind: Behind | None = None
     _evaluating: Overlapping | None = None
 
     @property
@@ -79,11 +97,67 @@ class RolloutPool:
 
         A collector that dies is replaced, and the step made of what is left and what is made anew.
         """
-        with self._serving(then_sleep=self.recipe.rollout.offload), self.servers.traffic():
+        with ExitStack() as asking:
+            if self._behind is None:
+                self._ask_servers(asking)
+            else:
+                self._behind.then = lambda: self._ask_servers(asking)
             batch = self.samples.next(step, weight_version)
-            if not self.beside and batch.info.metrics["rollout/groups_running"]:
+            if self._behind is not None:
+                self._behind.then = None
+            elif not self.beside and batch.info.metrics["rollout/groups_running"]:
                 self._cut(self.recipe.deadlines.rollout_s)
         return batch
+
+    def _ask_servers(self, asking: ExitStack) -> None:
+        asking.enter_context(self._serving(then_sleep=self.recipe.rollout.offload))
+        asking.enter_context(self.servers.traffic())
+
+    def catch_up(self, known: Mapping[int, EvalResult]) -> None:
+        """Steps that were made before the run was stopped are made again without servers: weights wait until one is needed.
+
+        known: evaluations that were made then, by step. To be called before the first weights are sent.
+        """
+        coordinator, deadline_s = self.samples.coordinator, self.recipe.deadlines.start_s
+        if not self.samples.wait(coordinator.handle.repeating.remote(), "data", deadline_s):
+            return
+        # What is not in the journal waits for servers that have the weights of its step.
+        self.samples.wait(coordinator.handle.hold.remote(), "data", deadline_s)
+        self._behind = Behind(known)
+        behind = Call(coordinator, coordinator.handle.behind.remote())
+        self.samples.waiter.follow([behind], lambda _, failure: None if failure else self._needed())
+
+    def owes(self, weight_version: int) -> bool:
+        """Whether nobody needs these weights yet: they are sent, or those that come after them, once somebody does."""
+        if self._behind is None or self._behind.over:
+            self._behind = None
+            return False
+        self._behind.version = weight_version
+        self._behind.syncs += 1
+        return True
+
+    def _needed(self) -> None:
+        """Samples have to be asked for."""
+        if self._behind is not None and self._behind.then is None:
+            self._behind.over = True  # not for this step: the next weights are sent as ever
+        elif self._behind is not None and self._behind.then is not None:
+            ask = self._behind.then
+            self._pay()
+            ask()
+
+    def _pay(self) -> None:
+        """Send the weights that servers were not sent yet."""
+        behind, self._behind = self._behind, None
+        if behind is not None and behind.version is not None and self.pay is not None:
+            log.info(
+                "steps before were made again from the journal, without %d weight syncs and %d evaluations; weight version %d is "
+                "sent now",
+                behind.syncs - 1,
+                behind.evaluations,
+                behind.version,
+            )
+            with self.samples.waiter.timer.phase("sync"):
+                self.pay(behind.version)
 
     @contextmanager
     def _serving(self, then_sleep: Collection[ServerPart]) -> Iterator[None]:
@@ -105,6 +179,10 @@ class RolloutPool:
     def evaluate(self, step: int, weight_version: int) -> AnyPending[EvalResult]:
         """Held-out answers, graded. Where the recipe says so, they come while training goes on, before the next weights."""
         handle, deadline_s = self.samples.coordinator.handle, self.recipe.deadlines.rollout_s
+        if self._behind is not None and step in self._behind.known:
+            self._behind.evaluations += 1
+            return Finished(self._behind.known[step])
+        self._pay()
         if self.recipe.eval.overlap and self.beside:
             self._evaluating = Overlapping(
                 lambda version: self._evaluation(step, version), weight_version, self.servers.traffic
@@ -117,9 +195,8 @@ class RolloutPool:
     def _evaluation(self, step: int, weight_version: int) -> Pending[EvalResult]:
         call = Call(self.samples.coordinator, self.samples.coordinator.handle.evaluate.remote(step, weight_version))
         deadline_s = self.recipe.deadlines.rollout_s + MARGIN_S
-        self.samples.waiter.follow(
-            [call], lambda _, failure: None
-        )  # so that its end is seen at once; `poll` has its result
+        # So that its end is seen at once; `poll` has its result.
+        self.samples.waiter.follow([call], lambda _, failure: None)
         return Pending(self.samples.waiter, [call], "eval", "rollout", deadline_s, lambda results: results[0])
 
     def _end_evaluation(self) -> None:

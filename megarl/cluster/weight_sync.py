@@ -45,13 +45,18 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         self.rollout.servers.refresh = self.again
+        self.rollout.pay = self._push
 
     def push(self, weight_version: int) -> dict[str, float]:
         """Send, then verify. A server that fails leaves the pool, and one that came back joins it.
 
         Where none is left, those that are being started in their place are waited for. Without servers, or without proof,
-        the run stops. Raises SyncError, WorkerDiedError, DeadlineError.
+        the run stops. Nothing is sent, and no metric given, as long as nobody needs it. Raises SyncError, WorkerDiedError,
+        DeadlineError.
         """
+        return {} if self.rollout.owes(weight_version) else self._push(weight_version)
+
+    def _push(self, weight_version: int) -> dict[str, float]:
         self.rollout.pause()
         metrics = self._deliver(weight_version)
         self.rollout.resume(weight_version)

@@ -28,8 +28,7 @@ from megarl.core.types import BatchInfo, Block, FloatArray, IntArray, ShardPlan
 from megarl.recipe.algorithm import Algorithm, Correction
 from megarl.recipe.functions import asked, before_whitening, is_per_token, settings
 from megarl.recipe.schema import Recipe
-from megarl.rollout.batcher import Part
-from megarl.rollout.batcher import StepSamples
+from megarl.rollout.batcher import Part, StepSamples
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
 
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block

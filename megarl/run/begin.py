@@ -50,10 +50,10 @@ class Open:
 
 
 @contextmanager
-def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
+def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -> Iterator[Open]:
     """The run's folder, log, writers and console; closed in the end, whatever happens.
 
-    Errors from within say how to go on.
+    Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with.
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
@@ -63,7 +63,7 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
     out = Console()
     for line in lines:
         out.print(line, highlight=False, soft_wrap=True)
-    with ending(loaded, checkpoints) as early, ExitStack() as stack:
+    with ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)

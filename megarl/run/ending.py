@@ -28,10 +28,14 @@ FULL_BYTES = 2**20  # less than this is nothing
 
 @dataclass
 class Ending:
-    """How one run ends early. timer: the driver's, once there is one."""
+    """How one run ends early. again: the command that makes it anew, for what cannot be gone on with.
+
+    timer: the driver's, once there is one.
+    """
 
     loaded: Loaded[Any]
     checkpoints: Checkpoints
+    again: str = ""
     timer: PhaseTimer | None = None
     _full: list[str] = field(default_factory=list)
 
@@ -68,6 +72,8 @@ class Ending:
 
     def _how_on(self, full: bool) -> str:
         first = "Make room there first: this run's older checkpoints and its hf/ are what takes most. " if full else ""
+        if self.again:
+            return f"{first}It can be made anew, in another folder, with:\n  {self.again}"
         whole = self.checkpoints.committed()
         if not whole:
             return (
@@ -81,9 +87,9 @@ class Ending:
 
 
 @contextmanager
-def ending(loaded: Loaded[Any], checkpoints: Checkpoints) -> Iterator[Ending]:
+def ending(loaded: Loaded[Any], checkpoints: Checkpoints, again: str = "") -> Iterator[Ending]:
     """Errors that leave this context, which is to be outside of what ends the processes, say what is left of the run."""
-    each = Ending(loaded, checkpoints)
+    each = Ending(loaded, checkpoints, again)
     try:
         yield each
     except (Exception, KeyboardInterrupt) as error:

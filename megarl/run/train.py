@@ -16,7 +16,7 @@ from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.begin import end, finish, found, opened
-from megarl.run.journal import begin_journal, check_journal, trim_journal
+from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
@@ -35,7 +35,9 @@ def _train(
     path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool, scratch: Scratch
 ) -> None:
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
-    loaded, resume = found(load_recipe(path, overrides, Recipe), resume, go_on)
+    loaded = load_recipe(path, overrides, Recipe)
+    known = evaluations_before(loaded.recipe) if keeps and not discard_journal else {}
+    loaded, resume = found(loaded, resume, go_on)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
@@ -60,9 +62,13 @@ def _train(
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,
-                on_commit=lambda: trim_journal(recipe.run.folder, run.checkpoints.committed()),
+                on_commit=lambda: trim_journal(
+                    recipe.run.folder, run.checkpoints.committed(), recipe.train.journal_keep
+                ),
             )
             state = recorder.restore(run.committed)
+            if keeps and recipe.train.journal:
+                session.rollout.catch_up(known)
         # Servers start with version 0. One that goes on has the versions that it would have had without the stop.
         first = State(state.step, max(1, state.weight_version))
         with timer.phase("sync"):
