@@ -18,6 +18,7 @@ from megarl.placement.workload import read_model
 from megarl.sync.places import MIB, servers_apart, servers_beside, trainer_on
 from megarl.sync.plan import SyncPlan, plan_sync, planned_bytes
 from megarl.sync.price import Price, price
+from megarl.sync.ring import bucket_limit
 
 BUCKET_BYTES = 512 * MIB
 _GB = 1e9
@@ -49,7 +50,7 @@ class Case:
             apart = servers_apart(self.servers, self.tp, per_node, self.layout.world_size)
             return plan_sync(trainer, apart, "broadcast", planned_bytes(BUCKET_BYTES, trainer.layout))
         beside = servers_beside(self.servers, self.tp, trainer, per_node=per_node)
-        return plan_sync(trainer, beside, "shared_memory", BUCKET_BYTES)
+        return plan_sync(trainer, beside, "shared_memory", bucket_limit(BUCKET_BYTES))
 
 
 LLAMA_8B, LLAMA_70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"

@@ -9,6 +9,7 @@ from megarl.placement.cluster import Cluster
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
 from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, plan_sync, planned_bytes
+from megarl.sync.ring import bucket_limit
 
 MIB = 2**20
 
@@ -90,9 +91,8 @@ def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
             "sync.transport is shared_memory, but not every device of a server has a rank that sends weights as they "
             "are. Set sync.transport to auto or broadcast, which works everywhere."
         )
-    bucket_bytes = recipe.sync.bucket_mb * MIB
-    if transport != "shared_memory":
-        bucket_bytes = planned_bytes(bucket_bytes, trainer.layout)
+    most = recipe.sync.bucket_mb * MIB
+    bucket_bytes = bucket_limit(most) if transport == "shared_memory" else planned_bytes(most, trainer.layout)
     return plan_sync(trainer, receivers, transport, bucket_bytes)
 
 

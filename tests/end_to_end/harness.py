@@ -21,10 +21,12 @@ from typing import Any
 
 import psutil
 
+from megarl.cluster.stacks import foreign_stack
 from megarl.core import janitor
 
-START_S = 240.0
+START_S = 300.0  # beyond the run's own deadline for a start, whose error says more
 POLL_S = 0.1
+LOG_LINES = 40
 
 RECIPE = """
 run: {{name: run, dir: {folder}/runs}}
@@ -36,6 +38,7 @@ reward: {{fn: "tests.end_to_end.rewards:share_of_digits"}}
 algorithm: {{kl_coef: 0.01}}
 actor: {{mini_batch_samples: 8, micro_batch_tokens: 256, optimizer: {{lr: 1.0e-3}}}}
 train: {{steps: 3, save_every: 2}}
+deadlines: {{start_s: 240, rollout_s: 240, train_s: 240, sync_s: 240}}
 """
 
 
@@ -78,8 +81,18 @@ class Driver:
         end = time.monotonic() + START_S
         while not any(wanted(row) for row in self.metrics()):
             assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, f"no such row came within {START_S} s: {self.metrics()}"
+            assert time.monotonic() < end, f"no such row came within {START_S} s: {self.metrics()}\n{self.where()}"
             select.select([], [], [], POLL_S)
+
+    def where(self) -> str:
+        """What the run's processes are doing: the end of the driver's log, and all stacks."""
+        log = self.folder / "logs" / "driver.log"
+        if not log.exists():
+            return f"no {log} yet\n{foreign_stack(self.process.pid)}"
+        tail = log.read_text().splitlines()[-LOG_LINES:]
+        pids = sorted({self.process.pid, *janitor.processes_of(self.run_id())})
+        stacks = (f"== {pid} {' '.join(psutil.Process(pid).cmdline())[:200]}\n{foreign_stack(pid)}" for pid in pids)
+        return "\n".join([*tail, *stacks])
 
     def finish(self, timeout_s: float = START_S) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout_s)

