@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
-from megarl.core.protocols import State
+from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
 from megarl.hub.recipe import localize, names_of
@@ -94,6 +94,20 @@ def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool
     if names_of(loaded.recipe):  # what can be refused without them is refused before anything is downloaded
         check_start(loaded.recipe, resume=resume)
     return localize(loaded, read_model, say, run=folder if resume else None), resume
+
+
+def handles_of(session: Any, rollout: Rollout, sync: WeightSync, recorder: Recorder, timer: PhaseTimer) -> Handles:
+    """Everybody in a run, as the loop takes them. session: one with roles and, where there is one, a critic."""
+    others = {name: session.roles.get(name) for name in ("reference", "reward_model", "teacher")}
+    return Handles(
+        rollout,
+        session.roles["actor"],
+        **others,
+        critic=session.critic,
+        sync=sync,
+        recorder=recorder,
+        timer=timer,
+    )
 
 
 def say(line: str) -> None:

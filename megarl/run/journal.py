@@ -21,7 +21,7 @@ from megarl.core.types import EvalResult
 from megarl.core.versions import installed
 from megarl.recipe.load import load_recipe
 from megarl.recipe.save import RECIPE_FILE
-from megarl.recipe.schema import JournalKeep, Recipe
+from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, read_history
 from megarl.rollout.journal import JOURNAL, forget
 from megarl.training.run_checkpoints import Committed
@@ -156,12 +156,12 @@ def evaluations_before(recipe: Recipe) -> dict[int, EvalResult]:
     return found
 
 
-def trim_journal(folder: Path, checkpoints: list[Committed], keep: JournalKeep = "needed") -> None:
-    """Forget groups that no checkpoint needs to go on from. folder: the run's. checkpoints: those kept, oldest first."""
-    if checkpoints and keep == "needed":
+def trim_journal(recipe: Recipe, checkpoints: list[Committed]) -> None:
+    """Forget groups that no checkpoint needs to go on from, unless all are kept. checkpoints: those kept, oldest first."""
+    if checkpoints and recipe.train.journal_keep == "needed":
         oldest = checkpoints[0]
         waiting = [int(step) for _, step, _ in oldest.state.get("data", {}).get("waiting", ())]
-        forget(folder / JOURNAL, before=min([oldest.step + 1, *waiting]))
+        forget(recipe.run.folder / JOURNAL, before=min([oldest.step + 1, *waiting]))
 
 
 def _harmless(name: str) -> bool:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.pending import Finished
-from megarl.core.protocols import Handles, Metrics, State
+from megarl.core.protocols import Metrics, State
 from megarl.core.scratch import Scratch
 from megarl.core.types import EvalResult
 from megarl.hub.recipe import localize
@@ -23,7 +23,7 @@ from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, Row, read_history
-from megarl.run.begin import finish, opened, say
+from megarl.run.begin import finish, handles_of, opened, say
 from megarl.run.journal import changes
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
@@ -133,22 +133,12 @@ def _replay(loaded: Loaded[Recipe], replay: Replay, recorded: Recipe, again: str
                 run.stop,
             )
             state = recorder.restore(replay.start)
-        others = {name: session.roles.get(name) for name in ("reference", "reward_model", "teacher")}
-        actor = session.roles["actor"]
-        handles = Handles(
-            Replayed(session.samples),
-            actor,
-            **others,
-            critic=session.critic,
-            sync=NoServers(),
-            recorder=recorder,
-            timer=run.timer,
-        )
+        handles = handles_of(session, Replayed(session.samples), NoServers(), recorder, run.timer)
         # Learning rates are those of the whole run: only the loop ends with the last step of the replay.
         until = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": replay.last})})
         train(handles, until, State(state.step, max(1, state.weight_version)))
         recorder.finish()
-        finish(run, actor, recipe)
+        finish(run, session.roles["actor"], recipe)
     told = compared(read_history(replay.folder / METRICS_FILE), read_history(recipe.run.folder / METRICS_FILE))
     Console().print(told, highlight=False, soft_wrap=True, markup=False)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.core.protocols import Handles, State
+from megarl.core.protocols import State
 from megarl.core.scratch import Scratch
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run.begin import end, finish, found, opened
+from megarl.run.begin import end, finish, found, handles_of, opened
 from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
@@ -62,9 +62,7 @@ def _train(
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,
-                on_commit=lambda: trim_journal(
-                    recipe.run.folder, run.checkpoints.committed(), recipe.train.journal_keep
-                ),
+                on_commit=lambda: trim_journal(recipe, run.checkpoints.committed()),
             )
             state = recorder.restore(run.committed)
             if keeps and recipe.train.journal:
@@ -78,22 +76,12 @@ def _train(
                 with timer.phase("eval"):
                     recorder.expect(0, session.rollout.evaluate(0, first.weight_version))
             recorder.end_of(0, before)
-        roles = session.roles
-        others = {name: roles.get(name) for name in ("reference", "reward_model", "teacher")}
-        handles = Handles(
-            session.rollout,
-            roles["actor"],
-            **others,
-            critic=session.critic,
-            sync=session.sync,
-            recorder=recorder,
-            timer=timer,
-        )
+        handles = handles_of(session, session.rollout, session.sync, recorder, timer)
         end(recorder, train(handles, recipe, first), recipe)
-        finish(run, roles["actor"], recipe)
+        finish(run, session.roles["actor"], recipe)
         if recipe.critic is not None:
             with timer.phase("export"):
                 source = (recipe.critic.path or recipe.model.path).resolve()
-                roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
+                session.roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
         if predicted is not None and (line := advice(recipe.run.folder)) is not None:
             Console().print(line, highlight=False, soft_wrap=True)

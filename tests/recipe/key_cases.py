@@ -79,7 +79,7 @@ _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {
 TRAIN: dict[str, Sequence[str]] = {
     **COMMON,
     **_REFERENCE,
-    "train.journal": ["false"],
+    **_under("train", {"journal": ["false"], "journal_keep": ["all"]}),
     **_under(
         "data",
         {
