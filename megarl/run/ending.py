@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DiskFullError, MegarlError
+from megarl.core.errors import DiskFullError, GradientError, MegarlError
 from megarl.core.exit_codes import REFUSED
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import Loaded, command_of
+from megarl.recipe.schema import Recipe
 from megarl.training.run_checkpoints import Checkpoints
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -57,8 +58,21 @@ class Ending:
         lines = [self._how_far()]
         if abandoned:
             lines.append(f"The checkpoint of step {abandoned[-1]} was not whole yet and has been removed.")
-        error.add_note(" ".join([*lines, self._how_on(isinstance(error, DiskFullError))]))
+        error.add_note(" ".join([*lines, self._how_on(isinstance(error, DiskFullError)), *self._replay(error)]))
         return error
+
+    def _replay(self, error: BaseException) -> list[str]:
+        """How a step whose gradient ended the run is made again, alone, to be looked at."""
+        step = self.timer.last[0] if self.timer is not None and self.timer.last is not None else None
+        recipe = self.loaded.recipe
+        if not isinstance(error, GradientError) or step is None or self.again:
+            return []
+        if not isinstance(recipe, Recipe) or not recipe.train.journal:
+            return []
+        command = shlex.join(
+            [*_program(), "replay", str(recipe.run.folder), "--from-step", str(step), "--to-step", str(step)]
+        )
+        return [f"\nThe step's samples are in the journal; this learns from them again, without servers:\n  {command}"]
 
     def _how_far(self) -> str:
         last = self.timer.last if self.timer is not None else None
