@@ -29,8 +29,8 @@ from bench.support.measure import write
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Batch, ColumnRefs, Role
-from megarl.cluster.rollout import Learnable
 from megarl.cluster.runtime import Runtime
+from megarl.cluster.samples import Learnable
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.layout import Layout
 from megarl.core.pending import Finished

@@ -17,6 +17,7 @@ from megarl.commands import (
     profile,
     quickstart,
     recipe,
+    replay,
     serve,
     submit,
     supervised,
@@ -50,6 +51,7 @@ app.command()(supervised.sft)
 app.command()(supervised.rm)
 app.command()(supervised.dpo)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(replay.replay)
 app.command()(serve.serve)
 app.command()(plan.plan)
 app.command()(profile.profile)

@@ -32,7 +32,8 @@ from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders, Weighted
 from megarl.rewards.grade import Grade
 from megarl.rollout.collector import Collector
-from megarl.rollout.coordinator import Coordinator, StepPlan
+from megarl.rollout.coordinator import Coordinator
+from megarl.rollout.local_advantages import StepPlan
 from megarl.serving.client import ServerClient, ServerEndpoint
 from tests.models.configs import PLAIN
 

@@ -22,9 +22,10 @@ from megarl.core.types import VersionSpan
 from megarl.models.config import ModelConfig, Rope
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part
-from megarl.rollout.coordinator import Coordinator, StepPlan
+from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.links import LinkLostError
+from megarl.rollout.local_advantages import StepPlan
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -19,6 +20,7 @@ from megarl.rollout.batcher import Part
 from megarl.rollout.collector import Collector
 from megarl.rollout.links import LinkLostError
 from megarl.rollout.local_advantages import LocalAdvantages, Measured, SampleNumbers, Settled
+from megarl.rollout.replayed import ReplayCollector
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
@@ -37,10 +39,17 @@ class ProbeResult:
 class CollectorActor:
     """What runs in a collector's process."""
 
-    def __init__(self, spec: ProcessSpec, recipe: Recipe, router: ServerEndpoint, num_collectors: int) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        recipe: Recipe,
+        router: ServerEndpoint | None,
+        num_collectors: int,
+        replay: Path | None = None,
+    ) -> None:
+        """replay: the journal that all samples come from, where there is no router."""
         self._facts = configure_process(spec)
-        player = partial(open_player, recipe, router, spec.address) if recipe.agent is not None else None
-        self._collector = Collector.open(recipe, router, num_collectors, player)
+        self._collector = _open(recipe, router, num_collectors, replay, spec.address)
         self._advantages = LocalAdvantages(recipe)
         self._probe: list[list[int]] = []
 
@@ -143,6 +152,16 @@ class CollectorActor:
     async def close(self) -> None:
         """End the graders and the connections."""
         await self._collector.close()
+
+
+def _open(
+    recipe: Recipe, router: ServerEndpoint | None, num_collectors: int, replay: Path | None, address: str
+) -> Collector | ReplayCollector:
+    if replay is not None:
+        return ReplayCollector.open(replay, recipe)
+    assert router is not None, "without a journal to replay, a collector asks a router"
+    player = partial(open_player, recipe, router, address) if recipe.agent is not None else None
+    return Collector.open(recipe, router, num_collectors, player)
 
 
 class RayLink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.correction import WeightSums
@@ -22,9 +23,11 @@ from megarl.serving.client import ServerEndpoint
 class CoordinatorActor:
     """What runs in the coordinator's process."""
 
-    def __init__(self, spec: ProcessSpec, recipe: Recipe, num_shards: int, beside: bool) -> None:
+    def __init__(
+        self, spec: ProcessSpec, recipe: Recipe, num_shards: int, beside: bool, replay: Path | None = None
+    ) -> None:
         self._facts = configure_process(spec)
-        self._recipe, self._num_shards, self._beside = recipe, num_shards, beside
+        self._recipe, self._num_shards, self._beside, self._replay = recipe, num_shards, beside, replay
         self._progress = Progress(spec.progress)
         self._coordinator: Coordinator | None = None
 
@@ -42,6 +45,7 @@ class CoordinatorActor:
             num_shards=self._num_shards,
             beside=self._beside,
             progress=self._progress,
+            replay=self._replay,
         )
 
     async def next(self, step: int, version: int) -> tuple[Any, ...]:
@@ -58,6 +62,14 @@ class CoordinatorActor:
         measured, sums = parts[:num_collectors], parts[num_collectors:]
         weights: Sequence[WeightSums] = sums
         return self._at_work().advantages.metrics(measured, weights)
+
+    async def repeating(self) -> bool:
+        """Whether steps are known that were made before the run was stopped."""
+        return self._at_work().repeating
+
+    async def behind(self) -> None:
+        """Returns once servers are needed: what is known of steps that were made before has been made again."""
+        await self._at_work().behind()
 
     async def hold(self) -> None:
         """No further request begins until `release`."""

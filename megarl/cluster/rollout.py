@@ -1,53 +1,31 @@
-"""The driver's handle of generation: the coordinator, its collectors, and the server pool that they ask.
-
-The driver sees counts and references. Which groups a step takes is the coordinator's to say; the collectors hand the tokens
-to the object store, from where the ranks fetch them.
-"""
+"""The driver's handle of generation: samples (samples.py), and the server pool that their collectors ask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from megarl.cluster.collector_pool import CollectorPool
-from megarl.cluster.collectors import CollectorActor, ProbeResult
-from megarl.cluster.coordinator import CoordinatorActor
-from megarl.cluster.process import ProcessFacts
+from megarl.cluster.collectors import ProbeResult
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
+from megarl.cluster.samples import LaunchingSamples, Learnable, Samples
 from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
-from megarl.cluster.slots import slot_on
-from megarl.cluster.waits import Call, Pending, Waiter, Worker
-from megarl.core.errors import GivenUpError, SyncError, WorkerDiedError
+from megarl.cluster.waits import Call, Pending, Waiter
+from megarl.core.errors import SyncError
 from megarl.core.log import get_logger
-from megarl.core.log_tail import own_words
 from megarl.core.pending import Finished
 from megarl.core.protocols import Pending as AnyPending
-from megarl.core.types import BatchInfo, EvalResult
-from megarl.recipe.functions import needs_one_collector
+from megarl.core.types import EvalResult
 from megarl.recipe.roles import ServerPart
 from megarl.recipe.schema import Recipe
-from megarl.rollout.local_advantages import column_names
 
 log = get_logger(__name__)
 
 # What servers can do without between answers. Their weights they cannot: nobody sends them again.
 CACHE: tuple[ServerPart, ...] = ("kv_cache",)
-UNKNOWN = ProcessFacts(0, "?")
-# What one collector's core can read, grade and pack beside asking: docs/rollout.md.
-SERVERS_A_COLLECTOR = 32
-
-
-@dataclass(frozen=True)
-class Learnable:
-    """What a step is learned from: columns by name, and metrics of how they were made."""
-
-    columns: dict[str, ColumnRefs]
-    metrics: dict[str, float]
 
 
 class Overlapping:
@@ -82,55 +60,104 @@ class Overlapping:
 
 
 @dataclass
-class RolloutPool:
-    """Generation, as the loop sees it. beside: the servers go on while the ranks train."""
+class Behind:
+    """What a run that goes on has not needed yet, while it makes steps again that its journal has.
 
-    coordinator: Worker
-    collectors: CollectorPool
+    known: evaluations that were made before, by step. version: of the weights that servers were not sent. then: asks the
+    servers in the step that is being made. over: servers are needed with the next weights. syncs, evaluations: left out.
+    """
+
+    known: Mapping[int, EvalResult]
+    version: int | None = None
+    then: Callable[[], None] | None = None
+    over: bool = False
+    syncs: int = 0
+    evaluations: int = 0
+
+
+@dataclass
+class RolloutPool:
+    """Generation, as the loop sees it. beside: the servers go on while the ranks train. pay: sends weights of a version."""
+
+    samples: Samples
     servers: ServerPool
-    waiter: Waiter
     recipe: Recipe
-    num_shards: int
     beside: bool
+    pay: Callable[[int], object] | None = None
+    _behind: Behind | None = None
     _evaluating: Overlapping | None = None
 
-    def __post_init__(self) -> None:
-        self.waiter.watches[self.coordinator.handle.watch.remote()] = self._coordinator_died
+    @property
+    def collectors(self) -> CollectorPool:
+        """Who asks the servers."""
+        return self.samples.collectors
 
     def next(self, step: int, weight_version: int) -> Batch:
         """One step's samples, made while the last one trained where `beside`; the servers sleep until weights come else.
 
         A collector that dies is replaced, and the step made of what is left and what is made anew.
         """
-        deadline_s = self.recipe.deadlines.rollout_s
-        with self._serving(then_sleep=self.recipe.rollout.offload), self.servers.traffic():
-            while True:
-                try:
-                    batch = self._next(step, weight_version, deadline_s)
-                    break
-                except WorkerDiedError as error:
-                    if not self.collectors.replaced(error):
-                        raise
-            if not self.beside and batch.info.metrics["rollout/groups_running"]:
-                self._cut(deadline_s)
+        with ExitStack() as asking:
+            if self._behind is None:
+                self._ask_servers(asking)
+            else:
+                self._behind.then = lambda: self._ask_servers(asking)
+            batch = self.samples.next(step, weight_version)
+            if self._behind is not None:
+                self._behind.then = None
+            elif not self.beside and batch.info.metrics["rollout/groups_running"]:
+                self._cut(self.recipe.deadlines.rollout_s)
         return batch
 
-    def _next(self, step: int, weight_version: int, deadline_s: float) -> Batch:
-        # One that dies meanwhile takes what the step has of it along: who comes in its place has nothing to hand over.
-        collectors = list(self.collectors.workers)
-        shards, owners = self.num_shards, len(collectors)
-        ask = self.coordinator.handle.next.options(num_returns=1 + shards + 2 * owners)
-        info, *rest = ask.remote(step, weight_version)
-        plans, parts, numbers = rest[:shards], rest[shards : shards + owners], rest[shards + owners :]
-        counts: BatchInfo = self._wait(info, "rollout", deadline_s)
-        handed = [
-            worker.handle.part.options(num_returns=1 + shards).remote(part)
-            for worker, part in zip(collectors, parts, strict=True)
-        ]
-        calls = [Call(worker, done) for worker, (done, *_) in zip(collectors, handed, strict=True)]
-        self._wait_all(calls, "rollout", deadline_s)
-        blocks = tuple(zip(*(blocks for _, *blocks in handed), strict=True))
-        return Batch(tuple(plans), blocks, counts, tuple(numbers))
+    def _ask_servers(self, asking: ExitStack) -> None:
+        asking.enter_context(self._serving(then_sleep=self.recipe.rollout.offload))
+        asking.enter_context(self.servers.traffic())
+
+    def catch_up(self, known: Mapping[int, EvalResult]) -> None:
+        """Steps that were made before the run was stopped are made again without servers: weights wait until one is needed.
+
+        known: evaluations that were made then, by step. To be called before the first weights are sent.
+        """
+        coordinator, deadline_s = self.samples.coordinator, self.recipe.deadlines.start_s
+        if not self.samples.wait(coordinator.handle.repeating.remote(), "data", deadline_s):
+            return
+        # What is not in the journal waits for servers that have the weights of its step.
+        self.samples.wait(coordinator.handle.hold.remote(), "data", deadline_s)
+        self._behind = Behind(known)
+        behind = Call(coordinator, coordinator.handle.behind.remote())
+        self.samples.waiter.follow([behind], lambda _, failure: None if failure else self._needed())
+
+    def owes(self, weight_version: int) -> bool:
+        """Whether nobody needs these weights yet: they are sent, or those that come after them, once somebody does."""
+        if self._behind is None or self._behind.over:
+            self._behind = None
+            return False
+        self._behind.version = weight_version
+        self._behind.syncs += 1
+        return True
+
+    def _needed(self) -> None:
+        """Samples have to be asked for."""
+        if self._behind is not None and self._behind.then is None:
+            self._behind.over = True  # not for this step: the next weights are sent as ever
+        elif self._behind is not None and self._behind.then is not None:
+            ask = self._behind.then
+            self._pay()
+            ask()
+
+    def _pay(self) -> None:
+        """Send the weights that servers were not sent yet."""
+        behind, self._behind = self._behind, None
+        if behind is not None and behind.version is not None and self.pay is not None:
+            log.info(
+                "steps before were made again from the journal, without %d weight syncs and %d evaluations; weight version %d is "
+                "sent now",
+                behind.syncs - 1,
+                behind.evaluations,
+                behind.version,
+            )
+            with self.samples.waiter.timer.phase("sync"):
+                self.pay(behind.version)
 
     @contextmanager
     def _serving(self, then_sleep: Collection[ServerPart]) -> Iterator[None]:
@@ -146,70 +173,31 @@ class RolloutPool:
         self.servers.sleep(set(then_sleep).intersection(offloaded), deadline_s)
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
-        """What the updates learn from: references, one a shard and collector for each column, and metrics.
-
-        columns: the roles'. In two turns: collectors measure, the coordinator settles what is over the whole step, and they
-        finish. One that dies meanwhile is replaced, and asked anew: all that it needs is in the object store.
-        """
-        made = column_names(self.recipe)
-        if not made:
-            return Learnable({}, {})  # the loss asks the roles alone
-        while True:
-            try:
-                return self._advantages(batch, columns, made)
-            except WorkerDiedError as error:
-                if not self.collectors.replaced(error):
-                    raise
-
-    def _advantages(self, batch: Batch, columns: dict[str, ColumnRefs], made: tuple[str, ...]) -> Learnable:
-        deadline_s, owners, shards = self.recipe.deadlines.train_s, len(self.collectors.workers), self.num_shards
-        collectors = list(self.collectors.workers)
-        measuring = [
-            worker.handle.measure.options(num_returns=2).remote(
-                batch.numbers[owner],
-                tuple(columns),
-                shards,
-                *(blocks[owner] for blocks in batch.blocks),
-                *(shard[owner] for column in columns.values() for shard in column),
-            )
-            for owner, worker in enumerate(collectors)
-        ]
-        calls = [Call(worker, done) for worker, (done, _) in zip(collectors, measuring, strict=True)]
-        self._wait_all(calls, "advantages", deadline_s)
-        measured = [each for _, each in measuring]
-        settle = self.coordinator.handle.settle.options(num_returns=1 + owners)
-        done, *settled = settle.remote(batch.info.step, *measured)
-        self._wait(done, "advantages", deadline_s)
-        finishing = [
-            worker.handle.finish.options(num_returns=1 + shards * len(made)).remote(made, each)
-            for worker, each in zip(collectors, settled, strict=True)
-        ]
-        calls = [Call(worker, sums) for worker, (sums, *_) in zip(collectors, finishing, strict=True)]
-        self._wait_all(calls, "advantages", deadline_s)
-        metrics = self.coordinator.handle.learned.remote(owners, *measured, *(sums for sums, *_ in finishing))
-        learned = {
-            name: tuple(zip(*(parts[1 + at * shards : 1 + (at + 1) * shards] for parts in finishing), strict=True))
-            for at, name in enumerate(made)
-        }
-        return Learnable(learned, self._wait(metrics, "advantages", deadline_s))
+        """What the updates learn from."""
+        return self.samples.advantages(batch, columns)
 
     def evaluate(self, step: int, weight_version: int) -> AnyPending[EvalResult]:
         """Held-out answers, graded. Where the recipe says so, they come while training goes on, before the next weights."""
-        handle, deadline_s = self.coordinator.handle, self.recipe.deadlines.rollout_s
+        handle, deadline_s = self.samples.coordinator.handle, self.recipe.deadlines.rollout_s
+        if self._behind is not None and step in self._behind.known:
+            self._behind.evaluations += 1
+            return Finished(self._behind.known[step])
+        self._pay()
         if self.recipe.eval.overlap and self.beside:
             self._evaluating = Overlapping(
                 lambda version: self._evaluation(step, version), weight_version, self.servers.traffic
             )
             return self._evaluating
         with self._serving(then_sleep=CACHE), self.servers.traffic():
-            result: EvalResult = self._wait(handle.evaluate.remote(step, weight_version), "eval", deadline_s)
+            result: EvalResult = self.samples.wait(handle.evaluate.remote(step, weight_version), "eval", deadline_s)
         return Finished(result)
 
     def _evaluation(self, step: int, weight_version: int) -> Pending[EvalResult]:
-        call = Call(self.coordinator, self.coordinator.handle.evaluate.remote(step, weight_version))
+        call = Call(self.samples.coordinator, self.samples.coordinator.handle.evaluate.remote(step, weight_version))
         deadline_s = self.recipe.deadlines.rollout_s + MARGIN_S
-        self.waiter.follow([call], lambda _, failure: None)  # so that its end is seen at once; `poll` has its result
-        return Pending(self.waiter, [call], "eval", "rollout", deadline_s, lambda results: results[0])
+        # So that its end is seen at once; `poll` has its result.
+        self.samples.waiter.follow([call], lambda _, failure: None)
+        return Pending(self.samples.waiter, [call], "eval", "rollout", deadline_s, lambda results: results[0])
 
     def _end_evaluation(self) -> None:
         """Wait for an evaluation that overlaps: it is of the weights that the servers still have.
@@ -219,7 +207,7 @@ class RolloutPool:
         evaluating = self._evaluating
         if evaluating is not None:
             deadline_s = self.recipe.deadlines.rollout_s + MARGIN_S
-            self.waiter.until(lambda: evaluating.ended or not self.servers.servers, "An evaluation", deadline_s)
+            self.samples.waiter.until(lambda: evaluating.ended or not self.servers.servers, "An evaluation", deadline_s)
             if evaluating.ended:
                 self._evaluating = None
             else:
@@ -234,8 +222,8 @@ class RolloutPool:
         if mode == "in_place":
             self.servers.pause(keep_kv=self.recipe.rollout.keep_kv, deadline_s=deadline_s)
         elif mode == "finish":
-            self._wait(self.coordinator.handle.hold.remote(), "sync", deadline_s)
-            self._wait(self.coordinator.handle.idle.remote(), "sync", self.recipe.deadlines.rollout_s)
+            self.samples.wait(self.samples.coordinator.handle.hold.remote(), "sync", deadline_s)
+            self.samples.wait(self.samples.coordinator.handle.idle.remote(), "sync", self.recipe.deadlines.rollout_s)
         else:
             self._cut(deadline_s)
 
@@ -252,8 +240,8 @@ class RolloutPool:
 
     def resume(self, weight_version: int) -> None:
         """New weights are verified: samples are asked for again."""
-        release = self.coordinator.handle.release.remote(weight_version)
-        self._wait(release, "sync", self.recipe.deadlines.sync_s)
+        release = self.samples.coordinator.handle.release.remote(weight_version)
+        self.samples.wait(release, "sync", self.recipe.deadlines.sync_s)
         if self._evaluating is not None:
             self._evaluating.restart(weight_version)
 
@@ -261,7 +249,7 @@ class RolloutPool:
         """References to the plan and the block of sequences to verify a weight sync on."""
         prober = self.collectors.workers[0]
         done, plan, block = prober.handle.probe.options(num_returns=3).remote()
-        self._wait_all([Call(prober, done)], "sync", self.recipe.deadlines.sync_s)
+        self.samples.wait_all([Call(prober, done)], "sync", self.recipe.deadlines.sync_s)
         return plan, block
 
     def verify(self, trainer: Any, tolerance: float, version: int) -> float:
@@ -273,7 +261,7 @@ class RolloutPool:
         with self._serving(then_sleep=CACHE):
             endpoints = [server.endpoint for server in self.servers.holding()]
             verify = prober.handle.verify.remote(endpoints, trainer, tolerance, version, deadline_s)
-            [result] = self._wait_all([Call(prober, verify)], "sync", deadline_s)
+            [result] = self.samples.wait_all([Call(prober, verify)], "sync", deadline_s)
             found: ProbeResult = result
             for endpoint in endpoints:
                 if endpoint.name in found.failed:
@@ -283,50 +271,31 @@ class RolloutPool:
 
     def state(self) -> dict[str, Any]:
         """The place in the data and what is under way, for a checkpoint."""
-        state: dict[str, Any] = self._wait(self.coordinator.handle.state.remote(), "data", self.recipe.deadlines.save_s)
-        return state
+        return self.samples.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place."""
-        self._wait(self.coordinator.handle.load_state.remote(state), "data", self.recipe.deadlines.start_s)
+        self.samples.load_state(state)
 
     def close(self) -> None:
         """End the servers and the router; the other processes end with the run. Raises LedgerError."""
-        self._wait(self.coordinator.handle.close.remote(), "end", self.recipe.deadlines.sync_s)
+        self.samples.close()
         self.servers.close()
 
     def _cut(self, deadline_s: float) -> None:
         """End what runs at the servers; what there is of it stays with the collectors, and goes on later."""
         endpoints = [server.endpoint for server in self.servers.servers]
-        self._wait(self.coordinator.handle.cut.remote(endpoints), "sync", deadline_s)
-
-    def _coordinator_died(self, how: str) -> None:
-        worker = self.coordinator
-        raise GivenUpError(
-            f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died, and nobody knows any more which samples "
-            f"there are. {how}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
-        )
-
-    def _wait(self, ref: Any, phase: str, deadline_s: float) -> Any:
-        return self._wait_all([Call(self.coordinator, ref)], phase, deadline_s)[0]
-
-    def _wait_all(self, calls: Sequence[Call], phase: str, deadline_s: float) -> list[Any]:
-        return self.waiter.wait(calls, phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
+        self.samples.wait(self.samples.coordinator.handle.cut.remote(endpoints), "sync", deadline_s)
 
 
 @dataclass(frozen=True)
 class LaunchingRollout:
     """Servers, collectors and their coordinator, starting."""
 
-    coordinator: Worker
-    collectors: list[Worker]
-    starts: list[Call]
+    samples: LaunchingSamples
     servers: LaunchingPool
-    waiter: Waiter
     recipe: Recipe
-    num_shards: int
     beside: bool
-    start: Callable[[int], Worker]
 
     @classmethod
     def launch(
@@ -340,47 +309,11 @@ class LaunchingRollout:
         beside: bool,
     ) -> LaunchingRollout:
         """Start the collectors, for servers that are starting; returns at once, so that ranks can start meanwhile."""
-        count = num_collectors(recipe)
-        nodes = runtime.nodes.members
         endpoint = servers.endpoint()  # asked once: a router that is started again is another actor at the same address
-
-        def start(owner: int) -> Worker:
-            node = nodes[owner % len(nodes)] if count > 1 else runtime.here
-            spec = runtime.process("collector" if count == 1 else f"collector {owner}", node)
-            actor = ray.remote(CollectorActor).options(**slot_on(node).options)
-            return Worker(actor.remote(spec, recipe, endpoint, count), spec, UNKNOWN)
-
-        collectors = [start(owner) for owner in range(count)]
-        spec = runtime.process("coordinator")
-        actor = ray.remote(CoordinatorActor).options(**slot_on(runtime.here).options)
-        coordinator = Worker(actor.remote(spec, recipe, num_shards, beside), spec, UNKNOWN)
-        starts = [Call(worker, worker.handle.facts.remote()) for worker in (coordinator, *collectors)]
-        starts += [Call(worker, worker.handle.start.remote()) for worker in collectors]
-        return cls(coordinator, collectors, starts, servers, waiter, recipe, num_shards, beside, start)
+        samples = LaunchingSamples.launch(runtime, recipe, endpoint, num_shards, waiter, beside=beside)
+        return cls(samples, servers, recipe, beside)
 
     def ready(self) -> RolloutPool:
         """Wait until everybody is ready."""
         servers = self.servers.ready()
-        deadline_s = self.recipe.deadlines.start_s
-        facts = self.waiter.wait(self.starts, phase="start", role="rollout", deadline_s=deadline_s)
-        everyone = [self.coordinator, *self.collectors]
-        known = [
-            Worker(worker.handle, worker.spec, fact)
-            for worker, fact in zip(everyone, facts[: len(everyone)], strict=True)
-        ]
-        coordinator, *collectors = known
-        begin = coordinator.handle.start.remote([worker.handle for worker in collectors], self.starts[-1].result)
-        self.waiter.wait([Call(coordinator, begin)], phase="start", role="rollout", deadline_s=deadline_s)
-        pool = CollectorPool(coordinator, collectors, servers.restarts, self.waiter, self.start)
-        return RolloutPool(coordinator, pool, servers, self.waiter, self.recipe, self.num_shards, self.beside)
-
-
-def num_collectors(recipe: Recipe) -> int:
-    """Processes that ask and grade: as the recipe says, or one for every 32 servers.
-
-    One alone where the advantage has to see all tokens of a step.
-    """
-    if recipe.rollout.collectors is not None:
-        return recipe.rollout.collectors
-    count = -(-recipe.rollout.num_servers // SERVERS_A_COLLECTOR)
-    return 1 if count > 1 and needs_one_collector(recipe.algorithm) else count
+        return RolloutPool(self.samples.ready(servers.restarts), servers, self.recipe, self.beside)

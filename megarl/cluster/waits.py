@@ -20,6 +20,7 @@ from megarl.cluster.services import RayDiedError
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.log import get_logger
 from megarl.core.log_tail import last_lines, own_words
+from megarl.core.out_of_memory import OutOfMemory
 from megarl.core.progress import read_progress
 from megarl.core.timing import PhaseTimer
 
@@ -117,6 +118,7 @@ class Waiter:
     watches: dict[Any, Callable[[str], None]] = field(default_factory=dict)
     notices: dict[Any, Callable[[str], None]] = field(default_factory=dict)
     followed: dict[Any, Following] = field(default_factory=dict)
+    memory: OutOfMemory = field(default_factory=OutOfMemory)
 
     def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
         """Results in the order of the calls.
@@ -246,6 +248,7 @@ class Waiter:
         """What is wrong with nodes, links and processes, and may be why something else is; empty where nothing is."""
         lost, broken, stopped = self.nodes.lost(), self.nodes.broken(), self.nodes.stopped()
         lines = [*([describe_lost(lost)] if lost else []), *([describe_links(broken)] if broken else [])]
+        lines += [told] if (told := self.memory.told()) else []
         if stopped:
             lines.append(
                 f"Stopped, and let go on by kill -CONT and the pid: {', '.join(stopped)}. Whatever waits for them waits "

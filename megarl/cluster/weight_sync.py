@@ -45,13 +45,20 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         self.rollout.servers.refresh = self.again
+        self.rollout.pay = self._push
 
     def push(self, weight_version: int) -> dict[str, float]:
         """Send, then verify. A server that fails leaves the pool, and one that came back joins it.
 
         Where none is left, those that are being started in their place are waited for. Without servers, or without proof,
-        the run stops. Raises SyncError, WorkerDiedError, DeadlineError.
+        the run stops. Nothing is sent as long as nobody needs it. Raises SyncError, WorkerDiedError, DeadlineError.
         """
+        return self._restarts() if self.rollout.owes(weight_version) else self._push(weight_version)
+
+    def _restarts(self) -> dict[str, float]:
+        return {"rollout/server_restarts": float(self.rollout.servers.restarts.total)}
+
+    def _push(self, weight_version: int) -> dict[str, float]:
         self.rollout.pause()
         metrics = self._deliver(weight_version)
         self.rollout.resume(weight_version)
@@ -76,7 +83,7 @@ class WeightSync:
             **metrics,
             "sync/weight_version": float(weight_version),
             "sync/servers": float(len(servers.servers)),
-            "rollout/server_restarts": float(servers.restarts.total),
+            **self._restarts(),
         }
 
     def again(self) -> None:

@@ -42,6 +42,10 @@ class GivenUpError(WorkerDiedError):
     """Nothing is started again: too many processes died, or none that could do the work comes back."""
 
 
+class GradientError(MegarlError):
+    """An optimizer step that was not taken, because its gradient is not finite or a spike: says which, and the norm."""
+
+
 class StoppedError(MegarlError):
     """The run has stopped before its end, as it was asked to, with a checkpoint of its last step: it can go on later."""
 

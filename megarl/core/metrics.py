@@ -168,6 +168,11 @@ _METRICS: dict[str, MetricSpec] = {
         "largest share of one parameter in the squared gradient norm, over the step's optimizer steps",
         ".3f",
     ),
+    "actor/skipped_steps": MetricSpec(
+        "optimizer steps",
+        "left out because their gradient was not finite, or a spike (optimizer.on_bad_gradient: skip)",
+        ".0f",
+    ),
     "actor/lr": MetricSpec("1", "learning rate of the step's last optimizer step", ".2e"),
     "critic/vf_loss": MetricSpec("reward^2", "clipped value loss, reduced as algorithm.reduction says", ".4f"),
     "critic/vf_clipfrac": MetricSpec(
@@ -180,6 +185,7 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "critic/grad_norm": MetricSpec("1", "as actor/grad_norm, of the critic", ".3g"),
     "critic/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of the critic", ".3f"),
+    "critic/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of the critic", ".0f"),
     "critic/lr": MetricSpec("1", "as actor/lr, of the critic", ".2e"),
     "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),
     "rm/loss": MetricSpec(
@@ -194,6 +200,7 @@ _METRICS: dict[str, MetricSpec] = {
     "rm/score": MetricSpec("score", "score after an answer's last token, mean over chosen and rejected ones", ".3f"),
     "rm/grad_norm": MetricSpec("1", "as actor/grad_norm, of the reward model", ".3g"),
     "rm/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of the reward model", ".3f"),
+    "rm/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of the reward model", ".0f"),
     "rm/lr": MetricSpec("1", "as actor/lr, of the reward model", ".2e"),
     "dpo/loss": MetricSpec("nats", "loss of pairs as dpo.loss says, mean over pairs; ipo has no unit", ".4f"),
     "dpo/accuracy": MetricSpec(
@@ -208,6 +215,7 @@ _METRICS: dict[str, MetricSpec] = {
     "dpo/rejected_reward": MetricSpec("nats", "the same of the rejected answer", ".3f"),
     "dpo/grad_norm": MetricSpec("1", "as actor/grad_norm, of a DPO run", ".3g"),
     "dpo/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of a DPO run", ".3f"),
+    "dpo/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of a DPO run", ".0f"),
     "dpo/lr": MetricSpec("1", "as actor/lr, of a DPO run", ".2e"),
     "eval/accuracy": MetricSpec(
         "fraction",
@@ -277,7 +285,7 @@ def _held_out() -> Iterator[tuple[str, MetricSpec]]:
     """What supervised runs report of the held-out rows: `rm/eval_accuracy` is `rm/accuracy` of these."""
     for name, spec in _METRICS.items():
         group, _, metric = name.partition("/")
-        if group in ("sft", "rm", "dpo") and metric not in ("grad_norm", "grad_share_max", "lr"):
+        if group in ("sft", "rm", "dpo") and metric not in ("grad_norm", "grad_share_max", "skipped_steps", "lr"):
             yield f"{group}/eval_{metric}", replace(spec, meaning=f"{name} of the held-out rows; at some steps")
 
 

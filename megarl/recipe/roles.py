@@ -37,6 +37,16 @@ class Optimizer(Section):
         0.0, description="decoupled weight decay; not on norms and biases"
     )
     clip_grad: PositiveFloat = Field(1.0, description="largest global gradient norm")
+    spike_factor: Annotated[float, Field(gt=1)] | None = Field(
+        None,
+        description="a gradient whose norm, before clipping, is so many times the median of the last 32 is as bad as one that is "
+        "not finite; default: no norm is too large",
+    )
+    on_bad_gradient: Literal["stop", "skip"] = Field(
+        "stop",
+        description="an optimizer step whose gradient is not finite, or a spike. stop: ends the run, weights unchanged; "
+        "skip: leaves this step out, and counts it",
+    )
     momentum: Fraction = Field(0.0, description="SGD's momentum")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="after warm-up, down to min_lr at the last step"

@@ -79,6 +79,12 @@ UNREAD_RULES: tuple[Unread, ...] = (
         "the only checkpoint is that of the last step, beside which nothing goes on: set train.save_every",
     ),
     Unread(
+        ("train.journal_keep",),
+        lambda r, _: r.train.journal,
+        "train.journal is false, and nothing is written down: set it to true",
+        (Recipe,),
+    ),
+    Unread(
         ("reward.fn",),
         lambda r, _: not r.reward.graders,
         "reward.graders is given, and only they grade: make it one of them, with kind: rule",

@@ -44,6 +44,7 @@ class Data(DataSet):
 
 InFlight = Literal["finish", "in_place", "abort"]
 Late = Literal["wait", "drop", "resume"]
+JournalKeep = Literal["needed", "all"]
 
 
 class Rollout(Section):
@@ -206,6 +207,11 @@ class Train(Section):
         True,
         description="finished samples are written down before they count, in journal/ of the run's folder: a run that goes on "
         "trains on them, and samples nothing twice",
+    )
+    journal_keep: JournalKeep = Field(
+        "needed",
+        description="needed: samples that no kept checkpoint needs are removed; all: every step's stay, about 15 bytes a token, "
+        "and `megarl replay` can train on the whole run again",
     )
 
 

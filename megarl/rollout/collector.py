@@ -90,7 +90,7 @@ class Collector:
             piece_tokens=recipe.rollout.piece_tokens,
         )
         self._groups: dict[int, _Group] = {}
-        self._finished: asyncio.Queue[GroupFacts | BaseException] = asyncio.Queue()
+        self._finished: asyncio.Queue[GroupFacts | int | BaseException] = asyncio.Queue()
         self._probe: list[list[int]] = []
         self.notices = notices or Notices()
 
@@ -148,15 +148,7 @@ class Collector:
 
     async def news(self) -> News:
         """Groups that have finished since, once there is one. Raises what ended the making of one."""
-        told = [await self._finished.get()]
-        while not self._finished.empty():
-            told.append(self._finished.get_nowait())
-        finished = []
-        for each in told:
-            if isinstance(each, BaseException):
-                raise each
-            finished.append(each)
-        return News(finished)
+        return await News.of(self._finished)
 
     async def load(self) -> Load:
         """What its requests do at the servers, as of now."""
@@ -205,16 +197,11 @@ class Collector:
 
     async def part(self, part: Part) -> tuple[Block, ...]:
         """This collector's block of each shard of a step."""
-        samples = [_masked(self._groups[group].samples[at], part.oldest) for group, at in part.samples]
+        samples = [self._groups[group].samples[at] for group, at in part.samples]
         if samples:
             # No more than these: the samples themselves are let go once they have been trained on.
             self._probe = _some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
-        number = {int(index): at for at, index in enumerate(part.indices)}
-        blocks = []
-        for indices in part.blocks:
-            at = [number[int(index)] for index in indices]
-            blocks.append(sample_block([samples[each] for each in at], indices, part.weights[at]))
-        return tuple(blocks)
+        return blocks_of(part, samples)
 
     async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts:
         """Answer and grade these held-out prompts."""
@@ -252,13 +239,14 @@ class Collector:
         prompt, found = self._prompts.prompts[task.row], None
         if self._journal is not None and task.recorded:
             found = await self._journal.find(task, prompt)
+            if found is None:
+                self._finished.put_nowait(task.group)
         made = found or await self._generated(task, prompt)
         if self._journal is not None and found is None:
             await self._journal.add(task, prompt, made)
         group = self._groups[task.group]
         group.samples, group.greedy = made.samples, made.greedy
-        facts = group_facts(task.group, made.samples, made.greedy)
-        self._finished.put_nowait(replace(facts, recorded=found is not None))
+        self._finished.put_nowait(group_facts(task.group, made.samples, made.greedy, recorded=found is not None))
 
     async def _generated(self, task: GroupTask, prompt: Prompt) -> Written:
         """A group's samples; grading one overlaps with generating others."""
@@ -326,6 +314,17 @@ def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
     # Neighbours are of the same group and say much the same: spread over the step.
     chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
     return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]
+
+
+def blocks_of(part: Part, samples: Sequence[Sample]) -> tuple[Block, ...]:
+    """A block for each shard of a step. samples: those of the part, in its order."""
+    number = {int(index): at for at, index in enumerate(part.indices)}
+    blocks = []
+    for indices in part.blocks:
+        at = [number[int(index)] for index in indices]
+        chosen = [_masked(samples[each], part.oldest) for each in at]
+        blocks.append(sample_block(chosen, indices, part.weights[at]))
+    return tuple(blocks)
 
 
 def _masked(sample: Sample, oldest: int) -> Sample:

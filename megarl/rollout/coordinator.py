@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import MegarlError
 from megarl.core.progress import Progress
-from megarl.core.types import BatchInfo, EvalResult, ShardPlan
+from megarl.core.types import EvalResult
 from megarl.data.cursor import Cursor
 from megarl.models.config import ModelConfig
 from megarl.recipe.schema import Recipe
 from megarl.rollout import batcher, held_out, step_metrics
 from megarl.rollout import ledger as events
-from megarl.rollout.batcher import Part, StepSamples
+from megarl.rollout.batcher import StepSamples
 from megarl.rollout.decisions import Decisions
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.flow import Flow
@@ -29,21 +29,11 @@ from megarl.rollout.intake import Intake
 from megarl.rollout.journal import JOURNAL
 from megarl.rollout.ledger import Entry, Key, Ledger, keys_of
 from megarl.rollout.links import CollectorLink, Links
-from megarl.rollout.local_advantages import Measured, SampleNumbers, Settled, numbers_of
+from megarl.rollout.local_advantages import Measured, Settled, StepPlan, numbers_of
 from megarl.rollout.producer import Pace, choose, owner_of, room
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.rollout.tasks import DataFacts, GroupTask, News
 from megarl.serving.client import ServerEndpoint
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """A step: plans, one a shard; parts, one a collector, and what each has to know for the advantages."""
-
-    info: BatchInfo
-    plans: tuple[ShardPlan, ...]
-    parts: tuple[Part, ...]
-    numbers: tuple[SampleNumbers, ...]
 
 
 class Coordinator:
@@ -60,7 +50,9 @@ class Coordinator:
         beside: bool,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        replay: Path | None = None,
     ) -> None:
+        """replay: the journal of another run, whose steps are made again, and no others."""
         self._recipe, self._data, self._model = recipe, data, model
         self._num_shards, self._beside = num_shards, beside
         self._pace = Pace.of(recipe, beside=beside)
@@ -71,7 +63,7 @@ class Coordinator:
         cursor = Cursor(data.rows, recipe.run.seed, shuffle=recipe.data.shuffle, what="prompts")
         self._intake = Intake(cursor, recipe.rollout.samples_per_prompt)
         self._lengths: dict[int, float] = {}  # row -> tokens of a response, of its last group
-        self._changed = asyncio.Event()
+        self._changed, self._behind = asyncio.Event(), asyncio.Event()  # behind: something has to be asked for
         self._trouble: BaseException | None = None
         self._step, self._version, self._collecting, self._refills = 0, 0, False, 0
         self._renewed = False  # whether the weights of the next step are there, and that has not begun
@@ -80,7 +72,10 @@ class Coordinator:
         self._flow = Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
         self._asked_as: dict[Key, int] = {}  # numbers of groups that were asked for in an earlier life as well
-        self._decisions = Decisions(recipe.run.folder / JOURNAL if recipe.train.journal else None)
+        journal = replay or (recipe.run.folder / JOURNAL if recipe.train.journal else None)
+        self._decisions = Decisions(journal, replays=replay is not None)
+        self._missing: set[int] = set()  # groups that the journal was to have, and has not
+        self._trains = 0  # version of the weights that the last step was made for
         self._before_settling: tuple[int, dict[str, float]] | None = None  # a step, and the KL's weight before it
 
     async def next(self, step: int, version: int) -> StepPlan:
@@ -93,17 +88,17 @@ class Coordinator:
             before = self.ledger.taken(step)
             again = [entry for entry in before if entry.asked.group in self._gone]
             self._gone.clear()
-            self._step, self._version, self._collecting, self._renewed = step, version, True, False
-            self._refills = self._pace.refills
+            self._step, self._version, self._trains = step, version, version
+            self._collecting, self._renewed, self._refills = True, False, self._pace.refills
             self.ledger.apply(events.Returned(step))
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
             await self._commit(before=step)
             if before:
                 self._decisions.leave(f"a collector died, and step {step} is made again")
                 await self._links.release()  # they were held once the step was made
-            size = self._recipe.rollout.samples_per_prompt * self._pace.groups_per_step
-            with self._progress.of(size, "samples"):
-                self._progress.advance(self.ledger.num("finished") * self._recipe.rollout.samples_per_prompt)
+            each = self._recipe.rollout.samples_per_prompt
+            with self._progress.of(each * self._pace.groups_per_step, "samples"):
+                self._progress.advance(self.ledger.num("finished") * each)
                 await self._collect()
             entries = self.ledger.taken(step)
             if not self._beside:
@@ -111,8 +106,17 @@ class Coordinator:
             await self._admit()
             plan = await self._plan(entries, version)
             if self._gone.isdisjoint(entry.asked.group for entry in entries):
-                self._dull = []
+                self._dull.clear()
                 return plan
+
+    @property
+    def repeating(self) -> bool:
+        """Whether steps are known that were made before the run was stopped: they need no server."""
+        return self._decisions.repeating
+
+    async def behind(self) -> None:
+        """Returns once servers are needed: what is known of earlier steps has been made again."""
+        await self._behind.wait()
 
     async def hold(self) -> None:
         """No further request begins until `release`."""
@@ -130,7 +134,7 @@ class Coordinator:
         """Requests begin again; the servers have weights of this version."""
         self._version = version
         # What comes before the next step, an evaluation or a checkpoint, need not keep servers waiting for its groups.
-        self._renewed = self._beside and self._pace.ahead > 0
+        self._renewed = self._beside and self._pace.ahead > 0 and version > self._trains
         await self._links.release()
         await self._admit()
 
@@ -168,8 +172,8 @@ class Coordinator:
     def state(self) -> dict[str, Any]:
         """The place in the data, the groups asked for and not trained on, and the weight of the KL."""
         waiting = keys_of(entry for entry in self.ledger.under_way() if entry.phase != "taken")
-        counts = {"step": self._step, "decisions": self._decisions.last}
-        return {**self._intake.state(waiting), **self.advantages.state(), **counts}
+        place = {**self._intake.state(waiting), **self.advantages.state()}
+        return {**place, "step": self._step, "decisions": self._decisions.last}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place: what was decided since is decided again; what was under way then is asked for first."""
@@ -189,6 +193,7 @@ class Coordinator:
         """Take the groups of the step, once they are there."""
         if await self._repeat():
             return None
+        self._behind.set()
         while True:
             await self._admit()
             choice = choose(self.ledger, self._pace, self._version)
@@ -234,6 +239,9 @@ class Coordinator:
     async def _finished(self, group: int) -> GroupFacts:
         """A group that is under way, once it has finished."""
         while (entry := self.ledger.get(group)) is None or entry.facts is None:
+            if group in self._missing:
+                self._decisions.lacks(f"a group that step {self._step} had is not in it, or damaged")
+                self._behind.set()
             await self._change()
         return entry.facts
 
@@ -292,6 +300,7 @@ class Coordinator:
     async def _told(self, owner: int, news: News) -> None:
         """Take in what a collector has to tell."""
         dull = []
+        self._missing.update(news.missing)
         for facts in news.finished:
             entry = self.ledger.get(facts.group)
             if entry is None or entry.phase != "running" or entry.asked.owner != owner:
@@ -351,8 +360,7 @@ class Coordinator:
         for step in sorted({entry.step for entry in done}):
             self.ledger.apply(events.Committed(step))
         for owner in self._links.living():
-            mine = [entry.asked.group for entry in done if entry.asked.owner == owner]
-            if mine:
+            if mine := [entry.asked.group for entry in done if entry.asked.owner == owner]:
                 await self._links.forget(owner, mine)
         self._gone -= {entry.asked.group for entry in done}
         self._intake.forget(before - 1)
@@ -365,11 +373,9 @@ class Coordinator:
         mine = [entry.asked.group for entry in entries if entry.asked.owner == first]
         await self._links.tell(first, lambda link: link.write(step, mine))
         batcher.check_versions(entries, version, self._pace.max_staleness)
-        step_metrics.check_grades(f"Step {step}", seen, recipe.reward.max_failed_share)
         oldest = version - self._pace.max_staleness
         greedy = self.advantages.needs_greedy
-        if not any(batcher.usable(facts, 0, greedy=greedy).any() for facts in seen):
-            raise MegarlError(f"Step {step}: no sample can be used. {step_metrics.failure(seen)}")
+        step_metrics.check_usable(f"Step {step}", seen, recipe.reward.max_failed_share, greedy=greedy)
         metrics = step_metrics.sample_metrics(seen, greedy=greedy)
         samples = batcher.select(
             entries, step, oldest, greedy=greedy, drop_dull=recipe.algorithm.drop_zero_variance_groups

@@ -21,6 +21,7 @@ from typing import Literal, get_args
 
 import orjson
 
+from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.rollout.journal import JournalError
 from megarl.rollout.ledger import Key
@@ -51,11 +52,12 @@ class Decision:
 class Decisions:
     """Writes decisions down in the order in which they are made, and has those that were made before the run was stopped.
 
-    folder: the journal's; None: nothing is written, and nothing was.
+    folder: the journal's; None: nothing is written, and nothing was. replays: it is another run's, which is only read, and
+    nothing is decided but what was.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, *, replays: bool = False) -> None:
+        self._folder, self._replays = folder, replays
         self._thread = ThreadPoolExecutor(1, "decisions")
         self._unwritten: list[Decision] = []
         self._file: sqlite3.Connection | None = None
@@ -71,7 +73,8 @@ class Decisions:
         if self._folder is None:
             return
         earlier = [] if after is None else read_decisions(self._folder, after)
-        forget_decisions(self._folder, self._last + len(earlier))
+        if not self._replays:
+            forget_decisions(self._folder, self._last + len(earlier))
         # A step that was made again took what it took last.
         taken = {each.step: each.number for each in earlier if each.kind == "taken"}
         self._earlier.extend(each for each in earlier if each.kind != "taken" or taken[each.step] == each.number)
@@ -86,7 +89,7 @@ class Decisions:
         """Whether there are decisions still to be made again. A run without a checkpoint makes all of them."""
         if self._earlier is None:
             self.resume(0)
-        return bool(self._earlier)
+        return self._replays or bool(self._earlier)
 
     def again(self, step: int) -> Decision | None:
         """The next decision that was made before, in this step or an earlier one; None where there is no further one."""
@@ -96,8 +99,18 @@ class Decisions:
         self._last = decision.number
         return decision
 
+    def lacks(self, why: str) -> None:
+        """A group of a step that is made again cannot be read. Raises MegarlError in a replay, which cannot ask for it."""
+        if self._replays:
+            self.leave(why)
+
     def leave(self, why: str) -> None:
-        """Make none of the rest again: what they followed from is not what it was."""
+        """Make none of the rest again: what they followed from is not what it was. Raises MegarlError in a replay."""
+        if self._replays:
+            raise MegarlError(
+                f"The journal in {self._folder} cannot be replayed any further: {why}. Replay steps before it (--to-step), or "
+                "from a checkpoint after it (--from-step)."
+            )
         if self.repeating and self._folder is not None:
             log.warning("The journal is not followed any further: %s.", why)
             self._earlier = deque()
@@ -105,7 +118,7 @@ class Decisions:
 
     def add(self, kind: Kind, step: int, groups: Sequence[Key]) -> None:
         """One more; `write` brings it to the disk."""
-        if self._folder is not None and groups:
+        if self._folder is not None and groups and not self._replays:
             self._last += 1
             self._unwritten.append(Decision(self._last, kind, step, tuple(groups)))
 

@@ -24,11 +24,11 @@ from megarl.algorithms.ragged import trained
 from megarl.algorithms.returns import AdvantagesAndReturns, kl_penalty, token_rewards, whiten
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
-from megarl.core.types import Block, FloatArray, IntArray
+from megarl.core.types import BatchInfo, Block, FloatArray, IntArray, ShardPlan
 from megarl.recipe.algorithm import Algorithm, Correction
 from megarl.recipe.functions import asked, before_whitening, is_per_token, settings
 from megarl.recipe.schema import Recipe
-from megarl.rollout.batcher import StepSamples
+from megarl.rollout.batcher import Part, StepSamples
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
 
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block
@@ -48,6 +48,16 @@ class SampleNumbers:
     mean_nll: FloatArray
     kl_coef: float
     greedy_rewards: FloatArray
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step: plans, one a shard; parts, one a collector, and what each has to know for the advantages."""
+
+    info: BatchInfo
+    plans: tuple[ShardPlan, ...]
+    parts: tuple[Part, ...]
+    numbers: tuple[SampleNumbers, ...]
 
 
 def numbers_of(samples: StepSamples, num_owners: int, kl_coef: float) -> tuple[SampleNumbers, ...]:

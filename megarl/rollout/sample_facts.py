@@ -14,8 +14,10 @@ from megarl.rollout.facts import Flags, GroupFacts
 from megarl.rollout.tasks import EvalFacts
 
 
-def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample]) -> GroupFacts:
-    """What is told of a finished group."""
+def group_facts(
+    group: int, samples: Sequence[Sample], greedy: Sequence[Sample], *, recorded: bool = False
+) -> GroupFacts:
+    """What is told of a finished group. recorded: the journal had it."""
     names = sorted({name for sample in samples for name in sample.reward_parts})
     parts = {
         name: np.array([_number(sample.reward_parts.get(name)) for sample in samples], np.float64) for name in names
@@ -43,6 +45,7 @@ def group_facts(group: int, samples: Sequence[Sample], greedy: Sequence[Sample])
         num_greedy=len(greedy),
         greedy_ungraded=sum(sample.grade_failure is not None for sample in greedy),
         greedy_failed=sum(sample.status is Status.FAILED for sample in greedy),
+        recorded=recorded,
     )
 
 

@@ -12,7 +12,7 @@ from megarl.core.types import BatchInfo, FloatArray, ShardPlan
 from megarl.models.config import ModelConfig
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
-from megarl.rollout.batcher import StepSamples, teaches
+from megarl.rollout.batcher import StepSamples, teaches, usable
 from megarl.rollout.episode_metrics import episode_metrics
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Ledger
@@ -110,6 +110,13 @@ def check_grades(where: str, seen: Sequence[GroupFacts], most: float) -> None:
     failures = sum(int(facts.ungraded.sum()) + facts.greedy_ungraded for facts in seen)
     first = next((facts.grade_failure for facts in seen if facts.grade_failure), "")
     refuse_grades(where, failures, answered, first, most)
+
+
+def check_usable(where: str, seen: Sequence[GroupFacts], most: float, *, greedy: bool) -> None:
+    """Whether a step has something to learn from. where, most: as of `check_grades`. Raises MegarlError."""
+    check_grades(where, seen, most)
+    if not any(usable(facts, 0, greedy=greedy).any() for facts in seen):
+        raise MegarlError(f"{where}: no sample can be used. {failure(seen)}")
 
 
 def refuse_grades(where: str, failures: int, answered: int, first: str, most: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,9 +43,22 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class News:
-    """Groups that have finished since the last news."""
+    """Groups that have finished since the last news, and those that the journal was to have and has not."""
 
     finished: list[GroupFacts]
+    missing: Sequence[int] = ()
+
+    @classmethod
+    async def of(cls, told: asyncio.Queue[GroupFacts | int | BaseException]) -> News:
+        """All that is there, once there is something: what has finished, numbers of what is missing. Raises what failed."""
+        found = [await told.get()]
+        while not told.empty():
+            found.append(told.get_nowait())
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        finished = [each for each in found if isinstance(each, GroupFacts)]
+        return cls(finished, [each for each in found if isinstance(each, int)])
 
 
 @dataclass(frozen=True)

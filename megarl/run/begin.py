@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
-from megarl.core.protocols import State
+from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PhaseTimer
 from megarl.hub.recipe import localize, names_of
@@ -50,10 +50,10 @@ class Open:
 
 
 @contextmanager
-def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
+def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -> Iterator[Open]:
     """The run's folder, log, writers and console; closed in the end, whatever happens.
 
-    Errors from within say how to go on.
+    Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with.
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
@@ -63,7 +63,7 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool) -> Iterator[Open]:
     out = Console()
     for line in lines:
         out.print(line, highlight=False, soft_wrap=True)
-    with ending(loaded, checkpoints) as early, ExitStack() as stack:
+    with ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.callback(setup_logging(folder / DRIVER_LOG).close)
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
@@ -94,6 +94,20 @@ def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool
     if names_of(loaded.recipe):  # what can be refused without them is refused before anything is downloaded
         check_start(loaded.recipe, resume=resume)
     return localize(loaded, read_model, say, run=folder if resume else None), resume
+
+
+def handles_of(session: Any, rollout: Rollout, sync: WeightSync, recorder: Recorder, timer: PhaseTimer) -> Handles:
+    """Everybody in a run, as the loop takes them. session: one with roles and, where there is one, a critic."""
+    others = {name: session.roles.get(name) for name in ("reference", "reward_model", "teacher")}
+    return Handles(
+        rollout,
+        session.roles["actor"],
+        **others,
+        critic=session.critic,
+        sync=sync,
+        recorder=recorder,
+        timer=timer,
+    )
 
 
 def say(line: str) -> None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DiskFullError, MegarlError
+from megarl.core.errors import DiskFullError, GradientError, MegarlError
 from megarl.core.exit_codes import REFUSED
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import Loaded, command_of
+from megarl.recipe.schema import Recipe
 from megarl.training.run_checkpoints import Checkpoints
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,10 +29,14 @@ FULL_BYTES = 2**20  # less than this is nothing
 
 @dataclass
 class Ending:
-    """How one run ends early. timer: the driver's, once there is one."""
+    """How one run ends early. again: the command that makes it anew, for what cannot be gone on with.
+
+    timer: the driver's, once there is one.
+    """
 
     loaded: Loaded[Any]
     checkpoints: Checkpoints
+    again: str = ""
     timer: PhaseTimer | None = None
     _full: list[str] = field(default_factory=list)
 
@@ -53,8 +58,21 @@ class Ending:
         lines = [self._how_far()]
         if abandoned:
             lines.append(f"The checkpoint of step {abandoned[-1]} was not whole yet and has been removed.")
-        error.add_note(" ".join([*lines, self._how_on(isinstance(error, DiskFullError))]))
+        error.add_note(" ".join([*lines, self._how_on(isinstance(error, DiskFullError)), *self._replay(error)]))
         return error
+
+    def _replay(self, error: BaseException) -> list[str]:
+        """How a step whose gradient ended the run is made again, alone, to be looked at."""
+        step = self.timer.last[0] if self.timer is not None and self.timer.last is not None else None
+        recipe = self.loaded.recipe
+        if not isinstance(error, GradientError) or step is None or self.again:
+            return []
+        if not isinstance(recipe, Recipe) or not recipe.train.journal:
+            return []
+        command = shlex.join(
+            [*_program(), "replay", str(recipe.run.folder), "--from-step", str(step), "--to-step", str(step)]
+        )
+        return [f"\nThe step's samples are in the journal; this learns from them again, without servers:\n  {command}"]
 
     def _how_far(self) -> str:
         last = self.timer.last if self.timer is not None else None
@@ -68,6 +86,8 @@ class Ending:
 
     def _how_on(self, full: bool) -> str:
         first = "Make room there first: this run's older checkpoints and its hf/ are what takes most. " if full else ""
+        if self.again:
+            return f"{first}It can be made anew, in another folder, with:\n  {self.again}"
         whole = self.checkpoints.committed()
         if not whole:
             return (
@@ -81,9 +101,9 @@ class Ending:
 
 
 @contextmanager
-def ending(loaded: Loaded[Any], checkpoints: Checkpoints) -> Iterator[Ending]:
+def ending(loaded: Loaded[Any], checkpoints: Checkpoints, again: str = "") -> Iterator[Ending]:
     """Errors that leave this context, which is to be outside of what ends the processes, say what is left of the run."""
-    each = Ending(loaded, checkpoints)
+    each = Ending(loaded, checkpoints, again)
     try:
         yield each
     except (Exception, KeyboardInterrupt) as error:

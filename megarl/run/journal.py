@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,8 +17,12 @@ from typing import Any
 from megarl.core.checksums import sum_file
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
+from megarl.core.types import EvalResult
 from megarl.core.versions import installed
+from megarl.recipe.load import load_recipe
+from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
+from megarl.report.history import METRICS_FILE, read_history
 from megarl.rollout.journal import JOURNAL, forget
 from megarl.training.run_checkpoints import Committed
 
@@ -50,11 +55,13 @@ HARMLESS = (
     "sync",
     "train.async_save",
     "train.journal",
+    "train.journal_keep",
     "train.keep_every",
     "train.keep_last",
     "train.save_every",
     "train.steps",
 )
+HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
 
@@ -117,12 +124,44 @@ def begin_journal(recipe: Recipe, *, keeps: bool) -> None:
         temporary.replace(folder / MADE_WITH)
 
 
-def trim_journal(folder: Path, checkpoints: list[Committed]) -> None:
-    """Forget groups that no checkpoint needs to go on from. folder: the run's. checkpoints: those kept, oldest first."""
-    if checkpoints:
+def changes(folder: Path, before: Recipe, now: Recipe) -> list[str]:
+    """For people: what of a recipe differs, and changes what is learned from a journal. folder: of the run that wrote it."""
+    written = read_object(folder / JOURNAL / MADE_WITH, "It is of no run of this version.")
+    was, new = made_with(before), made_with(now)
+    found = {name: (was.get(name), new.get(name)) for name in dict.fromkeys([*was, *new])}
+    found |= {name: (written.get(name), new[name]) for name in PACKAGES}
+    return [f"  {name} was {a!r} and is {b!r}" for name, (a, b) in found.items() if a != b]
+
+
+def evaluations_before(recipe: Recipe) -> dict[int, EvalResult]:
+    """Evaluations that the run in this folder has made, by step: a step that is made again need not be evaluated again.
+
+    None where held-out rows or how they are asked were others, or nothing is there.
+    """
+    folder = recipe.run.folder
+    if not (folder / METRICS_FILE).is_file() or not (folder / RECIPE_FILE).is_file():
+        return {}
+    before = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
+    if before.eval != recipe.eval or any(getattr(before.data, key) != getattr(recipe.data, key) for key in HELD_OUT):
+        return {}
+    found = {}
+    for row in read_history(folder / METRICS_FILE):
+        values = {name: row[name] for name in row if name.startswith("eval/")}
+        metrics = {name: math.nan if value is None else float(value) for name, value in values.items()}
+        if metrics:
+            # How many there were is in no metric, and nobody asks for it again.
+            found[row["step"]] = EvalResult(
+                0, 0, metrics.get("eval/accuracy", math.nan), metrics.get("eval/reward", math.nan), metrics
+            )
+    return found
+
+
+def trim_journal(recipe: Recipe, checkpoints: list[Committed]) -> None:
+    """Forget groups that no checkpoint needs to go on from, unless all are kept. checkpoints: those kept, oldest first."""
+    if checkpoints and recipe.train.journal_keep == "needed":
         oldest = checkpoints[0]
         waiting = [int(step) for _, step, _ in oldest.state.get("data", {}).get("waiting", ())]
-        forget(folder / JOURNAL, before=min([oldest.step + 1, *waiting]))
+        forget(recipe.run.folder / JOURNAL, before=min([oldest.step + 1, *waiting]))
 
 
 def _harmless(name: str) -> bool:

@@ -97,7 +97,7 @@ class Recorder:
         metrics |= {
             **peaks,
             **_flop_rates(metrics, self.cluster),
-            "perf/rank_peak_bytes": max(peaks.values()),
+            **({"perf/rank_peak_bytes": max(peaks.values())} if peaks else {}),  # none where ranks did nothing
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
         }
         self.writers.write(line.step, metrics)

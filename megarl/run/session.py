@@ -18,6 +18,7 @@ from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
+from megarl.cluster.samples import LaunchingSamples, Samples
 from megarl.cluster.server_start import Launched, Source, Starter
 from megarl.cluster.servers import LaunchingPool
 from megarl.cluster.slots import ServerSlot, Slot, ranks_beside, server_slots, share_no_device
@@ -81,6 +82,14 @@ class TrainSession(Session):
 
     rollout: RolloutPool
     sync: WeightSync | SyncAfterCritic
+    critic: LearningCritic | None
+
+
+@dataclass(frozen=True)
+class ReplaySession(Session):
+    """Of a replay. critic: as of TrainSession."""
+
+    samples: Samples
     critic: LearningCritic | None
 
 
@@ -176,13 +185,20 @@ def _with_critic(
     timer: PhaseTimer,
 ) -> tuple[LearningCritic | None, WeightSync | SyncAfterCritic]:
     """The critic and the weight sync as the loop talks to them: whoever shares the critic's devices waits for it."""
-    if critic is None:
-        return None, sync
-    homes: dict[str, str] = {role: name for name, pool in pools_of(recipe).items() for role in pool.roles}
-    learning = LearningCritic(critic, timer, at_once=homes[CRITIC] == homes[ACTOR])
-    if share_no_device(_pool_slots(runtime, recipe)[homes[CRITIC]], servers):
+    learning = _learning(recipe, critic, timer)
+    if learning is None or share_no_device(_pool_slots(runtime, recipe)[_homes(recipe)[CRITIC]], servers):
         return learning, sync
     return learning, SyncAfterCritic(sync, learning)
+
+
+def _learning(recipe: Recipe, critic: Role | None, timer: PhaseTimer) -> LearningCritic | None:
+    homes = _homes(recipe)
+    return None if critic is None else LearningCritic(critic, timer, at_once=homes[CRITIC] == homes[ACTOR])
+
+
+def _homes(recipe: Recipe) -> dict[str, str]:
+    """The pool of each role."""
+    return {role: name for name, pool in pools_of(recipe).items() for role in pool.roles}
 
 
 def _threads(runtime: Runtime, recipe: AnyRecipe) -> tuple[int | None, int | None]:
@@ -331,6 +347,22 @@ def eval_session(
         rollout = _launch_rollout(runtime, recipe, slots, checked.external, 1, waiter).ready()
         yield rollout
         rollout.close()
+
+
+@contextmanager
+def replay_session(
+    recipe: Recipe, checked: Preflight, journal: Path, timer: PhaseTimer, scratch: Scratch | None = None
+) -> Iterator[ReplaySession]:
+    """Start the ranks, and collectors that read a journal; on leaving, end everything."""
+    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe), scratch) as runtime:
+        waiter = Waiter(timer, runtime.nodes)
+        launching = LaunchingSamples.launch(
+            runtime, recipe, None, num_shards(recipe), waiter, beside=beside_ranks(recipe), replay=journal
+        )
+        roles = _build_roles(role_specs(recipe, checked), _start_pools(runtime, recipe, waiter), recipe)
+        samples = launching.ready(Restarts(0))
+        yield ReplaySession(roles, samples, _learning(recipe, roles.get(CRITIC), timer))
+        samples.close()
 
 
 @contextmanager

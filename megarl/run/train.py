@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.core.protocols import Handles, State
+from megarl.core.protocols import State
 from megarl.core.scratch import Scratch
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run.begin import end, finish, found, opened
-from megarl.run.journal import begin_journal, check_journal, trim_journal
+from megarl.run.begin import end, finish, found, handles_of, opened
+from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
@@ -35,7 +35,9 @@ def _train(
     path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool, scratch: Scratch
 ) -> None:
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
-    loaded, resume = found(load_recipe(path, overrides, Recipe), resume, go_on)
+    loaded = load_recipe(path, overrides, Recipe)
+    known = evaluations_before(loaded.recipe) if keeps and not discard_journal else {}
+    loaded, resume = found(loaded, resume, go_on)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
@@ -60,9 +62,11 @@ def _train(
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,
-                on_commit=lambda: trim_journal(recipe.run.folder, run.checkpoints.committed()),
+                on_commit=lambda: trim_journal(recipe, run.checkpoints.committed()),
             )
             state = recorder.restore(run.committed)
+            if keeps and recipe.train.journal:
+                session.rollout.catch_up(known)
         # Servers start with version 0. One that goes on has the versions that it would have had without the stop.
         first = State(state.step, max(1, state.weight_version))
         with timer.phase("sync"):
@@ -72,22 +76,12 @@ def _train(
                 with timer.phase("eval"):
                     recorder.expect(0, session.rollout.evaluate(0, first.weight_version))
             recorder.end_of(0, before)
-        roles = session.roles
-        others = {name: roles.get(name) for name in ("reference", "reward_model", "teacher")}
-        handles = Handles(
-            session.rollout,
-            roles["actor"],
-            **others,
-            critic=session.critic,
-            sync=session.sync,
-            recorder=recorder,
-            timer=timer,
-        )
+        handles = handles_of(session, session.rollout, session.sync, recorder, timer)
         end(recorder, train(handles, recipe, first), recipe)
-        finish(run, roles["actor"], recipe)
+        finish(run, session.roles["actor"], recipe)
         if recipe.critic is not None:
             with timer.phase("export"):
                 source = (recipe.critic.path or recipe.model.path).resolve()
-                roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
+                session.roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
         if predicted is not None and (line := advice(recipe.run.folder)) is not None:
             Console().print(line, highlight=False, soft_wrap=True)

@@ -182,7 +182,7 @@ class Engine:
         """One optimizer step for each mini-batch, in order; returns metrics over all of them and over all ranks.
 
         columns: label-aligned, as many micro-batches as the shard has; at least those that the loss reads.
-        Raises MegarlError when the role is frozen, a column is missing, or a gradient is not finite.
+        Raises MegarlError when the role is frozen, a column is missing, or a gradient is not finite or a spike.
         """
         stepper, shares = self._require_stepper("update"), self._shares
         assert shares is not None
@@ -201,11 +201,11 @@ class Engine:
                 sums.end_mini_batch()
                 steps.append(stepper.step(self._groups.rank, shares.add))
             metrics = self._reduce(sums)
-        return metrics | {
-            f"{loss.group}/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
-            f"{loss.group}/grad_share_max": shares.report(),
-            f"{loss.group}/lr": steps[-1].lr,
-        }
+        taken = [step.grad_norm for step in steps if step.taken]
+        if taken:
+            metrics[f"{loss.group}/grad_norm"] = sum(taken) / len(taken)
+            metrics[f"{loss.group}/grad_share_max"] = shares.report()
+        return metrics | {f"{loss.group}/lr": steps[-1].lr, f"{loss.group}/skipped_steps": len(steps) - len(taken)}
 
     def take_notes(self) -> list[str]:
         """What a user should read of the updates since the last call; the same on every rank."""
@@ -376,7 +376,7 @@ class Engine:
 
     def _trained(self) -> tuple[Any, Any]:
         """Optimizer and schedule; None for a frozen role."""
-        return (self._stepper.optimizer, self._stepper.scheduler) if self._stepper else (None, None)
+        return (self._stepper.optimizer, self._stepper) if self._stepper else (None, None)
 
     def _require_stepper(self, operation: str) -> Stepper:
         if self._stepper is None:

@@ -17,16 +17,23 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.core.errors import MegarlError, UserError
+from megarl.core.errors import GradientError, UserError
+from megarl.core.log import get_logger
 from megarl.recipe.roles import Optimizer
+from megarl.training.gradient_watch import GradientWatch
+
+log = get_logger(__name__)
+
+RECENT = "recent_grad_norms"  # beside the schedule's own
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """What one optimizer step did. taken: off where it was left out, for its gradient."""
 
     grad_norm: float  # before clipping, over all parameters of all ranks
     lr: float
+    taken: bool = True
 
 
 def is_distributed(section: Optimizer) -> bool:
@@ -61,6 +68,7 @@ class Stepper:
         if section.min_lr > section.lr:
             raise UserError(f"optimizer.min_lr is {section.min_lr}, above the peak lr of {section.lr}.")
         self._clip_grad = section.clip_grad
+        self._watch, self._skips = GradientWatch(section.spike_factor), section.on_bad_gradient == "skip"
         self._chunks = list(chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(section, dtype), self._chunks)
         if section.name == "sgd":
@@ -89,6 +97,16 @@ class Stepper:
         """Optimizer steps done, over all runs that led here."""
         return int(self.scheduler.num_steps)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule, and what later gradients are measured by; the optimizer's own state is its own to save."""
+        return {**self.scheduler.state_dict(), RECENT: self._watch.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        schedule = dict(state)
+        self._watch.load_state(schedule.pop(RECENT, ()))  # a checkpoint of an earlier version has none
+        self.scheduler.load_state_dict(schedule)
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for chunk in self._chunks:
@@ -100,16 +118,23 @@ class Stepper:
 
         look: called with their norm before they are clipped.
 
-        Raises MegarlError, before any weight has changed, when the gradient is not finite.
+        Where the gradient is not finite, or a spike, no weight changes: it raises GradientError, or leaves the step out, as the
+        recipe says. The schedule goes on: it is one of steps, whatever they do.
         """
         found_inf = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if found_inf or not math.isfinite(grad_norm):
-            raise MegarlError(
-                f"The gradient of optimizer step {self.num_steps + 1} is not finite (norm {grad_norm}, seen by rank "
-                f"{rank}); the weights were left as they were. Look at the loss and the log-prob differences of the "
-                "last steps: a lower learning rate, or float32, usually mends it."
+        trouble = self._watch.trouble(math.inf if found_inf else grad_norm)
+        if trouble and not self._skips:
+            raise GradientError(
+                f"The gradient of optimizer step {self.num_steps + 1} {trouble}, seen by rank {rank}; the weights were left as "
+                "they were. Look at the loss and the log-prob differences of the last steps: a lower learning rate, or float32, "
+                "usually mends it; on_bad_gradient: skip, in the optimizer's section, leaves such steps out."
             )
+        if trouble:
+            log.warning("The gradient of optimizer step %d %s: the step is left out", self.num_steps + 1, trouble)
+            self.scheduler.step(1)
+            return StepResult(grad_norm, float(self.optimizer.param_groups[0]["lr"]), taken=False)
+        self._watch.took(grad_norm)
         if look is not None:
             look(grad_norm)
         # Before the step: the first step of a warm-up has a rate above zero, and the last of a decay has min_lr.

@@ -12,6 +12,7 @@ import pytest
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec
 from megarl.cluster.rollout import RolloutPool
+from megarl.cluster.samples import Samples
 from megarl.cluster.waits import Worker
 from megarl.core.errors import GivenUpError
 from megarl.recipe.run import Model
@@ -39,9 +40,10 @@ class Stage:
         self.waiter = FakeWaiter()
         self.servers = SimpleNamespace(servers=["server 0"], traffic=self._traffic, pause=lambda **_: None)
         worker = Worker(FakeActor("coordinator"), ProcessSpec("coordinator", tmp_path), ProcessFacts(7, "h"))
-        pool: Any = RolloutPool(worker, None, self.servers, self.waiter, RECIPE, 1, beside=True)  # type: ignore[arg-type]
+        samples = Samples(worker, None, self.waiter, RECIPE, 1)  # type: ignore[arg-type]
+        pool: Any = RolloutPool(samples, self.servers, RECIPE, beside=True)  # type: ignore[arg-type]
         monkeypatch.setattr(pool, "_evaluation", self._evaluation)
-        monkeypatch.setattr(pool, "_wait", lambda *_: None)
+        monkeypatch.setattr(samples, "wait", lambda *_: None)
         self.pool: RolloutPool = pool
 
     @contextmanager

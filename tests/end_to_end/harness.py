@@ -120,15 +120,15 @@ class Driver:
             select.select([], [], [], POLL_S)
 
 
-def start(folder: Path, *overrides: str, command: str = "train") -> Driver:
-    """Start `megarl train` on the inputs in `folder`."""
+def start(folder: Path, *overrides: str, command: str = "train", run: Path | None = None) -> Driver:
+    """Start `megarl train` on the inputs in `folder`. run: what another command takes in the place of the recipe."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
     name = next((each.split("=")[1] for each in overrides if each.startswith("run.name=")), "run")
     # The paths of Ray's sockets have to stay short.
     temp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "megarl", command, str(recipe), *overrides],
+        [sys.executable, "-m", "megarl", command, str(run or recipe), *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,9 +1,9 @@
-"""`kill -9` of a run, twice, and what it goes on with: on servers that never answer the same twice."""
+"""`kill -9` of a run, twice, and what it goes on with: on servers that never answer the same twice. Then all of it, replayed."""
 
 from __future__ import annotations
 
+import filecmp
 import re
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from tests.end_to_end.harness import Driver, start
 
 pytestmark = pytest.mark.slow
 
-SETTING = ("train.steps=4", "train.save_every=2", "train.keep_last=1")
+SETTING = ("run.name=journaled", "train.steps=4", "train.save_every=2", "train.keep_last=1", "train.journal_keep=all")
 SAME = re.compile(r"(actor|reward|rollout|data)/")
+SENT = re.compile(r"without (\d+) weight syncs and (\d+) evaluations; weight version (\d+) is sent now")
 
 
 def killed_after(driver: Driver, step: int) -> dict[int, dict[str, Any]]:
@@ -32,37 +33,61 @@ def trained(driver: Driver) -> dict[int, dict[str, Any]]:
     return {step: {name: row[name] for name in row if SAME.match(name)} for step, row in rows.items()}
 
 
+def synced(driver: Driver) -> list[int]:
+    """Steps that ended with weights on their way to the servers; 0 is the start."""
+    return [row["step"] for row in driver.metrics() if "sync/bytes" in row]
+
+
+def sent(driver: Driver) -> list[list[int]]:
+    """Weight syncs and evaluations that were left out, and the version that was sent then: of each life."""
+    found = SENT.findall((driver.folder / "logs" / "driver.log").read_text())
+    return [[int(number) for number in each] for each in found]
+
+
 def samples(driver: Driver, step: int) -> str:
     return (driver.folder / "samples" / f"step_{step:06d}.jsonl").read_text()
 
 
 def test_a_killed_run_trains_on_what_it_had(inputs: Path) -> None:
-    driver = start(inputs, "run.name=journaled", *SETTING)
+    driver = start(inputs, *SETTING)
     first = killed_after(driver, 1)
     assert not list(driver.folder.glob("checkpoints/step_*"))
-    said = samples(driver, 1)
-    driver = start(inputs, "run.name=journaled", *SETTING, "--continue")
+    said, before = samples(driver, 1), driver.metrics()[0]
+    assert synced(driver) == [0, 1]
+
+    driver = start(inputs, *SETTING, "--continue")
     second = killed_after(driver, 3)
     assert second[1] == first[1] and samples(driver, 1) == said
-    assert 3 in steps_of(driver.folder / JOURNAL)
+    assert driver.metrics()[0]["eval/accuracy"] == before["eval/accuracy"]
+    # The first life may have begun step 2 as well.
+    syncs, evaluations, version = sent(driver)[0]
+    assert version == 1 + syncs >= 2 and evaluations == 1 and synced(driver) == list(range(version, 4))
     said = samples(driver, 3)
 
-    code, _, error = start(inputs, "run.name=journaled", *SETTING, "actor.optimizer.lr=2e-3", "--resume").finish(60)
+    code, _, error = start(inputs, *SETTING, "actor.optimizer.lr=2e-3", "--resume").finish(60)
     assert code == 2
     assert "actor.optimizer.lr was 0.001 and is 0.002" in error and "--discard-journal" in error
-    anew = inputs / "runs" / "anew"
-    shutil.copytree(driver.folder, anew)
 
-    driver = start(inputs, "run.name=journaled", *SETTING, "--resume")
+    driver = start(inputs, *SETTING, "--resume")
     code, _, error = driver.finish()
     assert code == 0, error
     assert [row["step"] for row in driver.metrics()] == [0, 1, 2, 3, 4]
     assert trained(driver)[3] == second[3] and samples(driver, 3) == said
-    assert steps_of(driver.folder / JOURNAL) == []  # the last checkpoint needs none of it
+    syncs, evaluations, version = sent(driver)[-1]
+    assert version == 3 + syncs >= 4 and evaluations == 0
+    assert steps_of(driver.folder / JOURNAL) == [1, 2, 3, 4]
     driver.assert_nothing_left()
+    replayed(driver)
 
-    other = start(inputs, "run.name=anew", *SETTING, "actor.optimizer.lr=2e-3", "--resume", "--discard-journal")
-    code, _, error = other.finish()
+
+def replayed(run: Driver) -> None:
+    """All steps of a run that was killed twice, from the base model and without servers."""
+    inputs = run.folder.parents[1]
+    code, out, error = start(inputs, run=run.folder, command="replay").finish()
     assert code == 0, error
-    assert trained(other)[3] != second[3] and samples(other, 3) != said
-    other.assert_nothing_left()
+    assert "in the 4 steps are the run's, to the bit (steps 1 to 4)." in out
+    assert filecmp.cmp(
+        run.folder / "hf" / "model.safetensors", run.folder / "replay-1" / "hf" / "model.safetensors", False
+    )
+    code, _, error = start(inputs, "--to-step=5", run=run.folder, command="replay").finish(60)
+    assert code == 2 and "There are: steps 1 to 4, from the base model." in error

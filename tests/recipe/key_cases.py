@@ -30,6 +30,8 @@ _OPTIMIZER = {
     "eps": ["1.0e-2"],
     "weight_decay": ["0.5"],
     "clip_grad": ["1.0e-2"],
+    "spike_factor": ["2.0"],
+    "on_bad_gradient": ["skip"],
     "momentum": ["0.5"],
     "schedule": ["linear", "cosine"],
     "warmup_steps": ["2"],
@@ -79,7 +81,7 @@ _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {
 TRAIN: dict[str, Sequence[str]] = {
     **COMMON,
     **_REFERENCE,
-    "train.journal": ["false"],
+    **_under("train", {"journal": ["false"], "journal_keep": ["all"]}),
     **_under(
         "data",
         {

@@ -116,6 +116,7 @@ UNREAD = [
         ["agent.environment=guess_number"],
     ),
     (["train.async_save=true"], ["train.save_every=2"]),
+    (["train.journal=false", "train.journal_keep=all"], ["train.journal=true"]),
     (["rollout.late=drop"], ["rollout.max_staleness=1"]),
     (["rollout.in_flight=finish"], ["rollout.max_staleness=1"]),
     (["rollout.max_staleness=1", "rollout.oversample=1.5", "rollout.in_flight=finish"], ["rollout.oversample=1.0"]),

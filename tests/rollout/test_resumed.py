@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megarl.core.errors import MegarlError
 from megarl.core.types import Shard
 from megarl.data.prompts import PromptSet
 from megarl.rollout.journal import JOURNAL
@@ -44,16 +45,19 @@ class FreshSglang(FakeSglang):
 class Life:
     """One life of a run, from its start or from a saved place to the end of a step."""
 
-    def __init__(self, folder: Path, collectors: int, *, journal: bool = True, **rollout: Any) -> None:
+    def __init__(
+        self, folder: Path, collectors: int, *, journal: bool = True, replay: Path | None = None, **rollout: Any
+    ) -> None:
         sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16} | rollout
         self.beside = "oversample" not in sizes and sizes.get("max_staleness", 0) > 0
         self.recipe = make_recipe(
             folder, rollout=sizes, data={"shuffle": True}, train={"steps": STEPS, "journal": journal}
         )
-        self.collectors = collectors
+        self.collectors, self.replay = collectors, replay
         self.steps: dict[int, Any] = {}
         self.places: dict[int, Any] = {}
         self.asked: list[int] = []  # requests, after each step
+        self.needed: list[bool] = []  # whether servers were, by the end of each step
         self.finished = 0  # groups of the step that was not made
 
     def run(self, last: int, place: Any = None, finished: int | None = None) -> Life:
@@ -72,8 +76,10 @@ class Life:
                 num_shards=2,
                 num_collectors=self.collectors,
                 beside=self.beside,
+                replay=self.replay,
             )
             await local.start()
+            self.behind = asyncio.create_task(local.coordinator.behind())
             first = 1
             if place is not None:
                 local.coordinator.load_state(place)
@@ -91,10 +97,12 @@ class Life:
                 shards, info = await local.generate(step, step)
                 self.steps[step] = content(shards, local.coordinator.samples.rewards)
                 self.asked.append(len(fake.bodies("/generate")))
+                self.needed.append(self.behind.done())
                 assert info.step == step
                 await local.coordinator.release(step + 1)  # the next weights are there
                 await asyncio.sleep(0.004)
                 self.places[step] = local.coordinator.state()
+            self.behind.cancel()
             for collector in local.collectors:  # as if killed: nobody adds up
                 await collector.close()
             await local.coordinator._links.close()
@@ -125,8 +133,10 @@ def test_steps_after_the_checkpoint_are_the_same_to_the_bit(tmp_path: Path, roll
         for step, made in after.steps.items():
             assert made == before.steps[step], step
         assert after.asked[-1] <= (0 if not rollout else 8 * len(after.steps))
+        assert after.needed == [False] * len(after.steps)
     ended = Life(tmp_path, 2, **rollout).run(STEPS, before.places[2])
     assert ended.steps[3] == before.steps[3] and sorted(ended.steps) == [3, 4, 5, 6]
+    assert ended.needed == [False, False, True, True]
     again = Life(tmp_path, 1, **rollout).run(STEPS, ended.places[4])
     assert again.steps == {step: ended.steps[step] for step in (5, 6)}
 
@@ -148,7 +158,7 @@ def test_what_is_damaged_is_made_anew_and_the_steps_behind_it(tmp_path: Path, ca
     after = Life(tmp_path, 1).run(4, before.places[1])
     assert after.steps[2] == before.steps[2]
     assert after.steps[3] != before.steps[3] and after.steps[4] != before.steps[4]
-    assert after.asked == [0, 2, 2 + 8]
+    assert after.asked == [0, 2, 2 + 8] and after.needed == [False, True, True]
     assert "the checksum of sample" in caplog.text and "samples of step 3 were made anew" in caplog.text
 
 
@@ -156,3 +166,28 @@ def test_without_a_journal_all_is_made_anew(tmp_path: Path) -> None:
     before = Life(tmp_path, 1, journal=False).run(2)
     assert not (tmp_path / "run" / JOURNAL).exists()
     assert Life(tmp_path, 1, journal=False).run(2, before.places[1]).asked == [8]
+
+
+@pytest.mark.parametrize("rollout", MODES, ids=["synchronous", "asynchronous", "late groups are dropped", "carry-over"])
+def test_a_journal_is_replayed_without_servers_and_stays_as_it_is(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    before = Life(tmp_path / "run", 2, **rollout).run(4)
+    journal = tmp_path / "run" / "run" / JOURNAL
+    written = {path.name: path.read_bytes() for path in journal.iterdir()}
+    for start, collectors in ((0, 1), (2, 3)):
+        replayed = Life(tmp_path / "other", collectors, replay=journal, **rollout).run(4, before.places.get(start))
+        assert replayed.steps == {step: before.steps[step] for step in range(start + 1, 5)}
+        assert replayed.asked[-1] == 0
+    assert {path.name: path.read_bytes() for path in journal.iterdir()} == written
+    assert not (tmp_path / "other" / "run" / JOURNAL).exists()
+
+
+def test_what_the_journal_lacks_ends_a_replay(tmp_path: Path) -> None:
+    Life(tmp_path / "run", 1).run(2)
+    journal = tmp_path / "run" / "run" / JOURNAL
+    with pytest.raises(MegarlError, match=r"cannot be replayed any further: what step 3 took is not known.*--to-step"):
+        Life(tmp_path / "other", 1, replay=journal).run(3)
+    for path in journal.glob("step_000002-*.sqlite"):
+        with sqlite3.connect(path) as file:
+            file.execute("update samples set reward = reward + 1 where rowid = 5")
+    with pytest.raises(MegarlError, match="a group that step 2 had is not in it, or damaged"):
+        Life(tmp_path / "other", 1, replay=journal).run(2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, UserError
+from megarl.core.errors import DeadlineError, DiskFullError, GradientError, MegarlError, UserError
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.schema import Recipe
 from megarl.run.ending import ending, full_disks, go_on_command
@@ -51,6 +51,19 @@ def test_before_the_first_checkpoint_a_run_begins_anew(loaded: Any, checkpoints:
     *_, last = error.told().splitlines()
     assert "No checkpoint had been committed yet" in error.told() and "had not begun" in error.told()
     assert shlex.split(last)[-5:] == ["train", "my recipe.yaml", *OVERRIDES, "--continue"]
+
+
+def test_a_bad_gradient_is_replayed_by_a_command_that_can_be_pasted(loaded: Any, checkpoints: Checkpoints) -> None:
+    timer = PhaseTimer()
+    with timer.step(5), timer.phase("update"):
+        pass
+    loaded.recipe.train.journal = True
+    [note] = told(loaded, checkpoints, GradientError("a spike"), timer).__notes__
+    folder = str(loaded.recipe.run.folder)
+    assert shlex.split(note.splitlines()[-1])[-6:] == ["replay", folder, "--from-step", "5", "--to-step", "5"]
+    assert "in the journal" not in told(loaded, checkpoints, MegarlError("another"), timer).__notes__[0]
+    loaded.recipe.train.journal = False
+    assert "in the journal" not in told(loaded, checkpoints, GradientError("a spike"), timer).__notes__[0]
 
 
 def test_the_newest_whole_checkpoint_is_named_and_a_half_one_is_removed(loaded: Any, checkpoints: Checkpoints) -> None:

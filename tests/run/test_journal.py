@@ -96,9 +96,11 @@ def test_what_no_checkpoint_needs_is_forgotten(
 ) -> None:
     """The older of two checkpoints is of step 3; a group that was under way then was meant for that step."""
     kept = [Committed(tmp_path, step, {"data": {"waiting": waiting}}) for step in (3, 4)]
-    trim_journal(tmp_path / "run", kept)
+    trim_journal(recipe_of(tmp_path, train={"steps": 1, "journal_keep": "all"}), kept)
+    assert steps_of(journal) == [2, 3, 4]
+    trim_journal(recipe_of(tmp_path), kept)
     assert steps_of(journal) == left
-    trim_journal(tmp_path / "run", [])
+    trim_journal(recipe_of(tmp_path), [])
     assert steps_of(journal) == left
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.core.types import BatchInfo, Block, Column, EvalResult, Prompt, Shard, ShardPlan
@@ -14,8 +15,9 @@ from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout.attempt import Player
 from megarl.rollout.collector import Collector
-from megarl.rollout.coordinator import Coordinator, StepPlan
-from megarl.rollout.local_advantages import LocalAdvantages, column_names
+from megarl.rollout.coordinator import Coordinator
+from megarl.rollout.local_advantages import LocalAdvantages, StepPlan, column_names
+from megarl.rollout.replayed import ReplayCollector
 from megarl.serving.client import ServerClient, ServerEndpoint
 
 
@@ -44,10 +46,15 @@ class LocalRollout:
         graders: type[Graders] = Graders,
         client: Any = None,
         player: Player | None = None,
+        replay: Path | None = None,
     ) -> None:
         self.recipe, self._model, self._num_shards, self._beside = recipe, model, num_shards, beside
 
-        def collector() -> Collector:
+        self._replay = replay
+
+        def collector() -> Collector | ReplayCollector:
+            if replay is not None:
+                return ReplayCollector(replay, prompts.prompts)
             return Collector(
                 recipe,
                 prompts=prompts,
@@ -76,6 +83,7 @@ class LocalRollout:
             model=self._model,
             num_shards=self._num_shards,
             beside=self._beside,
+            replay=self._replay,
         )
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.types import MicroBatch, MiniBatch, Shard
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
+from megarl.training.gradient_watch import FEWEST
 from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
@@ -124,6 +125,40 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_no_weight(rank, sp
         rank.update("actor", shard, columns)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, "actor").items())
     assert rank.engine("actor").num_steps == 0
+
+
+def test_a_bad_gradient_is_left_out_where_the_recipe_says_so(rank, spec):
+    rank.build("actor", dataclasses.replace(spec, optimizer=Optimizer(lr=1e-3, on_bad_gradient="skip")))
+    before = weights(rank, "actor")
+    [shard], [columns] = shards([examples([9, 12], VOCAB)] * 2)
+    good = columns["advantages"][1][0].copy()
+    for mini in columns["advantages"]:
+        mini[0][5] = np.nan
+    metrics = rank.update("actor", shard, columns)
+    assert metrics["actor/skipped_steps"] == 2 and "actor/grad_norm" not in metrics
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, "actor").items())
+    columns["advantages"][1][0][:] = good
+    metrics = rank.update("actor", shard, columns)
+    assert metrics["actor/skipped_steps"] == 1 and np.isfinite(metrics["actor/grad_norm"])
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, "actor").items())
+    assert all(tensor.isfinite().all() for tensor in weights(rank, "actor").values())
+    assert rank.engine("actor").num_steps == 4  # the schedule counts all
+
+
+def test_a_spike_is_measured_by_what_a_checkpoint_remembers(rank, spec, tmp_path):
+    watched = dataclasses.replace(spec, optimizer=Optimizer(lr=1e-6, spike_factor=3.0, on_bad_gradient="skip"))
+    rank.build("actor", watched)
+    [shard], [columns] = shards([examples([9, 12], VOCAB)] * FEWEST)
+    assert rank.update("actor", shard, columns)["actor/skipped_steps"] == 0
+    (tmp_path / "saved").mkdir()
+    rank.save("actor", tmp_path / "saved")
+    for mini in columns["advantages"]:
+        mini[0] *= 1000
+    there = rank.update("actor", shard, columns)["actor/skipped_steps"]
+    rank.build("actor", watched)
+    assert rank.update("actor", shard, columns)["actor/skipped_steps"] == 0  # a new run has nothing to measure by
+    rank.load("actor", tmp_path / "saved")
+    assert rank.update("actor", shard, columns)["actor/skipped_steps"] == there == FEWEST
 
 
 def test_a_mini_batch_without_samples_on_this_rank_is_a_step_all_the_same(rank, spec):

@@ -274,7 +274,7 @@ class Collector(CollectorActor):
 
     def __init__(self, book: Book, *arguments: Any) -> None:
         self._book = book
-        book.note("collector", arguments[-1])
+        book.note("collector", *arguments[3:])
         super().__init__(*arguments)
 
     async def verify(

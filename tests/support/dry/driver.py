@@ -21,8 +21,8 @@ from megarl.cluster import (
     external,
     feeder,
     ranks,
-    rollout,
     runtime,
+    samples,
     server_start,
     slots,
     waits,
@@ -44,6 +44,7 @@ from megarl.report.history import METRICS_FILE
 from megarl.rewards import check as graders_check
 from megarl.rewards import combine
 from megarl.rollout import collector
+from megarl.rollout.journal import JOURNAL
 from megarl.run import begin, preflight, servers_check, session, supervised, train
 from megarl.serving import call_parser
 from megarl.serving import external as external_servers
@@ -108,15 +109,15 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
                 server_start.ServerActor: partial(Server, book),
                 server_start.RouterActor: partial(Router, book),
                 external.ExternalActor: partial(External, book),
-                rollout.CollectorActor: partial(Collector, book),
-                rollout.CoordinatorActor: rollout.CoordinatorActor,
+                samples.CollectorActor: partial(Collector, book),
+                samples.CoordinatorActor: samples.CoordinatorActor,
                 feeder.FeederActor: feeder.FeederActor,
             },
             asyncio.new_event_loop(),
         )
         stack.callback(fake.close)
-        patch.setattr(rollout.ray, "remote", fake.remote)  # type: ignore[attr-defined]
-        patch.setattr(rollout.ray, "wait", fake.wait)  # type: ignore[attr-defined]
+        patch.setattr(samples.ray, "remote", fake.remote)  # type: ignore[attr-defined]
+        patch.setattr(samples.ray, "wait", fake.wait)  # type: ignore[attr-defined]
         for module in (collectors, coordinator, feeder):
             patch.setattr(module, "configure_process", lambda spec: ProcessFacts(1, "host"))
         patch.setattr(waits.Waiter, "wait", _method(_waited, book, fake))
@@ -240,6 +241,8 @@ def left(folder: Path) -> list[tuple[str, ...]]:
             found += [(name, str(_plain(json.loads(line)))) for line in path.read_text().splitlines()]
         elif path.parent.name == "samples":
             found.append((name, path.read_text()))
+        elif path.parent.name == JOURNAL:
+            found.append((name.partition("-")[0],))  # each process writes files of its own
         elif path.is_dir():
             found.append((name,))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -12,12 +13,14 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megarl.core.errors import GradientError
 from megarl.core.layout import Layout, place, stage_layers
 from megarl.core.platform import get_platform
 from megarl.core.types import Column, MicroBatch, MiniBatch, Shard
 from megarl.models.attention import CoreAttention
 from megarl.models.gpt import transformer_config
 from megarl.models.hf_config import load_model_config
+from megarl.training.gradient_watch import FEWEST
 from megarl.training.rank import Rank
 from megarl.training.spec import DpoObjective, RewardObjective, RoleSpec
 from tests.support.dry.learning import column_of, rounded
@@ -77,6 +80,7 @@ class Engines:
             # Each while it is there: what offloaded has no memory once all have been taken.
             for bucket in self._rank.buckets(role, 1 << 20):
                 found |= {name: rounded(tensor.double().abs().sum()) for name, tensor in bucket}
+            found["bad gradients"] = [self._bad(role, shard, columns, norm) for norm in (math.nan, 1e9)]
         elif spec.head == "score":
             found["says"] = _sums(self._rank.values(role, shard))
         else:
@@ -84,6 +88,19 @@ class Engines:
         if spec.base_of is None:
             found["offloaded"] = self._rank.engine(role)._offload.asleep
         return found
+
+    def _bad(self, role: str, shard: Shard, columns: dict[str, Column], norm: float) -> str:
+        """What becomes of an update whose gradients have this norm, after smaller ones."""
+        stepper = self._rank.engine(role)._stepper
+        assert stepper is not None
+        stepper._watch.load_state([1.0] * FEWEST)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stepper.optimizer, "get_grad_norm", lambda: norm)
+            try:
+                metrics = self._rank.update(role, shard, columns)
+            except GradientError as error:
+                return type(error).__name__
+        return str([value for name, value in metrics.items() if name.endswith("/skipped_steps")])
 
     def _update(self, role: str, shard: Shard, columns: dict[str, Column]) -> Iterator[float]:
         metrics = self._rank.update(role, shard, columns)

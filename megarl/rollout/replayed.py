@@ -1,0 +1,116 @@
+"""A collector that asks nobody: its groups are those of a journal, as they were written down. What the journal lacks is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from megarl.core.errors import MegarlError
+from megarl.core.types import Block, Prompt, Sample
+from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import load_prompts
+from megarl.recipe.schema import Recipe
+from megarl.rollout.batcher import Part
+from megarl.rollout.collector import blocks_of
+from megarl.rollout.facts import GroupFacts
+from megarl.rollout.journal import Journal
+from megarl.rollout.notices import Notices
+from megarl.rollout.sample_facts import group_facts
+from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
+from megarl.serving.client import ServerEndpoint
+
+
+class ReplayCollector:
+    """Reads groups; hands over what a step takes of them. It has no requests, so that nothing can be held or cut off."""
+
+    def __init__(self, journal: Path, prompts: Sequence[Prompt], num_dropped: int = 0) -> None:
+        """journal: the folder. prompts: of the rows that it was written with."""
+        self._journal, self._prompts, self._num_dropped = Journal(journal), prompts, num_dropped
+        self._groups: dict[int, list[Sample]] = {}
+        self._reading: dict[int, asyncio.Task[None]] = {}
+        self._read: asyncio.Queue[GroupFacts | int | BaseException] = asyncio.Queue()
+        self.notices = Notices()
+
+    @classmethod
+    def open(cls, journal: Path, recipe: Recipe) -> ReplayCollector:
+        """Read the recipe's data. Raises UserError where it cannot be used."""
+        tokenizer = load_tokenizer(recipe.model.path)
+        found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
+        return cls(journal, found.prompts, found.num_dropped)
+
+    async def start(self) -> DataFacts:
+        """There is nothing to start."""
+        return DataFacts(len(self._prompts), self._num_dropped, 0)
+
+    async def begin(self, tasks: Sequence[GroupTask]) -> None:
+        """Begin to read these groups."""
+        for task in tasks:
+            reading = self._reading[task.group] = asyncio.create_task(self._find(task))
+            reading.add_done_callback(self._ended)
+
+    async def news(self) -> News:
+        """Groups that were read since, or are not in the journal, once there is one. Raises what ended the reading of one."""
+        return await News.of(self._read)
+
+    async def load(self) -> Load:
+        """No server works."""
+        return Load(0.0, 0)
+
+    async def cancel(self, groups: Collection[int]) -> None:
+        """Stop reading these groups and forget what there is of them."""
+        gone = [self._reading.pop(group) for group in groups if group in self._reading]
+        for reading in gone:
+            reading.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        await self.forget(groups)
+
+    async def forget(self, groups: Collection[int]) -> None:
+        """Groups that have been trained on."""
+        for group in groups:
+            self._groups.pop(group, None)
+            self._reading.pop(group, None)
+
+    async def hold(self) -> None:
+        """Nothing is asked for."""
+
+    async def idle(self) -> None:
+        """Nothing is asked for."""
+
+    async def cut(self, servers: Sequence[ServerEndpoint]) -> None:
+        """Nothing is asked for."""
+
+    async def release(self) -> None:
+        """Nothing is asked for."""
+
+    async def write(self, step: int, groups: Collection[int]) -> None:
+        """The run that is replayed has written its samples."""
+
+    async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts:
+        """Raises MegarlError."""
+        raise MegarlError("Nothing can be evaluated without servers.")
+
+    def probe(self) -> list[list[int]]:
+        """Raises MegarlError."""
+        raise MegarlError("No weight sync can be verified without servers.")
+
+    async def part(self, part: Part) -> tuple[Block, ...]:
+        """This collector's block of each shard of a step."""
+        return blocks_of(part, [self._groups[group][at] for group, at in part.samples])
+
+    async def close(self) -> None:
+        """Stop reading."""
+        await self.cancel(list(self._reading))
+        await self._journal.close()
+
+    async def _find(self, task: GroupTask) -> None:
+        found = await self._journal.find(task, self._prompts[task.row])
+        if found is None:
+            self._read.put_nowait(task.group)
+        else:
+            self._groups[task.group] = found.samples
+            self._read.put_nowait(group_facts(task.group, found.samples, found.greedy, recorded=True))
+
+    def _ended(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled() and (error := reading.exception()) is not None:
+            self._read.put_nowait(error)

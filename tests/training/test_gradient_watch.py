@@ -1,0 +1,37 @@
+"""Which gradients are bad: by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megarl.training.gradient_watch import FEWEST, WINDOW, GradientWatch
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_bad_from_the_first_step(norm: float) -> None:
+    assert "is not finite" in GradientWatch(None).trouble(norm)
+
+
+def test_a_spike_is_measured_by_the_median_of_the_last() -> None:
+    watch = GradientWatch(4.0)
+    for _ in range(FEWEST - 1):
+        watch.took(2.0)
+    assert watch.trouble(1e9) == ""  # too few to measure by
+    watch.took(100.0)  # one that was taken moves no median
+    assert watch.trouble(8.0) == ""
+    assert watch.trouble(8.5) == f"is a spike (norm 8.5, 4.25 times the median of the last {FEWEST})"
+    assert GradientWatch(None).trouble(1e9) == ""
+    for _ in range(WINDOW):
+        watch.took(10.0)
+    assert watch.trouble(39.0) == ""
+
+
+def test_it_goes_on_as_it_was() -> None:
+    first, second = GradientWatch(2.0), GradientWatch(2.0)
+    for norm in range(1, WINDOW + 9):
+        first.took(float(norm))
+    second.load_state(first.state())
+    assert second.state() == first.state() == [float(norm) for norm in range(9, WINDOW + 9)]
+    assert [second.trouble(each) for each in (49.0, 50.0)] == [first.trouble(each) for each in (49.0, 50.0)]
