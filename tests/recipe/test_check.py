@@ -108,6 +108,10 @@ UNREAD = [
     ),
     (["agent.max_turns=3", "agent.settings.low=1"], ["agent.environment=guess_number"]),
     *(
+        (["agent.max_turns=3", f"agent.{given}"], ["agent.command=[play]"])
+        for given in ("served_as=other", "listen=node", "processes=3")
+    ),
+    *(
         (["agent.environment=maze", f"agent.{given}"], ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25"])
         for given in ("tool_parser=llama3", "tool_timeout_s=3")
     ),

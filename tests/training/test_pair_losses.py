@@ -139,7 +139,9 @@ def test_evaluation_reports_what_an_update_would_and_learns_nothing(rank, folder
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, role).items())
         updated = rank.update(role, shard, columns)
         assert metrics == pytest.approx({name: updated[name] for name in metrics}, rel=tolerance(rank.platform).split)
-        assert updated.keys() - metrics.keys() == {f"{role}/{name}" for name in ("grad_norm", "grad_share_max", "lr")}
+        assert updated.keys() - metrics.keys() == {
+            f"{role}/{name}" for name in ("grad_norm", "grad_share_max", "lr", "skipped_steps")
+        }
 
 
 def test_dpo_without_its_reference_is_refused(rank, folder):
