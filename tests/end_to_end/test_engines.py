@@ -134,7 +134,7 @@ def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: 
     assert batch.info.num_samples == 16 and batch.info.metrics["rollout/failed"] == 0
     assert metrics["rollout/logprob_diff_max"] < 1e-4
     assert ended([scheduler], within_s=30)
-    session.rollout.waiter.until(lambda: len(servers.receivers()) == 2, "both servers", 120)
+    session.rollout.samples.waiter.until(lambda: len(servers.receivers()) == 2, "both servers", 120)
     sync = session.sync.push(11)
     assert sync["sync/servers"] == 2 and sync["sync/probe_diff_max"] < 1e-4
     assert sync["rollout/server_restarts"] == 2
