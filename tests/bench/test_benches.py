@@ -6,7 +6,17 @@ import os
 import numpy as np
 import pytest
 
-from bench import bare_speed, collector, layer_memory, load, logprob_memory, packing, rollout_simulation, sandbox
+from bench import (
+    bare_speed,
+    collector,
+    journal,
+    layer_memory,
+    load,
+    logprob_memory,
+    packing,
+    rollout_simulation,
+    sandbox,
+)
 from bench.support.measure import alternate, in_fresh_process, in_fresh_ranks, peak, ratios, summary
 from bench.support.training import QUICK, micro_batches, to_shard
 
@@ -14,7 +24,7 @@ from bench.support.training import QUICK, micro_batches, to_shard
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "bench",
-    [bare_speed, collector, layer_memory, load, logprob_memory, packing, rollout_simulation, sandbox],
+    [bare_speed, collector, journal, layer_memory, load, logprob_memory, packing, rollout_simulation, sandbox],
     ids=lambda bench: bench.__name__,
 )
 def test_the_benchmark_runs_and_its_sides_agree(bench, tmp_path):
