@@ -127,6 +127,14 @@ def _chaos(result: Result) -> str:
     )
 
 
+def _journal(result: Result) -> str:
+    return (
+        f"a million tokens: {result['write_s_per_million']:.2f} s to write, each wave on the disk before it counts "
+        f"({result['write_cpu_s_per_million']:.2f} CPU s), {result['read_s_per_million']:.2f} s to read back; "
+        f"{result['bytes_per_token']:.1f} bytes a token"
+    )
+
+
 def _sample_store(result: Result) -> str:
     rates = "; ".join(
         f"{name}: {each['write']:.2f} GB/s written, {each['read']:.2f} read and summed up"
@@ -429,6 +437,7 @@ ROWS = (
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
     Row("sample_store", "straw-queue, on the same blocks", _sample_store),
     Row("chaos", "the same run in peace", _chaos),
+    Row("journal", "nothing: the journal alone, on this machine's disk", _journal),
     Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
     Row(
         "asynchronous",

@@ -10,6 +10,7 @@ from bench import (
     agent_load,
     bare_speed,
     collector,
+    journal,
     layer_memory,
     load,
     logprob_memory,
@@ -24,7 +25,18 @@ from bench.support.training import QUICK, micro_batches, to_shard
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "bench",
-    [agent_load, bare_speed, collector, layer_memory, load, logprob_memory, packing, rollout_simulation, sandbox],
+    [
+        agent_load,
+        bare_speed,
+        collector,
+        journal,
+        layer_memory,
+        load,
+        logprob_memory,
+        packing,
+        rollout_simulation,
+        sandbox,
+    ],
     ids=lambda bench: bench.__name__,
 )
 def test_the_benchmark_runs_and_its_sides_agree(bench, tmp_path):
