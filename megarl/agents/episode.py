@@ -70,7 +70,7 @@ class Episodes:
         """Of a recipe that has an agent. Raises UserError where its environment or a tool does not import."""
         agent = recipe.agent
         assert agent is not None
-        tools = ToolUse.open(agent, router) if agent.tools else None
+        tools = ToolUse.open(agent, router) if agent.has_tools else None
         return cls(
             EpisodeSettings(
                 make=open_environment(agent),

@@ -28,14 +28,14 @@ AGENT_UNREAD: tuple[Unread, ...] = (
     ),
     Unread(
         ("agent.tool_parser",),
-        lambda r, _: r.agent is None or bool(r.agent.tools) or r.agent.harnessed,
-        "there are no tools to call: name functions in agent.tools",
+        lambda r, _: r.agent is None or r.agent.has_tools or r.agent.harnessed,
+        "there are no tools to call: name some in agent.tools or agent.mcp",
         (Recipe,),
     ),
     Unread(
         ("agent.tool_timeout_s",),
-        lambda r, _: r.agent is None or bool(r.agent.tools),
-        "megarl calls no tools: name functions in agent.tools",
+        lambda r, _: r.agent is None or r.agent.has_tools,
+        "megarl calls no tools: name some in agent.tools or agent.mcp",
         (Recipe,),
     ),
     Unread(
@@ -61,8 +61,10 @@ AGENT_UNREAD: tuple[Unread, ...] = (
 AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "agent",
-        lambda r, _: r.agent is not None and not r.agent.rewards and not r.agent.tools,
-        lambda r: "nobody would answer the policy. Set agent.environment, agent.tools, agent.command or agent.function",
+        lambda r, _: r.agent is not None and not r.agent.rewards and not r.agent.has_tools,
+        lambda r: (
+            "nobody would answer the policy. Set agent.environment, agent.tools, agent.mcp, agent.command or agent.function"
+        ),
         (Recipe,),
     ),
     Contradiction(
@@ -71,11 +73,14 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: f"one of them plays an episode, and {' and '.join(_players(r.agent))} are set. Remove all but one",
         (Recipe,),
     ),
-    Contradiction(
-        "agent.tools",
-        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.harnessed,
-        lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
-        (Recipe,),
+    *(
+        Contradiction(
+            f"agent.{key}",
+            lambda r, _, key=key: r.agent is not None and bool(getattr(r.agent, key)) and r.agent.harnessed,
+            lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
+            (Recipe,),
+        )
+        for key in ("tools", "mcp")
     ),
     Contradiction(
         "agent.turn_tokens",
@@ -92,7 +97,7 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "agent.tool_parser",
-        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.tool_parser is None,
+        lambda r, _: r.agent is not None and r.agent.has_tools and r.agent.tool_parser is None,
         lambda r: "nobody could read the model's calls. Set it to the parser of the model's family, such as qwen25",
         (Recipe,),
     ),

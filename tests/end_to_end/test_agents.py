@@ -75,9 +75,7 @@ def test_a_script_that_plays_at_the_endpoint_trains_as_the_environment_does(laun
     kept = ("train.journal_keep=all", "train.save_every=2", "rollout.deterministic=true", "data.eval=null")
     # The script bounds its game itself.
     setting = (*few, *kept, *SIZES, STOPS, "agent.turn_tokens=24")
-    drivers = [
-        launch(f"run.name={name}", *who, *setting) for name, who in (("inside", GUESSING), ("outside", PLAYED))
-    ]
+    drivers = [launch(f"run.name={name}", *who, *setting) for name, who in (("inside", GUESSING), ("outside", PLAYED))]
     for driver in drivers:
         code, _, error = driver.finish()
         assert code == 0, error

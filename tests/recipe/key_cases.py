@@ -5,11 +5,15 @@ A key that a section gains needs a line in VALUES; without one the test fails.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 # Where recipes and models are; filled in when the world is written.
 ROOT = "{root}"
 OWN = "tests.support.dry.own"
+MCP_SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'agents' / 'mcp_shop.py'} {os.devnull}"
 
 _PARALLEL = {
     "tp": ["2"],
@@ -141,6 +145,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "timeout_s": ["1.0e-9"],
             "step_timeout_s": ["0.01"],
             "tools": [f"['{OWN}:hear']"],
+            "mcp": [f"['{MCP_SERVER}']"],
             "tool_parser": ["llama3"],
             "tool_timeout_s": ["0.01"],
             "rewritten": ["keep"],
@@ -418,6 +423,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "agent": ("plain", "agent", "agent with tools", "tools alone"),
     **dict.fromkeys(("agent.function", "agent.served_as", "agent.listen"), ("plain", "harness")),
     **dict.fromkeys(("agent.command", "agent.processes"), ("plain",)),
+    "agent.mcp": ("plain", "tools alone"),
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched", "external servers"),
     "sync": ("plain", "over the disk"),
