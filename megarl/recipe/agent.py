@@ -109,6 +109,11 @@ class Agent(Section):
         "reward",
     )
     settings: dict[str, Any] = Field({}, description="keyword arguments of the environment's class")
+    workers: PositiveInt | None = Field(
+        None,
+        description="processes of each collector that environments run in, each in a thread of its own, so that their code may "
+        "block; default: on the collector's event loop",
+    )
     max_turns: PositiveInt = Field(16, description="most responses of the policy in one episode")
     turn_tokens: PositiveInt | None = Field(
         None, description="longest response of one turn, in tokens; default: what rollout.max_response_tokens leaves"

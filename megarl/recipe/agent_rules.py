@@ -51,7 +51,7 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
-        ("agent.step_timeout_s",),
+        ("agent.step_timeout_s", "agent.workers"),
         lambda r, _: r.agent is None or r.agent.environment is not None,
         "it is an environment's: set agent.environment",
         (Recipe,),
@@ -73,14 +73,17 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: f"one of them plays an episode, and {' and '.join(_players(r.agent))} are set. Remove all but one",
         (Recipe,),
     ),
-    *(
-        Contradiction(
-            f"agent.{key}",
-            lambda r, _, key=key: r.agent is not None and bool(getattr(r.agent, key)) and r.agent.harnessed,
-            lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
-            (Recipe,),
-        )
-        for key in ("tools", "mcp")
+    Contradiction(
+        "agent.tools",
+        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.harnessed,
+        lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.mcp",
+        lambda r, _: r.agent is not None and bool(r.agent.mcp) and r.agent.harnessed,
+        lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
+        (Recipe,),
     ),
     Contradiction(
         "agent.turn_tokens",
