@@ -158,6 +158,11 @@ class Agent(Section):
     processes: PositiveInt = Field(
         32, description="most processes of command at once in each collector; other episodes wait for them"
     )
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="where the environment's rewards stand for an advantage of tokens: all at the end of the episode, or each at "
+        "the end of the turn that earned it, so that later ones do not count for what came after them",
+    )
     rewritten: Literal["refuse", "keep"] = Field(
         "refuse",
         description="where the chat template would rewrite earlier turns, such as drop their thinking: refuse the recipe, or "

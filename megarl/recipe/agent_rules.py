@@ -45,6 +45,13 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
+        ("agent.credit",),
+        lambda r, asked: r.agent is None or (r.agent.rewards and "token_rewards" in asked.advantage),
+        "it is about rewards of an environment or a harness, and an advantage that asks for those of tokens: set "
+        "algorithm.advantage to gae or reinforce_pp, or to a function that asks for token_rewards",
+        (Recipe,),
+    ),
+    Unread(
         ("agent.processes",),
         lambda r, _: r.agent is None or r.agent.command is not None,
         "they are a harness's: set agent.command",
