@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.agents import patience
 from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, Response
 from megarl.agents.environment_processes import EnvironmentProcesses
 from megarl.agents.environments.guess_number import GuessNumber
@@ -65,7 +66,10 @@ def test_all_that_block_do_so_side_by_side_in_as_many_processes(tmp_path: Path) 
         ("unpicklable", "what it gave cannot leave its process"),
     ],
 )
-def test_what_goes_wrong_there_costs_its_episode(tmp_path: Path, wrong: str, says: str) -> None:
+def test_what_goes_wrong_there_costs_its_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, says: str
+) -> None:
+    monkeypatch.setattr(patience, "GRACE_S", 0.1)
     [sample] = blocking(tmp_path, workers=1, episodes=1, wrong=wrong, step_timeout_s=2.0)
     assert sample.status is Status.FAILED and sample.numbers == {"environment_failures": 1.0}
     assert sample.metadata["failure"].startswith("the environment failed: ") and says in sample.metadata["failure"]
