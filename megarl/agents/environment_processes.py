@@ -104,14 +104,18 @@ class _Process:
         """Returns once it is ready. Raises EnvironmentFailedError."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid())),
-                *(sys.executable, "-m", "megarl.agents.environment_worker", "--channel", str(theirs.fileno())),
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid())),
+                    *(sys.executable, "-m", "megarl.agents.environment_worker", "--channel", str(theirs.fileno())),
+                    *arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise EnvironmentFailedError(f"an environments' process did not start: {error}") from error
         reader, writer = await asyncio.open_connection(sock=ours)
         found = cls(process, writer)
         try:
