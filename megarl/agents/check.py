@@ -63,8 +63,8 @@ def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most:
             raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
     if len(ids) > most:
         raise UserError(
-            f"agent.tools: what the model is told of them takes {len(ids)} tokens of each prompt, and data.max_prompt_tokens is "
-            f"{most}. Raise that, or shorten the tools' docstrings."
+            f"agent.tools, agent.mcp: what the model is told of them takes {len(ids)} tokens of each prompt, and "
+            f"data.max_prompt_tokens is {most}. Raise that, or shorten the tools' docstrings."
         )
     call = ToolCall(names[0], "{}", "c00000000")
     told = {"role": "tool", "content": "what-the-tool-gave", "name": call.name, "tool_call_id": call.id}

@@ -5,7 +5,6 @@ A key that a section gains needs a line in VALUES; without one the test fails.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 # Where recipes and models are; filled in when the world is written.
 ROOT = "{root}"
 OWN = "tests.support.dry.own"
-MCP_SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'agents' / 'mcp_shop.py'} {os.devnull}"
+MCP_SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'dry' / 'mcp_tool.py'}"
 
 _PARALLEL = {
     "tp": ["2"],
@@ -346,6 +345,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "agent by tokens": [*_AGENT, "algorithm.advantage=reinforce_pp"],
         "harness": _HARNESS,
         "tools alone": ["rollout.max_response_tokens=100", "data.max_prompt_tokens=340", *_TOOLS],
+        "tools and room": ["rollout.max_response_tokens=62", "data.max_prompt_tokens=450", *_TOOLS],
         "experts": [_MOE],
         "latent attention": [f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, _CUDA],
@@ -426,7 +426,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "agent": ("plain", "agent", "agent with tools", "tools alone"),
     **dict.fromkeys(("agent.function", "agent.served_as", "agent.listen"), ("plain", "harness")),
     **dict.fromkeys(("agent.command", "agent.processes", "agent.workers"), ("plain",)),
-    "agent.mcp": ("plain", "tools alone"),
+    "agent.mcp": ("plain", "tools and room"),
     "agent.credit": ("plain", "agent", "agent by tokens"),
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched", "external servers"),
