@@ -125,7 +125,8 @@ def syncs(
         ranks.build(name, RoleSpec(model, "float32", layout=layout))
     told: dict[str, list[dict[str, Any]]] = {}
     for name in TRANSPORTS:
-        sending = Sending(name, first_copy(layout), (0,) * layout.world_size, registry, BUCKET_BYTES, DEADLINE_S)  # type: ignore[arg-type]
+        nodes, registries = (0,) * layout.world_size, (registry,) * layout.world_size
+        sending = Sending(name, first_copy(layout), nodes, registries, BUCKET_BYTES, DEADLINE_S)  # type: ignore[arg-type]
         transport = make_transport(
             sending,
             rank=rank,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.models import hf_gather
-from megarl.models.hf_gather import Gatherer
+from megarl.models.hf_gather import Gatherer, Places
 from megarl.models.hf_weights import Unit
 from megarl.models.mapping import merge
 from megarl.models.parts import Part
@@ -79,22 +79,29 @@ class PassingDist:
     to=st.integers(0, 3),
     tensors=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from(["rows", "columns"])), min_size=1),
     staged_bytes=st.integers(1, 300),
+    near=st.sets(st.integers(0, 3)),
 )
 def test_a_rank_holds_its_tensors_and_at_most_so_many_bytes_of_columns(
-    count: int, to: int, tensors: list[tuple[int, int, str]], staged_bytes: int
+    count: int, to: int, tensors: list[tuple[int, int, str]], staged_bytes: int, near: set[int]
 ) -> None:
-    """Of every rank, that which receives and those that give: also in rounds of a row, and of parts of several tensors."""
+    """Of every rank, that which receives and those that give: also in rounds of a row, and of parts of several tensors.
+
+    near: the ranks that write into its memory themselves.
+    """
     shapes = [(count * size, count * width) for size, width, _ in tensors]
     made = [rule(str(index), shape, cut) for index, (shape, (*_, cut)) in enumerate(zip(shapes, tensors, strict=True))]
     whole = [torch.arange(float(rows * columns)).view(rows, columns) for rows, columns in shapes]
     links: Links = {(one, other): Queue() for one in range(count) for other in range(count)}
     to %= count
+    # Where nobody is near, what the tensors take is of the gathering's own.
+    place = {each.megatron: torch.full_like(tensor, -1.0) for each, tensor in zip(made, whole, strict=True) if near}
 
     def one(rank: int) -> tuple[list[tuple[str, Tensor]], int]:
         parts = {each.megatron: merge(each, [tensor], rank, count) for each, tensor in zip(made, whole, strict=True)}
         asked = gatherer(rank, made, parts, Link(rank, links))
+        places = Places({to: place} if rank in near or rank == to else {}, {to: near})
         with LiveBytes() as live:
-            found = asked.gather({to: [(each.megatron, range(count)) for each in made]}, staged_bytes=staged_bytes)
+            found = asked.gather({to: [(each.megatron, range(count)) for each in made]}, places, staged_bytes)
         return found, live.peak
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(count) as pool:
@@ -105,6 +112,13 @@ def test_a_rank_holds_its_tensors_and_at_most_so_many_bytes_of_columns(
     assert [name for name, _ in found] == [each.megatron for each in made]
     # A row of a part is the least that arrives; what a rank had before is counted once it is looked at.
     row, own = max(4 * columns // count for _, columns in shapes), sum(tensor.nbytes for tensor in whole) // count
-    assert peak <= sum(tensor.nbytes for tensor in whole) + own + max(staged_bytes, row)
-    assert all(not given and held <= own for rank, (given, held) in enumerate(told) if rank != to)
+    words = 2 * count  # a byte each, by which ranks that share memory tell each other when
+    assert peak <= sum(tensor.nbytes for tensor in whole) + own + max(staged_bytes, row) + words
+    to_write = sum(tensor.nbytes for tensor in place.values())
+    assert all(
+        not given and held <= own + (to_write + words if rank in near else 0)
+        for rank, (given, held) in enumerate(told)
+        if rank != to
+    )
+    assert all(tensor.data_ptr() == place[name].data_ptr() for name, tensor in found if near)
     assert all(link.empty() for link in links.values())
