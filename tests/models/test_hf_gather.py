@@ -80,21 +80,24 @@ class PassingDist:
     tensors=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from(["rows", "columns"])), min_size=1),
     staged_bytes=st.integers(1, 300),
     near=st.sets(st.integers(0, 3)),
+    is_placed=st.booleans(),
 )
 def test_a_rank_holds_its_tensors_and_at_most_so_many_bytes_of_columns(
-    count: int, to: int, tensors: list[tuple[int, int, str]], staged_bytes: int, near: set[int]
+    count: int, to: int, tensors: list[tuple[int, int, str]], staged_bytes: int, near: set[int], is_placed: bool
 ) -> None:
     """Of every rank, that which receives and those that give: also in rounds of a row, and of parts of several tensors.
 
-    near: the ranks that write into its memory themselves.
+    near: the ranks that write into its memory themselves. is_placed: whether it has memory where nobody is.
     """
     shapes = [(count * size, count * width) for size, width, _ in tensors]
     made = [rule(str(index), shape, cut) for index, (shape, (*_, cut)) in enumerate(zip(shapes, tensors, strict=True))]
     whole = [torch.arange(float(rows * columns)).view(rows, columns) for rows, columns in shapes]
     links: Links = {(one, other): Queue() for one in range(count) for other in range(count)}
     to %= count
-    # Where nobody is near, what the tensors take is of the gathering's own.
-    place = {each.megatron: torch.full_like(tensor, -1.0) for each, tensor in zip(made, whole, strict=True) if near}
+    is_placed = is_placed or bool(near)
+    place = {
+        each.megatron: torch.full_like(tensor, -1.0) for each, tensor in zip(made, whole, strict=True) if is_placed
+    }
 
     def one(rank: int) -> tuple[list[tuple[str, Tensor]], int]:
         parts = {each.megatron: merge(each, [tensor], rank, count) for each, tensor in zip(made, whole, strict=True)}
@@ -120,5 +123,29 @@ def test_a_rank_holds_its_tensors_and_at_most_so_many_bytes_of_columns(
         for rank, (given, held) in enumerate(told)
         if rank != to
     )
-    assert all(tensor.data_ptr() == place[name].data_ptr() for name, tensor in found if near)
+    assert all(tensor.data_ptr() == place[name].data_ptr() for name, tensor in found if is_placed)
     assert all(link.empty() for link in links.values())
+
+
+def test_what_comes_in_another_dtype_is_cast_where_it_belongs() -> None:
+    """Of one who writes and one who sends, and of the rank itself; with memory for it and without."""
+    links: Links = {(one, other): Queue() for one in range(3) for other in range(3)}
+    of = rule("wide", (6, 6), "columns"), rule("long", (6, 6), "rows")
+    whole = torch.arange(36.0).view(6, 6) / 7
+    for near in ({1}, set[int]()):
+        place = {each.megatron: torch.zeros(6, 6, dtype=torch.bfloat16) for each in of if near}
+
+        def one(rank: int, near: set[int] = near, place: dict[str, Tensor] = place) -> list[tuple[str, Tensor]]:
+            asked: Any = gatherer(
+                rank, of, {each.megatron: merge(each, [whole], rank, 3) for each in of}, Link(rank, links)
+            )
+            asked._dtypes = dict.fromkeys(("wide", "long"), torch.bfloat16)
+            wanted = {0: [(each.megatron, range(3)) for each in of]}
+            found: list[tuple[str, Tensor]] = asked.gather(wanted, Places({0: place}, {0: near}), 20)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+            patch.setattr(hf_gather, "dist", PassingDist())
+            found, *others = pool.map(one, range(3))
+        assert others == [[], []]
+        assert all(torch.equal(tensor, whole.bfloat16()) for _, tensor in found)
