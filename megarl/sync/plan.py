@@ -141,8 +141,8 @@ class SyncPlan:
 
     def neighbours(self, bucket: Bucket, near: int) -> frozenset[int]:
         """The other ranks of the node of rank `near` that give it parts of a bucket: they can write into its memory."""
-        nodes = self.trainer.nodes
-        found = {rank for tensor in bucket.tensors for rank in self.holders(tensor, near)} - {near}
+        nodes, alike = self.trainer.nodes, {tensor.held: tensor for tensor in bucket.tensors}
+        found = {rank for tensor in alike.values() for rank in self.holders(tensor, near)} - {near}
         return frozenset(rank for rank in found if nodes[rank] == nodes[near])
 
     def contributions(self, bucket: Bucket, near: int) -> dict[int, int]:
