@@ -76,8 +76,7 @@ def check(job: Job, rank: Rank, layout: Layout, transport_name: str, model: Path
     sending = Sending(
         "shared_memory" if transport_name == DEVICES else transport_name,  # type: ignore[arg-type]
         first_copy(layout),
-        # Ranks of one node write into each other's memory, and those of several send what they hold.
-        tuple(range(layout.world_size)) if transport_name == "disk" else (0,) * layout.world_size,
+        (0,) * layout.world_size,
         (folder / "registry",) * layout.world_size,
         BUCKET_BYTES,
         TIMEOUT_S,
