@@ -23,6 +23,7 @@ RUNTIME = [
     "typer",
     "rich",
     "aiohttp",
+    "mcp>=2",
     "orjson",
     "jinja2",
     "pyarrow",

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from megarl.agents.harness_kinds import check_harness
 from megarl.agents.loading import check_environment
+from megarl.agents.python_sandbox import check_sandboxes
 from megarl.agents.template import ASKED, ChatTemplate
-from megarl.agents.tools import Tool, ToolCall, open_tools
+from megarl.agents.tool_sources import open_toolbox
+from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.data.chat import Tokenizer, has_chat_template
+from megarl.recipe.agent import PYTHON
 from megarl.recipe.schema import Recipe
 
 
@@ -22,7 +25,9 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
         check_environment(agent)
     if agent.harnessed:
         check_harness(agent)
-    tools = open_tools(agent.tools)
+    schemas = open_toolbox(agent).schemas if agent.has_tools else []
+    if PYTHON in agent.tools:
+        check_sandboxes(agent.tool_timeout_s)
     where = f"model.path {recipe.model.path}"
     if not has_chat_template(tokenizer):
         raise UserError(
@@ -30,9 +35,9 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
             "tokenizer_config.json, or take a model that has one."
         )
     try:
-        template = ChatTemplate(tokenizer, [tool.schema for tool in tools])
-        if tools:
-            _check_tools(template, tools, where, recipe.data.max_prompt_tokens)
+        template = ChatTemplate(tokenizer, schemas)
+        if schemas:
+            _check_tools(template, [each["function"]["name"] for each in schemas], where, recipe.data.max_prompt_tokens)
         rewritten = template.rewritten() if agent.max_turns > 1 else ""
     except TemplateRefusalError as error:
         raise UserError(f"{where}: {error} An agent's turns are the user's and the assistant's by turns.") from error
@@ -49,19 +54,19 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_tools(template: ChatTemplate, tools: Sequence[Tool], where: str, most: int) -> None:
+def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most: int) -> None:
     """That the model is told of its tools, and of their results. Raises UserError."""
     ids, text = template.prompt([ASKED])
     remedy = "Take a model whose template knows tools, or remove agent.tools."
-    for tool in tools:
-        if tool.name not in text:
+    for name in names:
+        if name not in text:
             raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
     if len(ids) > most:
         raise UserError(
-            f"agent.tools: what the model is told of them takes {len(ids)} tokens of each prompt, and data.max_prompt_tokens is "
-            f"{most}. Raise that, or shorten the tools' docstrings."
+            f"agent.tools, agent.mcp: what the model is told of them takes {len(ids)} tokens of each prompt, and "
+            f"data.max_prompt_tokens is {most}. Raise that, or shorten the tools' docstrings."
         )
-    call = ToolCall(tools[0].name, "{}", "c00000000")
+    call = ToolCall(names[0], "{}", "c00000000")
     told = {"role": "tool", "content": "what-the-tool-gave", "name": call.name, "tool_call_id": call.id}
     try:
         shown = template.between([told], [call])

@@ -71,7 +71,8 @@ class Done:
 class Environment(Protocol):
     """Answers the policy in one episode; a new one is made for each, out of the recipe's `agent.settings`.
 
-    Coroutines share one event loop with all other episodes of the process: what blocks has to go elsewhere.
+    Coroutines share one event loop with all other episodes of the process: what blocks has to go elsewhere, such as into the
+    processes of `agent.workers`.
     """
 
     async def start(self, row: EpisodeRow) -> list[Message]:

@@ -19,6 +19,7 @@ from megarl.agents.environment import (
     check_start,
     check_step,
 )
+from megarl.agents.environment_processes import EnvironmentProcesses
 from megarl.agents.loading import Make, open_environment
 from megarl.agents.patience import within
 from megarl.agents.rows import episode_row
@@ -46,7 +47,10 @@ CLOSE_S = 10.0  # who cancels an episode waits for this
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What all episodes of a run have in common; the budgets are the recipe's. rewards: whether the environment does."""
+    """What all episodes of a run have in common; the budgets are the recipe's. rewards: whether the environment does.
+
+    processes: that `make` makes environments in; None: in this one.
+    """
 
     make: Make
     template: ChatTemplate
@@ -57,6 +61,7 @@ class EpisodeSettings:
     step_timeout_s: float
     tools: ToolUse | None = None
     rewards: bool = True
+    processes: EnvironmentProcesses | None = None
 
 
 class Episodes:
@@ -70,10 +75,11 @@ class Episodes:
         """Of a recipe that has an agent. Raises UserError where its environment or a tool does not import."""
         agent = recipe.agent
         assert agent is not None
-        tools = ToolUse.open(agent, router) if agent.tools else None
+        tools = ToolUse.open(agent, router) if agent.has_tools else None
+        processes = EnvironmentProcesses(agent) if agent.workers is not None else None
         return cls(
             EpisodeSettings(
-                make=open_environment(agent),
+                make=open_environment(agent) if processes is None else processes.make,
                 template=ChatTemplate(tokenizer, [] if tools is None else tools.schemas),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
                 max_turns=agent.max_turns,
@@ -82,6 +88,7 @@ class Episodes:
                 step_timeout_s=agent.step_timeout_s,
                 tools=tools,
                 rewards=agent.rewards,
+                processes=processes,
             )
         )
 
@@ -89,6 +96,8 @@ class Episodes:
         """One episode. What the environment does wrong makes it a sample of Status.FAILED, as a server's failure does."""
         episode = _Episode(self._settings, attempt, asker)
         try:
+            if self._settings.processes is not None:
+                await self._settings.processes.ready()
             return await episode.play()
         except EnvironmentFailedError as error:
             return episode.tally.failed(f"the environment failed: {error}", error.trace, by_environment=True)
@@ -98,7 +107,9 @@ class Episodes:
             await episode.close()
 
     async def close(self) -> None:
-        """Close what tools need."""
+        """Close what tools need, and end environments' processes."""
+        if self._settings.processes is not None:
+            await self._settings.processes.close()
         if self._settings.tools is not None:
             await self._settings.tools.close()
 

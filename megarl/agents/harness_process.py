@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
@@ -30,29 +31,14 @@ async def run_command(command: Sequence[str], row: EpisodeRow, variables: Mappin
     does not start, or ends otherwise than with exit code 0.
     """
     mark = secrets.token_hex(8)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command),
-            env={**_own_environment(), **variables, EPISODE_VARIABLE: mark},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EnvironmentFailedError(f"the harness did not start: {error}") from error
     output = _Tail()
-    reading = asyncio.create_task(output.read(process.stdout))
+    # A pipe of our own: asyncio's `wait` waits for whoever holds one of its pipes, which may be a child that stays.
+    reader, writer = os.pipe()
+    reading = asyncio.create_task(output.read(reader))
     try:
-        await _tell(process.stdin, row)
-        code = await process.wait()
-    except asyncio.CancelledError:
-        _signal(process.pid, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), TERM_S)
-        raise
+        process = await _start(command, row, {**_own_environment(), **variables, EPISODE_VARIABLE: mark}, writer)
+        code = await _ended(process, mark)
     finally:
-        await asyncio.shield(_end(process, mark))
         await _read_out(reading)
     if code:
         raise EnvironmentFailedError(f"the harness ended {_how(code)}", output.text())
@@ -89,24 +75,55 @@ class _Tail:
     def __init__(self) -> None:
         self._kept = b""
 
-    async def read(self, pipe: asyncio.StreamReader | None) -> None:
-        """Read to the end."""
-        assert pipe is not None
-        while read := await pipe.read(2**16):
-            self._kept = (self._kept + read)[-4 * MOST_OUTPUT :]
+    async def read(self, descriptor: int) -> None:
+        """Read a pipe to its end, and close it."""
+        stream = asyncio.StreamReader()
+        with open(descriptor, "rb", buffering=0) as pipe:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(stream), pipe
+            )
+            with contextlib.closing(transport):
+                while read := await stream.read(2**16):
+                    self._kept = (self._kept + read)[-4 * MOST_OUTPUT :]
 
     def text(self) -> str:
         """What there is."""
         return self._kept.decode("utf-8", "replace")[-MOST_OUTPUT:]
 
 
-async def _tell(pipe: asyncio.StreamWriter | None, row: EpisodeRow) -> None:
-    assert pipe is not None
-    # A harness need not read it.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        pipe.write(row_json(row))
-        await pipe.drain()
-    pipe.close()
+async def _start(
+    command: Sequence[str], row: EpisodeRow, environment: Mapping[str, str], output: int
+) -> asyncio.subprocess.Process:
+    """Start it, and close this process's end of its output. Raises EnvironmentFailedError."""
+    try:
+        with tempfile.TemporaryFile() as told:  # a harness need not read it
+            told.write(row_json(row))
+            told.seek(0)
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command),
+                env=environment,
+                stdin=told,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise EnvironmentFailedError(f"the harness did not start: {error}") from error
+    finally:
+        os.close(output)
+
+
+async def _ended(process: asyncio.subprocess.Process, mark: str) -> int:
+    """Its exit code; nothing of it is left then."""
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), TERM_S)
+        raise
+    finally:
+        await asyncio.shield(_end(process, mark))
 
 
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:

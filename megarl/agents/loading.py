@@ -88,7 +88,7 @@ def _check_methods(found: type[Any], name: str) -> None:
         if not inspect.iscoroutinefunction(function):
             raise UserError(
                 f"{where}: {found.__name__}.{method} is no coroutine; wanted is `{wanted}`. All episodes share one event loop: "
-                "what blocks belongs into `await asyncio.to_thread(...)`, or into a process of its own."
+                "what blocks belongs into `await asyncio.to_thread(...)`, or into processes: agent.workers."
             )
         try:
             inspect.signature(function).bind(None, *takes)

@@ -13,12 +13,13 @@ from megarl.agents.transcript import Transcript
 from megarl.core.types import Prompt, Sample, Status
 from megarl.recipe.agent import ENVIRONMENT
 from megarl.rollout.attempt import Attempt, failed_sample
+from megarl.rollout.turns import TURN_ENDS, TURN_REWARDS
 
 # What a budget is of, as metrics have it.
 Budget = Literal["turns", "tokens", "time"]
 BUDGETS: tuple[Budget, ...] = ("turns", "tokens", "time")
 # In a sample's metadata, for samples files and graders.
-CONVERSATION, TURN_REWARDS, TRACE = "messages", "turn_rewards", "trace"
+CONVERSATION, TRACE = "messages", "trace"
 
 
 class Tally:
@@ -74,7 +75,11 @@ class Tally:
             status=Status.COMPLETED if over is None else Status.TRUNCATED,
         )
         sample.reward, sample.reward_parts = reward, {ENVIRONMENT: reward} if rewards else {}
-        sample.metadata = {CONVERSATION: self.conversation, TURN_REWARDS: self.rewards}
+        sample.metadata = {
+            CONVERSATION: self.conversation,
+            TURN_REWARDS: self.rewards,
+            TURN_ENDS: transcript.turn_ends,
+        }
         sample.numbers = {
             "turns": float(self.turns),
             "policy_tokens": float(transcript.num_written),

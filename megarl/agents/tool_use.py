@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.agents.tools import Result, Toolbox, ToolCall, open_tools
+from megarl.agents.tool_sources import open_toolbox
+from megarl.agents.tools import Result, Toolbox, ToolCall
 from megarl.core.errors import DeadlineError
 from megarl.core.log import get_logger
 from megarl.recipe.agent import Agent
@@ -69,9 +71,9 @@ class ToolUse:
 
     @classmethod
     def open(cls, agent: Agent, router: ServerEndpoint) -> ToolUse:
-        """Of a recipe that names tools. Raises UserError, as `open_tools` does."""
+        """Of a recipe that names tools. Raises UserError, as `open_toolbox` does."""
         assert agent.tool_parser is not None
-        toolbox = Toolbox(open_tools(agent.tools), agent.tool_timeout_s)
+        toolbox = open_toolbox(agent)
         return cls(toolbox, CallParser(router, agent.tool_parser, toolbox.schemas))
 
     async def use(self, text: str, turn: int) -> Used | None:
@@ -88,5 +90,5 @@ class ToolUse:
         return Used(calls, await self._toolbox.call(calls))
 
     async def close(self) -> None:
-        """Close the parser's connections."""
-        await self._parser.close()
+        """Close the parser's connections, and what tools hold."""
+        await asyncio.gather(self._parser.close(), self._toolbox.close())

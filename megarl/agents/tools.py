@@ -11,7 +11,7 @@ import threading
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
@@ -84,17 +84,38 @@ class Tool:
         return in_thread(lambda: self._function(**values))
 
 
-class Toolbox:
-    """The tools of a recipe. timeout_s: of one call."""
+class AnyTool(Protocol):
+    """What a policy may call, wherever it runs."""
 
-    def __init__(self, tools: Sequence[Tool], timeout_s: float) -> None:
+    name: str
+    schema: dict[str, Any]
+
+    async def call(self, arguments: str, seconds: float) -> str:
+        """As of Tool."""
+
+
+class Holder(Protocol):
+    """What tools hold, such as processes."""
+
+    async def close(self) -> None:
+        """End it; what still runs in it fails."""
+
+
+class Toolbox:
+    """The tools of a recipe. timeout_s: of one call. held: what is closed with it."""
+
+    def __init__(self, tools: Sequence[AnyTool], timeout_s: float, held: Sequence[Holder] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._timeout_s = timeout_s
+        self._timeout_s, self._held = timeout_s, held
         self.schemas = [tool.schema for tool in tools]
 
     async def call(self, calls: Sequence[ToolCall]) -> list[Result]:
         """Run calls side by side; their results, in order. What goes wrong in one is what the policy is told of it."""
         return list(await asyncio.gather(*(self._one(call) for call in calls)))
+
+    async def close(self) -> None:
+        """Close what tools hold."""
+        await asyncio.gather(*(each.close() for each in self._held))
 
     def unread(self) -> Result:
         """What the policy is told where it called something, but nobody can make out what."""

@@ -58,6 +58,12 @@ class Transcript:
         return np.concatenate([np.zeros(0, np.float32), *parts], dtype=np.float32)
 
     @property
+    def turn_ends(self) -> list[int]:
+        """Positions of the response behind each of the policy's turns."""
+        ends = np.cumsum([len(ids) for ids, _ in self._parts], dtype=np.int64)
+        return [int(end) for end, (_, generation) in zip(ends, self._parts, strict=True) if generation is not None]
+
+    @property
     def versions(self) -> tuple[VersionSpan, ...]:
         """Which weights wrote what, in positions of the response. What the policy did not write is in none of the spans."""
         spans: list[VersionSpan] = []

@@ -164,6 +164,8 @@ class Block:
     routing: tuple[RoutingArray | None, ...] | None = None
     # [n]: at the first sequence of a pair, how far it shall be ahead; 0 at the second.
     margins: FloatArray | None = None
+    # [n], each [K, 2]: the position of the last label of each turn, and what the turn was worth; None where nobody asks.
+    turns: tuple[FloatArray, ...] | None = None
 
     @property
     def records(self) -> list[Record]:

@@ -61,12 +61,16 @@ def laid(sample: Sample) -> Sample:
     )
 
 
-def sample_block(samples: Sequence[Sample], indices: IntArray, weights: FloatArray) -> Block:
+def sample_block(
+    samples: Sequence[Sample], indices: IntArray, weights: FloatArray, turns: tuple[FloatArray, ...] | None = None
+) -> Block:
     """Samples as they lie in one process, in the given order. None may have an empty prompt. Those laid are not copied.
 
     indices, weights: [n], of each sample: its number in the step, and what each of its trained tokens counts for.
+    turns: [n], see Block.
     """
-    return _block([_memory(sample) for sample in samples], indices, weights, routing=_routing(samples))
+    memories = [_memory(sample) for sample in samples]
+    return _block(memories, indices, weights, routing=_routing(samples), turns=turns)
 
 
 def row_block(

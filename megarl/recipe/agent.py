@@ -5,11 +5,12 @@ What environments and tools are is in megarl/agents; their protocol is in docs/a
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from megarl.recipe.section import PositiveFloat, PositiveInt, Section
+from megarl.recipe.section import PositiveFloat, PositiveInt, Section, plain_url
 
 # Whose reward a sample's is, beside those of graders: its name in metrics, in samples files and in eval.grader.
 ENVIRONMENT = "environment"
@@ -55,7 +56,21 @@ PARSERS = (
     ),
     *("step3", "step3p5", "trinity"),
 )
+PYTHON = "python"  # the tool that comes with megarl
 BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze")
+
+
+def _place(where: str) -> str:
+    """A command, or an address without secrets. Raises ValueError."""
+    if where.startswith(("http://", "https://")):
+        return plain_url(where, "http://host:8000/mcp")
+    try:
+        words = shlex.split(where)
+    except ValueError as error:
+        raise ValueError(f"as a command it cannot be read: {error}") from error
+    if not words:
+        raise ValueError("wanted is a command, or an address that begins with http")
+    return where
 
 
 class Agent(Section):
@@ -65,6 +80,11 @@ class Agent(Section):
     def harnessed(self) -> bool:
         """Whether a harness plays, at the endpoint."""
         return self.command is not None or self.function is not None
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether megarl calls tools for the policy."""
+        return bool(self.tools or self.mcp)
 
     @property
     def rewards(self) -> bool:
@@ -89,6 +109,11 @@ class Agent(Section):
         "reward",
     )
     settings: dict[str, Any] = Field({}, description="keyword arguments of the environment's class")
+    workers: PositiveInt | None = Field(
+        None,
+        description="processes of each collector that environments run in, each in a thread of its own, so that their code may "
+        "block; default: on the collector's event loop",
+    )
     max_turns: PositiveInt = Field(16, description="most responses of the policy in one episode")
     turn_tokens: PositiveInt | None = Field(
         None, description="longest response of one turn, in tokens; default: what rollout.max_response_tokens leaves"
@@ -101,11 +126,17 @@ class Agent(Section):
     step_timeout_s: PositiveFloat = Field(
         60.0, description="deadline of one call of the environment, seconds; then the episode has failed"
     )
-    tools: tuple[Path, ...] = Field(
+    tools: tuple[Literal["python"] | Path, ...] = Field(
         (),
         strict=False,
-        description="functions that the policy may call, as pkg.module:function with type hints; a turn with calls gets their "
-        "results, one without goes to the environment",
+        description="what the policy may call: functions as pkg.module:function with type hints, and python, which runs a "
+        "program in a sandbox; a turn with calls gets their results, one without goes to the environment",
+    )
+    mcp: tuple[Annotated[str, AfterValidator(_place)], ...] = Field(
+        (),
+        strict=False,
+        description="MCP servers whose tools the policy may call: commands, such as python tools_server.py, one process in each "
+        "collector, or addresses, such as http://host:8000/mcp",
     )
     tool_parser: Literal[PARSERS] | None = Field(  # type: ignore[valid-type]
         None,
@@ -126,6 +157,11 @@ class Agent(Section):
     )
     processes: PositiveInt = Field(
         32, description="most processes of command at once in each collector; other episodes wait for them"
+    )
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="where the environment's rewards stand for an advantage of tokens: all at the end of the episode, or each at "
+        "the end of the turn that earned it, so that later ones do not count for what came after them",
     )
     rewritten: Literal["refuse", "keep"] = Field(
         "refuse",

@@ -28,14 +28,14 @@ AGENT_UNREAD: tuple[Unread, ...] = (
     ),
     Unread(
         ("agent.tool_parser",),
-        lambda r, _: r.agent is None or bool(r.agent.tools) or r.agent.harnessed,
-        "there are no tools to call: name functions in agent.tools",
+        lambda r, _: r.agent is None or r.agent.has_tools or r.agent.harnessed,
+        "there are no tools to call: name some in agent.tools or agent.mcp",
         (Recipe,),
     ),
     Unread(
         ("agent.tool_timeout_s",),
-        lambda r, _: r.agent is None or bool(r.agent.tools),
-        "megarl calls no tools: name functions in agent.tools",
+        lambda r, _: r.agent is None or r.agent.has_tools,
+        "megarl calls no tools: name some in agent.tools or agent.mcp",
         (Recipe,),
     ),
     Unread(
@@ -45,13 +45,20 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
+        ("agent.credit",),
+        lambda r, asked: r.agent is None or (r.agent.rewards and "token_rewards" in asked.advantage),
+        "it is about rewards of an environment or a harness, and an advantage that asks for those of tokens: set "
+        "algorithm.advantage to gae or reinforce_pp, or to a function that asks for token_rewards",
+        (Recipe,),
+    ),
+    Unread(
         ("agent.processes",),
         lambda r, _: r.agent is None or r.agent.command is not None,
         "they are a harness's: set agent.command",
         (Recipe,),
     ),
     Unread(
-        ("agent.step_timeout_s",),
+        ("agent.step_timeout_s", "agent.workers"),
         lambda r, _: r.agent is None or r.agent.environment is not None,
         "it is an environment's: set agent.environment",
         (Recipe,),
@@ -61,8 +68,10 @@ AGENT_UNREAD: tuple[Unread, ...] = (
 AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "agent",
-        lambda r, _: r.agent is not None and not r.agent.rewards and not r.agent.tools,
-        lambda r: "nobody would answer the policy. Set agent.environment, agent.tools, agent.command or agent.function",
+        lambda r, _: r.agent is not None and not r.agent.rewards and not r.agent.has_tools,
+        lambda r: (
+            "nobody would answer the policy. Set agent.environment, agent.tools, agent.mcp, agent.command or agent.function"
+        ),
         (Recipe,),
     ),
     Contradiction(
@@ -74,6 +83,12 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "agent.tools",
         lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.harnessed,
+        lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.mcp",
+        lambda r, _: r.agent is not None and bool(r.agent.mcp) and r.agent.harnessed,
         lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
         (Recipe,),
     ),
@@ -92,7 +107,7 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "agent.tool_parser",
-        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.tool_parser is None,
+        lambda r, _: r.agent is not None and r.agent.has_tools and r.agent.tool_parser is None,
         lambda r: "nobody could read the model's calls. Set it to the parser of the model's family, such as qwen25",
         (Recipe,),
     ),

@@ -36,6 +36,7 @@ from megarl.rollout.samples_file import shown, write_samples
 from megarl.rollout.seeds import Purpose
 from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
+from megarl.rollout.turns import by_turn, turns_of
 from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
@@ -201,7 +202,7 @@ class Collector:
         if samples:
             # No more than these: the samples themselves are let go once they have been trained on.
             self._probe = _some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
-        return blocks_of(part, samples)
+        return blocks_of(part, samples, by_turn=by_turn(self._recipe))
 
     async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts:
         """Answer and grade these held-out prompts."""
@@ -316,14 +317,15 @@ def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
     return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]
 
 
-def blocks_of(part: Part, samples: Sequence[Sample]) -> tuple[Block, ...]:
-    """A block for each shard of a step. samples: those of the part, in its order."""
+def blocks_of(part: Part, samples: Sequence[Sample], *, by_turn: bool = False) -> tuple[Block, ...]:
+    """A block for each shard of a step. samples: those of the part, in its order. by_turn: whether turns are rewarded."""
     number = {int(index): at for at, index in enumerate(part.indices)}
     blocks = []
     for indices in part.blocks:
         at = [number[int(index)] for index in indices]
         chosen = [_masked(samples[each], part.oldest) for each in at]
-        blocks.append(sample_block(chosen, indices, part.weights[at]))
+        turns = tuple(turns_of(samples[each]) for each in at) if by_turn else None
+        blocks.append(sample_block(chosen, indices, part.weights[at], turns))
     return tuple(blocks)
 
 

@@ -30,6 +30,7 @@ from megarl.recipe.functions import asked, before_whitening, is_per_token, setti
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part, StepSamples
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
+from megarl.rollout.turns import by_turn, moved_to_turns
 
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block
 
@@ -167,6 +168,7 @@ class _Turn:
     old_logprobs: FloatArray
     advantages: FloatArray | None = None  # of tokens, not yet whitened
     returns: FloatArray | None = None
+    moved: FloatArray | float = 0.0  # rewards, from the last token to those that ended the turns of an episode
 
 
 class LocalAdvantages:
@@ -200,7 +202,7 @@ class LocalAdvantages:
         flat = {name: at.flat(column) for name, column in columns.items()}
         flat.setdefault("old_logprobs", at.rollout_logprobs)
         found: dict[str, Any] = {}
-        turn = _Turn(at, flat["old_logprobs"])
+        turn = _Turn(at, flat["old_logprobs"], moved=moved_to_turns(at, blocks) if by_turn(self._recipe) else 0.0)
         if self._asked.advantages:
             per_token = self._token_rewards(at, flat, columns, samples.kl_coef, found)
             if self._function is None:
@@ -267,7 +269,7 @@ class LocalAdvantages:
             "lengths": at.by_sample(trained(at.mask, at.cu_seqlens).counts),
             "mean_nll": samples.mean_nll,
             "greedy_rewards": samples.greedy_rewards,
-            "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token,
+            "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token + turn.moved,
             "mask": at.mask.astype(np.float32),
             "cu_seqlens": at.cu_seqlens,
             "logprobs": flat["old_logprobs"],

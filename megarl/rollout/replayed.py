@@ -18,14 +18,18 @@ from megarl.rollout.journal import Journal
 from megarl.rollout.notices import Notices
 from megarl.rollout.sample_facts import group_facts
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
+from megarl.rollout.turns import by_turn
 from megarl.serving.client import ServerEndpoint
 
 
 class ReplayCollector:
     """Reads groups; hands over what a step takes of them. It has no requests, so that nothing can be held or cut off."""
 
-    def __init__(self, journal: Path, prompts: Sequence[Prompt], num_dropped: int = 0) -> None:
-        """journal: the folder. prompts: of the rows that it was written with."""
+    def __init__(
+        self, journal: Path, prompts: Sequence[Prompt], num_dropped: int = 0, *, by_turn: bool = False
+    ) -> None:
+        """journal: the folder. prompts: of the rows that it was written with. by_turn: whether turns are rewarded."""
+        self._by_turn = by_turn
         self._journal, self._prompts, self._num_dropped = Journal(journal), prompts, num_dropped
         self._groups: dict[int, list[Sample]] = {}
         self._reading: dict[int, asyncio.Task[None]] = {}
@@ -37,7 +41,7 @@ class ReplayCollector:
         """Read the recipe's data. Raises UserError where it cannot be used."""
         tokenizer = load_tokenizer(recipe.model.path)
         found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
-        return cls(journal, found.prompts, found.num_dropped)
+        return cls(journal, found.prompts, found.num_dropped, by_turn=by_turn(recipe))
 
     async def start(self) -> DataFacts:
         """There is nothing to start."""
@@ -96,7 +100,8 @@ class ReplayCollector:
 
     async def part(self, part: Part) -> tuple[Block, ...]:
         """This collector's block of each shard of a step."""
-        return blocks_of(part, [self._groups[group][at] for group, at in part.samples])
+        samples = [self._groups[group][at] for group, at in part.samples]
+        return blocks_of(part, samples, by_turn=self._by_turn)
 
     async def close(self) -> None:
         """Stop reading."""

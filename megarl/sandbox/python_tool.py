@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from megarl.sandbox.job import Result
-from megarl.sandbox.pool import SandboxPool
 
 MOST_CHARACTERS = 8000  # of what goes back to the model; a longer text loses its middle
+
+
+class Sandboxes(Protocol):
+    """Who runs programs, such as a SandboxPool."""
+
+    async def run(self, code: str) -> Result:
+        """Run a Python program in a sandbox of its own."""
 
 
 class PythonTool:
     """`python` is the tool: a function with type hints, of which a schema can be made."""
 
-    def __init__(self, pool: SandboxPool, most_characters: int = MOST_CHARACTERS) -> None:
+    def __init__(self, pool: Sandboxes, most_characters: int = MOST_CHARACTERS) -> None:
         """pool: started by whoever closes it."""
         self._pool = pool
         self._most_characters = most_characters

@@ -6,11 +6,12 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.agents import patience
+from megarl.agents import episode, patience
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.agents.episode import Episodes
 from megarl.core.types import Sample, Status
@@ -107,7 +108,6 @@ def test_an_episode_is_done_when_its_environment_says_so() -> None:
     ("changes", "most", "over", "turns"),
     [
         ({"max_turns": 2}, 1000, "turns", 2),
-        ({"timeout_s": 1e-9}, 1000, "time", 1),
         ({}, 2 + TOLD + 1, "tokens", 2),  # one token is left for the second turn, which does not end with it
         ({}, 2 + TOLD, "tokens", 1),  # after what the environment says nothing is left
         ({"turn_tokens": 1}, 1000, "tokens", 1),
@@ -128,6 +128,29 @@ def test_a_budget_that_runs_out_truncates_the_episode(
     cut = over == "tokens" and (most == 2 + TOLD + 1 or "turn_tokens" in changes)
     assert sample.reward == 0.5 * (turns - cut)
     assert made.made[0].closed == 1
+
+
+@pytest.mark.parametrize(("timeout_s", "turns"), [(3.9, 1), (4.1, 2), (8.1, 3), (20.1, 5)])
+def test_seconds_that_run_out_truncate_the_episode(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float, turns: int
+) -> None:
+    """Each step of the environment takes 4 s of a clock that nothing else moves; the fifth is the end."""
+    clock = 0.0
+    monkeypatch.setattr(episode, "time", SimpleNamespace(monotonic=lambda: clock))
+
+    class Slow(Counting):
+        async def step(self, response: Response) -> Any:
+            nonlocal clock
+            clock += 4.0
+            return await super().step(response)
+
+    made = type("Slow", (Slow,), {"made": [], "__init__": lambda self: Counting.__init__(self, 5)})
+    [sample] = play(policy(), make_settings(made, TOKENIZER, timeout_s=timeout_s), TOKENIZER)
+    over = timeout_s < 20
+    assert sample.status is (Status.TRUNCATED if over else Status.COMPLETED)
+    assert sample.numbers["truncated_by/time"] == over and sample.numbers["turns"] == turns
+    assert sample.reward == 0.5 * turns + 0.5 * (not over)
+    assert sample.loss_mask[-1] == 1 and made.made[0].closed == 1
 
 
 class Bad(Counting):

@@ -95,10 +95,49 @@ def test_a_harness_that_vanishes_costs_its_episode_alone(code: str, says: str) -
         assert "no such door" in sample.metadata["trace"]
 
 
-def test_one_that_is_killed_takes_no_other_with_it() -> None:
-    code = "row['seed'] and post('/episode/reward', {'reward': 1.0}); os.getpid() % 2 or sys.exit(1)"
-    samples = harnessed(writing("5"), command(code), indices=range(6), most=3)
-    assert {sample.status for sample in samples} <= {Status.FAILED, Status.COMPLETED} and len(samples) == 6
+def test_one_that_is_killed_takes_no_other_with_it(tmp_path: Path) -> None:
+    """The first three to say so are killed, while others play."""
+    code = """
+for place in "123":
+    try:
+        open(sys.argv[1] + place, "x")
+    except FileExistsError:
+        continue
+    os.kill(os.getpid(), signal.SIGKILL)
+post("/episode/reward", {"reward": 1.0})
+"""
+    samples = harnessed(writing("5"), command(code, f"{tmp_path}/"), indices=range(6), most=3)
+    died = [sample for sample in samples if sample.status is Status.FAILED]
+    lived = [sample.reward for sample in samples if sample.status is Status.COMPLETED]
+    assert [sample.metadata["failure"] for sample in died] == ["the harness ended by SIGKILL"] * 3
+    assert lived == [1.0] * 3
+
+
+@pytest.mark.parametrize(("most", "at_once"), [(3, 3), (None, 7)])
+def test_so_many_play_at_once_and_others_wait(most: int | None, at_once: int) -> None:
+    """Each goes on when as many play as may: fewer would wait for ever, and more are counted."""
+    playing: list[str] = []
+    seen: list[int] = []
+
+    async def waits(client: Any, row: EpisodeRow) -> float:
+        playing.append(row.id)
+        while not seen:
+            await asyncio.sleep(0)
+        await client.chat.completions.create(model=MODEL, messages=list(row.messages))
+        seen.append(len(playing))
+        playing.remove(row.id)
+        return 1.0
+
+    async def look(harnesses: Harnesses) -> None:
+        while len(playing) < at_once:
+            await asyncio.sleep(0)
+        for _ in range(200):  # whoever does not wait for room has begun by then
+            await asyncio.sleep(0)
+        seen.append(len(playing))
+
+    samples = harnessed(writing("5"), waits, indices=range(7), most=most, beside=look)
+    assert [sample.reward for sample in samples] == [1.0] * 7
+    assert max(seen) == seen[0] == at_once
 
 
 def test_graders_may_reward_instead() -> None:
@@ -114,7 +153,7 @@ open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children))
 post("/episode/reward", {"reward": 1.0})
 """
     sample = one(code, str(tmp_path / "pids"))
-    assert sample.reward == 1.0
+    assert sample.reward == 1.0 and sample.status is Status.COMPLETED, "who still holds its output is not waited for"
     assert ended(int(pid) for pid in (tmp_path / "pids").read_text().split())
 
 
@@ -188,9 +227,11 @@ def test_what_cannot_play_is_refused_when_the_recipe_is_checked(
 
 def test_a_recipe_names_who_plays(tmp_path: Path) -> None:
     router = FakeSglang.__new__(FakeSglang)  # not asked
-    for agent in ({"command": [sys.executable, "x.py"]}, {"function": f"{HERE}:whole", "listen": "node"}):
+    script = {"command": [sys.executable, "x.py"], "processes": 5}
+    for agent, most in ((script, 5), ({"function": f"{HERE}:whole", "listen": "node"}, None)):
         recipe = make_recipe(tmp_path, agent=agent)
         check_agent(recipe, make_tokenizer("llama3"))
         player = open_player(recipe, router, "127.0.0.2", TOKENIZER)  # type: ignore[arg-type]
         assert isinstance(player, Harnesses)
         assert player._settings.host == ("127.0.0.2" if "listen" in agent else "127.0.0.1")
+        assert player._settings.most == most

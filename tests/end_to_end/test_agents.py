@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import string
+import sys
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.rollout.journal import JOURNAL
 from tests.end_to_end.harness import Driver
 from tests.end_to_end.test_async import SAME, STILL
+from tests.end_to_end.test_journal import trained
 
 pytestmark = pytest.mark.slow
 
 # A model of random weights ends no turn: letters and digits do it in its place. The router takes 32 at most.
 STOPS = f"rollout.stop={json.dumps([*string.ascii_lowercase, *string.digits[:5]])}"
 GUESSING = ("agent.environment=guess_number", "agent.settings={low: 0, high: 2000, guesses: 3}", "agent.turn_tokens=24")
+SCRIPT = Path(__file__).parent / "guessing.py"
+PLAYED = (f"agent.command={json.dumps([sys.executable, str(SCRIPT), '3'])}", "agent.served_as=gpt-4o-mini")
 SIZES = ("rollout.max_response_tokens=120", "data.max_prompt_tokens=64", "actor.micro_batch_tokens=1024")
 
 
@@ -43,3 +52,40 @@ def test_episodes_are_trained_on_while_servers_play_the_next(launch: Callable[..
         assert told <= {"higher", "lower", "no number"}
     assert any(len(talk) > 2 for talk in talks)
     driver.assert_nothing_left()
+
+
+def written(driver: Driver) -> dict[str, tuple[Any, ...]]:
+    """Of each sample all that was written down, but for what is measured in seconds; by its id.
+
+    The record is the sample's token ids, log-probs and mask.
+    """
+    told = {}
+    for path in driver.folder.glob(f"{JOURNAL}/step_*.sqlite"):
+        with closing(sqlite3.connect(path)) as journal:
+            names = "id, record, prompt_text, text, reward, parts, status, versions, metadata, numbers"
+            for name, *rest, numbers in journal.execute(f"select {names} from samples"):
+                counted = {key: value for key, value in json.loads(numbers).items() if not key.endswith("_s")}
+                told[name] = (*rest, counted)
+    return told
+
+
+def test_a_script_that_plays_at_the_endpoint_trains_as_the_environment_does(launch: Callable[..., Driver]) -> None:
+    """The same seeds, the same game: the same samples to the bit, the same losses, and weights that give the next step's."""
+    few = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "actor.mini_batch_samples=4", "train.steps=2")
+    kept = ("train.journal_keep=all", "train.save_every=2", "rollout.deterministic=true", "data.eval=null")
+    # The script bounds its game itself.
+    setting = (*few, *kept, *SIZES, STOPS, "agent.turn_tokens=24")
+    drivers = [launch(f"run.name={name}", *who, *setting) for name, who in (("inside", GUESSING), ("outside", PLAYED))]
+    for driver in drivers:
+        code, _, error = driver.finish()
+        assert code == 0, error
+    inside, outside = drivers
+    assert len(written(inside)) == 8 and written(outside) == written(inside)
+    steps = trained(inside)
+    assert trained(outside) == steps and len(steps) == 2
+    for step in steps.values():
+        assert step["rollout/logprob_diff_max"] < SAME and step["actor/grad_norm"] > 0 and step["rollout/failed"] == 0
+    turns = [row["agent/turns_max"] for row in outside.metrics() if row["step"]]
+    assert max(turns) > 1, "more than one request of an episode"
+    for driver in drivers:
+        driver.assert_nothing_left()

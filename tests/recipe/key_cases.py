@@ -5,11 +5,14 @@ A key that a section gains needs a line in VALUES; without one the test fails.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 # Where recipes and models are; filled in when the world is written.
 ROOT = "{root}"
 OWN = "tests.support.dry.own"
+MCP_SERVER = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'dry' / 'mcp_tool.py'}"
 
 _PARALLEL = {
     "tp": ["2"],
@@ -136,14 +139,17 @@ TRAIN: dict[str, Sequence[str]] = {
             "listen": ["node"],
             "processes": ["1"],
             "settings": ["{turns: 2}"],
+            "workers": ["1"],
             "max_turns": ["2"],
             "turn_tokens": ["2"],
             "timeout_s": ["1.0e-9"],
             "step_timeout_s": ["0.01"],
             "tools": [f"['{OWN}:hear']"],
+            "mcp": [f"['{MCP_SERVER}']"],
             "tool_parser": ["llama3"],
             "tool_timeout_s": ["0.01"],
             "rewritten": ["keep"],
+            "credit": ["turn"],
         },
     ),
     **_under("reward", {"fn": ["exact"], "workers": ["3"], "timeout_s": ["5.0"], "max_failed_share": ["0.0"]}),
@@ -336,8 +342,10 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "adapters": ["actor.lora={}", _KL],
         "agent": _AGENT,
         "agent with tools": [*_AGENT, *_TOOLS],
+        "agent by tokens": [*_AGENT, "algorithm.advantage=reinforce_pp"],
         "harness": _HARNESS,
         "tools alone": ["rollout.max_response_tokens=100", "data.max_prompt_tokens=340", *_TOOLS],
+        "tools and room": ["rollout.max_response_tokens=62", "data.max_prompt_tokens=450", *_TOOLS],
         "experts": [_MOE],
         "latent attention": [f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, _CUDA],
@@ -417,7 +425,9 @@ SWEEPS: dict[str, Sequence[str]] = {
     "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
     "agent": ("plain", "agent", "agent with tools", "tools alone"),
     **dict.fromkeys(("agent.function", "agent.served_as", "agent.listen"), ("plain", "harness")),
-    **dict.fromkeys(("agent.command", "agent.processes"), ("plain",)),
+    **dict.fromkeys(("agent.command", "agent.processes", "agent.workers"), ("plain",)),
+    "agent.mcp": ("plain", "tools and room"),
+    "agent.credit": ("plain", "agent", "agent by tokens"),
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched", "external servers"),
     "sync": ("plain", "over the disk"),
@@ -459,6 +469,7 @@ NEVER: dict[str, dict[str, str]] = {
             ("rollout.top_p", "rollout.top_k"),
             "samples from a part of the distribution are refused: that, said with the reason, is their effect",
         ),
+        "agent.workers": "where environments run changes no sample: see tests/agents/test_environment_processes.py",
         "agent.processes": "how many harnesses wait changes no sample: see tests/agents/test_harness.py",
         "agent.rewritten": "keep is for templates that rewrite, and there refuse refuses the run: that is its effect",
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",

@@ -119,6 +119,8 @@ UNREAD = [
         ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.step_timeout_s=3"],
         ["agent.environment=guess_number"],
     ),
+    (["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.workers=3"], ["agent.environment=guess_number"]),
+    (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=reinforce_pp"]),
     (["train.async_save=true"], ["train.save_every=2"]),
     (["train.journal=false", "train.journal_keep=all"], ["train.journal=true"]),
     (["rollout.late=drop"], ["rollout.max_staleness=1"]),

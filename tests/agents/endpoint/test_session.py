@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from megarl.agents.endpoint import session
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.environments.guess_number import GuessNumber
 from megarl.core.types import Sample, Status
@@ -70,7 +72,6 @@ def test_many_episodes_at_once_keep_to_themselves() -> None:
     ("limits", "most", "over", "turns", "says"),
     [
         ({"max_turns": 2}, 1000, "turns", 2, "agent.max_turns"),
-        ({"timeout_s": 1e-9}, 1000, "time", 0, "agent.timeout_s"),
         ({"turn_tokens": 1}, 1000, "tokens", 1, "agent.turn_tokens"),
         ({}, 12, "tokens", 1, "rollout.max_response_tokens"),
     ],
@@ -91,12 +92,29 @@ def test_a_budget_that_runs_out_truncates_the_episode(
             messages += [answer.choices[0].message, {"role": "user", "content": "a"}]
 
     [sample] = harnessed(writing("55"), go_on, sampling=Sampling(most), **limits)
-    if not turns:  # not even its beginning
-        assert sample.status is Status.FAILED
-        return
     assert sample.status is Status.TRUNCATED and sample.numbers[f"truncated_by/{over}"] == 1.0
     assert sample.numbers["turns"] == turns and sample.loss_mask[-1] == 1
     assert says in told[0] and len(told) == 1
+
+
+def test_seconds_that_run_out_truncate_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn the harness takes 4 s of a clock that nothing else moves: what it asks after 8.1 s is refused."""
+    clock = 0.0
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: clock))
+
+    async def slow(client: AsyncOpenAI, row: EpisodeRow) -> None:
+        nonlocal clock
+        messages: list[Any] = [*row.messages]
+        while True:
+            answer = await client.chat.completions.create(model=MODEL, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "a"}]
+            clock += 4.0
+
+    [sample] = harnessed(writing("55"), slow, timeout_s=8.1)
+    assert sample.status is Status.TRUNCATED and sample.numbers["truncated_by/time"] == 1.0
+    assert sample.numbers["turns"] == 3 and sample.loss_mask[-1] == 1
+    [sample] = harnessed(writing("55"), slow, timeout_s=-1.0)  # before its first turn: there is nothing to train on
+    assert sample.status is Status.FAILED and "agent.timeout_s had passed before" in sample.metadata["failure"]
 
 
 def test_an_agents_own_max_tokens_ends_a_turn_and_not_the_episode() -> None:

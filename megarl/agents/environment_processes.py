@@ -1,0 +1,189 @@
+"""Environments in worker processes, as an episode sees them: what blocks there holds up nobody else.
+
+Not for deadlines (patience.py), nor for what runs there (environment_worker.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import sys
+from typing import Any
+
+from megarl.agents.environment import EnvironmentFailedError, EpisodeRow, Response
+from megarl.agents.environment_wire import Answer, Call, Cancel
+from megarl.core.log import get_logger
+from megarl.recipe.agent import Agent
+from megarl.rewards.worker import HEADER, frame
+from megarl.serving.process import GUARD
+
+log = get_logger(__name__)
+
+START_S = 60.0
+CLOSE_S = 5.0
+
+
+class EnvironmentProcesses:
+    """`agent.workers` processes, started when the first episodes come; one that dies costs its episodes, and is started anew."""
+
+    def __init__(self, agent: Agent) -> None:
+        assert agent.workers is not None
+        # The environment alone: what else a section says asks for keys of its own.
+        told = Agent(environment=agent.environment, settings=agent.settings)
+        self._arguments = ("--agent", told.model_dump_json(include={"environment", "settings"}))
+        self._workers: list[_Process | None] = [None] * agent.workers
+        self._starting = [asyncio.Lock() for _ in self._workers]
+        self._turns = itertools.cycle(range(agent.workers))
+
+    def make(self) -> RemoteEnvironment:
+        """An environment, in the next process by turns."""
+        return RemoteEnvironment(self, next(self._turns))
+
+    async def ready(self) -> None:
+        """Have all processes. Raises EnvironmentFailedError where one does not start."""
+        await asyncio.gather(*(self.process(index) for index in range(len(self._workers))))
+
+    async def process(self, index: int) -> _Process:
+        """One that is there. Raises EnvironmentFailedError where it does not start."""
+        async with self._starting[index]:
+            found = self._workers[index]
+            if found is None or found.ended:
+                if found is not None:
+                    log.warning("an environments' process ended %s; another is started", found.ended)
+                    await found.close()
+                found = self._workers[index] = await _Process.start(self._arguments)
+            return found
+
+    async def close(self) -> None:
+        """End all processes, with all that environments started in their sessions."""
+        await asyncio.gather(*(process.close() for process in self._workers if process is not None))
+
+
+class RemoteEnvironment:
+    """An Environment whose methods run in a worker process."""
+
+    def __init__(self, processes: EnvironmentProcesses, index: int) -> None:
+        self._processes, self._index = processes, index
+        self._process: _Process | None = None
+        self._number = -1
+
+    async def start(self, row: EpisodeRow) -> Any:
+        """Make the environment, and start it."""
+        self._process = await self._processes.process(self._index)
+        self._number = self._process.number()
+        return await self._process.call(self._number, "start", row)
+
+    async def step(self, response: Response) -> Any:
+        """As of Environment."""
+        assert self._process is not None
+        return await self._process.call(self._number, "step", response)
+
+    async def close(self) -> None:
+        """As of Environment; nothing is left to close where its process has ended."""
+        if self._process is not None and not self._process.ended:
+            await self._process.call(self._number, "close")
+
+
+class _Process:
+    """One worker, and the calls that wait for it. ended: how it ended, where it has."""
+
+    def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+        self.ended = ""
+        self._process, self._writer = process, writer
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._numbers = itertools.count()
+        self._listening: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, arguments: tuple[str, ...]) -> _Process:
+        """Returns once it is ready. Raises EnvironmentFailedError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid())),
+                    *(sys.executable, "-m", "megarl.agents.environment_worker", "--channel", str(theirs.fileno())),
+                    *arguments,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise EnvironmentFailedError(f"an environments' process did not start: {error}") from error
+        reader, writer = await asyncio.open_connection(sock=ours)
+        found = cls(process, writer)
+        try:
+            async with asyncio.timeout(START_S):
+                ready = await _read(reader)
+        except TimeoutError:
+            ready = None
+        except BaseException:
+            await found.close()
+            raise
+        if ready is None:
+            await found.close()
+            raise EnvironmentFailedError("an environments' process did not start; the collector's log has what it said")
+        found._listening = asyncio.create_task(found._listen(reader))
+        return found
+
+    def number(self) -> int:
+        """Another one each time: of a call, or of an environment."""
+        return next(self._numbers)
+
+    async def call(self, environment: int, method: str, *arguments: Any) -> Any:
+        """What a method gives. Raises EnvironmentFailedError: it raised, or its process has ended. Cancelled, it is told so."""
+        if self.ended:
+            raise EnvironmentFailedError(f"its process ended {self.ended}")
+        number = self.number()
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame(Call(number, environment, method, arguments)))
+        try:
+            answer = await future
+        except asyncio.CancelledError:
+            self._writer.write(frame(Cancel(number)))
+            raise
+        finally:
+            del self._waiting[number]
+        if answer.error:
+            raise EnvironmentFailedError(f"{method} raised {answer.error}", answer.trace)
+        try:
+            return pickle.loads(answer.value)
+        except Exception as error:  # whatever a user's object raises
+            raise EnvironmentFailedError(f"{method} gave what cannot be read here: {error}") from error
+
+    async def close(self) -> None:
+        """End it, and what environments started in its session."""
+        self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        if self._listening is not None:
+            await asyncio.wait({self._listening}, timeout=CLOSE_S)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while (answer := await _read(reader)) is not None:
+            waiting = self._waiting.get(answer.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+        code = await self._process.wait()
+        self.ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(EnvironmentFailedError(f"its process ended {self.ended}"))
+
+
+async def _read(reader: asyncio.StreamReader) -> Answer | None:
+    """The next answer; None where there is none any more."""
+    try:
+        header = await reader.readexactly(HEADER.size)
+        body = await reader.readexactly(HEADER.unpack(header)[0])
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    answer: Answer = pickle.loads(body)
+    return answer

@@ -1,0 +1,127 @@
+"""The process that environments run in: each in a thread with an event loop of its own, so that blocking costs nobody else.
+
+Started by environment_processes.py, which holds the deadlines. Frames on its socket, in both directions, are a length and a
+pickle: Call, Cancel; Answer. It ends when the socket closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pickle
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, BinaryIO
+
+from megarl.agents.environment import Environment
+from megarl.agents.environment_wire import Answer, Call, Cancel
+from megarl.agents.loading import Make, open_environment
+from megarl.agents.patience import MOST_TRACE
+from megarl.recipe.agent import Agent
+from megarl.rewards.worker import HEADER, frame
+
+
+class _Home:
+    """One environment's thread and event loop."""
+
+    def __init__(self, make: Make) -> None:
+        self._make = make
+        self._environment: Environment | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environment", daemon=True).start()
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """Call it, after what was called before has given its thread back."""
+        return asyncio.run_coroutine_threadsafe(self._call(method, arguments), self._loop)
+
+    def end(self) -> None:
+        """Let go of the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        try:
+            if method == "start":
+                self._environment = self._make()
+            return await getattr(self._environment, method)(*arguments) if self._environment is not None else None
+        except SystemExit as error:  # would end the thread
+            raise RuntimeError(f"it exits ({error})") from error
+
+
+class _Worker:
+    def __init__(self, make: Make, say: Callable[[Answer], None]) -> None:
+        self._make, self._say = make, say
+        self._homes: dict[int, _Home] = {}
+        self._running: dict[int, Future[Any]] = {}
+
+    def take(self, asked: Call | Cancel) -> None:
+        """Begin what is asked; answers come when they come."""
+        if isinstance(asked, Cancel):
+            running = self._running.get(asked.number)
+            if running is not None:
+                running.cancel()
+            return
+        if asked.method == "start":
+            self._homes[asked.environment] = _Home(self._make)
+        home = self._homes[asked.environment]
+        running = home.call(asked.method, asked.arguments)
+        self._running[asked.number] = running
+        running.add_done_callback(lambda ended: self._ended(asked, home, ended))
+
+    def _ended(self, asked: Call, home: _Home, ended: Future[Any]) -> None:
+        self._running.pop(asked.number, None)
+        if asked.method == "close":
+            self._homes.pop(asked.environment, None)
+            home.end()
+        if not ended.cancelled():
+            self._say(_answer(asked.number, ended))
+
+
+def _answer(number: int, ended: Future[Any]) -> Answer:
+    error = ended.exception()
+    if error is None:
+        try:
+            return Answer(number, pickle.dumps(ended.result()))
+        except Exception as unfit:  # whatever pickling a user's object raises
+            return Answer(number, error=f"{type(unfit).__name__}: what it gave cannot leave its process: {unfit}")
+    trace = "".join(traceback.format_exception(error))[-MOST_TRACE:]
+    return Answer(number, error=f"{type(error).__name__}: {error}", trace=trace)
+
+
+def serve(make: Make, channel: socket.socket) -> None:
+    """Do what is asked until the socket closes."""
+    lock = threading.Lock()
+
+    def say(answer: Answer) -> None:
+        with lock:
+            channel.sendall(frame(answer))
+
+    worker = _Worker(make, say)
+    with channel.makefile("rb") as asked:
+        while (call := _read(asked)) is not None:
+            worker.take(call)
+
+
+def _read(pipe: BinaryIO) -> Any:
+    header = pipe.read(HEADER.size)
+    return pickle.loads(pipe.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
+
+
+def main() -> None:
+    """Parse, serve, end: whatever threads are stuck in."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--agent", required=True, help="the recipe's section, as JSON")
+    options = parser.parse_args()
+    make = open_environment(Agent.model_validate_json(options.agent))
+    with socket.socket(fileno=options.channel) as channel:
+        channel.sendall(frame(Answer(-1)))
+        serve(make, channel)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

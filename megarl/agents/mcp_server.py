@@ -1,0 +1,214 @@
+"""Tools of an MCP server, which is a command of its own or behind an address: connected, called, and connected anew.
+
+Not for what becomes of a call that fails (tools.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.agents.environment import EnvironmentFailedError
+from megarl.agents.patience import within
+from megarl.core.errors import UserError
+from megarl.core.log import get_logger
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult
+
+log = get_logger(__name__)
+
+KEY = "agent.mcp"
+CONNECT_S = 30.0
+CLOSE_S = 10.0  # one that is told to end is killed by the client within a few seconds
+
+
+class McpServer:
+    """One server, as this process talks to it. where: a command, or an address that begins with http.
+
+    The client belongs to a task of its own, which opens and closes it.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._opening = asyncio.Lock()
+        self._connection: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+        self._leave = asyncio.Event()
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool gives, as text. Raises EnvironmentFailedError where the server says that it failed.
+
+        A server that ended is started, or looked for, anew by the next call; this one has failed.
+        """
+        client = await self._connected()
+        try:
+            result = await client.call_tool(name, dict(arguments))
+        except Exception as error:
+            if client is self._client and _gone(error):
+                log.warning("the MCP server %r is gone (%s); the next call connects anew", self.where, error)
+                self._leave.set()
+                self._client = None
+            raise
+        text = _text(result)
+        if result.is_error:
+            raise EnvironmentFailedError(text)
+        return text
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """The schemas of its tools, as chat templates want them."""
+        client, schemas, cursor = await self._connected(), [], None
+        while True:
+            listed = await client.list_tools(cursor=cursor)
+            schemas += [_schema(tool.name, tool.description or "", tool.input_schema) for tool in listed.tools]
+            cursor = listed.next_cursor
+            if cursor is None:
+                return schemas
+
+    async def close(self) -> None:
+        """End the connection, and with it a server that is a command."""
+        self._leave.set()
+        if self._connection is not None:
+            await asyncio.wait({self._connection}, timeout=CLOSE_S)
+            self._connection.cancel()
+
+    async def _connected(self) -> Client:
+        async with self._opening:
+            if self._client is None:
+                await self.close()
+                self._leave = asyncio.Event()
+                ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._connection = asyncio.create_task(self._hold(ready, self._leave))
+                self._client = await ready
+            return self._client
+
+    async def _hold(self, ready: asyncio.Future[Client], leave: asyncio.Event) -> None:
+        """Be connected until told to leave."""
+        from mcp import Client
+
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(CONNECT_S):
+                    client = await stack.enter_async_context(Client(_target(self.where), cache=None))
+                if not ready.done():
+                    ready.set_result(client)
+                await leave.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(
+                    EnvironmentFailedError(f"the MCP server {self.where!r} is not there: {_why(error)}")
+                )
+            elif not leave.is_set():
+                log.warning("the MCP server %r ended: %s", self.where, _why(error))
+
+
+class McpTool:
+    """One tool of a server."""
+
+    def __init__(self, server: McpServer, schema: dict[str, Any]) -> None:
+        self._server = server
+        self.schema = schema
+        self.name: str = schema["function"]["name"]
+
+    async def call(self, arguments: str, seconds: float) -> str:
+        """As of Tool. The server checks the arguments."""
+        try:
+            given = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise EnvironmentFailedError(f"wrong arguments: {error}") from error
+        if not isinstance(given, dict):
+            raise EnvironmentFailedError(f"wrong arguments: {arguments!r} is no object")
+        return await within(lambda: self._server.call(self.name, given), seconds, self.name)
+
+
+def open_servers(places: Sequence[str]) -> list[tuple[McpServer, list[McpTool]]]:
+    """The servers that a recipe names, with their tools. Each is asked for its list, by a connection that ends with it.
+
+    Raises UserError where one is not there, or has none.
+    """
+    found: list[tuple[McpServer, list[McpTool]]] = []
+    for where in places:
+        schemas = _listed(where)
+        if not schemas:
+            raise UserError(f"{KEY}: the MCP server {where!r} has no tools.")
+        server = McpServer(where)
+        found.append((server, [McpTool(server, schema) for schema in schemas]))
+    return found
+
+
+def _listed(where: str) -> list[dict[str, Any]]:
+    """A server's schemas, from a thread: whoever asks may have an event loop that runs. Raises UserError."""
+    found: list[dict[str, Any]] = []
+    failures: list[BaseException] = []
+
+    async def once() -> None:
+        server = McpServer(where)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                found.extend(await server.tools())
+        finally:
+            await server.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(once())
+        except BaseException as error:  # told to who waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="mcp", daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise UserError(
+            f"{KEY}: {_why(failures[0])}. Wanted is a command that speaks MCP on its standard input and output, such as "
+            "`python tools_server.py`, or the address of one that is there, such as http://127.0.0.1:8000/mcp."
+        ) from failures[0]
+    return found
+
+
+def _target(where: str) -> Any:
+    from mcp import StdioServerParameters
+
+    if where.startswith(("http://", "https://")):
+        return where
+    program, *arguments = shlex.split(where)
+    # All of it, so that what belongs to this run is known by its mark; but not what opens the run's own Ray.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return StdioServerParameters(command=program, args=arguments, env=environment)
+
+
+def _gone(error: Exception) -> bool:
+    """Whether there is no connection any more; other errors are the server's answers."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED
+
+    return not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED or "Session terminated" in str(error)
+
+
+def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {key: value for key, value in parameters.items() if key not in ("title", "$schema")}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": shown}}
+
+
+def _text(result: CallToolResult) -> str:
+    """What a model reads of a result: its texts, and of all else what it is."""
+    parts = [getattr(block, "text", None) or f"[{block.type}]" for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content)
+    return "\n".join(parts)
+
+
+def _why(error: BaseException) -> str:
+    """The first cause: clients of MCP raise groups of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, EnvironmentFailedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,51 @@
+"""Environments whose code blocks or breaks, for worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.agents.environment import Done, EpisodeRow, Response, Turn
+
+
+class Blocking:
+    """Two turns; `start` and `step` block until as many as `together` are in them at once, of all processes.
+
+    Each leaves a file with the pid of its process in `folder`. wrong: what the second turn does.
+    """
+
+    def __init__(self, folder: str, together: int = 1, wrong: str = "") -> None:
+        self._folder, self._together, self._wrong = Path(folder), together, wrong
+
+    async def start(self, row: EpisodeRow) -> list[dict[str, Any]]:
+        self._thread = threading.get_ident()
+        (self._folder / f"start-{id(self)}-{os.getpid()}").touch()
+        end = time.monotonic() + 20
+        while len([*self._folder.glob("start-*")]) < self._together:
+            assert time.monotonic() < end, "nobody else came"
+            time.sleep(0.01)
+        return list(row.messages)
+
+    async def step(self, response: Response) -> Any:
+        assert threading.get_ident() == self._thread
+        if response.turn == 0:
+            return Turn([{"role": "user", "content": "on"}], 0.5)
+        if self._wrong == "raise":
+            raise KeyError("no such door")
+        if self._wrong == "exit":
+            raise SystemExit(3)
+        if self._wrong == "die" and not (self._folder / "died").exists():
+            (self._folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._wrong == "hang":
+            time.sleep(60)
+        if self._wrong == "unpicklable":
+            return lambda: None
+        return Done(1.0, {"pid": float(os.getpid())})
+
+    async def close(self) -> None:
+        (self._folder / f"close-{id(self)}-{os.getpid()}").touch()

@@ -1,0 +1,120 @@
+"""Environments in worker processes: they may block, and what breaks there costs its own episodes alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.agents import patience
+from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, Response
+from megarl.agents.environment_processes import EnvironmentProcesses
+from megarl.agents.environments.guess_number import GuessNumber
+from megarl.agents.player import open_player
+from megarl.core.types import Sample, Status
+from megarl.recipe.agent import Agent
+from tests.agents.endpoint.harnesses import TOKENIZER, writing
+from tests.agents.endpoint.test_session import TURNS, same
+from tests.agents.playing import make_settings, play
+from tests.rollout.test_collector import make_recipe
+from tests.support.fake_sglang import FakeSglang
+from tests.support.processes import ended
+
+ROW = EpisodeRow("rows.jsonl:1", ({"role": "user", "content": "Go."},), "", {}, 1)
+
+
+def played(
+    environment: str, settings: dict[str, Any], *turns: str, workers: int, episodes: int = 1, **changes: Any
+) -> list[Sample]:
+    processes = EnvironmentProcesses(Agent(environment=environment, settings=settings, workers=workers))  # type: ignore[arg-type]
+    told = make_settings(processes.make, TOKENIZER, processes=processes, **changes)
+    samples = play(writing(*turns), told, TOKENIZER, indices=range(episodes))
+    assert ended(process._process.pid for process in processes._workers if process is not None)
+    return samples
+
+
+def blocking(
+    folder: Path, *, workers: int, episodes: int, together: int = 1, wrong: str = "", **changes: Any
+) -> list[Sample]:
+    settings = {"folder": str(folder), "together": together, "wrong": wrong}
+    return played("tests.agents.blocking:Blocking", settings, "5", workers=workers, episodes=episodes, **changes)
+
+
+def test_a_game_leaves_the_same_sample_as_on_the_event_loop() -> None:
+    [own] = play(writing(*TURNS), make_settings(GuessNumber, TOKENIZER), TOKENIZER)
+    [theirs] = played("guess_number", {"low": 0, "high": 99}, *TURNS, workers=1)
+    same(own, theirs)
+
+
+def test_all_that_block_do_so_side_by_side_in_as_many_processes(tmp_path: Path) -> None:
+    """Six episodes wait for each other within calls that block, in two processes."""
+    samples = blocking(tmp_path, workers=2, episodes=6, together=6)
+    assert [(sample.status, sample.reward) for sample in samples] == [(Status.COMPLETED, 1.5)] * 6
+    pids = [sample.numbers["by/pid"] for sample in samples]
+    assert sorted(map(pids.count, pids)) == [3] * 6
+    assert len([*tmp_path.glob("close-*")]) == 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("raise", "step raised KeyError: 'no such door'"),
+        ("exit", "step raised RuntimeError: it exits (3)"),
+        ("hang", "step did not end within 2 s"),
+        ("unpicklable", "what it gave cannot leave its process"),
+    ],
+)
+def test_what_goes_wrong_there_costs_its_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, says: str
+) -> None:
+    monkeypatch.setattr(patience, "GRACE_S", 0.1)
+    [sample] = blocking(tmp_path, workers=1, episodes=1, wrong=wrong, step_timeout_s=2.0)
+    assert sample.status is Status.FAILED and sample.numbers == {"environment_failures": 1.0}
+    assert sample.metadata["failure"].startswith("the environment failed: ") and says in sample.metadata["failure"]
+    if wrong == "raise":
+        assert "blocking.py" in sample.metadata["trace"]
+    assert len([*tmp_path.glob("close-*")]) == (wrong != "hang")  # its thread is still in there
+
+
+def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Path) -> None:
+    """The first to get there kills the process; whoever begins after that has another."""
+
+    async def go() -> list[Any]:
+        processes = EnvironmentProcesses(
+            Agent(
+                environment="tests.agents.blocking:Blocking",
+                settings={"folder": str(tmp_path), "wrong": "die"},
+                workers=1,
+            )
+        )
+        found: list[Any] = []
+        try:
+            await processes.ready()
+            for _ in range(2):
+                first, beside = processes.make(), processes.make()
+                for each in (first, beside):
+                    await each.start(ROW)
+                try:
+                    found.append(await first.step(Response("5", (5,), 1)))
+                except EnvironmentFailedError as error:
+                    found.append(str(error))
+                    with pytest.raises(EnvironmentFailedError, match="its process ended by SIGKILL"):
+                        await beside.step(Response("5", (5,), 0))
+                await first.close()
+                await processes.ready()
+        finally:
+            await processes.close()
+        return found
+
+    died, done = asyncio.run(go())
+    assert died == "its process ended by SIGKILL" and isinstance(done, Done) and done.reward == 1.0
+
+
+def test_a_recipe_names_how_many(tmp_path: Path) -> None:
+    router = FakeSglang.__new__(FakeSglang)  # not asked
+    for workers in (None, 3):
+        recipe = make_recipe(tmp_path, agent={"environment": "guess_number", "workers": workers})
+        processes = open_player(recipe, router, "127.0.0.1", TOKENIZER)._settings.processes  # type: ignore[attr-defined, arg-type]
+        assert (processes and len(processes._workers)) == workers

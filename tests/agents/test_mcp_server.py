@@ -1,0 +1,164 @@
+"""Tools of MCP servers: real ones, as commands and behind an address, whatever becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.agents.tool_sources import open_toolbox
+from megarl.agents.tools import Result, Toolbox, ToolCall
+from megarl.core.errors import UserError
+from megarl.recipe.agent import Agent
+from tests.support.processes import ended
+
+SHOP = Path(__file__).parent / "mcp_shop.py"
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Path:
+    return tmp_path / "pids"
+
+
+def opened(*places: str, tools: tuple[str, ...] = (), timeout_s: float = 20.0) -> Toolbox:
+    return open_toolbox(Agent(tools=tools, mcp=places, tool_parser="qwen25", tool_timeout_s=timeout_s))  # type: ignore[arg-type]
+
+
+def by_command(pids: Path) -> str:
+    return f"{sys.executable} {SHOP} {pids}"
+
+
+async def call(toolbox: Toolbox, *calls: tuple[str, Any]) -> list[Result]:
+    asked = [ToolCall(name, json.dumps(given), f"c{number}") for number, (name, given) in enumerate(calls)]
+    return await toolbox.call(asked)
+
+
+def started(pids: Path) -> list[int]:
+    return [int(line) for line in pids.read_text().split()]
+
+
+def test_the_tools_of_a_command_are_called_side_by_side(pids: Path) -> None:
+    async def go() -> list[Result]:
+        toolbox = opened(by_command(pids), tools=("tests.agents.toolkit:multiply",))
+        names = [schema["function"]["name"] for schema in toolbox.schemas]
+        assert names == ["multiply", "price_of", "close_down", "wait"]
+        assert toolbox.schemas[1]["function"] == {
+            "name": "price_of",
+            "description": "What so many pieces of a fruit cost.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "fruit": {"title": "Fruit", "type": "string"},
+                    "count": {"title": "Count", "type": "integer", "default": 1},
+                },
+                "required": ["fruit"],
+            },
+        }
+        try:
+            return await call(
+                toolbox,
+                ("price_of", {"fruit": "apple", "count": 2}),
+                ("multiply", {"left": 3}),
+                ("price_of", {"fruit": "kiwi"}),
+                ("price_of", {"fruit": "pear"}),
+                ("price_of", {"count": 1}),
+                ("price_of", [1]),
+            )
+        finally:
+            await toolbox.close()
+
+    apple, product, kiwi, pear, without, no_object = asyncio.run(go())
+    assert [each.message["content"] for each in (apple, product, pear)] == ["6.0", "6", "2.5"]
+    assert not any(each.failed for each in (apple, product, pear))
+    assert kiwi.failed and kiwi.message["content"].startswith("error: Error executing tool price_of")
+    assert without.failed and "fruit" in without.message["content"]
+    assert no_object.failed and "is no object" in no_object.message["content"]
+    listed, used = started(pids)
+    assert ended([listed, used])
+
+
+def test_one_that_ends_fails_its_call_and_is_there_again_for_the_next(pids: Path) -> None:
+    async def go() -> list[Result]:
+        toolbox = opened(by_command(pids))
+        try:
+            first = await call(toolbox, ("close_down", {}))
+            return first + await call(toolbox, ("price_of", {"fruit": "apple"}))
+        finally:
+            await toolbox.close()
+
+    gone, apple = asyncio.run(go())
+    assert gone.failed and "Connection closed" in gone.message["content"]
+    assert (apple.failed, apple.message["content"]) == (False, "3.0")
+    assert len(started(pids)) == 3 and ended(started(pids))
+
+
+def test_a_call_has_a_deadline_and_the_server_goes_on(pids: Path) -> None:
+    async def go() -> list[Result]:
+        toolbox = opened(by_command(pids), timeout_s=3.0)
+        try:
+            await call(toolbox, ("price_of", {"fruit": "apple"}))  # it is there
+            return await call(toolbox, ("wait", {"seconds": 60}), ("price_of", {"fruit": "apple"}))
+        finally:
+            await toolbox.close()
+
+    waited, apple = asyncio.run(go())
+    assert waited.failed and waited.message["content"] == "error: wait did not end within 3 s"
+    assert apple.message["content"] == "3.0"
+    assert len(started(pids)) == 2 and ended(started(pids))
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def address(pids: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SHOP), str(pids), str(port)])
+    try:
+        end = time.monotonic() + 60
+        while not listens(port):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_tools_behind_an_address(address: str) -> None:
+    async def go() -> list[Result]:
+        toolbox = opened(address)
+        try:
+            return await call(toolbox, ("price_of", {"fruit": "apple"}), ("price_of", {"fruit": "kiwi"}))
+        finally:
+            await toolbox.close()
+
+    apple, kiwi = asyncio.run(go())
+    assert apple.message["content"] == "3.0" and kiwi.failed
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        (("no-such-program --port 1",), "the MCP server 'no-such-program --port 1' is not there"),
+        ((f"{sys.executable} -c pass",), "is not there"),
+        (("http://127.0.0.1:1/mcp",), "the MCP server 'http://127.0.0.1:1/mcp' is not there"),
+        (("SHOP", "SHOP"), "two tools have the name 'price_of', and calls go by name"),
+    ],
+)
+def test_what_is_not_there_is_refused(pids: Path, places: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        opened(*(by_command(pids) if each == "SHOP" else each for each in places))
+    assert says in str(caught.value)
