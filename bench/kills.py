@@ -63,9 +63,11 @@ def struck(folder: Path, name: str, kind: str, dice: random.Random) -> tuple[Dri
     driver.wait_for_step(after)
     time.sleep(wait_s)
     pids = [driver.process.pid] if kind == "driver" else sorted(driver.pids(KINDS[kind]))
-    found: dict[str, Any] = {"kind": kind, "after_step": after, "phase": "", "survived": False, "there": bool(pids)}
-    if pids:
-        os.kill(dice.choice(pids), signal.SIGKILL)
+    if not pids:
+        driver.end()
+        raise RuntimeError(f"No {kind} is there to be killed: is its command line still as KINDS has it?")
+    os.kill(dice.choice(pids), signal.SIGKILL)
+    found: dict[str, Any] = {"kind": kind, "after_step": after, "phase": "", "survived": False}
     code, _, error = driver.finish(LONGEST_S)
     if code == 0:
         return driver, {**found, "survived": True}

@@ -28,6 +28,7 @@ from megarl.core.log_tail import own_words
 from megarl.core.types import BatchInfo
 from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.schema import Recipe
+from megarl.rollout.drift import learns
 from megarl.rollout.local_advantages import column_names
 
 UNKNOWN = ProcessFacts(0, "?")
@@ -37,10 +38,11 @@ SERVERS_A_COLLECTOR = 32
 
 @dataclass(frozen=True)
 class Learnable:
-    """What a step is learned from: columns by name, and metrics of how they were made."""
+    """What a step is learned from: columns by name, and metrics of how they were made. learns: off, it is left out."""
 
     columns: dict[str, ColumnRefs]
     metrics: dict[str, float]
+    learns: bool = True
 
 
 @dataclass
@@ -128,7 +130,8 @@ class Samples:
             name: tuple(zip(*(parts[1 + at * shards : 1 + (at + 1) * shards] for parts in finishing), strict=True))
             for at, name in enumerate(made)
         }
-        return Learnable(learned, self.wait(metrics, "advantages", deadline_s))
+        told = self.wait(metrics, "advantages", deadline_s)
+        return Learnable(learned, told, learns(self.recipe.algorithm, batch.info.step, told))
 
     def state(self) -> dict[str, Any]:
         """The place in the data and what is under way, for a checkpoint."""

@@ -46,6 +46,10 @@ class GradientError(MegarlError):
     """An optimizer step that was not taken, because its gradient is not finite or a spike: says which, and the norm."""
 
 
+class DriftError(MegarlError):
+    """A step that was not learned from, because the rollout's log-probs are too far from the trainer's: says how far."""
+
+
 class StoppedError(MegarlError):
     """The run has stopped before its end, as it was asked to, with a checkpoint of its last step: it can go on later."""
 

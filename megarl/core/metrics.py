@@ -140,6 +140,9 @@ _METRICS: dict[str, MetricSpec] = {
         "nats", "mean over trained tokens of |log-prob at rollout - the trainer's own, same weights|", ".1e"
     ),
     "rollout/logprob_diff_max": MetricSpec("nats", "the largest such difference in the step", ".1e"),
+    "rollout/drifted": MetricSpec(
+        "1 or 0", "whether the step was left out, because logprob_diff_mean is above algorithm.max_logprob_diff", ".0f"
+    ),
     "rollout/correction_ess": MetricSpec(
         "fraction", "effective sample size of the importance weights, (sum w)^2 / (K sum w^2)", ".3f"
     ),
