@@ -23,7 +23,7 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import MARGIN_S
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import GivenUpError, WorkerDiedError
+from megarl.core.errors import CoordinatorDiedError, WorkerDiedError
 from megarl.core.log_tail import own_words
 from megarl.core.types import BatchInfo
 from megarl.recipe.functions import needs_one_collector
@@ -148,7 +148,7 @@ class Samples:
 
     def _coordinator_died(self, how: str) -> None:
         worker = self.coordinator
-        raise GivenUpError(
+        raise CoordinatorDiedError(
             f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died, and nobody knows any more which samples "
             f"there are. {how}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
         )
