@@ -273,7 +273,9 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/driver_fraction": MetricSpec("fraction", "perf/driver_s / perf/step_s", ".4f"),
     "perf/rank_peak_bytes": MetricSpec("bytes", "the largest memory/ROLE/OPERATION of the step", ".3e"),
     "perf/recoveries": MetricSpec(
-        "recoveries", "times so far that the run went on by itself after a process died, since it was last started", ".0f"
+        "recoveries",
+        "times so far that the run went on by itself after a process died, since it was last started",
+        ".0f",
     ),
     "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
     "memory/ROLE/OPERATION": MetricSpec(

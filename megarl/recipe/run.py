@@ -38,8 +38,8 @@ class Cluster(Section):
     )
     max_recoveries: Annotated[int, Field(ge=0)] = Field(
         3,
-        description="times, without a further step in between, that a run goes on by itself where a process died that nobody starts "
-        "again (a rank, the coordinator, Ray's own): all is taken apart, and resumed; 0: such a death ends the run",
+        description="times, without a further step in between, that a run resumes by itself after the death of a process that "
+        "nobody starts again: a rank, the coordinator, Ray's own; 0: such a death ends the run",
     )
     peak_tflops: PositiveFloat | None = Field(
         None, description="what one device could do in model.dtype, TFLOP/s; gives perf/mfu"

@@ -51,7 +51,13 @@ COMMON: dict[str, Sequence[str]] = {
     **_under("run", {"name": ["other"], "dir": [f"{ROOT}/elsewhere"], "seed": ["2"]}),
     **_under(
         "cluster",
-        {"platform": ["cuda"], "devices": ["2"], "file": [f"{ROOT}/cluster.yaml"], "peak_tflops": ["1.0"]},
+        {
+            "platform": ["cuda"],
+            "devices": ["2"],
+            "file": [f"{ROOT}/cluster.yaml"],
+            "max_recoveries": ["2"],
+            "peak_tflops": ["1.0"],
+        },
     ),
     **_under("model", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], "dtype": ["bfloat16"]}),
     **_under("data", {"prompt_key": ["question"], "shuffle": ["false"]}),
