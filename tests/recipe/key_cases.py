@@ -31,7 +31,7 @@ _OPTIMIZER = {
     "weight_decay": ["0.5"],
     "clip_grad": ["1.0e-2"],
     "spike_factor": ["2.0"],
-    "on_bad_gradient": ["skip"],
+    "on_bad_gradient": ["skip", "rewind"],
     "momentum": ["0.5"],
     "schedule": ["linear", "cosine"],
     "warmup_steps": ["2"],
@@ -87,7 +87,7 @@ _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {
 TRAIN: dict[str, Sequence[str]] = {
     **COMMON,
     **_REFERENCE,
-    **_under("train", {"journal": ["false"], "journal_keep": ["all"]}),
+    **_under("train", {"journal": ["false"], "journal_keep": ["all"], "max_rewinds": ["1"]}),
     **_under(
         "data",
         {
@@ -217,7 +217,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "refill_rounds": ["2"],
             "old_logprobs": ["rollout"],
             "max_logprob_diff": ["1.0e-9"],
-            "on_logprob_diff": ["skip"],
+            "on_logprob_diff": ["skip", "rewind"],
             "correction.kind": ["mask", "reject", "truncate"],
             "correction.level": ["sequence", "geometric"],
             "correction.low": ["0.8"],
@@ -339,6 +339,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "preset of a KL in the reward, distilled": ["algorithm.preset=reinforce_pp", *_DISTILL],
         "corrected": ["algorithm.correction={}"],
         "bounded drift": ["algorithm.max_logprob_diff=1.0e-9"],
+        "rewinds": ["algorithm.max_logprob_diff=1.0e-9", "algorithm.on_logprob_diff=rewind"],
         "masked": ["algorithm.correction.kind=mask"],
         "own loss": [f"algorithm.policy_loss={OWN}:scaled_loss"],
         "own advantage": [f"algorithm.advantage={OWN}:scaled_advantages"],
@@ -456,6 +457,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "eval.overlap": ("plain", "held out", "asynchronous, held out"),
     "sync.lora": ("plain", "adapters"),
     "train": ("plain", "saves"),
+    "train.max_rewinds": ("plain", "rewinds"),
     "dpo": ("plain", "ipo"),
     "report": ("plain", "wandb"),
 }
