@@ -21,9 +21,10 @@ def learns(algorithm: Algorithm, step: int, metrics: Mapping[str, float]) -> boo
         return True
     if algorithm.on_logprob_diff == "skip":
         return False
-    raise (RewindError if algorithm.on_logprob_diff == "rewind" else DriftError)(
+    error = DriftError(
         f"Step {step}: rollout and trainer give the trained tokens log-probs that are {metrics[MEASURED]:.3g} nats apart in the "
         f"mean, and algorithm.max_logprob_diff is {most:g}; nothing was learned from it. What makes them differ: bfloat16 or FP8 "
         "at one side alone, another attention backend, experts chosen otherwise (actor.routing_replay), old samples "
         "(rollout.max_staleness). algorithm.on_logprob_diff: skip leaves such steps out."
     )
+    raise RewindError(str(error)) if algorithm.on_logprob_diff == "rewind" else error

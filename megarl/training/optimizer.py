@@ -146,11 +146,12 @@ class Stepper:
         """
         step = self.num_steps + 1
         if self._on_bad != "skip":
-            raise (RewindError if self._on_bad == "rewind" else GradientError)(
+            error = GradientError(
                 f"The gradient of optimizer step {step} {trouble}, seen by rank {rank}; the weights were left as "
                 "they were. Look at the loss and the log-prob differences of the last steps: a lower learning rate, or float32, "
                 "usually mends it; on_bad_gradient: skip, in the optimizer's section, leaves such steps out."
             )
+            raise RewindError(str(error)) if self._on_bad == "rewind" else error
         if not self._watch.skip(grad_norm):
             raise GradientError(
                 f"The gradient of optimizer step {step} {trouble}, and the last {self._watch.skipped} in a row were left out for "
