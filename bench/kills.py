@@ -29,7 +29,7 @@ from rich.console import Console
 from bench.support.measure import RESULTS, write
 from megarl.core.timing import PHASE_FILE, read_phase
 from tests.end_to_end.chaos import VICTIMS
-from tests.end_to_end.harness import Driver, is_rank, start
+from tests.end_to_end.harness import Driver, is_coordinator, is_rank, is_raylet, start
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 
@@ -37,8 +37,8 @@ KINDS: Mapping[str, Callable[[str], bool]] = {
     "driver": lambda command: False,  # known as itself
     "rank": is_rank,
     **VICTIMS,
-    "coordinator": lambda command: command.startswith("ray::CoordinatorActor"),
-    "raylet": lambda command: "raylet/raylet" in command.split(" ")[0],
+    "coordinator": is_coordinator,
+    "raylet": is_raylet,
     "grader": lambda command: "megarl.rewards.worker" in command,
 }
 # By what a reader calls them: the driver's name for it. A grade is within the rollout, once a grader works.

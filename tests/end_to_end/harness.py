@@ -150,6 +150,14 @@ def is_rank(command: str) -> bool:
     return command.startswith("ray::RankActor")
 
 
+def is_coordinator(command: str) -> bool:
+    return command.startswith("ray::CoordinatorActor")
+
+
+def is_raylet(command: str) -> bool:
+    return "raylet/raylet" in command.split(" ", maxsplit=1)[0]
+
+
 def is_server(command: str) -> bool:
     return "megarl.serving.sglang_cpu" in command
 
