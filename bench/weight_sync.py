@@ -125,7 +125,8 @@ def syncs(
         ranks.build(name, RoleSpec(model, "float32", layout=layout))
     told: dict[str, list[dict[str, Any]]] = {}
     for name in TRANSPORTS:
-        sending = Sending(name, first_copy(layout), (0,) * layout.world_size, registry, BUCKET_BYTES, DEADLINE_S)  # type: ignore[arg-type]
+        nodes, registries = (0,) * layout.world_size, (registry,) * layout.world_size
+        sending = Sending(name, first_copy(layout), nodes, registries, BUCKET_BYTES, DEADLINE_S)  # type: ignore[arg-type]
         transport = make_transport(
             sending,
             rank=rank,
@@ -249,6 +250,8 @@ def table(result: dict[str, Any]) -> Iterator[Table]:
         alone_table.add_column(name)
     for key, way, whole_s in (
         ("shared_s", "written into shared memory while it loads", result["memcpy_s"]),
+        ("in_place_s", "received into memory that is at hand, and not loaded", result["bare_broadcast_s"]),
+        ("fresh_s", "received into fresh tensors, and not loaded", result["bare_broadcast_s"]),
         ("serial_s", "received, then loaded", result["bare_broadcast_s"]),
         ("ahead_s", "received while the bucket before is loaded (its server cannot)", result["bare_broadcast_s"]),
     ):

@@ -24,11 +24,13 @@ POLL_S = 5e-5
 
 @dataclass(frozen=True)
 class BareLoads:
-    """Median seconds. serial: each bucket is received into fresh tensors, then loaded, as SGLang's server does it. ahead: the
-    next is received meanwhile, which its server cannot. shared: one process writes buckets into shared memory, and the other
-    loads those before.
+    """Median seconds. in_place: each bucket is received into memory that is at hand, as large as the model, and no more; fresh:
+    into fresh tensors. serial: and then loaded, as SGLang's server does it. ahead: the next is received meanwhile, which its
+    server cannot. shared: one process writes buckets into shared memory, and the other loads those before.
     """
 
+    in_place_s: float
+    fresh_s: float
     serial_s: float
     ahead_s: float
     shared_s: float
@@ -49,9 +51,11 @@ def bare_loads(rank: int, port: int, folder: Path, sent_bytes: int, shared_bytes
     ring = Ring(Path("/dev/shm") / f"bare-load-{os.getppid()}", shared)
     works: list[Callable[[], None]]
     if load is None:
-        works = [lambda: _send(group, sent), lambda: _send(group, sent), lambda: _write(shared, ring)]
+        works = [*[lambda: _send(group, sent)] * 4, lambda: _write(shared, ring)]
     else:
         works = [
+            lambda: _send(group, sent),  # who receives a broadcast calls the same
+            lambda: _receive(group, sent, lambda _: None),
             lambda: _receive(group, sent, load),
             lambda: _receive_ahead(group, sent, load),
             lambda: _read(shared, ring, load),

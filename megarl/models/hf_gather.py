@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from megarl.core.errors import DeadlineError
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_weights import Bucket, Held, Unit, Value, layer_spec, planned, units_of
-from megarl.models.mapping import take, window
+from megarl.models.mapping import put, take, window
 from megarl.models.parts import Dealing, Part, part_of
 from megarl.models.rules import Rule, rules
 
@@ -22,6 +24,21 @@ from megarl.models.rules import Rule, rules
 Wanted = tuple[str, Sequence[int]]
 # Columns do not arrive where they belong: most bytes of them that a rank holds beside the tensors.
 STAGED_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where gathered tensors are to be, of those ranks that have said it.
+
+    of: by rank and name, this rank's own, and those of ranks in whose memory it writes its parts itself; of the tensors' shapes.
+    writers: by rank, who writes into its memory so; the same on every rank.
+    """
+
+    of: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    writers: Mapping[int, Collection[int]] = field(default_factory=dict)
+
+
+NOWHERE = Places()
 
 
 class Gatherer:
@@ -60,76 +77,100 @@ class Gatherer:
         return self._dtypes.get(name, self._units[name].dtype(self.dtype))
 
     def gather(
-        self,
-        wanted: Mapping[int, Sequence[Wanted]],
-        into: Mapping[str, Tensor] | None = None,
-        staged_bytes: int = STAGED_BYTES,
+        self, wanted: Mapping[int, Sequence[Wanted]], places: Places = NOWHERE, staged_bytes: int = STAGED_BYTES
     ) -> Bucket:
         """Whole tensors on each rank that `wanted` names, none elsewhere; what is whole already may share memory with the model.
 
-        wanted, staged_bytes: the same on every rank. into: where this rank's tensors are to be, of their shapes and dtypes.
+        wanted, staged_bytes: the same on every rank. places: memory that nobody uses any more, where tensors are to be.
         staged_bytes: of columns that a rank receives at once, beside the memory of its tensors. Returns once they are there,
         elsewhere once this rank's parts are taken. Raises MegarlError where the model does not hold what a rule promises, or
-        `value` gives something else.
+        `value` gives something else; DeadlineError, with the ranks, where another does not come.
         """
         found: Bucket = []
-        rounds: list[_Round] = [_Round()]
+        steps = _Steps()
         for to, tensors in wanted.items():
-            turns = _Turns(staged_bytes)
+            turns, writers = _Turns(staged_bytes), frozenset(places.writers.get(to, ())) - {to}
+            place = places.of.get(to, {})
             for name, holders in tensors:
                 unit = self._units[name]
-                if to != self._rank:
-                    self._give(unit, holders, to, turns, rounds)
-                    continue
-                place = None if into is None or into[name].dtype != unit.dtype(self.dtype) else into[name]
-                found.append((name, self._whole(unit, holders, place, turns, rounds)))
-        while rounds:
-            self._exchange(rounds.pop(0))
-        if into is not None:
-            for name, tensor in found:
-                if tensor.data_ptr() != into[name].data_ptr():
-                    into[name].copy_(tensor)
-            return [(name, into[name]) for name, _ in found]
-        return [(name, tensor.to(self._dtypes.get(name, tensor.dtype))) for name, tensor in found]
+                if to == self._rank:
+                    found.append((name, self._whole(unit, holders, place.get(name), writers, turns, steps)))
+                else:
+                    self._give(unit, holders, to, place.get(name), writers, turns, steps)
+            writing = writers.intersection(holder for _, holders in tensors for holder in holders)
+            steps.meet(to, sorted(writing), self._rank, self._device)
+        ready = self._begin(steps.ready)
+        if steps.ready.receives:
+            self._finish(ready, "for room in memory that it writes into")
+        for put_one in steps.puts:
+            put(put_one.whole, self._held.value(put_one.unit.rule, put_one.part), put_one.part, put_one.unit.source)
+        while steps.rounds:
+            self._finish(self._begin(steps.rounds.pop(0)), "for parts of tensors")
+        self._finish(self._begin(steps.written), "for parts that others write into its memory")
+        if not steps.ready.receives:
+            self._finish(ready, "for those who write into its memory")
+        return found
 
     def _whole(
-        self, unit: Unit, holders: Sequence[int], place: Tensor | None, turns: _Turns, rounds: list[_Round]
+        self,
+        unit: Unit,
+        holders: Sequence[int],
+        place: Tensor | None,
+        writers: Collection[int],
+        turns: _Turns,
+        steps: _Steps,
     ) -> Tensor:
-        """The tensor, complete once all rounds are done; in `place` unless it is whole here."""
-        if tuple(holders) == (self._rank,):
-            return take(self._held.value(unit.rule, part_of(unit.rule, 0, 1)), part_of(unit.rule, 0, 1), unit.source)
-        whole = place
-        if whole is None:
-            whole = torch.empty(unit.shape, dtype=unit.dtype(self.dtype), device=self._device)
+        """The tensor, complete once all steps are done; in `place` where there is one, unless it is whole here."""
+        dtype = self.dtype_of(unit.name)
+        if tuple(holders) == (self._rank,) and place is None:
+            part = part_of(unit.rule, 0, 1)
+            return take(self._held.value(unit.rule, part), part, unit.source).to(dtype)
+        whole = torch.empty(unit.shape, dtype=dtype, device=self._device) if place is None else place
         for number, holder in enumerate(holders):
             part = part_of(unit.rule, number, len(holders))
-            target = window(whole, part, unit.source)
             if holder == self._rank:
-                target.copy_(take(self._held.value(unit.rule, part), part, unit.source))
-                continue
-            for turn, rows in turns.of(unit, part, len(holders), self.dtype):
-                _round(rounds, turn).receives.append((holder, target[rows]))
+                steps.puts.append(_Put(whole, unit, part))
+            elif holder not in writers:
+                target = window(whole, part, unit.source)
+                for turn, rows in turns.of(unit, part, len(holders), self.dtype):
+                    steps.round(turn).receives.append((holder, target[rows], unit.dtype(self.dtype)))
         return whole
 
-    def _give(self, unit: Unit, holders: Sequence[int], to: int, turns: _Turns, rounds: list[_Round]) -> None:
+    def _give(
+        self,
+        unit: Unit,
+        holders: Sequence[int],
+        to: int,
+        place: Tensor | None,
+        writers: Collection[int],
+        turns: _Turns,
+        steps: _Steps,
+    ) -> None:
         """What this rank gives of the tensor: nothing, or one part."""
         for number, holder in enumerate(holders):
             if holder == to or not (holder == self._rank or is_staged(unit, len(holders))):
                 continue
             part = part_of(unit.rule, number, len(holders))
+            if holder in writers:
+                if holder == self._rank:
+                    assert place is not None, (unit.name, to)
+                    steps.puts.append(_Put(place, unit, part))
+                continue
             coming = list(turns.of(unit, part, len(holders), self.dtype))
             if holder == self._rank and coming:
                 mine = take(self._held.value(unit.rule, part), part, unit.source)
                 for turn, rows in coming:
-                    _round(rounds, turn).sends.append((to, mine[rows]))
+                    steps.round(turn).sends.append((to, mine[rows]))
 
-    def _exchange(self, together: _Round) -> None:
+    def _begin(self, together: _Round) -> _Begun:
         arrived = [
             (
                 target,
-                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format),
+                target
+                if target.is_contiguous() and target.dtype == dtype
+                else torch.empty(target.shape, dtype=dtype, device=target.device),
             )
-            for _, target in together.receives
+            for _, target, dtype in together.receives
         ]
         operations = [
             *(
@@ -138,29 +179,88 @@ class Gatherer:
             ),
             *(
                 dist.P2POp(dist.irecv, received, group=self._group, group_peer=holder)
-                for (holder, _), (_, received) in zip(together.receives, arrived, strict=True)
+                for (holder, *_), (_, received) in zip(together.receives, arrived, strict=True)
             ),
         ]
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Begun(works, operations, arrived, together.peers)
+
+    def _finish(self, begun: _Begun, waits: str) -> None:
+        """waits: for what, as an error says it."""
+        try:
+            for work in begun.works:
                 work.wait()
-        for target, received in arrived:
+        except RuntimeError as error:  # what a backend raises has no class of its own
+            others = ", ".join(map(str, begun.peers))
+            raise DeadlineError(
+                f"Weights were not gathered: rank {self._rank} waited {waits}, with rank {others}: {error}"
+            ) from error
+        for target, received in begun.arrived:
             if received is not target:
                 target.copy_(received)
 
 
 @dataclass
 class _Round:
-    """What one rank sends and receives at once: (to whom, what) and (from whom, where it belongs)."""
+    """What one rank sends and receives at once: (to whom, what) and (from whom, where it belongs, as what it comes)."""
 
     sends: list[tuple[int, Tensor]] = field(default_factory=list)
-    receives: list[tuple[int, Tensor]] = field(default_factory=list)
+    receives: list[tuple[int, Tensor, torch.dtype]] = field(default_factory=list)
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks that this one needs for it."""
+        return sorted({to for to, _ in self.sends} | {holder for holder, *_ in self.receives})
 
 
-def _round(rounds: list[_Round], number: int) -> _Round:
-    while len(rounds) <= number:
-        rounds.append(_Round())
-    return rounds[number]
+@dataclass(frozen=True)
+class _Begun:
+    """A round under way; it keeps its memory alive. arrived: where things belong, and where they come."""
+
+    works: Sequence[Any]
+    operations: Sequence[Any]
+    arrived: Sequence[tuple[Tensor, Tensor]]
+    peers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Put:
+    """A part that this rank writes into a whole tensor."""
+
+    whole: Tensor
+    unit: Unit
+    part: Part
+
+
+@dataclass
+class _Steps:
+    """What one rank does, in this order; the ranks that it meets do the same steps.
+
+    ready: words that memory may be written to. puts: parts that this rank writes, into its own memory or another's. rounds: parts
+    that are sent. written: words that all is where it belongs.
+    """
+
+    ready: _Round = field(default_factory=_Round)
+    puts: list[_Put] = field(default_factory=list)
+    rounds: list[_Round] = field(default_factory=list)
+    written: _Round = field(default_factory=_Round)
+
+    def round(self, number: int) -> _Round:
+        """The round of that number."""
+        while len(self.rounds) <= number:
+            self.rounds.append(_Round())
+        return self.rounds[number]
+
+    def meet(self, to: int, writers: Sequence[int], rank: int, device: torch.device) -> None:
+        """Have `to` and those who write into its memory tell each other when."""
+        for writer in writers if rank == to else [each for each in writers if each == rank]:
+            ready, written = torch.zeros(2, 1, dtype=torch.uint8, device=device)
+            if rank == to:
+                self.ready.sends.append((writer, ready))
+                self.written.receives.append((writer, written, written.dtype))
+            else:
+                self.ready.receives.append((to, ready, ready.dtype))
+                self.written.sends.append((to, written))
 
 
 @dataclass

@@ -16,7 +16,8 @@ from torch.nn import Module
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_weights import Held, Value, layer_spec, planned, units_of
-from megarl.models.parts import ALIGNMENT, Dealing, Part, part_of
+from megarl.models.mapping import put
+from megarl.models.parts import ALIGNMENT, Dealing, part_of
 from megarl.models.rules import rules
 
 
@@ -39,13 +40,15 @@ class Entry:
         return flat[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
-def lay_out(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[Entry, ...]:
-    """Tensors end to end, each at a multiple of ALIGNMENT bytes."""
+def lay_out(
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], alignment: int = ALIGNMENT
+) -> tuple[Entry, ...]:
+    """Tensors end to end, each at a multiple of `alignment` bytes."""
     entries: list[Entry] = []
     start = 0
     for name, shape, dtype in tensors:
         entries.append(Entry(name, shape, dtype, start))
-        start += -(-entries[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        start += -(-entries[-1].nbytes // alignment) * alignment
     return tuple(entries)
 
 
@@ -91,13 +94,4 @@ class Pieces:
             holders = self._dealing.holders(unit.rule)
             if self._rank in holders:
                 part = part_of(unit.rule, holders.index(self._rank), len(holders))
-                _write(entry.of(flat), self._held.value(unit.rule, part), part, unit.source)
-
-
-def _write(whole: Tensor, held: Tensor, part: Part, source: int) -> None:
-    """A part's rows of one HF tensor into place, run by run: nothing is copied twice."""
-    for run in part.runs:
-        if run.source == source:
-            rows = whole[run.start : run.stop]
-            target = rows if part.columns is None else rows[:, part.columns]
-            target.copy_(held[run.at : run.at + run.stop - run.start])
+                put(entry.of(flat), self._held.value(unit.rule, part), part, unit.source)

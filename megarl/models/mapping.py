@@ -28,7 +28,7 @@ def split(rule: Rule, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         tensor = parts[0].new_empty(source.shape)
         for number, held in enumerate(parts):
             part = part_of(rule, number, len(parts))
-            window(tensor, part, index).copy_(take(held, part, index))
+            put(tensor, held, part, index)
         found.append((source.name, tensor))
     return found
 
@@ -45,3 +45,12 @@ def window(tensor: Tensor, part: Part, source: int) -> Tensor:
     """The rows and columns of a whole HF tensor that the part holds: a view, of the shape of `take`'s result."""
     rows = tensor[part.rows(source)]
     return rows if part.columns is None else rows[:, part.columns]
+
+
+def put(tensor: Tensor, held: Tensor, part: Part, source: int) -> None:
+    """Write what a rank's part holds of one HF tensor into the whole one, run by run: no row is copied twice."""
+    for run in part.runs:
+        if run.source == source:
+            rows = tensor[run.start : run.stop]
+            target = rows if part.columns is None else rows[:, part.columns]
+            target.copy_(held[run.at : run.at + run.stop - run.start])

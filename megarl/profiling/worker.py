@@ -120,7 +120,7 @@ def _sync_s(rank: Rank, platform: Platform, job: Job) -> float:
     from megarl.sync.transport import make_transport
 
     rank.build(ROLE, RoleSpec(job.models[0], job.dtype))
-    sending = Sending("broadcast", (0,), (0,), Path("unused"), EXPORT_BUCKET_BYTES, job.deadline_s)
+    sending = Sending("broadcast", (0,), (0,), (Path("unused"),), EXPORT_BUCKET_BYTES, job.deadline_s)
     transport = make_transport(sending, rank=0, host="127.0.0.1", platform=platform, control=None)
     try:
         seconds = []

@@ -154,7 +154,7 @@ def _sending(
         transport,
         writers,
         of_ranks,
-        ranks[0].node.registry,
+        tuple(slot.node.registry for slot in ranks),
         bucket_bytes,
         recipe.deadlines.sync_s,
         versions,

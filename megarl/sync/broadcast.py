@@ -21,7 +21,8 @@ from megarl.core.errors import DeadlineError, MegarlError, SyncError
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
 from megarl.sync.group import BackendName, MeetingPlace, slots
 from megarl.sync.member import GIVEN_UP, Attempt, Member, Outcome, members_of
-from megarl.sync.outgoing import Outgoing, Parcel
+from megarl.sync.outgoing import Outgoing
+from megarl.sync.parcel import Parcel
 from megarl.sync.session import (
     GRACE_S,
     JOIN_S,

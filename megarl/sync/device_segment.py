@@ -1,6 +1,7 @@
-"""Memory of a CUDA device that a server on the same device reads, by CUDA's handles. Never run: no GPU was at hand.
+"""Memory of a CUDA device that another process uses, by CUDA's handles. Never run: no GPU was at hand.
 
-SGLang reads what torch pickles for it, but for the device, which it wants by its UUID: its number is another in each process
+A server on the same device reads it, or a rank of the node writes into it from its own, over the links between them. SGLang reads
+what torch pickles for it, but for the device, which it wants by its UUID: its number is another in each process
 (sglang/srt/utils/patch_torch.py, 0.5.21).
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,23 @@ class DeviceSegment:
         return base64.b64encode(
             pickle.dumps({"flattened_tensor": tensor, "metadata": described(bucket, start)})
         ).decode()
+
+    @classmethod
+    def open(cls, arguments: tuple[Any, ...], device: str) -> DeviceSegment:
+        """Another rank's memory, of the same node: this process knows it as its own device's, whichever device it is on."""
+        segment = cls(0, device)
+        place = segment.flat.device.index
+        rebuild: Any = reductions.rebuild_cuda_tensor
+        segment.flat = rebuild(*arguments[:DEVICE], place, *arguments[DEVICE + 1 :])
+        return segment
+
+    def share(self) -> tuple[Any, ...]:
+        """What one other rank opens it with: torch counts each, as `payload` says."""
+        _, arguments = reductions.reduce_tensor(self.flat)
+        return tuple(arguments)
+
+    def hide(self) -> None:
+        """It has no name."""
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -172,5 +173,11 @@ def connect(name: str, rank: int, world_size: int, place: MeetingPlace, backend:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """SGLang's flattened_bucket: the bytes of all tensors end to end. [bytes] uint8."""
-    return torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in tensors])
+    """SGLang's flattened_bucket: the bytes of all tensors end to end, [bytes] uint8. A view, where they lie so already."""
+    parts = [tensor.detach().flatten().view(torch.uint8) for tensor in tensors]
+    first, sizes = parts[0], [part.numel() for part in parts]
+    ends = accumulate(sizes, initial=first.data_ptr())
+    one_memory = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    if one_memory and all(part.data_ptr() == end for part, end in zip(parts, ends, strict=False)):
+        return first.as_strided((sum(sizes),), (1,))
+    return torch.cat(parts)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.group import Address, BackendName, MeetingPlace, SendGroup, Sent, connect, flatten, slots
-from megarl.sync.outgoing import Outgoing, Parcel
+from megarl.sync.outgoing import Outgoing
+from megarl.sync.parcel import Parcel
 from megarl.sync.session import GRACE_S, JOIN_S, bucket_limit_s, left
 
 ARRIVAL_POLL_S = 0.005
@@ -158,7 +159,10 @@ class Member:
                 outcome.reason = self._finish(sent) or self._given_up(parcel.sender)
                 if outcome.reason is None:
                     sent = None  # lets go of its memory, before another's is taken
-                    sent = parcel.sender, self._start(parcel, tensors, min(left(end), limit_s))
+                    sent = (
+                        parcel.sender,
+                        self._start(parcel, tensors or self._room(outgoing, number), min(left(end), limit_s)),
+                    )
                     limit_s = 0.0
             tensors = []  # what travels end to end is a copy of them
         if outcome.reason is None:
@@ -169,13 +173,16 @@ class Member:
         return outcome
 
     def _start(self, parcel: Parcel, tensors: list[Tensor], limit_s: float) -> Sent:
-        if parcel.sender != self.rank:
-            tensors = parcel.empty(self.device)
-        elif parcel.is_flattened:
-            tensors = [flatten(tensors)]
-        else:
-            tensors = [tensor.detach().contiguous() for tensor in tensors]
+        if parcel.sender == self.rank:
+            tensors = [flatten(tensors)] if parcel.is_flattened else [each.detach().contiguous() for each in tensors]
         return self._groups[parcel.sender].start(tensors, limit_s)
+
+    def _room(self, outgoing: Outgoing, number: int) -> list[Tensor]:
+        """Memory for a bucket that another rank sends."""
+        parcel, room = outgoing.parcels[number], outgoing.room(number)
+        if room is None or len(room) < parcel.room_bytes:
+            room = torch.empty(parcel.room_bytes, dtype=torch.uint8, device=self.device)
+        return parcel.within(room)
 
     def _finish(self, sent: tuple[int, Sent] | None) -> str | None:
         """Wait for what is under way; what went wrong with it."""

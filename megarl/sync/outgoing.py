@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from megarl.models.hf_gather import Gatherer
-from megarl.models.hf_pieces import lay_out
+from megarl.models.hf_gather import Gatherer, Places, Wanted
+from megarl.models.hf_pieces import Entry, lay_out
+from megarl.sync.parcel import Parcel
+from megarl.sync.peer_memory import PeerMemory
 from megarl.sync.plan import SyncPlan, Trainer, staged_bytes
-
-# Tensors of this size on average are broadcast one by one: nobody copies them end to end, or apart again.
-LARGE_BYTES = 2**20
-# gloo broadcasts these, but no eight-bit floats.
-APART = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """A bucket as it is announced. sender: the rank that sends it. members: that rank, and those that help it to send."""
-
-    sender: int
-    members: tuple[int, ...]
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        sizes = zip(self.shapes, self.dtypes, strict=True)
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
-
-    @property
-    def is_flattened(self) -> bool:
-        """Whether its tensors travel end to end, as bytes; else each by itself."""
-        return self.nbytes < LARGE_BYTES * len(self.names) or not set(self.dtypes).issubset(APART)
-
-    def empty(self, device: torch.device) -> list[Tensor]:
-        """Memory to receive it in, as it travels."""
-        if self.is_flattened:
-            return [torch.empty(self.nbytes, dtype=torch.uint8, device=device)]
-        return [
-            torch.empty(shape, dtype=dtype, device=device)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
+from megarl.sync.rooms import rooms
 
 
 class Outgoing(Protocol):
@@ -60,32 +24,68 @@ class Outgoing(Protocol):
         ...
 
     def gather(self, number: int) -> list[Tensor]:
-        """The tensors of a bucket, on its sender; nothing elsewhere. Collective: every rank gathers every bucket in order."""
+        """The tensors of a bucket, on its sender; nothing elsewhere. Collective: every rank gathers every bucket in order.
+
+        They are to be sent, or copied, before the second next of the buckets that this rank is a member of is gathered.
+        """
+        ...
+
+    def room(self, number: int) -> Tensor | None:
+        """Memory for a bucket that this rank helps to send, [`Parcel.room_bytes`] uint8, as long; None where there is none."""
         ...
 
 
 class PlannedWeights:
-    """The `Outgoing` of a model's weights, after a plan. helped: whether the ranks of a sender's node help it to send."""
+    """The `Outgoing` of a model's weights, after a plan. helped: whether the ranks of a sender's node help it to send.
 
-    def __init__(self, gatherer: Gatherer, plan: SyncPlan, *, helped: bool) -> None:
-        self._gatherer, self._plan, self._staged = gatherer, plan, staged_bytes(plan.bucket_bytes)
-        self.parcels = [
-            Parcel(
-                sender,
-                (sender, *plan.helpers(sender)) if helped else (sender,),
-                names := tuple(tensor.name for tensor in bucket.tensors),
-                tuple(map(gatherer.dtype_of, names)),
-                tuple(tensor.shape for tensor in bucket.tensors),
-            )
-            for bucket in plan.buckets
-            for sender in plan.assemblers(bucket)
-        ]
+    peers: where ranks of a sender's node write what they hold of a bucket; collective, where its memory is not taken yet.
+    """
+
+    def __init__(self, gatherer: Gatherer, plan: SyncPlan, rank: int, peers: PeerMemory, *, helped: bool) -> None:
+        self._gatherer, self._peers, self._rank = gatherer, peers, rank
+        self._staged = staged_bytes(plan.bucket_bytes)
+        self._wanted: list[list[Wanted]] = []
+        self.parcels: list[Parcel] = []
+        writers: dict[int, frozenset[int]] = {}
+        for bucket in plan.buckets:
+            [sender] = plan.assemblers(bucket)
+            # The widest numbers first: end to end, each tensor begins where its dtype may.
+            tensors = sorted(bucket.tensors, key=lambda tensor: -gatherer.dtype_of(tensor.name).itemsize)
+            self._wanted.append([(tensor.name, plan.holders(tensor, sender)) for tensor in tensors])
+            names = tuple(tensor.name for tensor in tensors)
+            members = (sender, *plan.helpers(sender)) if helped else (sender,)
+            dtypes, shapes = tuple(map(gatherer.dtype_of, names)), tuple(tensor.shape for tensor in tensors)
+            self.parcels.append(Parcel(sender, members, names, dtypes, shapes))
+            writers[sender] = writers.get(sender, frozenset()) | plan.neighbours(bucket, sender)
+        writers = {sender: found for sender, found in writers.items() if found}
+        self._laid = [_laid_out(parcel, wanted) for parcel, wanted in zip(self.parcels, self._wanted, strict=True)]
+        self._rooms = rooms(self.parcels, self._laid, frozenset(writers))
+        peers.take(self._rooms.sizes, writers)
 
     def gather(self, number: int) -> list[Tensor]:
         """As `Outgoing` says."""
-        bucket, parcel = self._plan.buckets[number], self.parcels[number]
-        wanted = [(tensor.name, self._plan.holders(tensor, parcel.sender)) for tensor in bucket.tensors]
-        return [tensor for _, tensor in self._gatherer.gather({parcel.sender: wanted}, staged_bytes=self._staged)]
+        sender = self.parcels[number].sender
+        memory, place = self._peers.of(sender), dict[str, Tensor]()
+        if memory is not None:
+            room = memory[self._rooms.starts[number][sender] :]
+            place = {entry.name: entry.of(room) for entry in self._laid[number]}
+        places = Places({sender: place}, {sender: self._peers.writers(sender)})
+        return [tensor for _, tensor in self._gatherer.gather({sender: self._wanted[number]}, places, self._staged)]
+
+    def room(self, number: int) -> Tensor | None:
+        """As `Outgoing` says."""
+        memory = self._peers.of(self._rank)
+        return None if memory is None else memory[self._rooms.starts[number][self._rank] :]
+
+
+def _laid_out(parcel: Parcel, wanted: Sequence[Wanted]) -> tuple[Entry, ...]:
+    """What of a bucket is put together in its sender's memory: what others hold, and all of it where it travels end to end."""
+    tensors = zip(parcel.names, parcel.shapes, parcel.dtypes, strict=True)
+    if parcel.is_flattened:
+        return lay_out(tensors, alignment=1)
+    return lay_out(
+        each for each, (_, holders) in zip(tensors, wanted, strict=True) if tuple(holders) != (parcel.sender,)
+    )
 
 
 class PlannedPieces:
@@ -105,8 +105,8 @@ class PlannedPieces:
             host: [(tensor.name, self._plan.holders(tensor, host)) for tensor in bucket.tensors]
             for host in self._plan.hosts
         }
-        into = {entry.name: entry.of(flat) for entry in self.buckets[number]} if self._rank in wanted else None
-        self._gatherer.gather(wanted, into, staged_bytes(self._plan.bucket_bytes))
+        mine = {entry.name: entry.of(flat) for entry in self.buckets[number]} if self._rank in wanted else {}
+        self._gatherer.gather(wanted, Places({self._rank: mine}), staged_bytes(self._plan.bucket_bytes))
 
 
 def trainer_of(gatherer: Gatherer, nodes: tuple[int, ...]) -> Trainer:

@@ -92,7 +92,9 @@ def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
             "are. Set sync.transport to auto or broadcast, which works everywhere."
         )
     most = recipe.sync.bucket_mb * MIB
-    bucket_bytes = bucket_limit(most) if transport == "shared_memory" else planned_bytes(most, trainer.layout)
+    is_quantized = recipe.rollout.quantization is not None
+    planned = planned_bytes(most, trainer.layout, quantized=is_quantized)
+    bucket_bytes = bucket_limit(most) if transport == "shared_memory" else planned
     return plan_sync(trainer, receivers, transport, bucket_bytes)
 
 

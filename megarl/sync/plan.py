@@ -139,6 +139,12 @@ class SyncPlan:
             )
         return self._near[key]
 
+    def neighbours(self, bucket: Bucket, near: int) -> frozenset[int]:
+        """The other ranks of the node of rank `near` that give it parts of a bucket: they can write into its memory."""
+        nodes, alike = self.trainer.nodes, {tensor.held: tensor for tensor in bucket.tensors}
+        found = {rank for tensor in alike.values() for rank in self.holders(tensor, near)} - {near}
+        return frozenset(rank for rank in found if nodes[rank] == nodes[near])
+
     def contributions(self, bucket: Bucket, near: int) -> dict[int, int]:
         """Rank -> bytes that it gives the rank `near` of a bucket."""
         found: dict[int, int] = {}
@@ -210,9 +216,13 @@ def staged_bytes(bucket_bytes: int) -> int:
     return max(1, min(bucket_bytes // STAGED_SHARE, MOST_STAGED_BYTES))
 
 
-def planned_bytes(bucket_bytes: int, layout: Layout) -> int:
-    """The size of the buckets of a broadcast, or of files, such that two and what arrives in columns take two `bucket_bytes`."""
+def planned_bytes(bucket_bytes: int, layout: Layout, *, quantized: bool = False) -> int:
+    """The size of the buckets of a broadcast, or of files, such that two and what arrives in columns take two `bucket_bytes`.
+
+    quantized: the two stay where they are while a third is made of one of them, which is then sent.
+    """
     is_cut = max(layout.tp, layout.etp) > 1
+    bucket_bytes = bucket_bytes * 2 // 3 if quantized and is_cut else bucket_bytes
     return max(1, bucket_bytes - -(-staged_bytes(bucket_bytes) // 2)) if is_cut else bucket_bytes
 
 

@@ -12,7 +12,8 @@ from megarl.models.config import ModelConfig
 from megarl.models.fp8_quantize import DTYPE, quantize
 from megarl.models.fp8_weights import quantised
 from megarl.models.hf_fp8 import scale_name
-from megarl.sync.outgoing import Outgoing, Parcel
+from megarl.sync.outgoing import Outgoing
+from megarl.sync.parcel import Parcel
 
 
 class QuantizedWeights:
@@ -31,6 +32,10 @@ class QuantizedWeights:
         for name, tensor in zip(self._outgoing.parcels[number].names, gathered, strict=True):
             found += quantize(tensor) if name in self._scales else [tensor]
         return found
+
+    def room(self, number: int) -> Tensor | None:
+        """As `Outgoing` says."""
+        return self._outgoing.room(number)
 
 
 def announced(parcel: Parcel, scales: Mapping[str, tuple[int, int]]) -> Parcel:

@@ -81,10 +81,18 @@ class Segment:
             pickle.dumps({"flattened_tensor": tensor, "metadata": described(bucket, start)})
         ).decode()
 
-    def close(self) -> None:
-        """Let go of the memory; who made it removes its name as well. Others that have it mapped keep it until they let go."""
+    def share(self) -> Handle:
+        """What another process of this node opens it with."""
+        return self.handle
+
+    def hide(self) -> None:
+        """Remove its name: who has opened it keeps the memory, and it is gone once all of them are."""
         if self._owned:
             self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the memory; who made it removes its name as well. Others that have it mapped keep it until they let go."""
+        self.hide()
         self.flat, self._storage = torch.empty(0, dtype=torch.uint8), None
 
 

@@ -40,7 +40,7 @@ class Sending:
     """What the ranks are told of how to send. writers: the ranks that hold the model's first copy. nodes: of every rank, by
     number.
 
-    registry: of the shared memory that is removed with the run, on the writers' node. bucket_bytes: most that is sent at once,
+    registries: of the shared memory that is removed with the run, on each rank's node. bucket_bytes: most that is sent at once,
     but for a tensor that is larger. timeout_s: of one attempt. versions: where they go over the disk. quantized: linears of
     layers in FP8. adapters: the folder of LoRA adapters that are sent alone. beside: the servers, each with the ranks on its
     devices, where they share the devices' memory.
@@ -49,7 +49,7 @@ class Sending:
     transport: TransportName
     writers: tuple[int, ...]
     nodes: tuple[int, ...]
-    registry: Path
+    registries: tuple[Path, ...]
     bucket_bytes: int
     timeout_s: float
     versions: Versions | None = None

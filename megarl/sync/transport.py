@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ from megarl.sync.adapters import AdapterSender
 from megarl.sync.broadcast import BroadcastSender
 from megarl.sync.device_segment import DeviceSegment
 from megarl.sync.disk import DiskSender
-from megarl.sync.memory import DeviceMemory, Memory, NodeMemory, OnDevice, Pieces
-from megarl.sync.outgoing import Outgoing, PlannedPieces, PlannedWeights, trainer_of
-from megarl.sync.plan import Receiver, SyncPlan, plan_sync, planned_bytes
-from megarl.sync.quantized import QuantizedWeights
+from megarl.sync.memory import DeviceMemory, Memory, NodeMemory, Pieces
+from megarl.sync.outgoing import PlannedPieces, trainer_of
+from megarl.sync.peer_memory import PeerMemory
+from megarl.sync.plan import Receiver, SyncPlan, plan_sync
+from megarl.sync.planned import Planned
 from megarl.sync.ring import bucket_limit
 from megarl.sync.segments import Segment
 from megarl.sync.sending import MIB, Sending
@@ -70,41 +71,36 @@ class Transport(Protocol):
 
 
 class Broadcast:
-    """The `Transport` over torch.distributed: who holds a part of the model sends it. nodes: of every rank.
+    """The `Transport` over torch.distributed: who holds a part of the model sends it.
 
-    quantized: in FP8, as servers hold it then.
+    planned: what is gathered on whom, and where.
     """
 
-    def __init__(
-        self, sender: BroadcastSender, bucket_bytes: int, nodes: tuple[int, ...], *, quantized: bool = False
-    ) -> None:
+    def __init__(self, sender: BroadcastSender, bucket_bytes: int, planned: Planned) -> None:
         self.sender = sender
-        self._bucket_bytes, self._nodes, self._quantized = bucket_bytes, nodes, quantized
-        self._plan: SyncPlan | None = None
+        self._bucket_bytes, self._planned = bucket_bytes, planned
 
     def send(
         self, weights: Weights, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
     ) -> SyncReport | None:
         """As the interface says."""
-        with weights.gatherer() as gatherer:
-            trainer = trainer_of(gatherer, self._nodes)
-            # gloo would copy what helpers carry through their own memory, on the same processors; and what a server receives in
-            # pieces of many megabytes is memory that it has to take anew each time.
-            helped = self.sender.backend_for(servers) == "nccl"
-            bucket_bytes = planned_bytes(self._bucket_bytes, trainer.layout)
-            bucket_bytes = bucket_bytes if helped else min(bucket_bytes, GLOO_BUCKET_BYTES)
-            if self._plan is None or (self._plan.trainer, self._plan.bucket_bytes) != (trainer, bucket_bytes):
-                self._plan = plan_sync(trainer, (), "broadcast", bucket_bytes)
-            outgoing = _outgoing(gatherer, self._plan, helped=helped, quantized=self._quantized)
+        # gloo would copy what helpers carry through their own memory, on the same processors; and what a server receives in
+        # pieces of many megabytes is memory that it has to take anew each time.
+        helped = self.sender.backend_for(servers) == "nccl"
+        bucket_bytes = self._bucket_bytes if helped else min(self._bucket_bytes, GLOO_BUCKET_BYTES)
+        with weights.gatherer() as gatherer, self._planned.peers:
+            outgoing, _ = self._planned.outgoing(gatherer, "broadcast", bucket_bytes, helped=helped)
             return self.sender.send(outgoing, version, servers, flush_cache=flush_cache)
 
     def leave(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
         """As the interface says."""
+        self.close()
         return self.sender.leave(servers, deadline_s)
 
     def close(self) -> None:
-        """Leave the group with the servers."""
+        """Leave the group with the servers, and give the memory back."""
         self.sender.close()
+        self._planned.peers.close()
 
 
 class _LeavesNothing:
@@ -168,34 +164,27 @@ class SharedDevices(_LeavesNothing):
 
 
 class Disk(_LeavesNothing):
-    """The `Transport` over a folder that ranks and servers see: who holds a part of the model writes it. nodes: of every rank.
+    """The `Transport` over a folder that ranks and servers see: who holds a part of the model writes it.
 
-    quantized: in FP8, as servers hold it then.
+    planned: what is gathered on whom, and where.
     """
 
-    def __init__(
-        self, sender: DiskSender, bucket_bytes: int, nodes: tuple[int, ...], *, quantized: bool = False
-    ) -> None:
+    def __init__(self, sender: DiskSender, bucket_bytes: int, planned: Planned) -> None:
         self.sender: DiskSender = sender
-        self._bucket_bytes, self._nodes, self._quantized = bucket_bytes, nodes, quantized
-        self._plan: SyncPlan | None = None
+        self._bucket_bytes, self._planned = bucket_bytes, planned
 
     def send(
         self, weights: Weights, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
     ) -> SyncReport | None:
         """As the interface says; no server takes part."""
-        with weights.gatherer() as gatherer:
-            trainer = trainer_of(gatherer, self._nodes)
-            if self._plan is None or self._plan.trainer != trainer:
-                self._plan = plan_sync(trainer, (), "disk", planned_bytes(self._bucket_bytes, trainer.layout))
-            files = [self._plan.file(bucket) for bucket in self._plan.buckets]
-            outgoing = _outgoing(gatherer, self._plan, helped=False, quantized=self._quantized)
-            return self.sender.write(outgoing, files, version)
+        with weights.gatherer() as gatherer, self._planned.peers:
+            outgoing, plan = self._planned.outgoing(gatherer, "disk", self._bucket_bytes, helped=False)
+            return self.sender.write(outgoing, [plan.file(bucket) for bucket in plan.buckets], version)
 
-
-def _outgoing(gatherer: Gatherer, plan: SyncPlan, *, helped: bool, quantized: bool) -> Outgoing:
-    planned = PlannedWeights(gatherer, plan, helped=helped)
-    return QuantizedWeights(planned, gatherer.config) if quantized else planned
+    def close(self) -> None:
+        """Forget what was written last, and give the memory back."""
+        super().close()
+        self._planned.peers.close()
 
 
 def make_transport(
@@ -209,6 +198,9 @@ def make_transport(
     """The sending end of one rank; the rest as `BroadcastSender` takes it."""
     if sending.adapters is not None:
         return AdapterSender(rank=rank, folder=sending.adapters, timeout_s=sending.timeout_s)
+    registry = sending.registries[rank]
+    make = partial(_device_memory, platform=platform, registry=registry)
+    planned = Planned(sending.nodes, rank, _peer_memory(rank, platform, make, control), quantized=sending.quantized)
     if sending.transport == "broadcast":
         sender = BroadcastSender(
             rank=rank,
@@ -218,16 +210,15 @@ def make_transport(
             timeout_s=sending.timeout_s,
             control=control,
         )
-        return Broadcast(sender, sending.bucket_bytes, sending.nodes, quantized=sending.quantized)
+        return Broadcast(sender, sending.bucket_bytes, planned)
     if sending.transport == "disk":
         assert sending.versions is not None, sending
         store, whole_bytes = sending.versions.store, sending.versions.whole_bytes
         deltas = not sending.versions.in_place
         writer = DiskSender(rank=rank, store=store, whole_bytes=whole_bytes, deltas=deltas, control=control)
-        return Disk(writer, sending.bucket_bytes, sending.nodes, quantized=sending.quantized)
-    memory: Memory = NodeMemory(rank=rank, writers=sending.writers, registry=sending.registry, control=control)
+        return Disk(writer, sending.bucket_bytes, planned)
+    memory: Memory = NodeMemory(rank=rank, writers=sending.writers, registry=registry, control=control)
     if sending.beside:
-        make = partial(_device_memory, platform=platform, registry=sending.registry)
         hosts = {receiver.name: receiver.ranks for receiver in sending.beside}
         memory = DeviceMemory(rank=rank, hosts=hosts, make=make, control=control)
     shared = SharedMemorySender(
@@ -242,7 +233,15 @@ def make_transport(
     return SharedMemory(shared, sending.bucket_bytes)
 
 
-def _device_memory(num_bytes: int, platform: Platform, registry: Path) -> OnDevice:
+def _peer_memory(
+    rank: int, platform: Platform, make: Callable[[int], DeviceSegment | Segment], control: dist.ProcessGroup | None
+) -> PeerMemory:
+    open_ = partial(DeviceSegment.open, device=platform.device) if platform.has_device_memory else Segment.open
+    # A device's memory is for training meanwhile.
+    return PeerMemory(rank=rank, make=make, open_=open_, control=control, is_kept=not platform.has_device_memory)
+
+
+def _device_memory(num_bytes: int, platform: Platform, registry: Path) -> DeviceSegment | Segment:
     """Memory of this rank's device; the node's, where processes stand for devices."""
     if platform.has_device_memory:
         return DeviceSegment(num_bytes, platform.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,5 +61,27 @@ def test_another_process_reads_what_was_put_on_the_device(platform: Platform, re
             assert ask(reader, payload) == {"wide": 1050.0 * version, "narrow": 3000.0 * version}
     memory.close()
     del pieces
+    torch.cuda.ipc_collect()
+    assert held_bytes(platform) == before
+
+
+def test_another_process_writes_into_what_was_taken_on_the_device(platform: Platform) -> None:
+    """As a rank of the node does, into the memory of the one that sends."""
+    before = held_bytes(platform)
+    memory = DeviceSegment(BYTES, platform.device)
+    memory.flat.zero_()
+    torch.cuda.synchronize()
+    handle = base64.b64encode(pickle.dumps(memory.share())).decode()
+    code = (
+        "import base64, pickle, sys, torch\n"
+        "from megarl.sync.device_segment import DeviceSegment\n"
+        "opened = DeviceSegment.open(pickle.loads(base64.b64decode(sys.stdin.read())), 'cuda')\n"
+        "opened.flat[100:200].fill_(7)\n"
+        "torch.cuda.synchronize()\n"
+        "opened.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], input=handle, text=True, check=True, timeout=60)
+    assert memory.flat.long().sum().item() == 700 and (memory.flat[100:200] == 7).all()
+    memory.close()
     torch.cuda.ipc_collect()
     assert held_bytes(platform) == before

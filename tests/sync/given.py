@@ -10,7 +10,7 @@ from megarl.models.hf_weights import Bucket
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.broadcast import BroadcastSender
 from megarl.sync.disk import DiskSender
-from megarl.sync.outgoing import Parcel
+from megarl.sync.parcel import Parcel
 from megarl.sync.session import SyncReport
 from megarl.sync.shared_memory import SharedMemorySender
 
@@ -46,6 +46,9 @@ class Given:
         self._before(number)
         mine = self.parcels[number].sender == self._rank
         return [tensor for _, tensor in self._tensors[number]] if mine else []
+
+    def room(self, number: int) -> None:
+        return None
 
 
 class OneRank:

@@ -77,7 +77,7 @@ def check(job: Job, rank: Rank, layout: Layout, transport_name: str, model: Path
         "shared_memory" if transport_name == DEVICES else transport_name,  # type: ignore[arg-type]
         first_copy(layout),
         (0,) * layout.world_size,
-        folder / "registry",
+        (folder / "registry",) * layout.world_size,
         BUCKET_BYTES,
         TIMEOUT_S,
         versions=Versions(store, whole_bytes=1 << 20, in_place=False),

@@ -44,7 +44,13 @@ def main() -> None:
     rank.build("actor", RoleSpec(Path(job.model), "bfloat16", layout=layout))
     nodes = (0,) * layout.world_size
     sending = Sending(
-        "broadcast", first_copy(layout), nodes, Path(job.registry), job.bucket_bytes, TIMEOUT_S, quantized=True
+        "broadcast",
+        first_copy(layout),
+        nodes,
+        (Path(job.registry),) * layout.world_size,
+        job.bucket_bytes,
+        TIMEOUT_S,
+        quantized=True,
     )
     transport = make_transport(sending, rank=rank.rank, host="127.0.0.1", platform=chosen(), control=rank.everyone())
     report = transport.send(rank.engine("actor"), 1, [ServerEndpoint(name, url, "key") for name, url in job.servers])

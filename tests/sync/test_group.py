@@ -23,6 +23,16 @@ def test_a_bucket_is_the_bytes_of_its_tensors_end_to_end() -> None:
     assert flat[16:].view(torch.int16).tolist() == [5]
 
 
+def test_what_lies_end_to_end_already_is_not_copied() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    tensors = [memory[8:16].view(torch.float32), memory[16:17], memory[17:30]]
+    flat = flatten(tensors)
+    assert flat.data_ptr() == tensors[0].data_ptr() and flat.tolist() == list(range(8, 30))
+    for apart in ([memory[8:16], memory[17:20]], [memory[8:16], memory[4:8]], [memory[:4].clone(), memory[4:8]]):
+        assert flatten(apart).data_ptr() != apart[0].data_ptr()
+        assert flatten(apart).tolist() == apart[0].tolist() + apart[1].tolist()
+
+
 def test_a_meeting_place_listens_on_its_address_and_counts_who_waits() -> None:
     place = MeetingPlace.make("127.0.0.1", 30.0)
     assert place.address[1] > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.sync.member import Member
-from megarl.sync.outgoing import Parcel
+from megarl.sync.parcel import Parcel
 from tests.support.live_bytes import LiveBytes
 
 
@@ -58,6 +58,9 @@ class Made:
     def gather(self, number: int) -> list[Tensor]:
         parcel = self.parcels[number]
         return [torch.zeros(shape) for shape in parcel.shapes] if parcel.sender == 0 else []
+
+    def room(self, number: int) -> None:
+        return None
 
 
 def peak_buckets(outgoing: Made) -> float:

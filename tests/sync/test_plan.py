@@ -39,6 +39,9 @@ def test_two_buckets_and_what_arrives_in_columns_are_two_of_what_the_recipe_says
     assert planned_bytes(512 * mib, Layout(etp=2, world_size=2)) == 504 * mib
     assert planned_bytes(512 * mib, whole) == 512 * mib  # no rank holds columns
     assert (staged_bytes(1), planned_bytes(1, tp)) == (1, 1)
+    # A third is made of one of them, where they are quantised.
+    assert planned_bytes(96 * mib, tp, quantized=True) == 60 * mib
+    assert planned_bytes(96 * mib, whole, quantized=True) == 96 * mib
     for size in (2, 3, 1000, 12345):
         assert 2 * planned_bytes(size, tp) + staged_bytes(planned_bytes(size, tp)) <= 2 * size
 
