@@ -127,6 +127,16 @@ def _chaos(result: Result) -> str:
     )
 
 
+def _kills(result: Result) -> str:
+    cells = result["cells"]
+    same = sum(cell["same_weights"] and cell["same_metrics"] for cell in cells)
+    ends = {word: sum(cell["then"] == word for cell in cells) for word in ("went on", "recovered", "ended")}
+    return (
+        f"{len(cells)} kinds of process and phases killed: {same} the same; {ends['went on']} runs went on, {ends['recovered']} "
+        f"recovered by themselves, {ends['ended']} ended and were gone on with"
+    )
+
+
 def _journal(result: Result) -> str:
     return (
         f"a million tokens: {result['write_s_per_million']:.2f} s to write, each wave on the disk before it counts "
@@ -437,6 +447,7 @@ ROWS = (
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
     Row("sample_store", "straw-queue, on the same blocks", _sample_store),
     Row("chaos", "the same run in peace", _chaos),
+    Row("kills", "the same run in peace, weights and metrics bit for bit", _kills),
     Row("journal", "nothing: the journal alone, on this machine's disk", _journal),
     Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
     Row(

@@ -27,7 +27,8 @@ def train(handles: Handles, recipe: Recipe, state: State) -> State:
             with timer.phase("advantages"):
                 learnable = rollout.advantages(batch, columns)
             metrics = batch.info.metrics | learnable.metrics
-            metrics |= update(handles, recipe, step, batch, columns | learnable.columns)
+            if learnable.learns:
+                metrics |= update(handles, recipe, step, batch, columns | learnable.columns)
             state = State(step, state.weight_version + 1)
             with timer.phase("sync"):
                 metrics |= handles.sync.push(state.weight_version)

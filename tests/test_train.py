@@ -30,6 +30,7 @@ class Learnable:
 
     columns: dict[str, Any]
     metrics: dict[str, float]
+    learns: bool = True
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Part:
 
     name: str
     calls: list[Any]
+    drifted: int = 0  # a step that is not to be learned from
     generated: list[str] = field(default_factory=list)  # what is said of the samples of each step
 
     @property
@@ -51,7 +53,11 @@ class Part:
 
     def advantages(self, batch: Any, columns: dict[str, Any]) -> Learnable:
         self.calls.append(("advantages", dict(columns)))
-        return Learnable({"advantages": ("advantages",), "returns": ("returns",)}, {"reward/kl": 0.25})
+        return Learnable(
+            {"advantages": ("advantages",), "returns": ("returns",)},
+            {"reward/kl": 0.25},
+            len(self.generated) != self.drifted,
+        )
 
     def evaluate(self, step: int, weight_version: int) -> Finished[EvalResult]:
         self.calls.append(("evaluate", step, weight_version))
@@ -82,6 +88,7 @@ def run(
     state: State,
     *roles: str,
     stop_after: int = 99,
+    drifted: int = 0,
     at_once: bool = True,
     servers_share: bool = False,
     save_every: int | None = 2,
@@ -95,6 +102,7 @@ def run(
     calls: list[Any] = []
     timer = timer or PhaseTimer()
     part: dict[str, Any] = {name: Part(name, calls) for name in ("rollout", "sync", *ROLES)}
+    part["rollout"].drifted = drifted
     told = Told(calls)
     recipe = Recipe(
         model=Model(path=Path("m")),
@@ -233,6 +241,14 @@ def test_the_actor_stands_still_while_the_critic_warms_up() -> None:
 def test_the_rollouts_own_log_probs_save_a_forward_pass() -> None:
     calls, _, _ = run(State(), algorithm=Algorithm(old_logprobs="rollout"))
     assert not [call for call in calls if call[0] == "logprobs"]
+
+
+def test_a_step_that_is_not_to_be_learned_from_changes_no_weight_and_the_next_goes_on() -> None:
+    calls, told, end = run(State(), drifted=2, critic=Critic())
+    learned = [call[1] for call in calls if call[0] == "update"]
+    assert learned == ["critic", "actor"] * 2 and end == State(3, 3)
+    assert "actor/loss" not in told.metrics[2] and "actor/loss" in told.metrics[3]
+    assert [call[1] for call in calls if call[0] == "push"] == [1, 2, 3]
 
 
 def test_the_reference_becomes_the_actor_every_so_many_steps() -> None:

@@ -26,7 +26,7 @@ from megarl.cluster.process import LOOPBACK, ProcessSpec
 from megarl.cluster.services import Services
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
-from megarl.core.errors import MegarlError, UserError
+from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
@@ -58,6 +58,7 @@ class Runtime:
     slots: tuple[Slot, ...] = ()
     reached: bool = False
     asked_threads: int | None = None
+    before: dict[str, str | None] = field(default_factory=dict)  # variables of this process's environment, as they were
 
     def threads(self, together: int) -> int | None:
         """Threads of each of so many processes of the run that compute at the same time; None: nothing is to be said."""
@@ -110,10 +111,11 @@ class Runtime:
         scratch = scratch or Scratch.open()
         run_id = scratch.run_id
         asked = os.environ.get("OMP_NUM_THREADS", "")
-        os.environ.update(platform.env)
-        os.environ[janitor.RUN_ID_VARIABLE] = run_id
+        changed = {**platform.env, janitor.RUN_ID_VARIABLE: run_id}
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
-        runtime = cls(platform, folder, secrets.token_hex(32), scratch, closes)
+        runtime = cls(platform, folder, secrets.token_hex(32), scratch, closes, before=before)
         runtime.asked_threads = int(asked) if asked.isdigit() and int(asked) else None
         own = address_towards(reached_from)
         runtime.reached = bool(own)
@@ -145,7 +147,12 @@ class Runtime:
         cleaned = janitor.clean(self.run_id, self.scratch.registry, but=[self.scratch.guard.pid])
         if cleaned.pids:
             log.info("ended %d processes that were still there", len(cleaned.pids))
-        os.environ.pop(janitor.RUN_ID_VARIABLE, None)
+        # A run that goes on in this process finds what its first start found.
+        for name, value in self.before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         if self.closes:
             self.scratch.close()
 
@@ -157,6 +164,8 @@ class Runtime:
     ) -> None:
         if isinstance(error, UserError):
             error.exit_code = FAULT  # devices were taken: this is no refusal any more
+        if isinstance(error, WorkerDiedError) and self.nodes.lost():
+            error.recoverable = False  # its devices are gone: whoever gives out nodes has to start the run on others
         self.close()
 
 

@@ -23,11 +23,12 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import MARGIN_S
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import GivenUpError, WorkerDiedError
+from megarl.core.errors import CoordinatorDiedError, WorkerDiedError
 from megarl.core.log_tail import own_words
 from megarl.core.types import BatchInfo
 from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.schema import Recipe
+from megarl.rollout.drift import learns
 from megarl.rollout.local_advantages import column_names
 
 UNKNOWN = ProcessFacts(0, "?")
@@ -37,10 +38,11 @@ SERVERS_A_COLLECTOR = 32
 
 @dataclass(frozen=True)
 class Learnable:
-    """What a step is learned from: columns by name, and metrics of how they were made."""
+    """What a step is learned from: columns by name, and metrics of how they were made. learns: off, it is left out."""
 
     columns: dict[str, ColumnRefs]
     metrics: dict[str, float]
+    learns: bool = True
 
 
 @dataclass
@@ -128,7 +130,8 @@ class Samples:
             name: tuple(zip(*(parts[1 + at * shards : 1 + (at + 1) * shards] for parts in finishing), strict=True))
             for at, name in enumerate(made)
         }
-        return Learnable(learned, self.wait(metrics, "advantages", deadline_s))
+        told = self.wait(metrics, "advantages", deadline_s)
+        return Learnable(learned, told, learns(self.recipe.algorithm, batch.info.step, told))
 
     def state(self) -> dict[str, Any]:
         """The place in the data and what is under way, for a checkpoint."""
@@ -139,13 +142,18 @@ class Samples:
         """Go on from a saved place."""
         self.wait(self.coordinator.handle.load_state.remote(state), "data", self.recipe.deadlines.start_s)
 
+    def rewind(self, to_step: int, to_number: int) -> bool:
+        """Write down that the run goes back to a checkpoint; whether it has not been there too often."""
+        ask = self.coordinator.handle.rewind.remote(to_step, to_number)
+        return bool(self.wait(ask, "data", self.recipe.deadlines.save_s))
+
     def close(self) -> None:
         """The book has to add up; the processes end with the run. Raises LedgerError."""
         self.wait(self.coordinator.handle.close.remote(), "end", self.recipe.deadlines.sync_s)
 
     def _coordinator_died(self, how: str) -> None:
         worker = self.coordinator
-        raise GivenUpError(
+        raise CoordinatorDiedError(
             f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died, and nobody knows any more which samples "
             f"there are. {how}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
         )

@@ -192,7 +192,8 @@ class Waiter:
                 self._show_progress(by_ref[pending[0]].worker)
             for ref in ready:
                 if ref in by_ref:
-                    results[ref] = self._fetched(by_ref[ref], phase, role)
+                    others = [by_ref[each] for each in pending if each != ref]
+                    results[ref] = self._fetched(by_ref[ref], others, phase, role)
                 else:
                     self._happened(ref)
         return [results[call.result] for call in calls]
@@ -202,15 +203,17 @@ class Waiter:
         if self.timer.on_progress and done is not None:
             self.timer.on_progress(done)
 
-    def _fetched(self, call: Call, phase: str, role: str) -> Any:
+    def _fetched(self, call: Call, others: Sequence[Call], phase: str, role: str) -> Any:
         try:
             return _fetch(call, phase, role)
-        except MegarlError:
+        except MegarlError as error:
             # Where a watched process has ended, its end is the cause, and what its callers saw is not.
             if self.watches and ray.wait(list(self.watches), timeout=WATCH_WAIT_S)[0]:
                 watched = list(self.watches)
                 for ref in ray.wait(watched, num_returns=len(watched), timeout=0)[0]:
                     self._watched(ref)
+            if type(error) is MegarlError and (death := _death(others, phase, role)) is not None:
+                raise death from error  # who has lost a peer says that its connection was closed, or worse
             raise
 
     def _watched(self, ref: Any) -> None:
@@ -320,6 +323,22 @@ def _fetch(call: Call, phase: str, role: str) -> Any:
         raise WorkerDiedError(
             f"{phase} ({role}): what {worker.name} gave is lost. {type(error).__name__}: {error}"
         ) from error
+
+
+def _death(calls: Sequence[Call], phase: str, role: str) -> WorkerDiedError | None:
+    """The death of a worker that one of these calls ends with, now or a moment later; None where none does."""
+    end, left = time.monotonic() + WATCH_WAIT_S, {call.result: call for call in calls}
+    while left:
+        ended, _ = ray.wait(list(left), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        if not ended:
+            return None
+        try:
+            _fetch(left.pop(ended[0]), phase, role)
+        except WorkerDiedError as error:
+            return error
+        except MegarlError:
+            continue  # another one that has lost it
+    return None
 
 
 def _reason(error: RayActorError) -> str:

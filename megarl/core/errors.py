@@ -35,15 +35,36 @@ class DeadlineError(MegarlError, TimeoutError):
 
 
 class WorkerDiedError(MegarlError):
-    """A process of the run died: names it, how it ended, and shows the last lines of its log."""
+    """A process of the run died: names it, how it ended, and shows the last lines of its log.
+
+    recoverable: whether the run may go on by itself, from its last checkpoint and its journal (run/recovery.py).
+    """
+
+    recoverable = True
 
 
 class GivenUpError(WorkerDiedError):
     """Nothing is started again: too many processes died, or none that could do the work comes back."""
 
+    recoverable = False
+
+
+class CoordinatorDiedError(GivenUpError):
+    """Nobody knows any more which samples there are; the journal does."""
+
+    recoverable = True
+
 
 class GradientError(MegarlError):
     """An optimizer step that was not taken, because its gradient is not finite or a spike: says which, and the norm."""
+
+
+class DriftError(MegarlError):
+    """A step that was not learned from, because the rollout's log-probs are too far from the trainer's: says how far."""
+
+
+class RewindError(MegarlError):
+    """A step that was not learned from, and the recipe wants the run to go back to its last checkpoint for it."""
 
 
 class StoppedError(MegarlError):

@@ -121,7 +121,7 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/requests_queued": MetricSpec("requests", "that waited for their turn at the collectors", ".0f"),
     "rollout/dropped/REASON": MetricSpec(
         "groups",
-        "not trained on, because of REASON, since the run or its resume began: zero_variance, late",
+        "not trained on, because of REASON, since the run or its resume began: zero_variance, late, rewound",
         ".0f",
     ),
     "rollout/groups_lost": MetricSpec(
@@ -140,6 +140,14 @@ _METRICS: dict[str, MetricSpec] = {
         "nats", "mean over trained tokens of |log-prob at rollout - the trainer's own, same weights|", ".1e"
     ),
     "rollout/logprob_diff_max": MetricSpec("nats", "the largest such difference in the step", ".1e"),
+    "rollout/drifted": MetricSpec(
+        "1 or 0", "whether the step was left out, because logprob_diff_mean is above algorithm.max_logprob_diff", ".0f"
+    ),
+    "rollout/rewinds": MetricSpec(
+        "rewinds",
+        "times so far that the run went back to a checkpoint (on_bad_gradient or on_logprob_diff: rewind)",
+        ".0f",
+    ),
     "rollout/correction_ess": MetricSpec(
         "fraction", "effective sample size of the importance weights, (sum w)^2 / (K sum w^2)", ".3f"
     ),
@@ -269,6 +277,11 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/driver_s": MetricSpec("s", "perf/step_s less the time that the driver spent waiting for others", ".4f"),
     "perf/driver_fraction": MetricSpec("fraction", "perf/driver_s / perf/step_s", ".4f"),
     "perf/rank_peak_bytes": MetricSpec("bytes", "the largest memory/ROLE/OPERATION of the step", ".3e"),
+    "perf/recoveries": MetricSpec(
+        "recoveries",
+        "times so far that the run went on by itself after a process died, since it was last started",
+        ".0f",
+    ),
     "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
     "memory/ROLE/OPERATION": MetricSpec(
         "bytes",

@@ -47,6 +47,10 @@ class Learnable(Protocol):
     def metrics(self) -> Metrics:
         """How they came about."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether the step is learned from; off, it is left out."""
+
 
 class Rollout(Protocol):
     """Generates, grades and packs; makes advantages; evaluates."""

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.core.metrics import PHASES
 from megarl.core.progress import Done
 
+PHASE_FILE = "driver.phase"  # among a run's logs: the step and the phase that the driver is in
 # Phases in which the ranks compute.
 OF_RANKS = ("logprobs", "reference", "teacher", "values", "reward_model", "critic", "update")
 
@@ -25,6 +27,17 @@ class Span:
     role: str
     start: float
     end: float
+
+
+def write_phase(path: Path, step: int | None, phase: str | None) -> None:
+    """Let others see what the driver does: `12 update`, `- start` outside of steps, nothing between phases."""
+    path.write_text(f"{'-' if step is None else step} {phase}\n" if phase is not None else "")
+
+
+def read_phase(path: Path) -> tuple[int | None, str] | None:
+    """What `write_phase` wrote: the step and the phase; None where there is none."""
+    words = path.read_text().split() if path.exists() else []
+    return (None if words[0] == "-" else int(words[0]), words[1]) if len(words) == 2 else None
 
 
 class PhaseTimer:

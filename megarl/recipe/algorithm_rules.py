@@ -147,6 +147,22 @@ ALGORITHM_UNREAD: tuple[Unread, ...] = (
         RL,
     ),
     Unread(
+        ("algorithm.max_logprob_diff",),
+        lambda r, asked: r.algorithm.old_logprobs == "trainer" and asked.advantages,
+        lambda r, asked: (
+            "the trainer's own log-probs are not computed: set algorithm.old_logprobs to trainer"
+            if asked.advantages
+            else _no_advantages(r)
+        ),
+        RL,
+    ),
+    Unread(
+        ("algorithm.on_logprob_diff",),
+        lambda r, _: r.algorithm.max_logprob_diff is not None,
+        "no difference is too large: set algorithm.max_logprob_diff",
+        RL,
+    ),
+    Unread(
         ("algorithm.correction.low",),
         lambda r, _: r.algorithm.correction is None or _has_lower_bound(r.algorithm.correction),
         "this correction has no lower bound: set algorithm.correction.kind to mask or reject",
@@ -183,6 +199,12 @@ ALGORITHM_UNREAD: tuple[Unread, ...] = (
 )
 
 ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        "algorithm.on_logprob_diff",
+        lambda r, _: r.algorithm.on_logprob_diff == "rewind" and not r.train.journal,
+        lambda _: "what a run goes back over is written in its journal, and train.journal is false: set it to true",
+        RL,
+    ),
     Contradiction(
         "rollout.samples_per_prompt",
         lambda r, asked: (

@@ -36,6 +36,11 @@ class Cluster(Section):
         description="cluster file to plan and check memory with (`megarl profile` writes one); default: what is known of "
         "this machine",
     )
+    max_recoveries: Annotated[int, Field(ge=0)] = Field(
+        3,
+        description="times, without a further step in between, that a run resumes by itself after the death of a process that "
+        "nobody starts again: a rank, the coordinator, Ray's own; 0: such a death ends the run",
+    )
     peak_tflops: PositiveFloat | None = Field(
         None, description="what one device could do in model.dtype, TFLOP/s; gives perf/mfu"
     )

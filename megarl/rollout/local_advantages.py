@@ -87,6 +87,7 @@ class Measured:
     them. kl_coef: what a nat of KL cost. token_rewards: [n] float32, sum of what tokens are rewarded with less what their
     KL costs; None where the advantage is one number a token. scores: [n] float32, the reward model's at the last token,
     before its weight. kl: [n] float64, sum of the KL to the reference over trained tokens; only where it is in the reward.
+    logprob_diff: [n] float64, sum over trained tokens of |log-prob at rollout - the trainer's|; only where it is bounded.
     unwhitened: moments of the advantages of trained tokens, where these get whitened. residuals, returns: moments of
     returns - values and of the returns over trained tokens, where a critic learns them.
     """
@@ -97,6 +98,7 @@ class Measured:
     token_rewards: FloatArray | None = None
     scores: FloatArray | None = None
     kl: NDArray[np.float64] | None = None
+    logprob_diff: NDArray[np.float64] | None = None
     unwhitened: Moments | None = None
     residuals: Moments | None = None
     returns: Moments | None = None
@@ -203,6 +205,8 @@ class LocalAdvantages:
         flat.setdefault("old_logprobs", at.rollout_logprobs)
         found: dict[str, Any] = {}
         turn = _Turn(at, flat["old_logprobs"], moved=moved_to_turns(at, blocks) if by_turn(self._recipe) else 0.0)
+        if self._recipe.algorithm.max_logprob_diff is not None:
+            found["logprob_diff"] = at.sums(np.abs(flat["old_logprobs"] - at.rollout_logprobs))
         if self._asked.advantages:
             per_token = self._token_rewards(at, flat, columns, samples.kl_coef, found)
             if self._function is None:

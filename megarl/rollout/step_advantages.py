@@ -12,6 +12,7 @@ Advantages of samples are the same to the bit however samples lie in collectors;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.functions import advantage_function, asked, is_per_token, settings
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import StepSamples
+from megarl.rollout.drift import MEASURED
 from megarl.rollout.local_advantages import Measured, Settled, checked, sample_rewards
 from megarl.rollout.sequences import joined
 
@@ -117,6 +119,9 @@ class StepAdvantages:
         kl = _kl_mean(measured)
         if kl is not None:
             found["reward/kl"], found["reward/kl_coef"] = kl, measured[0].kl_coef
+        if (drift := _mean([each.logprob_diff for each in measured], measured)) is not None:
+            found[MEASURED] = drift
+            found["rollout/drifted"] = float(not drift <= (self._recipe.algorithm.max_logprob_diff or math.inf))
         returns = [each.returns for each in measured if each.returns is not None]
         if returns:
             residuals = [each.residuals for each in measured if each.residuals is not None]
@@ -160,8 +165,12 @@ def _by_sample(parts: Sequence[NDArray[np.floating] | None], measured: Sequence[
 
 
 def _kl_mean(measured: Sequence[Measured]) -> float | None:
-    """Nats a trained token; None where the KL is not in the reward. The sum is over samples in their order."""
-    parts = [each.kl for each in measured]
+    """Nats a trained token; None where the KL is not in the reward."""
+    return _mean([each.kl for each in measured], measured)
+
+
+def _mean(parts: Sequence[NDArray[np.floating] | None], measured: Sequence[Measured]) -> float | None:
+    """Of sums of samples, a trained token; None where nobody measured any. The sum is over samples in their order."""
     if all(part is None for part in parts):
         return None
     return float(_by_sample(parts, measured).sum() / max(1.0, float(sum(each.trained_tokens for each in measured))))

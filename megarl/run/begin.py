@@ -15,7 +15,7 @@ from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.stop import StopRequest
-from megarl.core.timing import PhaseTimer
+from megarl.core.timing import PHASE_FILE, PhaseTimer, write_phase
 from megarl.hub.recipe import localize, names_of
 from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded
@@ -32,6 +32,7 @@ from megarl.run.recorder import Recorder
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
 EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "adapter", "curve.png", "logs/driver.log"
+PHASE = f"logs/{PHASE_FILE}"
 
 R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
 
@@ -69,7 +70,12 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
         writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
-        early.timer = PhaseTimer(on_phase=console.phase, on_progress=console.progress)
+
+        def on_phase(step: int | None, phase: str | None) -> None:
+            console.phase(step, phase)
+            write_phase(folder / PHASE, step, phase)
+
+        early.timer = PhaseTimer(on_phase=on_phase, on_progress=console.progress)
         try:
             yield Open(console, early.timer, writers, checkpoints, committed, stop, stack)
         except Exception as error:

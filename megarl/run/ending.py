@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DiskFullError, GradientError, MegarlError
+from megarl.core.errors import DiskFullError, DriftError, GradientError, MegarlError, RewindError
 from megarl.core.exit_codes import REFUSED
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import Loaded, command_of
@@ -62,10 +62,10 @@ class Ending:
         return error
 
     def _replay(self, error: BaseException) -> list[str]:
-        """How a step whose gradient ended the run is made again, alone, to be looked at."""
+        """How a step that was not to be learned from is made again, alone, to be looked at."""
         step = self.timer.last[0] if self.timer is not None and self.timer.last is not None else None
         recipe = self.loaded.recipe
-        if not isinstance(error, GradientError) or step is None or self.again:
+        if not isinstance(error, GradientError | DriftError | RewindError) or step is None or self.again:
             return []
         if not isinstance(recipe, Recipe) or not recipe.train.journal:
             return []

@@ -50,7 +50,7 @@ class Recorder:
 
     roles: what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load().
     data: where samples come from: state(), load_state(). take_peaks: asks for bytes by role and operation since the last call.
-    on_commit: called when a checkpoint was committed.
+    on_commit: called when a checkpoint was committed. recoveries: of this run so far, which every line says.
     """
 
     writers: Writers
@@ -63,6 +63,7 @@ class Recorder:
     async_save: bool
     stop: StopRequest
     on_commit: Callable[[], None] = lambda: None
+    recoveries: int = 0
     _expected: dict[int, list[Coming]] = field(default_factory=dict)  # by step, of those that have not ended
     _lines: deque[Line] = field(default_factory=deque)  # not written yet
     _saving: Saving | None = None
@@ -98,6 +99,7 @@ class Recorder:
             **peaks,
             **_flop_rates(metrics, self.cluster),
             **({"perf/rank_peak_bytes": max(peaks.values())} if peaks else {}),  # none where ranks did nothing
+            "perf/recoveries": float(self.recoveries),
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
         }
         self.writers.write(line.step, metrics)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl.core.scratch import Scratch
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.report.history import METRICS_FILE
 from megarl.run.begin import end, finish, found, opened
 from megarl.run.preflight import preflight_supervised
 from megarl.run.recorder import Recorder
+from megarl.run.recovery import Recoveries, live
 from megarl.sft import SupervisedHandles, supervise
 
 S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe)
@@ -19,16 +21,22 @@ S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe)
 def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl sft`, `megarl rm` and `megarl dpo`."""
     with Scratch.open() as scratch:
-        _supervise(kind, path, overrides, resume, go_on, scratch)
+        loaded = load_recipe(path, overrides, kind)
+        recoveries = Recoveries(loaded.recipe.cluster.max_recoveries, loaded.recipe.run.folder / METRICS_FILE)
+        live(
+            recoveries,
+            lambda again: _supervise(loaded, resume and not again, go_on or again, scratch, recoveries),
+        )
 
 
-def _supervise(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool, scratch: Scratch) -> None:
-    loaded, resume = found(load_recipe(path, overrides, kind), resume, go_on)
+def _supervise(loaded: Loaded[S], resume: bool, go_on: bool, scratch: Scratch, recoveries: Recoveries) -> None:
+    loaded, resume = found(loaded, resume, go_on)
     recipe = loaded.recipe
     checked = preflight_supervised(recipe, resume=resume)
     from megarl.run.session import supervised_session
 
     with opened(loaded, checked.lines(), resume) as run:
+        recoveries.tell()
         with run.timer.phase("start"):
             session = run.stack.enter_context(supervised_session(recipe, checked, run.timer, scratch))
             recorder = Recorder(
@@ -41,8 +49,10 @@ def _supervise(kind: type[S], path: Path, overrides: list[str], resume: bool, go
                 recipe.cluster,
                 recipe.train.async_save,
                 run.stop,
+                recoveries=recoveries.total,
             )
             state = recorder.restore(run.committed)
+        recoveries.begun(run.stop)
         model, reference = session.roles["actor"], session.roles.get("reference")
         handles = SupervisedHandles(session.feeder, model, reference, recorder, run.timer)
         end(recorder, supervise(handles, recipe, state), recipe)

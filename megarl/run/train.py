@@ -13,13 +13,16 @@ from megarl.core.protocols import State
 from megarl.core.scratch import Scratch
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.report.history import METRICS_FILE
 from megarl.run.begin import end, finish, found, handles_of, opened
 from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
+from megarl.run.recovery import Recoveries, live
+from megarl.run.rewind import rewinding
 from megarl.train import train
 
 CRITIC_EXPORT = "hf_critic"
@@ -28,14 +31,23 @@ CRITIC_EXPORT = "hf_critic"
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool = False) -> None:
     """`megarl train`."""
     with Scratch.open() as scratch:
-        _train(path, overrides, resume, go_on, discard_journal, scratch)
+        loaded = load_recipe(path, overrides, Recipe)
+        recoveries = Recoveries(loaded.recipe.cluster.max_recoveries, loaded.recipe.run.folder / METRICS_FILE)
+
+        def life(again: bool) -> None:
+            if again:
+                _train(loaded, False, True, False, scratch, recoveries)
+            else:
+                _train(loaded, resume, go_on, discard_journal, scratch, recoveries)
+
+        live(recoveries, life)
 
 
 def _train(
-    path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool, scratch: Scratch
+    loaded: Loaded[Recipe], resume: bool, go_on: bool, discard_journal: bool, scratch: Scratch, recoveries: Recoveries
 ) -> None:
+    """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
-    loaded = load_recipe(path, overrides, Recipe)
     known = evaluations_before(loaded.recipe) if keeps and not discard_journal else {}
     loaded, resume = found(loaded, resume, go_on)
     if loaded.recipe.placement.name is not None:
@@ -49,6 +61,7 @@ def _train(
 
     with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
         timer = run.timer
+        recoveries.tell()
         begin_journal(recipe, keeps=keeps)
         with timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, timer, scratch))
@@ -63,10 +76,12 @@ def _train(
                 recipe.train.async_save,
                 run.stop,
                 on_commit=lambda: trim_journal(recipe, run.checkpoints.committed()),
+                recoveries=recoveries.total,
             )
             state = recorder.restore(run.committed)
             if keeps and recipe.train.journal:
                 session.rollout.catch_up(known)
+        recoveries.begun(run.stop)
         # Servers start with version 0. One that goes on has the versions that it would have had without the stop.
         first = State(state.step, max(1, state.weight_version))
         with timer.phase("sync"):
@@ -77,7 +92,8 @@ def _train(
                     recorder.expect(0, session.rollout.evaluate(0, first.weight_version))
             recorder.end_of(0, before)
         handles = handles_of(session, session.rollout, session.sync, recorder, timer)
-        end(recorder, train(handles, recipe, first), recipe)
+        with rewinding(session.rollout.samples, run.checkpoints):
+            end(recorder, train(handles, recipe, first), recipe)
         finish(run, session.roles["actor"], recipe)
         if recipe.critic is not None:
             with timer.phase("export"):

@@ -9,18 +9,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from typing import Any
 
 WINDOW = 32  # optimizer steps that a spike is measured by
-FEWEST = 8  # before so many were taken, nothing is a spike
+FEWEST = 8  # before so many norms are known, nothing is a spike
+# A run that leaves out so many in a row learns nothing, and would say so only in a metric.
+MOST_SKIPPED = WINDOW
 
 
 class GradientWatch:
-    """Of one optimizer. spike_factor: a norm above so many times the median of those before is a spike; None: none is."""
+    """Of one optimizer. spike_factor: a norm above so many times the median of those before is a spike; None: none is.
+
+    skipped: steps in a row that were left out.
+    """
 
     def __init__(self, spike_factor: float | None) -> None:
         self._factor = spike_factor
         self._recent: deque[float] = deque(maxlen=WINDOW)
+        self.skipped = 0
 
     def trouble(self, grad_norm: float) -> str:
         """Why the step should not be taken; empty where nothing is wrong with it. grad_norm: before clipping."""
@@ -36,11 +42,24 @@ class GradientWatch:
     def took(self, grad_norm: float) -> None:
         """A step was taken: later ones are measured by it."""
         self._recent.append(grad_norm)
+        self.skipped = 0
 
-    def state(self) -> list[float]:
+    def skip(self, grad_norm: float) -> bool:
+        """A step was left out; whether there were not too many in a row by now.
+
+        Later ones are measured by it as well. One spike moves no median, but where norms have risen for good, the median
+        follows within half a window; else each step from then on would be a spike.
+        """
+        if math.isfinite(grad_norm):
+            self._recent.append(grad_norm)
+        self.skipped += 1
+        return self.skipped < MOST_SKIPPED
+
+    def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return list(self._recent)
+        return {"norms": list(self._recent), "skipped": self.skipped}
 
-    def load_state(self, norms: Iterable[float]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self._recent = deque(norms, maxlen=WINDOW)
+        self._recent = deque(state["norms"], maxlen=WINDOW)
+        self.skipped = state["skipped"]

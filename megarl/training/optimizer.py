@@ -17,14 +17,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.core.errors import GradientError, UserError
+from megarl.core.errors import GradientError, RewindError, UserError
 from megarl.core.log import get_logger
 from megarl.recipe.roles import Optimizer
 from megarl.training.gradient_watch import GradientWatch
 
 log = get_logger(__name__)
 
-RECENT = "recent_grad_norms"  # beside the schedule's own
+WATCH = "gradient_watch"  # beside the schedule's own
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Stepper:
         if section.min_lr > section.lr:
             raise UserError(f"optimizer.min_lr is {section.min_lr}, above the peak lr of {section.lr}.")
         self._clip_grad = section.clip_grad
-        self._watch, self._skips = GradientWatch(section.spike_factor), section.on_bad_gradient == "skip"
+        self._watch, self._on_bad = GradientWatch(section.spike_factor), section.on_bad_gradient
         self._chunks = list(chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(section, dtype), self._chunks)
         if section.name == "sgd":
@@ -99,12 +99,13 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule, and what later gradients are measured by; the optimizer's own state is its own to save."""
-        return {**self.scheduler.state_dict(), RECENT: self._watch.state()}
+        return {**self.scheduler.state_dict(), WATCH: self._watch.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         schedule = dict(state)
-        self._watch.load_state(schedule.pop(RECENT, ()))  # a checkpoint of an earlier version has none
+        if (watched := schedule.pop(WATCH, None)) is not None:  # a checkpoint of an earlier version has none
+            self._watch.load_state(watched)
         self.scheduler.load_state_dict(schedule)
 
     def zero_grad(self) -> None:
@@ -118,21 +119,13 @@ class Stepper:
 
         look: called with their norm before they are clipped.
 
-        Where the gradient is not finite, or a spike, no weight changes: it raises GradientError, or leaves the step out, as the
-        recipe says. The schedule goes on: it is one of steps, whatever they do.
+        Where the gradient is not finite, or a spike, no weight changes: it raises GradientError or RewindError, or leaves the
+        step out, as the recipe says. The schedule goes on: it is one of steps, whatever they do.
         """
         found_inf = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        trouble = self._watch.trouble(math.inf if found_inf else grad_norm)
-        if trouble and not self._skips:
-            raise GradientError(
-                f"The gradient of optimizer step {self.num_steps + 1} {trouble}, seen by rank {rank}; the weights were left as "
-                "they were. Look at the loss and the log-prob differences of the last steps: a lower learning rate, or float32, "
-                "usually mends it; on_bad_gradient: skip, in the optimizer's section, leaves such steps out."
-            )
-        if trouble:
-            log.warning("The gradient of optimizer step %d %s: the step is left out", self.num_steps + 1, trouble)
-            self.scheduler.step(1)
+        if trouble := self._watch.trouble(math.inf if found_inf else grad_norm):
+            self._leave_out(trouble, math.inf if found_inf else grad_norm, rank)
             return StepResult(grad_norm, float(self.optimizer.param_groups[0]["lr"]), taken=False)
         self._watch.took(grad_norm)
         if look is not None:
@@ -145,6 +138,28 @@ class Stepper:
                 clip_grad_by_total_norm_fp32(parameters, self._clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
         return StepResult(grad_norm, float(self.optimizer.param_groups[0]["lr"]))
+
+    def _leave_out(self, trouble: str, grad_norm: float, rank: int) -> None:
+        """Go on without this step. trouble: of its gradient.
+
+        Raises GradientError, or RewindError, where the recipe, or reason, forbids it.
+        """
+        step = self.num_steps + 1
+        if self._on_bad != "skip":
+            error = GradientError(
+                f"The gradient of optimizer step {step} {trouble}, seen by rank {rank}; the weights were left as "
+                "they were. Look at the loss and the log-prob differences of the last steps: a lower learning rate, or float32, "
+                "usually mends it; on_bad_gradient: skip, in the optimizer's section, leaves such steps out."
+            )
+            raise RewindError(str(error)) if self._on_bad == "rewind" else error
+        if not self._watch.skip(grad_norm):
+            raise GradientError(
+                f"The gradient of optimizer step {step} {trouble}, and the last {self._watch.skipped} in a row were left out for "
+                "theirs (on_bad_gradient: skip): nothing is learned any more. Go on from a checkpoint before them, with a lower "
+                "learning rate or in float32."
+            )
+        log.warning("The gradient of optimizer step %d %s: the step is left out", step, trouble)
+        self.scheduler.step(1)
 
 
 def _optimizer_config(section: Optimizer, dtype: torch.dtype) -> Any:

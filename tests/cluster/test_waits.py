@@ -56,6 +56,10 @@ class Helper:
     def raise_user_error(self) -> None:
         raise UserError("the heads do not divide")
 
+    def end_soon(self) -> None:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def raise_bug(self) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -133,6 +137,15 @@ def test_a_killed_worker_is_reported_while_another_hangs(workers: list[Worker], 
     with pytest.raises(WorkerDiedError, match=rf"{workers[1].name} \(pid {workers[1].facts.pid} on .*update \(actor\)"):
         waiter.wait(calls, phase="update", role="actor", deadline_s=60)
     assert time.monotonic() - started < 20
+
+
+def test_a_death_comes_before_what_its_peers_say_of_it(workers: list[Worker], waiter: Waiter) -> None:
+    calls = [
+        Call(workers[0], workers[0].handle.raise_bug.remote()),
+        Call(workers[1], workers[1].handle.end_soon.remote()),
+    ]
+    with pytest.raises(WorkerDiedError, match=rf"{workers[1].name} \(pid {workers[1].facts.pid} on .*update \(actor\)"):
+        waiter.wait(calls, phase="update", role="actor", deadline_s=60)
 
 
 def test_errors_keep_their_kind_and_name_the_worker(workers: list[Worker], waiter: Waiter) -> None:

@@ -30,7 +30,7 @@ SAVING = (*LONG, "train.save_every=1")
 
 
 def test_a_killed_rank_is_named(launch: Launch) -> None:
-    driver = launch("run.name=killed-rank", *SAVING)
+    driver = launch("run.name=killed-rank", "cluster.max_recoveries=0", *SAVING)
     driver.wait_for_step(1)
     kill(driver.pids(is_rank))
     code, _, error = driver.finish(60)

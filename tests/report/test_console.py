@@ -46,6 +46,18 @@ def test_a_step_is_one_line() -> None:
     )
 
 
+def test_a_step_whose_every_gradient_was_left_out_has_no_norm() -> None:
+    run, out = console()
+    with run:
+        run.step(1, STEP)
+        run.step(
+            2, {name: value for name, value in STEP.items() if name != "actor/grad_norm"} | {"actor/skipped_steps": 2}
+        )
+    first, second = lines(out)
+    assert "grad" in first and "grad" not in second
+    assert first.index("tok/s") == second.index("tok/s")
+
+
 def test_time_left_is_the_mean_of_the_steps_done_here() -> None:
     run, out = console(steps=100)
     with run:

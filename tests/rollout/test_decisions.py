@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.rollout.decisions import FILE, Decision, Decisions
@@ -121,3 +122,31 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "journal").write_text("")
     with pytest.raises(JournalError, match="cannot be written"):
         life(tmp_path / "journal", first)
+
+
+def harmed(content: bytes, rng: np.random.Generator) -> bytes:
+    """A file's content cut short, or with a bit flipped, somewhere."""
+    at = int(rng.integers(len(content)))
+    if rng.integers(2):
+        return content[:at]
+    return bytes([*content[:at], content[at] ^ 1 << int(rng.integers(8)), *content[at + 1 :]])
+
+
+def test_of_a_file_that_is_harmed_anywhere_only_what_was_decided_is_repeated(tmp_path: Path) -> None:
+    """A beginning of it; and the run goes on, and writes down what it decides."""
+    life(tmp_path, first)
+    whole, rng = (tmp_path / FILE).read_bytes(), np.random.default_rng(1)
+    repeats = set()
+    for _ in range(60):
+        (tmp_path / FILE).write_bytes(harmed(whole, rng))
+        found = repeated(tmp_path)
+        assert found == ALL[: len(found)]
+        repeats.add(len(found))
+
+        def on(decisions: Decisions, known: int = len(found)) -> None:
+            decisions.resume(known)
+            decisions.add("dull", 3, [A])
+
+        life(tmp_path, on)
+        assert repeated(tmp_path) == [*found, (len(found) + 1, "dull", 3, (A,))]
+    assert {0, len(ALL)} <= repeats

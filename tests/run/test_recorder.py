@@ -34,6 +34,7 @@ def test_a_line_waits_for_what_is_expected_of_it_and_later_lines_wait_for_it() -
     assert calls == [("wait", "of 1"), ("record", 1), ("record", 2), ("record", 3)]
     assert told.failures == ["first", "second", ""]
     host = told.metrics[1].pop("perf/host_memory_bytes")
+    assert told.metrics[1].pop("perf/recoveries") == 0
     peaks = {"memory/actor/update": 1.0, "perf/rank_peak_bytes": 1.0}
     assert host > 0 and told.metrics[1] == {"reward/mean": 0.1, "critic/vf_loss": 1.0, **peaks}
     assert "critic/vf_loss" not in told.metrics[2]

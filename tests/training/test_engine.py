@@ -10,7 +10,7 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.types import MicroBatch, MiniBatch, Shard
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
-from megarl.training.gradient_watch import FEWEST
+from megarl.training.gradient_watch import FEWEST, MOST_SKIPPED
 from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
@@ -143,6 +143,15 @@ def test_a_bad_gradient_is_left_out_where_the_recipe_says_so(rank, spec):
     assert not all(torch.equal(tensor, before[name]) for name, tensor in weights(rank, "actor").items())
     assert all(tensor.isfinite().all() for tensor in weights(rank, "actor").values())
     assert rank.engine("actor").num_steps == 4  # the schedule counts all
+
+
+def test_a_run_that_leaves_out_step_after_step_ends(rank, spec):
+    rank.build("actor", dataclasses.replace(spec, optimizer=Optimizer(lr=1e-3, on_bad_gradient="skip")))
+    [shard], [columns] = shards([examples([5], VOCAB)] * MOST_SKIPPED)
+    for mini in columns["advantages"]:
+        mini[0][2] = np.nan
+    with pytest.raises(MegarlError, match=rf"step {MOST_SKIPPED} is not finite.*the last {MOST_SKIPPED} in a row"):
+        rank.update("actor", shard, columns)
 
 
 def test_a_spike_is_measured_by_what_a_checkpoint_remembers(rank, spec, tmp_path):

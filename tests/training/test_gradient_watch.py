@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megarl.training.gradient_watch import FEWEST, WINDOW, GradientWatch
+from megarl.training.gradient_watch import FEWEST, MOST_SKIPPED, WINDOW, GradientWatch
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
@@ -32,6 +32,35 @@ def test_it_goes_on_as_it_was() -> None:
     first, second = GradientWatch(2.0), GradientWatch(2.0)
     for norm in range(1, WINDOW + 9):
         first.took(float(norm))
+    assert first.skip(math.nan)
     second.load_state(first.state())
-    assert second.state() == first.state() == [float(norm) for norm in range(9, WINDOW + 9)]
+    assert second.state() == first.state() == {"norms": [float(norm) for norm in range(9, WINDOW + 9)], "skipped": 1}
     assert [second.trouble(each) for each in (49.0, 50.0)] == [first.trouble(each) for each in (49.0, 50.0)]
+
+
+def left_out(watch: GradientWatch, norm: float, steps: int) -> int:
+    """Steps of this norm that are left out, before the first that is taken."""
+    for step in range(steps):
+        if not watch.trouble(norm):
+            return step
+        assert watch.skip(norm)
+    return steps
+
+
+def test_one_spike_stays_one_and_norms_that_have_risen_for_good_are_no_spikes_for_ever() -> None:
+    watch = GradientWatch(3.0)
+    for _ in range(WINDOW):
+        watch.took(1.0)
+    assert left_out(watch, 100.0, 5) == 5
+    watch.took(1.0)
+    assert watch.skipped == 0 and watch.trouble(3.5) != ""
+    # 5 of 32 are 100 already: with 11 more, half of them are.
+    assert left_out(watch, 100.0, WINDOW) == WINDOW // 2 - 5
+
+
+def test_too_many_in_a_row_are_said() -> None:
+    watch = GradientWatch(None)
+    assert all(watch.skip(math.nan) for _ in range(MOST_SKIPPED - 1))
+    assert not watch.skip(math.inf)
+    watch.took(1.0)
+    assert watch.skip(math.nan) and watch.state() == {"norms": [1.0], "skipped": 1}

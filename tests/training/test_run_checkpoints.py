@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.core.errors import UserError
@@ -182,3 +183,26 @@ def test_a_marker_that_says_nothing_of_the_state_is_broken(tmp_path: Path) -> No
     target = save(Checkpoints(tmp_path, keep_last=1), 7, write_weights, {})
     (target / MARKER).write_text(json.dumps({"files": {}}))
     assert step_damage(target, read=True) == ["COMMITTED does not speak of state.json"]
+
+
+def test_one_that_is_harmed_anywhere_is_refused_or_is_what_it_was(tmp_path: Path) -> None:
+    """A bit flipped, or a file cut short, anywhere in the newest: the older one is gone on with, which nobody has touched."""
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (1, 2):
+        save(checkpoints, step, write_weights, {"weight_version": step, "data": {"position": step}})
+    newest, rng = tmp_path / "step_000002", np.random.default_rng(2)
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    refused = 0
+    for _ in range(300):
+        path = files[int(rng.integers(len(files)))]
+        whole = path.read_bytes()
+        at, content = int(rng.integers(len(whole))), bytearray(whole)
+        content[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(content if rng.integers(3) else whole[:at])
+        found = checkpoints.latest()
+        refused += found.step == 1
+        assert found.state == {"step": found.step, "weight_version": found.step, "data": {"position": found.step}}
+        assert (found.role("actor") / "weights").read_text() == (tmp_path / f".tmp-step_{found.step:06d}").name
+        path.write_bytes(whole)
+    assert refused > 250, "a bit of the marker's blanks may be another"
+    assert checkpoints.latest().step == 2

@@ -93,7 +93,7 @@ class Engines:
         """What becomes of an update whose gradients have this norm, after smaller ones."""
         stepper = self._rank.engine(role)._stepper
         assert stepper is not None
-        stepper._watch.load_state([1.0] * FEWEST)
+        stepper._watch.load_state({"norms": [1.0] * FEWEST, "skipped": 0})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stepper.optimizer, "get_grad_norm", lambda: norm)
             try:
