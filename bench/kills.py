@@ -29,7 +29,7 @@ from rich.console import Console
 from bench.support.measure import RESULTS, write
 from megarl.core.timing import PHASE_FILE, read_phase
 from tests.end_to_end.chaos import VICTIMS
-from tests.end_to_end.harness import Driver, is_rank, start
+from tests.end_to_end.harness import Driver, is_coordinator, is_rank, is_raylet, start
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 
@@ -37,8 +37,8 @@ KINDS: Mapping[str, Callable[[str], bool]] = {
     "driver": lambda command: False,  # known as itself
     "rank": is_rank,
     **VICTIMS,
-    "coordinator": lambda command: command.startswith("ray::CoordinatorActor"),
-    "raylet": lambda command: "raylet/raylet" in command.split(" ")[0],
+    "coordinator": is_coordinator,
+    "raylet": is_raylet,
     "grader": lambda command: "megarl.rewards.worker" in command,
 }
 # By what a reader calls them: the driver's name for it. A grade is within the rollout, once a grader works.
@@ -134,7 +134,7 @@ class Struck:
             self.cells[-1].pop("recoveries", None)
 
     def strike(self, cell: Cell, step: int) -> bool:
-        """Kill, in this step or a later one where the phase is not met; whether it was done before the run's end."""
+        """Kill, in this step or a later one where the phase is not met; whether it was met at all."""
         end, pids = time.monotonic() + LONGEST_S, []
         while time.monotonic() < end:
             if self.driver.process.poll() is not None:
@@ -143,10 +143,14 @@ class Struck:
                 self.go_on()
                 pids = []
             seen = read_phase(self._phase_file)
+            if cell.phase == "start" and seen is not None and seen[0] is not None:
+                return False  # this life has started
             if seen is not None and not pids and (cell.phase == "start" or (seen[0] or 0) >= step):
                 pids = self._pids(cell)
-            if pids and self._meets(cell, step, seen) and self._killed(cell, step, pids):
-                return True
+            if pids and self._meets(cell, step, seen):
+                if self._killed(cell, step, pids):
+                    return True
+                pids = []
             time.sleep(POLL_S)
         raise RuntimeError(f"{cell.name} did not come about in {LONGEST_S:g} s.\n{self.driver.where()}")
 
@@ -168,15 +172,18 @@ class Struck:
         """Kill one while the driver stands still in the phase; off where it has left it meanwhile."""
         self.driver.process.send_signal(signal.SIGSTOP)
         seen = read_phase(self._phase_file)
-        there = self._meets(cell, step, seen)
-        if there:
-            self.settle()
+        try:
+            if not self._meets(cell, step, seen):
+                return False
             os.kill(pids[0], signal.SIGKILL)
-            done = {"kind": cell.kind, "phase": cell.phase, "step": seen[0] if seen else None, "then": ""}
-            self.cells.append({**done, "recoveries": self._recoveries()})
-        if cell.kind != "driver" or not there:
+        except ProcessLookupError:
+            return False  # another has come in its place
+        finally:
             self.driver.process.send_signal(signal.SIGCONT)
-        return there
+        self.settle()
+        done = {"kind": cell.kind, "phase": cell.phase, "step": seen[0] if seen else None, "then": ""}
+        self.cells.append({**done, "recoveries": self._recoveries()})
+        return True
 
     def finish(self) -> None:
         """Until its last step. Raises RuntimeError where it does not come there."""
@@ -264,11 +271,12 @@ def run_cells(folder: Path, name: str, cells: list[Cell], peace: Driver) -> list
         if not fits:
             step += 1
             continue
-        console.print(f"step {step}: {fits[0].name}")
-        if not struck.strike(fits[0], step):
-            break
-        waiting.remove(fits[0])
-        step = max(step, struck.cells[-1]["step"] or 0) + 1
+        # What dies in a start ends that life: the next one may lose another.
+        cell = next((each for each in fits if each.phase == "start"), fits[0])
+        waiting.remove(cell)
+        console.print(f"step {step}: {cell.name}")
+        if struck.strike(cell, step) and cell.phase != "start":
+            step = max(step, struck.cells[-1]["step"] or 0) + 1
     struck.finish()
     found = compare(struck.driver, peace)
     return [{**cell, **found} for cell in struck.cells]

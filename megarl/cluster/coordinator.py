@@ -116,6 +116,10 @@ class CoordinatorActor:
         """Go on from a saved place."""
         self._at_work().load_state(state)
 
+    async def rewind(self, to_step: int, to_number: int) -> bool:
+        """Write down that the run goes back to a checkpoint; whether it has not been there too often."""
+        return await self._at_work().rewind(to_step, to_number)
+
     async def close(self) -> None:
         """Listen no more. Raises LedgerError where the book does not add up."""
         await self._at_work().close()

@@ -142,6 +142,11 @@ class Samples:
         """Go on from a saved place."""
         self.wait(self.coordinator.handle.load_state.remote(state), "data", self.recipe.deadlines.start_s)
 
+    def rewind(self, to_step: int, to_number: int) -> bool:
+        """Write down that the run goes back to a checkpoint; whether it has not been there too often."""
+        ask = self.coordinator.handle.rewind.remote(to_step, to_number)
+        return bool(self.wait(ask, "data", self.recipe.deadlines.save_s))
+
     def close(self) -> None:
         """The book has to add up; the processes end with the run. Raises LedgerError."""
         self.wait(self.coordinator.handle.close.remote(), "end", self.recipe.deadlines.sync_s)

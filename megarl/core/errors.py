@@ -63,6 +63,10 @@ class DriftError(MegarlError):
     """A step that was not learned from, because the rollout's log-probs are too far from the trainer's: says how far."""
 
 
+class RewindError(MegarlError):
+    """A step that was not learned from, and the recipe wants the run to go back to its last checkpoint for it."""
+
+
 class StoppedError(MegarlError):
     """The run has stopped before its end, as it was asked to, with a checkpoint of its last step: it can go on later."""
 

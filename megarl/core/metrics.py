@@ -121,7 +121,7 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/requests_queued": MetricSpec("requests", "that waited for their turn at the collectors", ".0f"),
     "rollout/dropped/REASON": MetricSpec(
         "groups",
-        "not trained on, because of REASON, since the run or its resume began: zero_variance, late",
+        "not trained on, because of REASON, since the run or its resume began: zero_variance, late, rewound",
         ".0f",
     ),
     "rollout/groups_lost": MetricSpec(
@@ -142,6 +142,11 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/logprob_diff_max": MetricSpec("nats", "the largest such difference in the step", ".1e"),
     "rollout/drifted": MetricSpec(
         "1 or 0", "whether the step was left out, because logprob_diff_mean is above algorithm.max_logprob_diff", ".0f"
+    ),
+    "rollout/rewinds": MetricSpec(
+        "rewinds",
+        "times so far that the run went back to a checkpoint (on_bad_gradient or on_logprob_diff: rewind)",
+        ".0f",
     ),
     "rollout/correction_ess": MetricSpec(
         "fraction", "effective sample size of the importance weights, (sum w)^2 / (K sum w^2)", ".3f"

@@ -91,9 +91,10 @@ class Algorithm(Section):
         description="a step whose rollout and trainer are further apart in the mean over trained tokens, |log-prob difference|, "
         "in nats (`rollout/logprob_diff_mean`), is not learned from; default: however far",
     )
-    on_logprob_diff: Literal["stop", "skip"] = Field(
+    on_logprob_diff: Literal["stop", "skip", "rewind"] = Field(
         "stop",
-        description="a step above max_logprob_diff. stop: ends the run; skip: leaves the step out (`rollout/drifted`)",
+        description="a step above max_logprob_diff. stop: ends the run; skip: leaves the step out (`rollout/drifted`); rewind: "
+        "back to the last checkpoint, and on with other data",
     )
     correction: Correction | None = Field(
         None,

@@ -200,6 +200,12 @@ ALGORITHM_UNREAD: tuple[Unread, ...] = (
 
 ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
+        "algorithm.on_logprob_diff",
+        lambda r, _: r.algorithm.on_logprob_diff == "rewind" and not r.train.journal,
+        lambda _: "what a run goes back over is written in its journal, and train.journal is false: set it to true",
+        RL,
+    ),
+    Contradiction(
         "rollout.samples_per_prompt",
         lambda r, asked: (
             r.rollout.samples_per_prompt < 2

@@ -87,5 +87,21 @@ def _schedule_rule(role: str, kinds: Kinds) -> Contradiction:
     return Contradiction(f"{role}.optimizer.min_lr", lambda r, asked: not rises(r, asked), says, kinds)
 
 
+def _rewind_rule(role: str, kinds: Kinds) -> Contradiction:
+    stays = _optimizer(role, lambda optimizer: optimizer.on_bad_gradient != "rewind")
+
+    def wrong(recipe: AnyRecipe, asked: Asked) -> bool:
+        return not stays(recipe, asked) and not (isinstance(recipe, Recipe) and recipe.train.journal)
+
+    def says(recipe: AnyRecipe) -> str:
+        if isinstance(recipe, Recipe):
+            return "what a run goes back over is written in its journal, and train.journal is false: set it to true"
+        return "a supervised run has no journal, in which it would be written what it goes back over: set it to stop or skip"
+
+    return Contradiction(f"{role}.optimizer.on_bad_gradient", wrong, says, kinds)
+
+
 ROLE_UNREAD: tuple[Unread, ...] = (*_layout_rules(), *_optimizer_rules())
-ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = tuple(_schedule_rule(role, kinds) for role, kinds in LEARNING.items())
+ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = tuple(
+    rule(role, kinds) for role, kinds in LEARNING.items() for rule in (_schedule_rule, _rewind_rule)
+)

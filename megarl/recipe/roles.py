@@ -42,10 +42,10 @@ class Optimizer(Section):
         description="a gradient whose norm, before clipping, is so many times the median of the last 32 is as bad as one that is "
         "not finite; default: no norm is too large",
     )
-    on_bad_gradient: Literal["stop", "skip"] = Field(
+    on_bad_gradient: Literal["stop", "skip", "rewind"] = Field(
         "stop",
         description="an optimizer step whose gradient is not finite, or a spike. stop: ends the run, weights unchanged; "
-        "skip: leaves this step out, and counts it",
+        "skip: leaves this step out, and counts it; rewind: back to the last checkpoint, and on with other data",
     )
     momentum: Fraction = Field(0.0, description="SGD's momentum")
     schedule: Literal["constant", "linear", "cosine"] = Field(

@@ -34,6 +34,13 @@ def _placed_by_hand(section: str) -> Callable[[Recipe, Asked], bool]:
     return lambda recipe, _: recipe.placement.name is None or getattr(recipe, section) is None
 
 
+def may_rewind(recipe: Recipe) -> bool:
+    """Whether anything in the recipe goes back to a checkpoint."""
+    asked = [recipe.actor.optimizer.on_bad_gradient, recipe.algorithm.on_logprob_diff]
+    asked += [recipe.critic.optimizer.on_bad_gradient] if recipe.critic is not None else []
+    return "rewind" in asked
+
+
 def _decides_alone(recipe: Recipe) -> bool:
     """Whether the reward is what one grader, or the environment, says, no more and no less."""
     if len(score_names(recipe)) > len(recipe.reward.by_name()):
@@ -77,6 +84,13 @@ UNREAD_RULES: tuple[Unread, ...] = (
         ("train.async_save",),
         lambda r, _: r.train.save_every is not None,
         "the only checkpoint is that of the last step, beside which nothing goes on: set train.save_every",
+    ),
+    Unread(
+        ("train.max_rewinds",),
+        lambda r, _: may_rewind(r),
+        "nothing in this recipe goes back to a checkpoint: set on_bad_gradient of an optimizer, or algorithm.on_logprob_diff, to "
+        "rewind",
+        (Recipe,),
     ),
     Unread(
         ("train.journal_keep",),

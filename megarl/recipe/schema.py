@@ -203,6 +203,10 @@ class Train(Section):
         False, description="write checkpoints while training goes on; each is committed one step later"
     )
     keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
+    max_rewinds: PositiveInt = Field(
+        3,
+        description="times that a run goes back to the same checkpoint, where on_bad_gradient or on_logprob_diff is rewind",
+    )
     journal: bool = Field(
         True,
         description="finished samples are written down before they count, in journal/ of the run's folder: a run that goes on "

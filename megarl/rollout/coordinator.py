@@ -22,16 +22,18 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout import batcher, held_out, step_metrics
 from megarl.rollout import ledger as events
 from megarl.rollout.batcher import StepSamples
-from megarl.rollout.decisions import Decisions
+from megarl.rollout.decisions import Decision, Decisions
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.flow import Flow
 from megarl.rollout.intake import Intake
 from megarl.rollout.journal import JOURNAL
 from megarl.rollout.ledger import Entry, Key, Ledger, keys_of
 from megarl.rollout.links import CollectorLink, Links
-from megarl.rollout.local_advantages import Measured, Settled, StepPlan, numbers_of
+from megarl.rollout.local_advantages import Measured, Settled, StepPlan
 from megarl.rollout.producer import Pace, choose, owner_of, room
+from megarl.rollout.rewinds import Rewinds
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
+from megarl.rollout.step_plan import StepPlanner
 from megarl.rollout.tasks import DataFacts, GroupTask, News
 from megarl.serving.client import ServerEndpoint
 
@@ -53,8 +55,7 @@ class Coordinator:
         replay: Path | None = None,
     ) -> None:
         """replay: the journal of another run, whose steps are made again, and no others."""
-        self._recipe, self._data, self._model = recipe, data, model
-        self._num_shards, self._beside = num_shards, beside
+        self._recipe, self._data, self._beside = recipe, data, beside
         self._pace = Pace.of(recipe, beside=beside)
         self._progress = progress or Progress(None)
         self.ledger = Ledger()
@@ -71,11 +72,13 @@ class Coordinator:
         self._samples: StepSamples | None = None
         self._flow = Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
+        self._planner = StepPlanner(recipe, model, self._pace, self.advantages, len(links), num_shards)
         self._asked_as: dict[Key, int] = {}  # numbers of groups that were asked for in an earlier life as well
         journal = replay or (recipe.run.folder / JOURNAL if recipe.train.journal else None)
         self._decisions = Decisions(journal, replays=replay is not None)
         self._missing: set[int] = set()  # groups that the journal was to have, and has not
         self._trains = 0  # version of the weights that the last step was made for
+        self._rewinds = Rewinds(recipe)
         self._before_settling: tuple[int, dict[str, float]] | None = None  # a step, and the KL's weight before it
 
     async def next(self, step: int, version: int) -> StepPlan:
@@ -173,13 +176,23 @@ class Coordinator:
         """The place in the data, the groups asked for and not trained on, and the weight of the KL."""
         waiting = keys_of(entry for entry in self.ledger.under_way() if entry.phase != "taken")
         place = {**self._intake.state(waiting), **self.advantages.state()}
-        return {**place, "step": self._step, "decisions": self._decisions.last}
+        return {**place, "step": self._step, "decisions": self._decisions.last, "rewinds": self._rewinds.total}
+
+    async def rewind(self, to_step: int, to_number: int) -> bool:
+        """Write down that the run goes back to a checkpoint, of this newest decision; whether not too often."""
+        if not self._rewinds.may(to_step):
+            return False
+        self._decisions.leave(f"step {self._step} is gone back over")
+        self._decisions.add("rewound", to_step, [(to_number, 0, 0)])
+        await self._decisions.write()
+        return True
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place: what was decided since is decided again; what was under way then is asked for first."""
         self._intake.load_state(state)
         self.advantages.load_state(state)
         self._step = int(state.get("step", self._step))
+        self._rewinds.total = int(state.get("rewinds", 0))
         self._decisions.resume(state.get("decisions"))
 
     @property
@@ -220,6 +233,9 @@ class Coordinator:
                     self._ask(self._intake.repeat(key), recorded=True)
                 continue
             await self._links.flush()
+            if decision.kind == "rewound":
+                await self._pass_over(decision)
+                continue
             groups = [self._asked_as[key] for key in decision.groups]
             if decision.kind == "late":
                 await self._drop(groups, "late")
@@ -235,6 +251,13 @@ class Coordinator:
             await self._drop(groups, "zero_variance")
         self._decisions.leave(f"what step {self._step} took is not known")
         return False
+
+    async def _pass_over(self, decision: Decision) -> None:
+        """Go on with the data behind all that was asked for before the run went back."""
+        self._rewinds.passed(decision)
+        await self._drop([entry.asked.group for entry in self.ledger.under_way() if entry.phase != "taken"], "rewound")
+        for key in decision.groups:
+            self._intake.repeat(key)
 
     async def _finished(self, group: int) -> GroupFacts:
         """A group that is under way, once it has finished."""
@@ -366,34 +389,10 @@ class Coordinator:
         self._intake.forget(before - 1)
 
     async def _plan(self, entries: Sequence[Entry], version: int) -> StepPlan:
-        recipe, step = self._recipe, self._step
-        taken = [entry.facts for entry in entries if entry.facts is not None]
-        seen = [*taken, *self._dull]
-        first = entries[0].asked.owner
+        step, first = self._step, entries[0].asked.owner
         mine = [entry.asked.group for entry in entries if entry.asked.owner == first]
         await self._links.tell(first, lambda link: link.write(step, mine))
-        batcher.check_versions(entries, version, self._pace.max_staleness)
-        oldest = version - self._pace.max_staleness
-        greedy = self.advantages.needs_greedy
-        step_metrics.check_usable(f"Step {step}", seen, recipe.reward.max_failed_share, greedy=greedy)
-        metrics = step_metrics.sample_metrics(seen, greedy=greedy)
-        samples = batcher.select(
-            entries, step, oldest, greedy=greedy, drop_dull=recipe.algorithm.drop_zero_variance_groups
-        )
-        self._samples = samples
-        plans, parts = batcher.assign(
-            samples,
-            recipe,
-            num_owners=len(self._links),
-            num_shards=self._num_shards,
-            oldest=oldest,
-            groups=entries,
-        )
-        metrics |= step_metrics.version_metrics(taken, version, oldest) if self._pace.max_staleness else {}
-        metrics |= self._flow.metrics(await self._links.loads())
+        metrics = self._flow.metrics(await self._links.loads()) | self._rewinds.metrics()
         metrics |= step_metrics.place_metrics(self.ledger, self._data, self._intake.place())
-        info = step_metrics.batch_info(
-            samples, recipe, self._model, plans, version, metrics, step_metrics.failure(seen)
-        )
-        numbers = numbers_of(samples, len(self._links), self.advantages.kl_coef)
-        return StepPlan(info, plans, parts, numbers)
+        self._samples, plan = self._planner.plan(entries, step, version, self._dull, metrics)
+        return plan

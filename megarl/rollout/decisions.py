@@ -33,20 +33,24 @@ TABLE = "create table if not exists decisions (number integer primary key, kind 
 INSERT = "insert or replace into decisions values (?, ?, ?, ?, ?)"
 
 # admitted: asked for; dull: dropped because they taught nothing; late: dropped because they ran too long; taken: by a step.
-Kind = Literal["admitted", "dull", "late", "taken"]
+# rewound: the run went back to a checkpoint, and what was asked for since is passed over.
+Kind = Literal["admitted", "dull", "late", "taken", "rewound"]
 
 
 @dataclass(frozen=True)
 class Decision:
     """What became of some groups, in order.
 
-    number: from 1 on. step: that was under way.
+    number: from 1 on. step: that was under way; of rewound the checkpoint's. groups: of rewound, as it is written, one triple:
+    the number of the newest decision that stays, and twice 0; as `standing` gives it, the groups that are passed over.
+    times: of rewound, how often since then.
     """
 
     number: int
     kind: Kind
     step: int
     groups: tuple[Key, ...]
+    times: int = 1
 
 
 class Decisions:
@@ -75,9 +79,7 @@ class Decisions:
         earlier = [] if after is None else read_decisions(self._folder, after)
         if not self._replays:
             forget_decisions(self._folder, self._last + len(earlier))
-        # A step that was made again took what it took last.
-        taken = {each.step: each.number for each in earlier if each.kind == "taken"}
-        self._earlier.extend(each for each in earlier if each.kind != "taken" or taken[each.step] == each.number)
+        self._earlier.extend(standing(earlier))
 
     @property
     def last(self) -> int | None:
@@ -156,6 +158,23 @@ class Decisions:
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def standing(made: Sequence[Decision]) -> list[Decision]:
+    """What a run that goes on has to make again of decisions in their order: what it went back over, it only passes over."""
+    kept: list[Decision] = []
+    for each in made:
+        if each.kind == "rewound":
+            stays = each.groups[0][0]
+            gone = [other for other in kept if other.number > stays]
+            over = [key for other in gone if other.kind in ("admitted", "rewound") for key in other.groups]
+            times = 1 + sum(other.times for other in gone if other.kind == "rewound")
+            kept = [other for other in kept if other.number <= stays]
+            each = Decision(each.number, "rewound", each.step, tuple(over), times)  # noqa: PLW2901
+        kept.append(each)
+    # A step that was made again took what it took last.
+    taken = {each.step: each.number for each in kept if each.kind == "taken"}
+    return [each for each in kept if each.kind != "taken" or taken[each.step] == each.number]
 
 
 def read_decisions(folder: Path, after: int) -> list[Decision]:

@@ -72,7 +72,7 @@ def row_of(
         len(sample.prompt.token_ids),
         memory.tobytes(),
         sample.response_text.encode(errors="replace").decode(),
-        None if math.isnan(sample.reward) else float(sample.reward),
+        None if math.isnan(sample.reward) else float(sample.reward) + 0.0,  # SQLite gives -0.0 back as 0.0
         _json(sample.reward_parts),
         sample.grade_failure,
         sample.status.value,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DiskFullError, DriftError, GradientError, MegarlError
+from megarl.core.errors import DiskFullError, DriftError, GradientError, MegarlError, RewindError
 from megarl.core.exit_codes import REFUSED
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import Loaded, command_of
@@ -65,7 +65,7 @@ class Ending:
         """How a step that was not to be learned from is made again, alone, to be looked at."""
         step = self.timer.last[0] if self.timer is not None and self.timer.last is not None else None
         recipe = self.loaded.recipe
-        if not isinstance(error, GradientError | DriftError) or step is None or self.again:
+        if not isinstance(error, GradientError | DriftError | RewindError) or step is None or self.again:
             return []
         if not isinstance(recipe, Recipe) or not recipe.train.journal:
             return []

@@ -1,5 +1,8 @@
 """Goes on with a run that has lost a process which nobody starts again, without being started again itself.
 
+So does a run that goes back to its last checkpoint because of what a step would have taught it: the journal says then what it
+passes over.
+
 Everything of the run is taken apart, and it resumes in the same driver, as `--continue` would: from its newest checkpoint, and
 from the samples in its journal. Servers, the router and collectors that die are not lost: they come back while the run goes on
 (cluster/healing.py). What cannot be recovered from is raised as ever.
@@ -11,13 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.errors import UserError, WorkerDiedError
+from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.stop import StopRequest
 from megarl.report.history import read_history
 
 log = get_logger(__name__)
+
+
+class RewoundError(MegarlError):
+    """The run goes back to its last checkpoint, as it is written in its journal: it has to be made again from there."""
 
 
 @dataclass
@@ -31,7 +38,7 @@ class Recoveries:
     history: Path
     total: int = 0
     _stop: StopRequest | None = None  # of a run that has started
-    _told: str = ""  # why there was the last
+    _told: str = ""  # what a user should read of the last end
     _reached: int = -1  # the last step that had been written at the last death
     _vain: int = 0  # deaths since then
 
@@ -40,10 +47,14 @@ class Recoveries:
         self._stop = stop
 
     def tell(self) -> None:
-        """Say why the run is recovered, once its log is open; nothing where it is not."""
+        """Say why the run begins again, once its log is open; nothing where it is not."""
         if self._told:
-            log.warning("recovery %d: the run goes on from its last checkpoint and journal. %s", self.total, self._told)
+            log.warning("%s", self._told)
         self._told = ""
+
+    def rewound(self, error: RewoundError) -> None:
+        """It is no death, and the journal counts how often."""
+        self._told = str(error)
 
     def another(self, error: WorkerDiedError) -> bool:
         """Count a death; whether the run is recovered from it."""
@@ -58,7 +69,7 @@ class Recoveries:
                 error.add_note(f"It was recovered {self.most} times in vain: no step was done in between.")
             return False
         self.total += 1
-        self._told = str(error)
+        self._told = f"recovery {self.total}: the run goes on from its last checkpoint and journal. {error}"
         return True
 
     def _last_step(self) -> int:
@@ -76,6 +87,8 @@ def live(recoveries: Recoveries, life: Callable[[bool], None]) -> None:
             if again:
                 error.exit_code = FAULT  # of a run that had begun
             raise
+        except RewoundError as error:
+            recoveries.rewound(error)
         except WorkerDiedError as error:
             if not recoveries.another(error):
                 raise

@@ -93,7 +93,6 @@ def _own(recipe: Recipe, out: Path) -> Recipe:
         update={
             "run": recipe.run.model_copy(update={"dir": out.parent, "name": out.name}),
             "data": recipe.data.model_copy(update={"eval": None}),
-            "train": recipe.train.model_copy(update={"journal": False}),
         }
     )
 

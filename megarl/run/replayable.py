@@ -10,7 +10,7 @@ from megarl.core.checksums import sum_file
 from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
-from megarl.rollout.decisions import Decision, read_decisions
+from megarl.rollout.decisions import Decision, read_decisions, standing
 from megarl.rollout.journal import JOURNAL, steps_of
 from megarl.run.journal import MADE_WITH
 from megarl.run.preflight import CHECKPOINTS
@@ -110,8 +110,7 @@ def _last_after(journal: Path, start: Committed | None) -> int:
     number = 0 if start is None else start.state.get("data", {}).get("decisions")
     if number is None:
         return _step(start)
-    # The newest of each step counts: one that was made again took what it took last.
-    taken = {each.step: each for each in read_decisions(journal, number) if each.kind == "taken"}
+    taken = {each.step: each for each in standing(read_decisions(journal, number)) if each.kind == "taken"}
     there, last = set(steps_of(journal)), _step(start)
     while last + 1 in taken and _has(taken[last + 1], there):
         last += 1

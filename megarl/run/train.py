@@ -22,6 +22,7 @@ from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
 from megarl.run.recovery import Recoveries, live
+from megarl.run.rewind import rewinding
 from megarl.train import train
 
 CRITIC_EXPORT = "hf_critic"
@@ -91,7 +92,8 @@ def _train(
                     recorder.expect(0, session.rollout.evaluate(0, first.weight_version))
             recorder.end_of(0, before)
         handles = handles_of(session, session.rollout, session.sync, recorder, timer)
-        end(recorder, train(handles, recipe, first), recipe)
+        with rewinding(session.rollout.samples, run.checkpoints):
+            end(recorder, train(handles, recipe, first), recipe)
         finish(run, session.roles["actor"], recipe)
         if recipe.critic is not None:
             with timer.phase("export"):

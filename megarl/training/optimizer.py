@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.core.errors import GradientError, UserError
+from megarl.core.errors import GradientError, RewindError, UserError
 from megarl.core.log import get_logger
 from megarl.recipe.roles import Optimizer
 from megarl.training.gradient_watch import GradientWatch
@@ -68,7 +68,7 @@ class Stepper:
         if section.min_lr > section.lr:
             raise UserError(f"optimizer.min_lr is {section.min_lr}, above the peak lr of {section.lr}.")
         self._clip_grad = section.clip_grad
-        self._watch, self._skips = GradientWatch(section.spike_factor), section.on_bad_gradient == "skip"
+        self._watch, self._on_bad = GradientWatch(section.spike_factor), section.on_bad_gradient
         self._chunks = list(chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(section, dtype), self._chunks)
         if section.name == "sgd":
@@ -119,8 +119,8 @@ class Stepper:
 
         look: called with their norm before they are clipped.
 
-        Where the gradient is not finite, or a spike, no weight changes: it raises GradientError, or leaves the step out, as the
-        recipe says. The schedule goes on: it is one of steps, whatever they do.
+        Where the gradient is not finite, or a spike, no weight changes: it raises GradientError or RewindError, or leaves the
+        step out, as the recipe says. The schedule goes on: it is one of steps, whatever they do.
         """
         found_inf = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -140,14 +140,18 @@ class Stepper:
         return StepResult(grad_norm, float(self.optimizer.param_groups[0]["lr"]))
 
     def _leave_out(self, trouble: str, grad_norm: float, rank: int) -> None:
-        """Go on without this step. trouble: of its gradient. Raises GradientError where the recipe, or reason, forbids it."""
+        """Go on without this step. trouble: of its gradient.
+
+        Raises GradientError, or RewindError, where the recipe, or reason, forbids it.
+        """
         step = self.num_steps + 1
-        if not self._skips:
-            raise GradientError(
+        if self._on_bad != "skip":
+            error = GradientError(
                 f"The gradient of optimizer step {step} {trouble}, seen by rank {rank}; the weights were left as "
                 "they were. Look at the loss and the log-prob differences of the last steps: a lower learning rate, or float32, "
                 "usually mends it; on_bad_gradient: skip, in the optimizer's section, leaves such steps out."
             )
+            raise RewindError(str(error)) if self._on_bad == "rewind" else error
         if not self._watch.skip(grad_norm):
             raise GradientError(
                 f"The gradient of optimizer step {step} {trouble}, and the last {self._watch.skipped} in a row were left out for "

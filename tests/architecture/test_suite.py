@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.suite import num_workers
+from tests.support.cpu_seconds import Clock
 from tests.support.file_order import LONGEST, ONE_SERVER, place_of
 
 ROOT = Path(__file__).parents[2]
+# Its child ends at once; the grandchild belongs to another by then, and is not counted as a child of this one.
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+from tests.support.cpu_seconds import Clock
+clock = Clock()
+group = Path(f"/sys/fs/cgroup/cpuacct/tests-{os.getpid()}"), Path(f"/sys/fs/cgroup/tests-{os.getpid()}")
+joined = any(each.exists() for each in group)
+reader, writer = os.pipe()
+if os.fork() == 0:
+    if os.fork() == 0:
+        while time.process_time() < 0.5:
+            pass
+        os.write(writer, b"done")
+    os._exit(0)
+os.wait()
+os.read(reader, 4)
+print(joined, clock.seconds(), clock.close(), any(each.exists() for each in group))
+"""
 
 
 def test_the_files_that_the_queue_names_are_there() -> None:
@@ -38,3 +60,18 @@ def test_one_worker_more_than_cores_where_the_memory_suffices() -> None:
     assert num_workers(2, 24 * gib) == 3
     assert num_workers(16, 24 * gib) == 4
     assert num_workers(2, 5 * gib) == 1
+
+
+def test_seconds_of_processors_are_those_of_orphans_too_and_leave_no_group() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", ORPHAN], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    joined, seconds, closed, left = ran.stdout.split()
+    assert (float(seconds) >= 0.5) == (joined == "True")
+    assert closed == "True" and left == "False"
+
+
+def test_a_folder_that_is_no_control_group_is_not_taken_for_one(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    assert clock.seconds() > 0.0 and clock.close()
+    assert list(tmp_path.iterdir()) == []

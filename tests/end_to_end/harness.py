@@ -56,9 +56,8 @@ class Driver:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def run_id(self) -> str:
-        match = re.search(r"run id ([0-9a-f]{16})", (self.folder / "logs" / "driver.log").read_text())
-        assert match
-        return match[1]
+        """Of the last life: a run that goes on appends to its log."""
+        return str(re.findall(r"run id ([0-9a-f]{16})", (self.folder / "logs" / "driver.log").read_text())[-1])
 
     def pids(self, wanted: Callable[[str], bool]) -> list[int]:
         """Processes of the run by their command line."""
@@ -149,6 +148,14 @@ def _heed_interrupts() -> None:
 
 def is_rank(command: str) -> bool:
     return command.startswith("ray::RankActor")
+
+
+def is_coordinator(command: str) -> bool:
+    return command.startswith("ray::CoordinatorActor")
+
+
+def is_raylet(command: str) -> bool:
+    return "raylet/raylet" in command.split(" ", maxsplit=1)[0]
 
 
 def is_server(command: str) -> bool:

@@ -31,7 +31,7 @@ _OPTIMIZER = {
     "weight_decay": ["0.5"],
     "clip_grad": ["1.0e-2"],
     "spike_factor": ["2.0"],
-    "on_bad_gradient": ["skip"],
+    "on_bad_gradient": ["skip", "rewind"],
     "momentum": ["0.5"],
     "schedule": ["linear", "cosine"],
     "warmup_steps": ["2"],
@@ -87,7 +87,7 @@ _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {
 TRAIN: dict[str, Sequence[str]] = {
     **COMMON,
     **_REFERENCE,
-    **_under("train", {"journal": ["false"], "journal_keep": ["all"]}),
+    **_under("train", {"journal": ["false"], "journal_keep": ["all"], "max_rewinds": ["1"]}),
     **_under(
         "data",
         {
@@ -469,6 +469,7 @@ NEVER: dict[str, dict[str, str]] = {
             ("rollout.top_p", "rollout.top_k"),
             "samples from a part of the distribution are refused: that, said with the reason, is their effect",
         ),
+        "train.max_rewinds": "a dry run ends once, and does not go back: see tests/rollout/test_resumed.py",
         "agent.processes": "how many harnesses wait changes no sample: see tests/agents/test_harness.py",
         "agent.rewritten": "keep is for templates that rewrite, and there refuse refuses the run: that is its effect",
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",

@@ -119,6 +119,9 @@ UNREAD = [
         ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.step_timeout_s=3"],
         ["agent.environment=guess_number"],
     ),
+    (["algorithm.old_logprobs=rollout", "algorithm.max_logprob_diff=0.1"], ["algorithm.old_logprobs=trainer"]),
+    (["algorithm.on_logprob_diff=skip"], ["algorithm.max_logprob_diff=0.1"]),
+    (["train.max_rewinds=2"], ["actor.optimizer.on_bad_gradient=rewind"]),
     (["train.async_save=true"], ["train.save_every=2"]),
     (["train.journal=false", "train.journal_keep=all"], ["train.journal=true"]),
     (["rollout.late=drop"], ["rollout.max_staleness=1"]),
@@ -240,6 +243,11 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
                 "placement.pools={a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [reference]}}",
             ],
             "Put both into one pool",
+        ),
+        (["train.journal=false", "actor.optimizer.on_bad_gradient=rewind"], "is written in its journal"),
+        (
+            ["train.journal=false", "algorithm.max_logprob_diff=0.1", "algorithm.on_logprob_diff=rewind"],
+            "is written in its journal",
         ),
         (["algorithm.policy_loss=distill"], "there is nobody to distill from"),
         (

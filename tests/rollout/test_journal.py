@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
@@ -120,6 +120,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 @settings(max_examples=30)
+@example(tokens=1, reward=-0.0, routed=False, own=False)
 @given(
     tokens=st.integers(1, 40), reward=st.floats(width=64, allow_infinity=False), routed=st.booleans(), own=st.booleans()
 )

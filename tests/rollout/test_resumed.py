@@ -16,6 +16,7 @@ from aiohttp import web
 from megarl.core.errors import MegarlError
 from megarl.core.types import Shard
 from megarl.data.prompts import PromptSet
+from megarl.rollout.decisions import read_decisions
 from megarl.rollout.journal import JOURNAL
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
@@ -46,26 +47,41 @@ class Life:
     """One life of a run, from its start or from a saved place to the end of a step."""
 
     def __init__(
-        self, folder: Path, collectors: int, *, journal: bool = True, replay: Path | None = None, **rollout: Any
+        self,
+        folder: Path,
+        collectors: int,
+        *,
+        journal: bool = True,
+        replay: Path | None = None,
+        sections: dict[str, Any] | None = None,
+        **rollout: Any,
     ) -> None:
         sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 16} | rollout
         self.beside = "oversample" not in sizes and sizes.get("max_staleness", 0) > 0
         self.recipe = make_recipe(
-            folder, rollout=sizes, data={"shuffle": True}, train={"steps": STEPS, "journal": journal}
+            folder,
+            rollout=sizes,
+            data={"shuffle": True},
+            **{**(sections or {}), "train": {"steps": STEPS, "journal": journal} | (sections or {}).get("train", {})},
         )
         self.collectors, self.replay = collectors, replay
         self.steps: dict[int, Any] = {}
         self.places: dict[int, Any] = {}
         self.asked: list[int] = []  # requests, after each step
         self.needed: list[bool] = []  # whether servers were, by the end of each step
+        self.rewinds: list[float | None] = []  # so far, as each step says
+        self.went = False  # whether it has gone back
         self.finished = 0  # groups of the step that was not made
 
-    def run(self, last: int, place: Any = None, finished: int | None = None) -> Life:
-        """Until it is killed: after step `last` was made, or once so many of its groups have finished."""
-        asyncio.run(self._run(last, place, finished))
+    def run(self, last: int, place: Any = None, finished: int | None = None, back: Any = None) -> Life:
+        """Until it is killed: after step `last` was made, or once so many of its groups have finished.
+
+        back: the place that the run goes back to in the end.
+        """
+        asyncio.run(self._run(last, place, finished, back))
         return self
 
-    async def _run(self, last: int, place: Any, finished: int | None) -> None:
+    async def _run(self, last: int, place: Any, finished: int | None, back: Any) -> None:
         fake = FreshSglang()
         async with fake:
             local = LocalRollout(
@@ -96,12 +112,15 @@ class Life:
                     break
                 shards, info = await local.generate(step, step)
                 self.steps[step] = content(shards, local.coordinator.samples.rewards)
+                self.rewinds.append(info.metrics.get("rollout/rewinds"))
                 self.asked.append(len(fake.bodies("/generate")))
                 self.needed.append(self.behind.done())
                 assert info.step == step
                 await local.coordinator.release(step + 1)  # the next weights are there
                 await asyncio.sleep(0.004)
                 self.places[step] = local.coordinator.state()
+            if back is not None:
+                self.went = await local.coordinator.rewind(back["step"], back["decisions"])
             self.behind.cancel()
             for collector in local.collectors:  # as if killed: nobody adds up
                 await collector.close()
@@ -139,6 +158,44 @@ def test_steps_after_the_checkpoint_are_the_same_to_the_bit(tmp_path: Path, roll
     assert ended.needed == [False, False, True, True]
     again = Life(tmp_path, 1, **rollout).run(STEPS, ended.places[4])
     assert again.steps == {step: ended.steps[step] for step in (5, 6)}
+
+
+BACK = {"train": {"max_rewinds": 2}, "algorithm": {"on_logprob_diff": "rewind", "max_logprob_diff": 1.0}}
+
+
+@pytest.mark.parametrize("rollout", MODES, ids=["synchronous", "asynchronous", "late groups are dropped", "carry-over"])
+def test_a_run_that_goes_back_goes_on_with_other_data_and_whoever_repeats_it_does_too(
+    tmp_path: Path, rollout: dict[str, Any]
+) -> None:
+    """Back from step 4 to the checkpoint of step 2, then from step 3 once more."""
+    before = Life(tmp_path, 2, sections=BACK, **rollout).run(4)
+    place = before.places[2]
+    before = Life(tmp_path, 2, sections=BACK, **rollout).run(4, place, back=place)
+    assert before.went and before.rewinds == [0, 0]
+    second = Life(tmp_path, 1, sections=BACK, **rollout).run(3, place, back=place)
+    assert second.went and second.rewinds == [1] and second.steps[3] != before.steps[3]
+    assert second.asked[0] > 0
+    third = Life(tmp_path, 1, sections=BACK, **rollout).run(5, place, back=place)
+    assert not third.went, "twice is what max_rewinds allows"
+    assert third.rewinds == [2, 2, 2] and third.steps[3] not in (before.steps[3], second.steps[3])
+    for start in (2, 0):
+        again = Life(tmp_path, 3, sections=BACK, **rollout).run(5, place if start else None)
+        assert {step: again.steps[step] for step in (3, 4, 5)} == third.steps
+        assert again.rewinds == [0.0] * (2 - start) + [2, 2, 2] and not any(again.needed)
+    replayed = Life(tmp_path, 2, sections=BACK, replay=tmp_path / "run" / JOURNAL, **rollout).run(5)
+    assert {step: replayed.steps[step] for step in (3, 4, 5)} == third.steps
+    later = Life(tmp_path, 2, sections=BACK, **rollout).run(5, third.places[4])
+    assert later.steps == {5: third.steps[5]} and later.rewinds == [2], "and from a checkpoint after it"
+
+
+def test_rows_of_what_was_gone_back_over_are_not_asked_for_again(tmp_path: Path) -> None:
+    place = Life(tmp_path, 1, sections=BACK).run(1).places[1]
+    for _ in range(2):
+        assert Life(tmp_path, 1, sections=BACK).run(2, place, back=place).went
+    asked = [
+        key for each in read_decisions(tmp_path / "run" / JOURNAL, 0) if each.kind == "admitted" for key in each.groups
+    ]
+    assert sorted(row for row, _, _ in asked) == list(range(PROMPTS))
 
 
 def test_the_step_under_way_takes_what_had_finished(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ server's processes start (tests/support/sglang_fake_h100.py).
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import pytest
 
 import megarl
 from megarl.core.errors import UserError
-from megarl.core.platform import get_platform
+from megarl.core.platform import CPU_ENV, get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
 from megarl.models.known_configs import known_config
@@ -126,6 +127,7 @@ def answers() -> dict[str, Any]:
     words = {name: spec.words(CUDA, "127.0.0.1", 30000) for name, spec in asked.items()}
     told = subprocess.run(
         [sys.executable, "-m", "tests.support.sglang_fake_h100"],
+        env={name: value for name, value in os.environ.items() if name not in CPU_ENV},  # a run in this process sets it
         input=json.dumps(words),
         capture_output=True,
         text=True,

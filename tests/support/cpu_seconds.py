@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from pathlib import Path
 
 MOUNTS = Path("/sys/fs/cgroup")
+CLOSE_S = 2.0
 
 
 class Clock:
@@ -22,7 +24,9 @@ class Clock:
         for parent, usage in ((mounts / "cpuacct", "cpuacct.usage"), (mounts, "cpu.stat")):
             group = parent / f"tests-{os.getpid()}"
             try:
+                (parent / "cgroup.procs").read_text()  # elsewhere a folder is only a folder
                 group.mkdir(exist_ok=True)
+                (group / usage).read_text()
                 (group / "cgroup.procs").write_text(str(os.getpid()))
             except OSError:
                 continue
@@ -37,11 +41,17 @@ class Clock:
         text = self._usage.read_text()
         return int(text) / 1e9 if text.strip().isdigit() else int(text.split()[1]) / 1e6
 
-    def close(self) -> None:
-        """Go back to where this process was, as far as its group has ended."""
-        if self._usage is not None:
-            group = self._usage.parent
-            (group.parent / "cgroup.procs").write_text(str(os.getpid()))
-            for pid in (group / "cgroup.procs").read_text().split():
-                (group.parent / "cgroup.procs").write_text(pid)
-            group.rmdir()
+    def close(self) -> bool:
+        """Go back to where this process was, with what still runs. Whether the group is gone: a process may be ending."""
+        if self._usage is None:
+            return True
+        group, self._usage = self._usage.parent, None
+        end = time.monotonic() + CLOSE_S
+        while group.exists() and time.monotonic() < end:
+            try:
+                for pid in (group / "cgroup.procs").read_text().split():
+                    (group.parent / "cgroup.procs").write_text(pid)
+                group.rmdir()
+            except OSError:  # a process that has ended since it was listed, or is about to
+                time.sleep(0.02)
+        return not group.exists()

@@ -64,6 +64,7 @@ class Node:
     env: Mapping[str, str]
     holder: subprocess.Popen[str] = field(init=False)
     pid: int = field(init=False)  # of the holder, as the machine sees it
+    is_cut: bool = False
 
     def power_on(self) -> None:
         """Start the node; also once more, after power_off."""
@@ -105,9 +106,11 @@ class Node:
 
     def cut(self) -> None:
         """Pull the cable."""
+        self.is_cut = True
         ip("link", "set", self.link, "down")
 
     def mend(self) -> None:
+        self.is_cut = False
         ip("link", "set", self.link, "up")
 
     def power_off(self) -> None:

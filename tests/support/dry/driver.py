@@ -46,6 +46,7 @@ from megarl.rewards import combine
 from megarl.rollout import collector
 from megarl.rollout.journal import JOURNAL
 from megarl.run import begin, preflight, servers_check, session, supervised, train
+from megarl.run.recovery import Recoveries
 from megarl.serving import call_parser
 from megarl.serving import external as external_servers
 from megarl.serving.client import ServerEndpoint
@@ -128,6 +129,8 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(collector, "ServerClient", lambda endpoint, **_: Client(book))
         patch.setattr(call_parser, "ServerClient", lambda endpoint, **_: Client(book))
         patch.setattr(session, "Restarts", partial(_restarts, book))
+        for module in (train, supervised):
+            patch.setattr(module, "Recoveries", partial(_recoveries, book))
         patch.setattr(combine, "GraderPool", partial(Pool, book))
         patch.setattr(combine, "JsonClient", partial(Poster, book))
         patch.setattr(combine, "CodeGrader", partial(Tests, book))
@@ -169,6 +172,11 @@ def _waited(book: Book, fake: Ray, calls: Sequence[Any], *, phase: str, role: st
 def _restarts(book: Book, most: int) -> Restarts:
     book.note("restarts", most)
     return Restarts(most)
+
+
+def _recoveries(book: Book, most: int, history: Path) -> Recoveries:
+    book.note("recoveries", most)
+    return Recoveries(most, history)
 
 
 def _placed(book: Book, recipe: Recipe) -> Placed:
