@@ -150,7 +150,7 @@ def megarl_steps(folder: Path, size: Size, form: str) -> dict[str, Any]:
     samples = size.prompts * size.samples
     whole = sum(row["perf/step_s"] for row in rows)
     keys = {"generate": "rollout", "logprobs": "logprobs", "update": "update"}
-    parts = {part: sum(row[f"perf/{key}_s"] for row in rows) for part, key in keys.items()}
+    parts = {part: sum(row.get(f"perf/{key}_s", 0.0) for row in rows) for part, key in keys.items()}
     parts["rest"] = whole - sum(parts.values())
     return _digest(sum(row["rollout/response_len_mean"] * samples for row in rows), samples * len(rows), whole, parts)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.core.protocols import Handles, Metrics, Pending, References, State
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import scored_first
 
 
 def train(handles: Handles, recipe: Recipe, state: State) -> State:
@@ -51,7 +52,7 @@ def train(handles: Handles, recipe: Recipe, state: State) -> State:
 def score(handles: Handles, recipe: Recipe, batch: Any) -> dict[str, References]:
     """What each role says of the step's samples, before anything learns from them; roles of different pools at once."""
     asked: dict[str, tuple[str, Pending[References]]] = {}
-    if recipe.algorithm.old_logprobs == "trainer":
+    if scored_first(recipe):
         asked["old_logprobs"] = "logprobs", handles.actor.logprobs(batch)
     if handles.reference is not None:
         asked["ref_logprobs"] = "reference", handles.reference.logprobs(batch)

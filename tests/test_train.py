@@ -104,6 +104,7 @@ def run(
     part: dict[str, Any] = {name: Part(name, calls) for name in ("rollout", "sync", *ROLES)}
     part["rollout"].drifted = drifted
     told = Told(calls)
+    sections.setdefault("actor", Actor(mini_batch_samples=1))
     recipe = Recipe(
         model=Model(path=Path("m")),
         data=Data(train=Path("t"), eval=Path("e")),
@@ -241,6 +242,13 @@ def test_the_actor_stands_still_while_the_critic_warms_up() -> None:
 def test_the_rollouts_own_log_probs_save_a_forward_pass() -> None:
     calls, _, _ = run(State(), algorithm=Algorithm(old_logprobs="rollout"))
     assert not [call for call in calls if call[0] == "logprobs"]
+
+
+def test_one_optimizer_step_takes_the_log_probs_from_its_own_forward_pass() -> None:
+    calls, _, _ = run(State(), "reference", actor=Actor())
+    assert [call[1] for call in calls if call[0] == "logprobs"] == ["reference"] * 3
+    given = [set(call[2]) for call in calls if call[0] == "update"]
+    assert given == [{"ref_logprobs", "advantages", "returns"}] * 3
 
 
 def test_a_step_that_is_not_to_be_learned_from_changes_no_weight_and_the_next_goes_on() -> None:

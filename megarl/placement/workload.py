@@ -19,6 +19,7 @@ from megarl.placement.sizes import model_sizes
 from megarl.recipe.roles import Lora
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import scored_first
 
 ACTOR, ROLLOUT, REFERENCE, CRITIC, REWARD = "actor", "rollout", "reference", "critic", "reward_model"
 TEACHER = "teacher"
@@ -154,7 +155,7 @@ def recipe_workload(
         max_running=rollout.max_running_requests,
         dtype=recipe.model.dtype,
         staleness=rollout.max_staleness,
-        scores=recipe.algorithm.old_logprobs == "trainer",
+        scores=scored_first(recipe, "may ask for all"),
         shards_optimizer=actor.optimizer.name == "adam",
         lora=actor.lora,
         quantization=rollout.quantization,

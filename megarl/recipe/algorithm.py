@@ -82,7 +82,9 @@ class Algorithm(Section):
         0, description="times that further prompts are asked in the place of dropped groups (DAPO's dynamic sampling)"
     )
     old_logprobs: Literal["trainer", "rollout"] = Field(
-        "trainer", description="of the policy that sampled: computed again by the trainer, or the rollout's own"
+        "trainer",
+        description="of the policy that sampled: the rollout's own, or the trainer's; these from the update's own forward pass, "
+        "where it is one optimizer step and nothing before it needs them",
     )
     max_logprob_diff: PositiveFloat | None = Field(
         None,

@@ -34,13 +34,17 @@ from megarl.training.spec import (
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function, and what it has to be given. group: where the gradient norm and the learning rate are reported."""
+    """A loss function, and what it has to be given. group: where the gradient norm and the learning rate are reported.
+
+    one_step: whether it is right for the first optimizer step of an update alone.
+    """
 
     fn: Callable[[TokenScores, DeviceBatch], LossOutput]
     columns: frozenset[str]  # names of the columns that it reads
     group: str = "actor"
     with_entropy: bool = True
     entropy_grad: bool = False
+    one_step: bool = False
 
 
 def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -> Loss:
@@ -49,8 +53,8 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
     The sum has to be differentiable for the losses of pairs.
     """
     match objective:
-        case PolicyObjective(algorithm):
-            return policy_loss(algorithm, over_context)
+        case PolicyObjective(algorithm, scored):
+            return policy_loss(algorithm, over_context, scored=scored)
         case ValueObjective(clip):
             return value_loss(clip)
         case SftObjective():
@@ -61,15 +65,18 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
             return Loss(dpo_fn(chosen, over_context), frozenset({"ref_logprobs"}), "dpo", with_entropy=False)
 
 
-def policy_loss(algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] = lambda part: part) -> Loss:
+def policy_loss(
+    algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] = lambda part: part, *, scored: bool = True
+) -> Loss:
     """The algorithm's policy loss, plus kl_coef times the KL to the reference, minus entropy_coef times the entropy.
 
     Columns: old_logprobs, those that the policy loss asks for, and ref_logprobs where a KL is in the loss.
-    over_context: sums a tensor over the ranks that hold parts of the same sequences.
+    over_context: sums a tensor over the ranks that hold parts of the same sequences. scored: off, old_logprobs are no column:
+    those of the weights that the update begins with are the ones that the loss is given, without their gradient.
     """
     function, chosen = policy_loss_function(algorithm), settings(algorithm)
     asked = wanted(function, LOSS_INPUTS)
-    columns = asked - {"logprobs", "sequence_log_ratio"} | {"old_logprobs"}
+    columns = asked - {"logprobs", "old_logprobs", "sequence_log_ratio"} | ({"old_logprobs"} if scored else set())
     with_kl = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
@@ -78,7 +85,7 @@ def policy_loss(algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] =
         # Masked before anything is computed: a weight of zero would not silence an infinity, nor its gradient.
         logprobs, entropy = _masked(scores.logprobs, mask), _masked(scores.entropy, mask)
         given = {"logprobs": logprobs, **{name: _masked(batch.columns[name], mask) for name in columns}}
-        old = given["old_logprobs"]
+        old = given.setdefault("old_logprobs", logprobs.detach())
         if "sequence_log_ratio" in asked:
             given["sequence_log_ratio"] = _sequence_log_ratio(logprobs, old, batch, over_context)
         per_token, clipped, _ = call(function, {**chosen, **given})
@@ -106,7 +113,8 @@ def policy_loss(algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] =
             maxima={"rollout/logprob_diff_max": difference.max()},
         )
 
-    return Loss(fn, columns | ({"ref_logprobs"} if with_kl else set()), entropy_grad=algorithm.entropy_coef > 0)
+    columns |= {"ref_logprobs"} if with_kl else set()
+    return Loss(fn, columns, entropy_grad=algorithm.entropy_coef > 0, one_step=not scored)
 
 
 def _sequence_log_ratio(

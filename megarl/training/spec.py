@@ -20,9 +20,13 @@ NEARLY_ALL = 0.99
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """The algorithm's policy loss, with its KL and entropy."""
+    """The algorithm's policy loss, with its KL and entropy.
+
+    scored: whether old_logprobs are given; else the loss takes its own, and an update is one optimizer step.
+    """
 
     algorithm: Algorithm
+    scored: bool = True
 
 
 @dataclass(frozen=True)

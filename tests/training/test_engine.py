@@ -85,6 +85,28 @@ def test_mini_batches_of_one_update_are_optimizer_steps(rank, spec):
     assert together["actor/lr"] == separate[-1]["actor/lr"]
 
 
+def test_one_optimizer_step_needs_no_log_probs_of_a_pass_before_it(rank, spec):
+    """To the bit: weights and metrics after two updates, one of them over several micro-batches."""
+    alone = dataclasses.replace(spec, objective=dataclasses.replace(spec.objective, scored=False))
+    made = [shards([examples([9, 40, 17], VOCAB, seed)], micro_batches=seed) for seed in (1, 2)]
+    ended = []
+    for each in (spec, alone):
+        rank.build("actor", each)
+        metrics = []
+        for [shard], [columns] in made:
+            given = dict(columns)
+            del given["old_logprobs"]
+            if each is spec:
+                given["old_logprobs"] = rank.logprobs("actor", shard)
+            metrics.append(rank.update("actor", shard, given))
+        ended.append((metrics, [tensor.clone() for bucket in rank.buckets("actor", 1 << 20) for _, tensor in bucket]))
+    assert ended[0][0] == ended[1][0] and ended[0][0][0]["actor/grad_norm"] > 0
+    assert all(torch.equal(one, other) for one, other in zip(ended[0][1], ended[1][1], strict=True))
+    [shard], [columns] = shards([examples([9], VOCAB), examples([12], VOCAB)])
+    with pytest.raises(MegarlError, match="2 optimizer steps"):
+        rank.update("actor", shard, columns)
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(2, 24), min_size=1, max_size=6), micro_batches=st.integers(1, 6))
 def test_micro_batching_changes_nothing(rank, spec, lengths, micro_batches):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
+from megarl.algorithms.policy_loss import POLICY_LOSSES, cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
 from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch
 from megarl.recipe.algorithm import Algorithm
@@ -38,6 +38,23 @@ def batch(**columns):
 
 def scores(logprobs, entropy=(0.3, 0.6, 0.9, 7.0)):
     return TokenScores(torch.tensor(logprobs, requires_grad=True), torch.tensor(entropy, requires_grad=True))
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_without_old_log_probs_a_loss_is_that_of_its_own(name):
+    own, given = [-1.0, -2.0, -0.5, 0.0], {"advantages": [1.0, -1.0, 2.0, 0.0], "teacher_logprobs": [-1.5, -1.0, -0.7, 0.0]}
+    algorithm = Algorithm(policy_loss=name)
+    scored, alone = policy_loss(algorithm), policy_loss(algorithm, scored=False)
+    assert (scored.columns - alone.columns, alone.one_step, scored.one_step) == ({"old_logprobs"}, True, False)
+    one, other = scores(own), scores(own)
+    with_old = scored.fn(one, batch(old_logprobs=own, **given))
+    without = alone.fn(other, batch(**given))
+    with_old.loss.backward()
+    without.loss.backward()
+    assert without.loss == with_old.loss and torch.equal(one.logprobs.grad, other.logprobs.grad)
+    assert one.logprobs.grad.any()
+    assert without.sums == with_old.sums and without.maxima == with_old.maxima
+    assert without.sums["rollout/logprob_diff_mean"] > 0
 
 
 def test_clipped_policy_loss_by_hand():

@@ -1,0 +1,26 @@
+"""Whether the actor goes through a step's samples once more before it learns from them."""
+
+from __future__ import annotations
+
+from megarl.recipe.functions import Own, asked
+from megarl.recipe.schema import Recipe
+
+
+def scored_first(recipe: Recipe, own: Own = "look") -> bool:
+    """Whether the trainer's log-probs of the policy that sampled take a pass of their own, in each step.
+
+    Where a step is one optimizer step and nothing before it asks for them, the update's forward pass computes the same numbers
+    with the same weights, and its loss takes them from there. own: see `functions.asked`, which this calls.
+    """
+    algorithm, actor, rollout = recipe.algorithm, recipe.actor, recipe.rollout
+    if algorithm.old_logprobs == "rollout":
+        return False
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    one_step = actor.epochs == 1 and (actor.mini_batch_samples or samples) >= samples
+    return (
+        not one_step
+        or algorithm.correction is not None
+        or algorithm.max_logprob_diff is not None
+        or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
+        or "logprobs" in asked(algorithm, own).advantage
+    )

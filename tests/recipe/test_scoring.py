@@ -1,0 +1,46 @@
+"""When the actor goes through a step's samples before it learns from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.recipe.algorithm import Algorithm, Correction
+from megarl.recipe.roles import Actor
+from megarl.recipe.scoring import scored_first
+from tests.rollout.steps import recipe_of
+
+
+def of_log_probs(logprobs: Any, rewards: Any) -> Any:
+    """An advantage that reads the trainer's log-probs before the update."""
+
+
+OWN = f"{__name__}:of_log_probs"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "actor", "expected"),
+    [
+        ({}, {}, False),
+        ({"advantage": "gae"}, {}, False),
+        ({}, {"epochs": 2}, True),
+        ({}, {"mini_batch_samples": 1}, True),
+        ({"old_logprobs": "rollout"}, {"epochs": 2}, False),
+        ({"correction": Correction()}, {}, True),
+        ({"max_logprob_diff": 0.1}, {}, True),
+        ({"kl_coef": 0.1}, {}, False),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, {}, True),
+        ({"advantage": OWN}, {}, True),
+    ],
+)
+def test_a_pass_of_its_own_is_where_something_needs_it(
+    algorithm: dict[str, Any], actor: dict[str, Any], expected: bool
+) -> None:
+    recipe = recipe_of(Algorithm(**algorithm), actor=Actor(**actor))
+    assert scored_first(recipe) is expected
+
+
+def test_a_function_that_nobody_looks_at_may_need_it() -> None:
+    recipe = recipe_of(Algorithm(advantage="package.that_is_not_there:function"))
+    assert scored_first(recipe, "may ask for all")
