@@ -42,7 +42,10 @@ def scores(logprobs, entropy=(0.3, 0.6, 0.9, 7.0)):
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_without_old_log_probs_a_loss_is_that_of_its_own(name):
-    own, given = [-1.0, -2.0, -0.5, 0.0], {"advantages": [1.0, -1.0, 2.0, 0.0], "teacher_logprobs": [-1.5, -1.0, -0.7, 0.0]}
+    own, given = (
+        [-1.0, -2.0, -0.5, 0.0],
+        {"advantages": [1.0, -1.0, 2.0, 0.0], "teacher_logprobs": [-1.5, -1.0, -0.7, 0.0]},
+    )
     algorithm = Algorithm(policy_loss=name)
     scored, alone = policy_loss(algorithm), policy_loss(algorithm, scored=False)
     assert (scored.columns - alone.columns, alone.one_step, scored.one_step) == ({"old_logprobs"}, True, False)
