@@ -1,4 +1,4 @@
-"""Whether the actor goes through a step's samples once more before it learns from them."""
+"""Where the log-probs of the policy that sampled come from: the servers, a pass of the trainer, or its update."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def scored_first(recipe: Recipe, own: Own = "look") -> bool:
         or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
         or "logprobs" in asked(algorithm, own).advantage
     )
+
+
+def old_logprobs_given(recipe: Recipe) -> bool:
+    """Whether an update is given them as a column: the servers' own, or those of a pass; else its loss takes its own."""
+    return recipe.algorithm.old_logprobs == "rollout" or scored_first(recipe)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.scoring import scored_first
+from megarl.recipe.scoring import old_logprobs_given
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SupervisedRecipe
 from megarl.run.preflight import Preflight
 from megarl.training.spec import (
@@ -67,7 +67,7 @@ def actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
 
 def _objective(recipe: AnyRecipe) -> Objective:
     if isinstance(recipe, Recipe):
-        return PolicyObjective(recipe.algorithm, scored_first(recipe))
+        return PolicyObjective(recipe.algorithm, old_logprobs_given(recipe))
     if isinstance(recipe, RmRecipe):
         return RewardObjective(recipe.rm.center_coef)
     return DpoObjective(recipe.dpo) if isinstance(recipe, DpoRecipe) else SftObjective()

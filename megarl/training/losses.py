@@ -53,8 +53,8 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
     The sum has to be differentiable for the losses of pairs.
     """
     match objective:
-        case PolicyObjective(algorithm, scored):
-            return policy_loss(algorithm, over_context, scored=scored)
+        case PolicyObjective(algorithm, old_given):
+            return policy_loss(algorithm, over_context, old_given=old_given)
         case ValueObjective(clip):
             return value_loss(clip)
         case SftObjective():
@@ -66,17 +66,17 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
 
 
 def policy_loss(
-    algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] = lambda part: part, *, scored: bool = True
+    algorithm: Algorithm, over_context: Callable[[Tensor], Tensor] = lambda part: part, *, old_given: bool = True
 ) -> Loss:
     """The algorithm's policy loss, plus kl_coef times the KL to the reference, minus entropy_coef times the entropy.
 
     Columns: old_logprobs, those that the policy loss asks for, and ref_logprobs where a KL is in the loss.
-    over_context: sums a tensor over the ranks that hold parts of the same sequences. scored: off, old_logprobs are no column:
+    over_context: sums a tensor over the ranks that hold parts of the same sequences. old_given: off, old_logprobs are no column:
     those of the weights that the update begins with are the ones that the loss is given, without their gradient.
     """
     function, chosen = policy_loss_function(algorithm), settings(algorithm)
     asked = wanted(function, LOSS_INPUTS)
-    columns = asked - {"logprobs", "old_logprobs", "sequence_log_ratio"} | ({"old_logprobs"} if scored else set())
+    columns = asked - {"logprobs", "old_logprobs", "sequence_log_ratio"} | ({"old_logprobs"} if old_given else set())
     with_kl = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
@@ -114,7 +114,7 @@ def policy_loss(
         )
 
     columns |= {"ref_logprobs"} if with_kl else set()
-    return Loss(fn, columns, entropy_grad=algorithm.entropy_coef > 0, one_step=not scored)
+    return Loss(fn, columns, entropy_grad=algorithm.entropy_coef > 0, one_step=not old_given)
 
 
 def _sequence_log_ratio(

@@ -22,11 +22,11 @@ NEARLY_ALL = 0.99
 class PolicyObjective:
     """The algorithm's policy loss, with its KL and entropy.
 
-    scored: whether old_logprobs are given; else the loss takes its own, and an update is one optimizer step.
+    old_given: whether old_logprobs are a column; else the loss takes its own, and an update is one optimizer step.
     """
 
     algorithm: Algorithm
-    scored: bool = True
+    old_given: bool = True
 
 
 @dataclass(frozen=True)

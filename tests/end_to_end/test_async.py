@@ -82,7 +82,8 @@ def test_samples_of_several_versions_and_a_resume_that_goes_on_with_what_was_und
 
 def test_groups_are_carried_over_and_the_end_of_the_coordinator_is_named(launch: Launch) -> None:
     carried = ("rollout.max_staleness=1", "rollout.oversample=1.5", "rollout.offload=[kv_cache]")
-    driver = launch("run.name=carried", *SMALL, *carried, "train.steps=1000", "train.save_every=1000", "data.eval=null")
+    endless = ("train.steps=1000", "train.save_every=1000", "data.eval=null", "cluster.max_recoveries=0")
+    driver = launch("run.name=carried", *SMALL, *carried, *endless)
     driver.wait_for_step(5)
     steps = sampled(driver.metrics())
     assert all(row["rollout/groups_running"] + row["rollout/groups_finished"] == 2 for row in steps)

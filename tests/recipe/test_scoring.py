@@ -8,7 +8,7 @@ import pytest
 
 from megarl.recipe.algorithm import Algorithm, Correction
 from megarl.recipe.roles import Actor
-from megarl.recipe.scoring import scored_first
+from megarl.recipe.scoring import old_logprobs_given, scored_first
 from tests.rollout.steps import recipe_of
 
 
@@ -39,6 +39,7 @@ def test_a_pass_of_its_own_is_where_something_needs_it(
 ) -> None:
     recipe = recipe_of(Algorithm(**algorithm), actor=Actor(**actor))
     assert scored_first(recipe) is expected
+    assert old_logprobs_given(recipe) is (expected or recipe.algorithm.old_logprobs == "rollout")
 
 
 def test_a_function_that_nobody_looks_at_may_need_it() -> None:

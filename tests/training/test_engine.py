@@ -87,7 +87,7 @@ def test_mini_batches_of_one_update_are_optimizer_steps(rank, spec):
 
 def test_one_optimizer_step_needs_no_log_probs_of_a_pass_before_it(rank, spec):
     """To the bit: weights and metrics after two updates, one of them over several micro-batches."""
-    alone = dataclasses.replace(spec, objective=dataclasses.replace(spec.objective, scored=False))
+    alone = dataclasses.replace(spec, objective=dataclasses.replace(spec.objective, old_given=False))
     made = [shards([examples([9, 40, 17], VOCAB, seed)], micro_batches=seed) for seed in (1, 2)]
     ended = []
     for each in (spec, alone):

@@ -47,7 +47,7 @@ def test_without_old_log_probs_a_loss_is_that_of_its_own(name):
         {"advantages": [1.0, -1.0, 2.0, 0.0], "teacher_logprobs": [-1.5, -1.0, -0.7, 0.0]},
     )
     algorithm = Algorithm(policy_loss=name)
-    scored, alone = policy_loss(algorithm), policy_loss(algorithm, scored=False)
+    scored, alone = policy_loss(algorithm), policy_loss(algorithm, old_given=False)
     assert (scored.columns - alone.columns, alone.one_step, scored.one_step) == ({"old_logprobs"}, True, False)
     one, other = scores(own), scores(own)
     with_old = scored.fn(one, batch(old_logprobs=own, **given))
