@@ -23,6 +23,7 @@ import psutil
 
 from megarl.cluster.stacks import foreign_stack
 from megarl.core import janitor
+from tests.support.processes import heed_interrupts
 
 START_S = 300.0  # beyond the run's own deadline for a start, whose error says more
 POLL_S = 0.1
@@ -133,17 +134,12 @@ def start(folder: Path, *overrides: str, command: str = "train", run: Path | Non
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
         start_new_session=True,
-        # Whoever runs the tests in the background may have them ignore Ctrl-C, which children inherit.
-        preexec_fn=_heed_interrupts,
+        preexec_fn=heed_interrupts,
     )
     segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()}
     driver = Driver(process, folder / "runs" / name, segments, temp)
     weakref.finalize(driver, shutil.rmtree, temp, ignore_errors=True)
     return driver
-
-
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def is_rank(command: str) -> bool:

@@ -23,7 +23,7 @@ from megarl.core.errors import UserError
 from megarl.core.janitor import kill_all
 from megarl.run.serve import servable
 from megarl.serving.process import process_tree
-from tests.support.processes import ended
+from tests.support.processes import ended, heed_interrupts
 from tests.support.tiny import write_tiny_qwen
 
 TEMPLATE = (
@@ -51,6 +51,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     try:
         assert process.stdout is not None

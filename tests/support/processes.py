@@ -1,9 +1,10 @@
-"""Whether processes have ended, asked of the kernel."""
+"""Whether processes have ended, asked of the kernel; what a process has open; how one is started that Ctrl-C ends."""
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import time
 from collections.abc import Iterable
 
@@ -22,3 +23,19 @@ def ended(pids: Iterable[int], within_s: float = 5.0) -> bool:
         finally:
             os.close(handle)
     return True
+
+
+def heed_interrupts() -> None:
+    """Between fork and exec: whoever runs the tests in the background may have them ignore Ctrl-C, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def open_files() -> dict[str, str]:
+    """What this process has open: by descriptor, where it leads. The listing itself is left out."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+    return found
