@@ -209,7 +209,8 @@ def run_engine(model: Path, lengths: list[int], repeats: int) -> dict[str, Any]:
 
     most = get_platform("cpu").micro_batch_tokens
     assert most is not None
-    passes = -(-sum(lengths) // most)
+    fewest = -(-sum(lengths) // most)
+    passes = next(count for count in range(fewest, len(lengths) + 1) if len(lengths) % count == 0)  # as many in each
     made = examples(sorted(lengths), 256)
     shard, columns = to_shard([made[first::passes] for first in range(passes)])
     watch = Stopwatch()
