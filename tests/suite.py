@@ -1,17 +1,28 @@
 """The whole suite, worked off file by file by several processes: `python -m tests.suite [arguments for pytest]`.
 
 Most tests wait much of the time, for processes that start or for deadlines: there is one worker more than there are cores, where
-the memory suffices. Which file comes first is said in tests/support/file_order.py. Exits as pytest does.
+the memory suffices. Which file comes first is said in tests/support/file_order.py.
+
+A few that fail are run once more, alone, and said so: three runs on two cores now and then starve one beyond a deadline that a
+run has to itself. What fails alone fails. Exits as pytest does.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+PYTEST = (sys.executable, "-m", "pytest", "-m", "not gpu")
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a killed run has printed is there
 WORKER_BYTES = 6 * 2**30  # what the largest runs of tests hold: three nodes with their ranks and servers
+
+FAILED = 1  # pytest's exit code where tests failed
+MOST_AGAIN = 4  # where more fail it is not the machine
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".pytest_cache"
 
 
 def num_workers(cores: int, memory_bytes: int) -> int:
@@ -20,14 +31,37 @@ def num_workers(cores: int, memory_bytes: int) -> int:
 
 
 def command(words: list[str]) -> list[str]:
-    """How pytest runs all that needs no GPU."""
+    """How pytest runs all that needs no GPU, forgetting what failed before."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     workers = num_workers(len(os.sched_getaffinity(0)), memory)
     queue = ["-p", "tests.support.file_queue", "--dist", "loadfile", "--no-loadscope-reorder"]
-    return [sys.executable, "-m", "pytest", "-m", "not gpu", *queue, "-n", str(workers), *words]
+    return [*PYTEST, "--cache-clear", *queue, "-n", str(workers), *words]
+
+
+def failures(cache: Path) -> list[str]:
+    """The tests, or files, that failed in the last run, as pytest notes them."""
+    noted = cache / "v" / "cache" / "lastfailed"
+    return sorted(json.loads(noted.read_text())) if noted.is_file() else []
+
+
+def main(words: list[str], cache: Path = CACHE) -> int:
+    """The exit code. cache: where pytest notes what failed."""
+    words = ["-o", f"cache_dir={cache}", *words]
+    code = _run(command(words))
+    again = failures(cache)
+    if code != FAILED or not 0 < len(again) <= MOST_AGAIN:
+        return code
+    print("\nFailed beside others; once more, alone:", *again, "", sep="\n  ", flush=True)
+    code = _run([*PYTEST, "--last-failed", *words])
+    print(f"Of {len(again)} that failed beside others, {'some failed' if code else 'all passed'} alone.", flush=True)
+    return code
+
+
+def _run(command: list[str]) -> int:
+    return subprocess.run(command, cwd=ROOT, env=os.environ | UNBUFFERED, check=False).returncode
 
 
 if __name__ == "__main__":
     # Every run of a test starts half a dozen processes, which compile megarl anew where Python is told to write no bytecode.
     subprocess.run([sys.executable, "-m", "compileall", "-q", "megarl", "tests"], check=True)
-    sys.exit(subprocess.run(command(sys.argv[1:]), env=os.environ | UNBUFFERED, check=False).returncode)
+    sys.exit(main(sys.argv[1:]))

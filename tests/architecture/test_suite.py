@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.suite import num_workers
+import pytest
+
+from tests.suite import MOST_AGAIN, main, num_workers
 from tests.support.cpu_seconds import Clock
 from tests.support.file_order import LONGEST, ONE_SERVER, place_of
 
@@ -75,3 +77,32 @@ def test_a_folder_that_is_no_control_group_is_not_taken_for_one(tmp_path: Path) 
     clock = Clock(tmp_path)
     assert clock.seconds() > 0.0 and clock.close()
     assert list(tmp_path.iterdir()) == []
+
+
+TESTS = """
+from pathlib import Path
+import pytest
+RUNS = Path(__file__).with_name("runs")
+def test_that_passes_alone() -> None:
+    with RUNS.open("a") as file:
+        file.write("x")
+    assert len(RUNS.read_text()) > 1
+@pytest.mark.parametrize("which", range({failing}))
+def test_that_never_passes(which: int) -> None:
+    assert which < 0
+def test_that_passes() -> None:
+    assert not RUNS.with_name("again").exists()
+    RUNS.with_name("again").touch()
+"""
+
+
+@pytest.mark.parametrize(("failing", "code", "runs"), [(0, 0, 2), (1, 1, 2), (MOST_AGAIN, 1, 1)])
+def test_a_few_that_fail_are_run_once_more_and_what_fails_again_fails(
+    failing: int, code: int, runs: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS.format(failing=failing))
+    assert main([str(tmp_path), "-n1"], tmp_path / "cache") == code
+    assert len((tmp_path / "runs").read_text()) == runs
+    out = capfd.readouterr().out
+    assert ("all passed alone" in out) == (code == 0)
+    assert ("once more, alone:\n  test_some.py::test_that_" in out) == (runs == 2)

@@ -104,8 +104,8 @@ class Driver:
             self.process.kill()
             self.process.communicate()
 
-    def assert_nothing_left(self, within_s: float = 10.0) -> None:
-        """No process, no shared memory and no temporary file of the run, at the latest so many seconds from now."""
+    def assert_nothing_left(self, *folders: Path, within_s: float = 10.0) -> None:
+        """No process, no shared memory, no temporary file and none of these folders, at the latest so many seconds from now."""
         end = time.monotonic() + within_s
         run_id = self.run_id()
         while True:
@@ -113,7 +113,7 @@ class Driver:
             segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()} - self.shared_memory_before
             # What somebody else's living process holds is not this run's.
             segments -= janitor.segments_of(psutil.pids()) if segments and not processes else set()
-            files = list(self.temp.iterdir())
+            files = [*self.temp.iterdir(), *(each for each in folders if each.exists())]
             if not processes and not segments and not files:
                 return
             assert time.monotonic() < end, (processes, segments, files)

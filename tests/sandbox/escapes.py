@@ -28,6 +28,9 @@ def tried(action, *words):
         out(f"{getattr(action, '__name__', action)}{words}: {found!r}"[:300])
 """
 
+# Without control groups somebody looks at the memory, many times a second, but later on a busy machine.
+KEPT = "time.sleep(6)\n"
+
 
 @dataclass(frozen=True)
 class Escape:
@@ -211,7 +214,9 @@ EATING = (
         not_bare="this machine may not have it to spare",
     ),
     Escape(
-        "memory, bit by bit", "held = [bytearray(2**22) for _ in range(60)]\nout(len(held))", ends=("memory", "error")
+        "memory, bit by bit",
+        "held = [bytearray(2**22) for _ in range(60)]\n" + KEPT + "out(len(held))",
+        ends=("memory", "error"),
     ),
     Escape(
         "memory of many processes",
@@ -221,18 +226,14 @@ EATING = (
         "        held = bytearray(24 * 2**20)\n"
         "        os.write(write, b'x')\n"
         "        time.sleep(60)\n"
-        "for _ in range(8): os.read(read, 1)\n"
-        "time.sleep(1)\n"
-        "out()",
+        "for _ in range(8): os.read(read, 1)\n" + KEPT + "out()",
         ends=("memory",),
     ),
     Escape(
         "memory that is shared",
         "import mmap\n"
         "held = mmap.mmap(-1, 200 * 2**20)\n"
-        "for at in range(0, len(held), 4096): held[at] = 1\n"
-        "time.sleep(1)\n"
-        "out()",
+        "for at in range(0, len(held), 4096): held[at] = 1\n" + KEPT + "out()",
         ends=("memory", "error"),
     ),
     Escape("memory in a file without a name", "tried(os.memfd_create, 'held')"),

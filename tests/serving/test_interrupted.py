@@ -14,7 +14,7 @@ from megarl.serving.client import ServerClient
 from megarl.serving.external import identify, probe_ids
 from megarl.serving.sampling import Sampling
 from tests.support.sampled import generate_sample
-from tests.support.served import Pool
+from tests.support.served import Pool, begun
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +44,7 @@ def test_a_response_that_was_cut_off_goes_on_as_if_nothing_had_been(served: Pool
             assert whole.status is Status.TRUNCATED and len(whole.response_ids) == LONGEST
             cut: list[Generation] = []
             for retracted in (False, True):
-                running = asyncio.create_task(sample(client, cut))
-                # Batched with the other, which has about as many tokens by then.
-                await client.generate(PROMPT.token_ids, Sampling(80, 0.0))
+                running = await begun(server, lambda: sample(client, cut))
                 if retracted:
                     await server.pause("retract")
                 await server.abort()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,16 +16,21 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core.platform import Platform
 from megarl.core.types import FloatArray
+from megarl.serving.client import ServerClient
 from megarl.serving.process import start_all
 from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tests.support.tiny import write_tiny_qwen
 
 KEY = "key-of-the-tests-servers"
 START_S = 300.0
+TRIES = 5
 NEEDS = ("SGLang",)
 # Of servers on devices: several share one, and the heads of tiny models are too narrow for the other kernels.
 ON_DEVICES = ("--mem-fraction-static", "0.15", "--attention-backend", "triton")
+
+Made = TypeVar("Made")
 
 
 class HfModel:
@@ -83,3 +90,21 @@ def serving(folder: Path, platform: Platform, num_servers: int = 1) -> Iterator[
     finally:
         for process in [router, *servers]:
             process.stop()
+
+
+async def begun(server: ServerClient, generate: Callable[[], Coroutine[Any, Any, Made]]) -> asyncio.Task[Made]:
+    """A request in the middle of its generation: it has 40 tokens and more, and has not ended."""
+    for _ in range(TRIES):
+        running = asyncio.create_task(generate())
+        async with asyncio.timeout(START_S):
+            while not running.done() and not await _num_running(server):
+                pass
+        await server.generate([7, 8], Sampling(40, 0.0))  # batched with it, which has as many tokens by then
+        if not running.done():
+            return running
+    raise AssertionError(f"{TRIES} requests in a row had ended before another of 40 tokens")
+
+
+async def _num_running(server: ServerClient) -> int:
+    told = await server.ask("/v1/loads")
+    return sum(each["num_running_reqs"] for each in told["loads"])
