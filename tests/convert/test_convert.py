@@ -88,11 +88,10 @@ def mcore(hf, tmp_path_factory):
 
 @slow
 def test_hf_goes_through_a_layout_and_comes_back_bit_for_bit(hf, tmp_path):
-    layout = ["--tp", "2", "--pp", "2"]
-    out, _ = convert("hf-to-mcore", hf, tmp_path / "mcore", *layout, "--verify", "--json")
+    out, _ = convert("hf-to-mcore", hf, tmp_path / "mcore", "--pp", "2", "--verify", "--json")
     assert parsed(out)["tensors_verified"] == len(tensors(hf)) and parsed(out)["differences"] == []
     manifest = read_manifest(tmp_path / "mcore")
-    assert manifest.layout == Layout(tp=2, pp=2, world_size=4) and not manifest.has_optimizer
+    assert manifest.layout == Layout(pp=2, world_size=2) and not manifest.has_optimizer
     convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "hf", "--verify")
     assert_equal(tensors(tmp_path / "hf"), tensors(hf))
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
