@@ -5,7 +5,8 @@ A problem is a chain of sums and differences, `47+38-15+22`, to be worked off wi
 
 The demonstrations are all correct, in two styles: at every turn with operations left, most give the answer at once, and the
 others ask the calculator. A tiny model cannot add so much in its head, but can copy the next operation: after the warm start it
-is mostly wrong, and reinforcement learning has to find that asking, every time, is what works.
+is mostly wrong, and reinforcement learning has to find that asking, every time, is what works. The first rows are worked off to
+their ends, all of them, so that copying is learned before the habit of answering at once: they are to be read in order.
 """
 
 from __future__ import annotations
@@ -66,17 +67,19 @@ def make_chains(
     operations: int = 3,
     num_train: int = 4096,
     num_eval: int = 128,
-    num_sft: int = 16384,
+    num_sft: int = 16000,
     ask: float = 0.4,
+    drill: float = 0.6,
 ) -> None:
     """Write train.jsonl, eval.jsonl and sft.jsonl; no problem appears twice, neither within a file nor across files.
 
-    The same arguments give the same bytes. Raises ValueError where `operations` is not 2 to 6, or `ask` not in [0, 1].
+    drill: share of demonstrations, the first ones, that are worked off to their ends.
+    The same arguments give the same bytes. Raises ValueError where `operations` is not 2 to 6, or `ask` or `drill` not in [0, 1].
     """
     if not 2 <= operations <= 6:
         raise ValueError(f"operations={operations}: allowed are 2 to 6")
-    if not 0 <= ask <= 1:
-        raise ValueError(f"ask={ask}: a chance lies between 0 and 1")
+    if not (0 <= ask <= 1 and 0 <= drill <= 1):
+        raise ValueError(f"ask={ask}, drill={drill}: chances and shares lie between 0 and 1")
     rng = random.Random(seed)
     source = draw_chains(rng, operations)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +87,8 @@ def make_chains(
         chains = [next(source) for _ in range(count)]
         rows = ({"prompt": text(chain[0], chain[1:]), "answer": str(sum(chain))} for chain in chains)
         write_jsonl(folder / f"{name}.jsonl", rows)
-    write_jsonl(folder / "sft.jsonl", (demonstrate(rng, next(source), ask) for _ in range(num_sft)))
+    asks = (1.0 if number < drill * num_sft else ask for number in range(num_sft))
+    write_jsonl(folder / "sft.jsonl", (demonstrate(rng, next(source), each) for each in asks))
 
 
 def main(

@@ -2,7 +2,8 @@
 
 The demonstrated games are legal, and most of their guesses are not clever: the lowest number that is left. Some halve what is
 left. So a tiny model learns both, mostly says the lowest, and seldom wins; reinforcement learning has to find which of the two
-wins games.
+wins games. In the first rows all guesses halve, so that the model knows the middle of what is left in all these games, before the
+habit of saying the lowest: they are to be read in order.
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ def make_guessing(
     guesses: int = 5,
     num_train: int = 1000,
     num_eval: int = 124,
-    num_sft: int = 16384,
+    num_sft: int = 12800,
     halve: float = 0.2,
+    drill: float = 0.5,
 ) -> None:
     """Write train.jsonl, eval.jsonl and sft.jsonl. Held-out rows have all secrets equally often, the others any.
 
-    The same arguments give the same bytes. Raises ValueError where there is nothing to guess, or `halve` is not in [0, 1].
+    drill: share of the demonstrated games, the first ones, in which all guesses halve what is left.
+    The same arguments give the same bytes. Raises ValueError where there is nothing to guess, and where `halve` or `drill` is not
+    in [0, 1].
     """
     if low >= high or guesses < 1:
         raise ValueError(f"low={low}, high={high}, guesses={guesses}: wanted are low < high and at least one guess")
-    if not 0 <= halve <= 1:
-        raise ValueError(f"halve={halve}: a chance lies between 0 and 1")
+    if not (0 <= halve <= 1 and 0 <= drill <= 1):
+        raise ValueError(f"halve={halve}, drill={drill}: chances and shares lie between 0 and 1")
     rng = random.Random(seed)
     asked = question(low, high)
     numbers = range(low, high + 1)
@@ -64,7 +68,8 @@ def make_guessing(
     write_jsonl(folder / "train.jsonl", ({"prompt": asked, "answer": str(secret)} for secret in secrets))
     held_out = [numbers[index % len(numbers)] for index in range(num_eval)]
     write_jsonl(folder / "eval.jsonl", ({"prompt": asked, "answer": str(secret)} for secret in held_out))
-    games = (demonstrate(rng, low=low, high=high, guesses=guesses, halve=halve) for _ in range(num_sft))
+    halves = (1.0 if number < drill * num_sft else halve for number in range(num_sft))
+    games = (demonstrate(rng, low=low, high=high, guesses=guesses, halve=each) for each in halves)
     write_jsonl(folder / "sft.jsonl", games)
 
 

@@ -16,7 +16,7 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 
 def test_games_are_legal_and_what_is_told_is_true(tmp_path: Path) -> None:
-    make_guessing(tmp_path, num_sft=2000, halve=0.2)
+    make_guessing(tmp_path, num_sft=2000, halve=0.2, drill=0.0)
     guesses = Counter[str]()
     won = 0
     for row in rows(tmp_path / "sft.jsonl"):
@@ -39,8 +39,8 @@ def test_games_are_legal_and_what_is_told_is_true(tmp_path: Path) -> None:
 
 
 def test_who_always_halves_wins_all_games(tmp_path: Path) -> None:
-    make_guessing(tmp_path, num_sft=300, halve=1.0)
-    for row in rows(tmp_path / "sft.jsonl"):
+    make_guessing(tmp_path, num_sft=300, drill=0.5)
+    for row in rows(tmp_path / "sft.jsonl")[:150]:
         talk = [message["content"] for message in row["messages"]]  # type: ignore[attr-defined]
         assert talk[1] == "25" and (len(talk) < 10 or talk[8].endswith(f"{talk[9]}-{talk[9]}"))
 
@@ -60,7 +60,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
         assert one == same and (one != other or file == "eval.jsonl")
 
 
-@pytest.mark.parametrize("options", [{"low": 3, "high": 3}, {"guesses": 0}, {"halve": 1.5}])
+@pytest.mark.parametrize("options", [{"low": 3, "high": 3}, {"guesses": 0}, {"halve": 1.5}, {"drill": -1}])
 def test_games_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"wanted are low < high|between 0 and 1"):
+    with pytest.raises(ValueError, match=r"wanted are low < high|lie between 0 and 1"):
         make_guessing(tmp_path, **options)  # type: ignore[arg-type]
