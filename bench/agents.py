@@ -3,8 +3,8 @@
     python -m bench.agents
 
 Guess the number, and chains of operations with a calculator. Every number is read from the runs' own metrics.jsonl; seconds are
-wall time of the commands, starts included. A run that is measured already is kept where --only names another. Writes a table,
-bench/results/agents.json and bench/results/agents.png.
+wall time of the commands, starts included. Each run is written down as it ends, beside those of other games and seeds that are
+there: bench/results/agents.json and bench/results/agents.png; then a table.
 """
 
 from __future__ import annotations
@@ -120,11 +120,15 @@ def show(results: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def kept(file: Path, games: list[str], seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs that were measured before, and are not asked for now."""
-    if not file.exists():
-        return []
-    return [run for run in json.loads(file.read_text())["runs"] if run["game"] not in games or run["seed"] not in seeds]
+def keep(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Write a run down, and draw, beside all others that are there; what is there then, in order."""
+    file = RESULTS / "agents.json"
+    before = json.loads(file.read_text())["runs"] if file.exists() else []
+    others = [other for other in before if (other["game"], other["seed"]) != (run["game"], run["seed"])]
+    runs = sorted([*others, run], key=lambda run: ([*GAMES].index(run["game"]), run["seed"]))
+    write("agents", {"runs": runs}, None)
+    draw(runs, RESULTS / "agents.png")
+    return runs
 
 
 def main(
@@ -136,17 +140,12 @@ def main(
     games, chosen = only or [*GAMES], seeds or [1, 2, 3]
     if unknown := sorted({*games} - {*GAMES}):
         raise typer.BadParameter(f"there is no game {unknown[0]}; there are {', '.join(GAMES)}")
-    file = RESULTS / "agents.json"
-    results = kept(file, games, chosen)
     for name in games:
         for seed in chosen:
             run = run_seed(name, seed, folder.resolve() / f"{name}-{seed}")
-            results.append(run)
+            results = keep(run)
             typer.echo(f"{name}, seed {seed}: {run['before']:.3f} -> {run['after']:.3f}")
-    results.sort(key=lambda run: ([*GAMES].index(run["game"]), run["seed"]))
     show(results)
-    write("agents", {"runs": results}, None)
-    draw(results, RESULTS / "agents.png")
 
 
 if __name__ == "__main__":
