@@ -32,7 +32,8 @@ def turn_group_advantages(
     turn = np.cumsum(begins)[chosen] - 1  # of each trained token
     sequence = np.searchsorted(cu_seqlens, np.flatnonzero(begins), side="right") - 1  # of each turn
     number = np.arange(len(sequence)) - np.searchsorted(sequence, sequence)
-    earned = np.bincount(turn, np.asarray(token_rewards, np.float64)[chosen], minlength=len(sequence))
+    earned = np.zeros(len(sequence), np.float64)
+    np.add.at(earned, turn, token_rewards[chosen])
     goes_on = np.append(sequence[1:] == sequence[:-1], False)[: len(sequence)].astype(np.float64)
     same = np.asarray(sequence_groups, np.int64)[sequence] * (number.max(initial=0) + 1) + number
     _, beside = np.unique(same, return_inverse=True)
