@@ -256,7 +256,7 @@ def run_steps(folder: Path, size: Size) -> dict[str, float]:
     tokens = last["rollout/response_len_mean"] * size.prompts * size.samples
     return {
         "tokens": tokens,
-        **{name: last[f"perf/{name}_s"] for name in ("step", "rollout", "logprobs", "update", "sync")},
+        **{name: last.get(f"perf/{name}_s", 0.0) for name in ("step", *PHASES)},  # a step may need no log-prob pass
     }
 
 

@@ -1,6 +1,6 @@
 """megarl beside TRL's GRPOTrainer: the same model, prompts, reward and number of samples, on this machine's CPU.
 
-    python -m bench.peers_trl                # --turns N; --only steps|quickstart
+    python -m bench.peers_trl                # --turns N; --only steps|quickstart; --dtype float32
 
 TRL's pinned release gets a virtual environment of its own in .cache/, made by pip. (b) Whole steps of a random 12M model that
 ends a response with the same probability after each token, so that lengths are geometric: mean 300, at most 768; 64 samples.
@@ -18,12 +18,14 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,8 @@ TRL_FORMS: dict[str, dict[str, Any]] = {
     "TRL, bf16, continuous batching": {"bf16": True, **BATCHING},
 }
 MEGARL_FORMS = {"megarl, float32": "float32", "megarl, bfloat16": "bfloat16"}
+# Of the forms; a CPU without bfloat16 products takes many times as long for the second.
+DTYPES = {"float32": "float32", "bfloat16": "b(float|f)16"}
 # The quickstart's own: two optimizer steps a rollout of 128 samples, a KL in the loss.
 QUICKSTART = {
     **{"per_device_train_batch_size": 64, "steps_per_generation": 2, "learning_rate": 5e-5, "beta": 0.001},
@@ -155,9 +159,10 @@ def megarl_steps(folder: Path, size: Size, form: str) -> dict[str, Any]:
     return _digest(sum(row["rollout/response_len_mean"] * samples for row in rows), samples * len(rows), whole, parts)
 
 
-def steps(turns: int, size: Size) -> dict[str, Any]:
+def steps(turns: int, size: Size, dtypes: Sequence[str]) -> dict[str, Any]:
     """(b), in turns."""
-    sides = dict.fromkeys(TRL_FORMS, trl_steps) | dict.fromkeys(MEGARL_FORMS, megarl_steps)
+    every = dict.fromkeys(TRL_FORMS, trl_steps) | dict.fromkeys(MEGARL_FORMS, megarl_steps)
+    sides = {form: run for form, run in every.items() if any(re.search(DTYPES[dtype], form) for dtype in dtypes)}
     found: dict[str, list[dict[str, Any]]] = {form: [] for form in sides}
     with tempfile.TemporaryDirectory(prefix="bp-", dir="/tmp") as name:  # Ray's sockets have long names
         folder = Path(name)
@@ -177,8 +182,10 @@ def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     """Of each form of megarl, its tokens a second over those of TRL's fastest form of the same dtype; medians of turns."""
     rates = {form: statistics.median(one["tokens_per_s"] for one in some) for form, some in found.items()}
     return {
-        form: rates[form] / max(rate for name, rate in rates.items() if name.startswith("TRL") and dtype in name)
-        for form, dtype in (("megarl, float32", "float32"), ("megarl, bfloat16", "bf16"))
+        form: rates[form]
+        / max(rate for name, rate in rates.items() if name in TRL_FORMS and re.search(DTYPES[dtype], name))
+        for form, dtype in MEGARL_FORMS.items()
+        if form in rates
     }
 
 
@@ -280,7 +287,9 @@ def show(result: dict[str, Any]) -> None:
         Console(width=160).print(table)
 
 
-def main(only: str | None, turns: int, size: Size, out: Path | None = None) -> None:
+def main(
+    only: str | None, turns: int, size: Size, out: Path | None = None, dtypes: Sequence[str] = tuple(DTYPES)
+) -> None:
     """Measure and show; writes peers_trl.json. Exits where sides did other work, or a target is missed."""
     print(f"TRL's environment: {', '.join(PINS)}")
     trl_python()
@@ -289,7 +298,7 @@ def main(only: str | None, turns: int, size: Size, out: Path | None = None) -> N
     result: dict[str, Any] = {**known, "pins": PINS, "target": TARGET}
     good = True
     if only != "quickstart":
-        result["steps"] = steps(turns, size)
+        result["steps"] = steps(turns, size, dtypes)
         result["steps"]["ratios"] = ratios(result["steps"]["forms"])
         wanted = size.prompts * size.samples * size.steps
         whole = all(one["samples"] == wanted for some in result["steps"]["forms"].values() for one in some)
@@ -308,5 +317,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=["steps", "quickstart"], help="one part; of the other the result stays")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2, help="of a run of (b)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="one alone, of (b)")
     options = parser.parse_args()
-    main(options.only, options.turns, Size(steps=options.steps))
+    chosen = tuple(DTYPES) if options.dtype is None else (options.dtype,)
+    main(options.only, options.turns, Size(steps=options.steps), dtypes=chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
@@ -51,7 +52,7 @@ class Given:
         return None
 
 
-class OneRank:
+class OneRank(ABC):
     """A sender of one rank for whole tensors, called the same whatever way they go."""
 
     sender: BroadcastSender | SharedMemorySender | DiskSender
@@ -67,10 +68,11 @@ class OneRank:
         """As `megarl.sync.transport.Transport` does."""
         return self.sent(list(buckets()), version, servers, flush_cache)
 
+    @abstractmethod
     def sent(
         self, buckets: list[Bucket], version: int, servers: Sequence[ServerEndpoint], flush_cache: bool
     ) -> SyncReport | None:
-        raise NotImplementedError
+        """What `send` gives, of all buckets at once."""
 
     def close(self) -> None:
         self.sender.close()
