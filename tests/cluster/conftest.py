@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import megarl.cluster  # noqa: F401  (before a test file imports ray)
 from megarl.core.platform import Platform, num_local_devices
 
 if TYPE_CHECKING:
