@@ -219,13 +219,14 @@ def main(
     """Measure what a collector spends on a token."""
     if quick:
         samples, step_samples, tokens, in_flight, part = 8, 16, 32, 2, 3
-    results = {count: measure(count, samples, tokens, in_flight, part) for count in (1, 2)}
+    counts = (2,) if quick else (1, 2)
+    results = {count: measure(count, samples, tokens, in_flight, part) for count in counts}
     show(results)
     lengths = (tokens,) if quick else (tokens, SHORT_TOKENS)
     whole = {
         f"{count} x {step_samples // count:,} of {length:,} tokens": steps(count, step_samples, length, in_flight)
         for length in lengths
-        for count in (1, 2)
+        for count in counts
     }
     show_steps(whole)
     collectors = {str(count): [asdict(one) | {"rate": one.rate} for one in spent] for count, spent in results.items()}

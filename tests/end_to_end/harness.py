@@ -158,6 +158,11 @@ def is_server(command: str) -> bool:
     return "megarl.serving.sglang_cpu" in command
 
 
+def own_words(error: str) -> str:
+    """What megarl says itself: without the logs that it shows."""
+    return error.partition("--- end of")[0]
+
+
 def pasted(error: str) -> list[str]:
     """The command that the last line tells to paste."""
     return shlex.split(error.rstrip().splitlines()[-1])

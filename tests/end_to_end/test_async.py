@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.end_to_end import chaos
-from tests.end_to_end.harness import Driver, assert_says_how_to_go_on, kill
+from tests.end_to_end.harness import Driver, assert_says_how_to_go_on, is_rank, kill, own_words, pasted
 
 pytestmark = pytest.mark.slow
 
@@ -91,24 +91,35 @@ def test_groups_are_carried_over_and_the_end_of_the_coordinator_is_named(launch:
     kill(driver.pids(lambda command: command.startswith("ray::CoordinatorActor")))
     code, _, error = driver.finish(60)
     assert code == 1
-    said = error.partition("--- end of")[0]
+    said = own_words(error)
     assert "coordinator (pid " in said and "died, and nobody knows any more which samples there are" in said
     assert "Traceback" not in said
     driver.assert_nothing_left()
 
 
-def test_ten_kills_and_freezes_cost_nothing_but_time(launch: Launch, tmp_path: Path) -> None:
-    patient = ("rollout.max_restarts=100", "train.save_every=1000", "data.eval=null")
-    driver = launch("run.name=chaos", *SMALL, *IN_PLACE, *TWO, *patient, "train.steps=30")
+def back(driver: Driver) -> set[str]:
+    """Of what kinds some came back: a server, the router, a collector."""
+    return {event.who.split()[0] for event in chaos.events(driver) if event.back}
+
+
+def test_eight_kills_and_freezes_cost_nothing_but_time_and_a_killed_rank_ends_the_run(launch: Launch) -> None:
+    patient = ("rollout.max_restarts=100", "cluster.max_recoveries=0", "train.save_every=8", "data.eval=null")
+    driver = launch("run.name=chaos", *SMALL, *IN_PLACE, *TWO, *patient, "train.steps=1000")
     print(f"seed {SEED}")
-    strikes = chaos.strike_all(driver, chaos.plans(SEED, count=10, first=1, last=26))
-    code, _, error = driver.finish()
-    assert code == 0, (strikes, error)
-    assert len(sampled(driver.metrics())) == 30
+    # Each victim is killed once and frozen once.
+    strikes = chaos.strike_all(driver, chaos.plans(SEED, count=8, first=1, last=20))
+    driver.wait_for(lambda row: row["step"] >= 24 and back(driver) >= {"sglang", "the", "collector"})
+    kill(driver.pids(is_rank))
+    code, _, error = driver.finish(60)
+    assert code == 1, (strikes, error)
+    assert "rank 0 (pid " in error and "died during" in error
+    assert "Traceback" not in own_words(error) and "UserWarning" not in error
+    assert re.search(r"The last good checkpoint is \S+/chaos/checkpoints/step_0000\d\d, of step \d+\.", error)
+    assert pasted(error)[-1] == "--resume"
+    assert len(sampled(driver.metrics())) >= 24
     assert {strike.victim for strike in strikes} == set(chaos.VICTIMS)
     assert {strike.signal for strike in strikes} == {"SIGKILL", "SIGSTOP"}
     seen = chaos.events(driver)
     for strike, seconds in zip(strikes, chaos.seconds_until_back(strikes, seen), strict=True):
         print(strike, "" if seconds is None else f": back after {seconds:.0f} s")
-    assert {event.who.split()[0] for event in seen if event.back} == {"sglang", "the", "collector"}
     driver.assert_nothing_left()
