@@ -1,8 +1,9 @@
 """Writes the guessing game's rows: train.jsonl and eval.jsonl (`prompt`, `answer`: the secret), and sft.jsonl, whole games.
 
-The demonstrated games are legal and not clever: most guesses are drawn from all numbers, whatever was said before. Some heed
-what was said, by chance. So a tiny model learns to name numbers and sees what follows, and reinforcement learning has the game
-itself to find: use the hints, and halve what is left.
+The demonstrated games are legal, and most of their guesses are not clever: the lowest number that is left. Some halve what is
+left. So a tiny model learns both, mostly says the lowest, and seldom wins; reinforcement learning has to find which of the two
+wins games. In the first rows all guesses halve, so that the model knows the middle of what is left in all these games, before the
+habit of saying the lowest: they are to be read in order.
 """
 
 from __future__ import annotations
@@ -21,23 +22,18 @@ def question(low: int, high: int) -> str:
     return f"Guess {low}-{high}"
 
 
-def demonstrate(rng: random.Random, *, low: int, high: int, guesses: int, heed: float) -> dict[str, Any]:
-    """A game as a chat. heed: chance that the guesses of this game are drawn from what the hints have left."""
+def demonstrate(rng: random.Random, *, low: int, high: int, guesses: int, halve: float) -> dict[str, Any]:
+    """A game as a chat, with what the environment says under `tell_range`. halve: chance of each guess to halve what is left."""
     secret = rng.randint(low, high)
     messages = [{"role": "user", "content": question(low, high)}]
-    heeds = rng.random() < heed
-    first, last = low, high
     for turn in range(guesses):
-        guess = rng.randint(first, last) if heeds else rng.randint(low, high)
+        guess = (low + high) // 2 if rng.random() < halve else low
         messages.append({"role": "assistant", "content": str(guess)})
         if guess == secret or turn == guesses - 1:
             break
         higher = guess < secret
-        if higher:
-            first = max(first, guess + 1)
-        else:
-            last = min(last, guess - 1)
-        messages.append({"role": "user", "content": "higher" if higher else "lower"})
+        low, high = (guess + 1, high) if higher else (low, guess - 1)
+        messages.append({"role": "user", "content": f"{'higher' if higher else 'lower'}: {low}-{high}"})
     return {"messages": messages}
 
 
@@ -45,22 +41,25 @@ def make_guessing(
     folder: Path,
     *,
     seed: int = 1,
-    low: int = 1,
-    high: int = 30,
-    guesses: int = 7,
+    low: int = 10,
+    high: int = 40,
+    guesses: int = 5,
     num_train: int = 1000,
-    num_eval: int = 90,
-    num_sft: int = 16384,
-    heed: float = 0.15,
+    num_eval: int = 124,
+    num_sft: int = 12800,
+    halve: float = 0.2,
+    drill: float = 0.5,
 ) -> None:
     """Write train.jsonl, eval.jsonl and sft.jsonl. Held-out rows have all secrets equally often, the others any.
 
-    The same arguments give the same bytes. Raises ValueError where there is nothing to guess, or `heed` is not in [0, 1].
+    drill: share of the demonstrated games, the first ones, in which all guesses halve what is left.
+    The same arguments give the same bytes. Raises ValueError where there is nothing to guess, and where `halve` or `drill` is not
+    in [0, 1].
     """
     if low >= high or guesses < 1:
         raise ValueError(f"low={low}, high={high}, guesses={guesses}: wanted are low < high and at least one guess")
-    if not 0 <= heed <= 1:
-        raise ValueError(f"heed={heed}: a chance lies between 0 and 1")
+    if not (0 <= halve <= 1 and 0 <= drill <= 1):
+        raise ValueError(f"halve={halve}, drill={drill}: chances and shares lie between 0 and 1")
     rng = random.Random(seed)
     asked = question(low, high)
     numbers = range(low, high + 1)
@@ -69,7 +68,8 @@ def make_guessing(
     write_jsonl(folder / "train.jsonl", ({"prompt": asked, "answer": str(secret)} for secret in secrets))
     held_out = [numbers[index % len(numbers)] for index in range(num_eval)]
     write_jsonl(folder / "eval.jsonl", ({"prompt": asked, "answer": str(secret)} for secret in held_out))
-    games = (demonstrate(rng, low=low, high=high, guesses=guesses, heed=heed) for _ in range(num_sft))
+    halves = (1.0 if number < drill * num_sft else halve for number in range(num_sft))
+    games = (demonstrate(rng, low=low, high=high, guesses=guesses, halve=each) for each in halves)
     write_jsonl(folder / "sft.jsonl", games)
 
 
@@ -79,20 +79,22 @@ def main(
         Path, typer.Option(help="Folder to write train.jsonl, eval.jsonl and sft.jsonl to; made if missing.")
     ],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the games. The same seed gives the same bytes.")] = 1,
-    low: Annotated[int, typer.Option(help="Smallest number.")] = 1,
-    high: Annotated[int, typer.Option(help="Largest number.")] = 30,
-    guesses: Annotated[int, typer.Option(help="Guesses of a game.")] = 7,
-    heed: Annotated[float, typer.Option(help="Share of demonstrated games that heed the hints, 0 to 1.")] = 0.15,
+    low: Annotated[int, typer.Option(help="Smallest number.")] = 10,
+    high: Annotated[int, typer.Option(help="Largest number.")] = 40,
+    guesses: Annotated[int, typer.Option(help="Guesses of a game.")] = 5,
+    halve: Annotated[float, typer.Option(help="Share of demonstrated guesses that halve what is left, 0 to 1.")] = 0.2,
 ) -> None:
     """Write the guessing game: training and held-out secrets, and games for a warm start.
 
     Example: python -m tools.make_guessing --out .cache/agent/data --seed 1
     """
     try:
-        make_guessing(out, seed=seed, low=low, high=high, guesses=guesses, heed=heed)
+        make_guessing(out, seed=seed, low=low, high=high, guesses=guesses, halve=halve)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(f"{out}: games of {guesses} guesses from {low} to {high}, {heed:.0%} of them heeding hints, seed {seed}")
+    typer.echo(
+        f"{out}: games of {guesses} guesses from {low} to {high}, {halve:.0%} of guesses halve what is left, seed {seed}"
+    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from megarl.algorithms.advantage import (
     rloo_advantages,
 )
 from megarl.algorithms.returns import discounted_returns, distill_advantages, gae, reinforce_pp_advantages
+from megarl.algorithms.turn_groups import turn_group_advantages
 from megarl.core.errors import UserError
 
 Inputs = Mapping[str, str]
@@ -43,6 +44,7 @@ TOKEN_INPUTS: Inputs = MappingProxyType(
         "token_rewards": "[T] float32: the sample's reward at its last trained token, less the KL where it is in the reward",
         "mask": "[T] float32, 1 where the label is trained on",
         "cu_seqlens": "[S + 1] integers, where sequences begin and end",
+        "sequence_groups": "[S] int64 from 0: sequences of one prompt have one number; all of a prompt's are there",
         "values": "[T] float32, of the critic; needs one",
         "logprobs": "[T] float32, of the actor before the step's update",
         "ref_logprobs": "[T] float32, of the reference; needs one",
@@ -72,7 +74,12 @@ SAMPLE_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 TOKEN_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"gae": gae, "reinforce_pp": reinforce_pp_advantages, "distill": distill_advantages}
+    {
+        "gae": gae,
+        "reinforce_pp": reinforce_pp_advantages,
+        "distill": distill_advantages,
+        "grpo_turns": turn_group_advantages,
+    }
 )
 
 # What is whitened at its end, whatever a recipe says, without that: for steps that lie in several parts.

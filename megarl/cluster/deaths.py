@@ -6,7 +6,6 @@ Ray is the parent of its workers and keeps their exit codes to itself; so each n
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import psutil
@@ -17,7 +16,6 @@ from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import ProcessFacts
 from megarl.core.endings import Ending, Endings
 
-LOOK_EVERY_S = 2.0  # at a process's memory
 ANSWER_S = 5.0  # of another node
 # How Ray says that a worker's connection broke off; it adds a page of guesses.
 CUT_OFF = "connection error code 2"
@@ -33,14 +31,14 @@ class Deaths:
 
     nodes: Nodes
     _here: Endings = field(default_factory=Endings)
-    _looked: dict[tuple[str, int], float] = field(default_factory=dict)
+    _named: set[tuple[str, int]] = field(default_factory=set)  # address and pid of those that are watched
 
     def watch(self, facts: ProcessFacts) -> None:
         """Somebody waits for it. May be called often."""
-        now, key = time.monotonic(), (facts.address, facts.pid)
-        if not facts.pid or now - self._looked.get(key, -LOOK_EVERY_S) < LOOK_EVERY_S:
+        key = facts.address, facts.pid
+        if not facts.pid or key in self._named:
             return
-        self._looked[key] = now
+        self._named.add(key)
         if (actor := self.nodes.actor_at(facts.address)) is None:
             self._here.watch(facts.pid)
         else:
@@ -58,7 +56,7 @@ class Deaths:
         return " ".join(part for part in (ending.how or otherwise, ending.held, _memory() if here else "") if part)
 
     def _ending(self, facts: ProcessFacts) -> Ending:
-        self._looked.pop((facts.address, facts.pid), None)
+        self._named.discard((facts.address, facts.pid))
         if (actor := self.nodes.actor_at(facts.address)) is None:
             return self._here.told(facts.pid)
         try:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import struct
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ _FORMAT = "=QQ11Ii"
 _SIZE = struct.calcsize(_FORMAT)
 _EXIT = 1 << 3
 _GET_INFO = (3 << 30) | (_SIZE << 16) | (0xFF << 8) | 11
-MOST = 256  # processes that are held on to at a time
+MOST = 256  # processes that are held on to before those that have ended are let go of
+LOOK_EVERY_S = 2.0  # at their memory
 REAPED_S, POLL_S = 1.0, 0.02  # the status is told once its parent has asked for it
 WHY = {
     signal.SIGKILL: ": somebody's kill -9, or who ends processes for memory (the kernel, Ray, a scheduler)",
@@ -50,27 +52,33 @@ class _Watched:
 
 @dataclass
 class Endings:
-    """Holds on to processes, so that it can be told how they ended."""
+    """Holds on to processes, so that it can be told how they ended; a thread of its own looks at their memory."""
 
     _watched: dict[int, _Watched] = field(default_factory=dict)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _looks: bool = False
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, _let_go, self._watched)
+        weakref.finalize(self, _let_go, self._watched, self._over)
 
     def watch(self, pid: int) -> None:
-        """Hold on to a process of this machine, and look at its memory; nothing where it has ended. May be called often."""
-        if pid not in self._watched:
-            if len(self._watched) >= MOST:
-                _let_go(self._watched)  # of a long run's, nearly all of which ended without anybody asking how
-            try:
-                self._watched[pid] = _Watched(os.pidfd_open(pid))
-            except OSError:
-                return  # it has ended, or this kernel has no such descriptors
-        try:
-            pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
-        except (OSError, IndexError):
+        """Hold on to a process of this machine; nothing where it has ended."""
+        if pid in self._watched:
             return
-        self._watched[pid].held = int(pages) * _PAGE or self._watched[pid].held
+        if len(self._watched) >= MOST:
+            self._forget_ended()
+        try:
+            self._watched[pid] = _Watched(os.pidfd_open(pid), _resident(pid))
+        except OSError:
+            return  # it has ended, or this kernel has no such descriptors
+        if not self._looks:
+            self._looks = True
+            threading.Thread(target=_look, args=(self._watched, self._over), daemon=True, name="endings").start()
+
+    def _forget_ended(self) -> None:
+        """Of a long run's processes, those that ended without anybody asking how."""
+        for pid in [each for each in self._watched if not _resident(each)]:
+            os.close(self._watched.pop(pid).file)
 
     def told(self, pid: int) -> Ending:
         """How a process has ended. It is not held on to any longer."""
@@ -85,9 +93,25 @@ class Endings:
         return Ending(_words(status) if status is not None else "", held)
 
 
-def _let_go(watched: dict[int, _Watched]) -> None:
+def _let_go(watched: dict[int, _Watched], over: threading.Event) -> None:
+    over.set()
     while watched:
         os.close(watched.popitem()[1].file)
+
+
+def _look(watched: dict[int, _Watched], over: threading.Event) -> None:
+    """Until it is over. Nothing here holds on to who watches."""
+    while not over.wait(LOOK_EVERY_S):
+        for pid, each in list(watched.items()):
+            each.held = _resident(pid) or each.held
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process holds; 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
 
 
 def _status(file: int) -> int | None:

@@ -48,7 +48,7 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         ("agent.credit",),
         lambda r, asked: r.agent is None or (r.agent.rewards and "token_rewards" in asked.advantage),
         "it is about rewards of an environment or a harness, and an advantage that asks for those of tokens: set "
-        "algorithm.advantage to gae or reinforce_pp, or to a function that asks for token_rewards",
+        "algorithm.advantage to gae, reinforce_pp or grpo_turns, or to a function that asks for token_rewards",
         (Recipe,),
     ),
     Unread(

@@ -276,6 +276,7 @@ class LocalAdvantages:
             "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token + turn.moved,
             "mask": at.mask.astype(np.float32),
             "cu_seqlens": at.cu_seqlens,
+            "sequence_groups": at.by_sequence(samples.group_index),
             "logprobs": flat["old_logprobs"],
             **{name: flat[name] for name in ("values", "ref_logprobs", "teacher_logprobs") if name in flat},
             **settings(algorithm),

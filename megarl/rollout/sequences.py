@@ -41,9 +41,9 @@ class Sequences:
         later = np.append(self._whole(column)[1:], np.float32(0))[: len(self.mask)]
         return np.where(self.mask > 0, later, 0).astype(np.float32)
 
-    def by_sequence(self, values: FloatArray) -> FloatArray:
+    def by_sequence(self, values: NDArray[Any]) -> NDArray[Any]:
         """One number a sample [n], in the order of sequences."""
-        chosen: FloatArray = values[self._sample]
+        chosen: NDArray[Any] = values[self._sample]
         return chosen
 
     def by_sample(self, values: NDArray[Any]) -> NDArray[Any]:

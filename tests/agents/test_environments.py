@@ -49,6 +49,15 @@ def test_a_guess_is_spent_on_words_and_the_last_ends_the_game() -> None:
     assert played(GuessNumber(guesses=1), ["42"], answer="42")[1] == Done(1.0, {"guesses": 1.0, "solved": 1.0})
 
 
+def test_what_is_left_is_told_where_it_is_asked_for() -> None:
+    found = played(
+        GuessNumber(10, 40, guesses=6, tell_range=True), ["25", "28", "what?", "14", "40", "26"], answer="26"
+    )
+    texts = ["higher: 26-40", "lower: 26-27", "no number: 26-27", "higher: 26-27", "lower: 26-27"]
+    assert found[1:-1] == [told(text) for text in texts]
+    assert found[-1] == Done(1.0, {"guesses": 6.0, "solved": 1.0})
+
+
 def test_without_an_answer_the_secret_is_of_the_group() -> None:
     def secret(seed: int) -> int:
         found = played(GuessNumber(0, 9, guesses=11), [str(number) for number in range(10)], seed=seed)
@@ -93,6 +102,50 @@ def test_wrong_answers_words_and_numbers_beyond_all_bounds() -> None:
     # Of a number that is too long its end would be another number: nothing of it is taken.
     assert found[1:3] == [told(HELP), told(HELP)]
     assert found[3] == told("1999999999998") and found[4] == Done(0.0, {"solved": 0.0, "used": 1.0})
+
+
+CHAINED = "What is 47+38-15*2?"  # from left to right: 85, 70, 140
+
+
+def test_a_chain_is_worked_off_from_left_to_right() -> None:
+    said = ["47+38=", "let me see", "85 - 15 =", "70*2=", "#### 140"]
+    found = played(Calculator(chain=True), said, answer="140", prompt=CHAINED)
+    assert found == [
+        [CHAINED],
+        told("85-15*2"),
+        told(HELP),
+        told("70*2"),
+        told("140"),
+        Done(1.0, {"solved": 1.0, "used": 3.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "used"),
+    [
+        (["#### 140"], 0.0),  # right, and nothing is worked off
+        (["47+38=", "85-15=", "#### 140"], 2.0),  # a step is missing
+        (["38-15="], 1.0),  # another step
+        (["47+38=", "47+38="], 2.0),  # one again
+        (["47+38=", "85-15=", "70*2=", "140*2="], 4.0),  # one too many
+        (["47+38=", "85-15=", "70*2=", "#### 104"], 3.0),  # a wrong answer
+    ],
+)
+def test_wrong_and_missing_steps_of_a_chain_fail(said: list[str], used: float) -> None:
+    assert played(Calculator(chain=True), said, answer="140", prompt=CHAINED)[-1] == Done(
+        0.0, {"solved": 0.0, "used": used}
+    )
+
+
+def test_differences_below_zero_are_worked_off_too() -> None:
+    said = ["10-30=", "-20-5=", "#### -25"]
+    found = played(Calculator(chain=True), said, answer="-25", prompt="10-30-5")
+    assert found[1:] == [told("-20-5"), told("-25"), Done(1.0, {"solved": 1.0, "used": 2.0})]
+
+
+def test_a_prompt_without_a_chain_is_the_rows_fault() -> None:
+    with pytest.raises(ValueError, match=r"row r:1: wanted are operations in its prompt, such as 12\+34-5"):
+        played(Calculator(chain=True), [], answer="4", prompt="What is it?")
 
 
 def test_a_maze_is_walked_to_its_exit() -> None:

@@ -6,6 +6,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -52,5 +54,39 @@ def test_nothing_is_said_of_what_was_gone_before_and_nothing_is_held_in_the_end(
     assert endings.told(process.pid) == Ending()
     endings.watch(os.getpid())
     assert len(os.listdir("/proc/self/fd")) == files + 1
+    [looks] = [each for each in threading.enumerate() if each.name == "endings"]
     del endings
+    looks.join(20)
+    assert not looks.is_alive()
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_memory_is_that_of_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.core.endings.LOOK_EVERY_S", 0.01)
+    grows = "import sys; held = bytearray(300_000_000); print(flush=True); sys.stdin.read()"
+    endings = Endings()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read(1); " + grows], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        endings.watch(process.pid)
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        process.stdout.readline()
+        end = time.monotonic() + 20
+        while endings._watched[process.pid].held < 3e8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        process.kill()
+    assert endings.told(process.pid).held == "It held 0.3 GB when it was last looked at."
+
+
+def test_those_that_have_ended_are_let_go_of_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.core.endings.MOST", 2)
+    files, endings = len(os.listdir("/proc/self/fd")), Endings()
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+            endings.watch(process.pid)
+    endings.watch(os.getpid())
+    assert len(os.listdir("/proc/self/fd")) <= files + 2
+    assert endings._watched.keys() >= {os.getpid()}

@@ -121,6 +121,7 @@ UNREAD = [
     ),
     (["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.workers=3"], ["agent.environment=guess_number"]),
     (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=reinforce_pp"]),
+    (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=grpo_turns"]),
     (["algorithm.old_logprobs=rollout", "algorithm.max_logprob_diff=0.1"], ["algorithm.old_logprobs=trainer"]),
     (["algorithm.on_logprob_diff=skip"], ["algorithm.max_logprob_diff=0.1"]),
     (["train.max_rewinds=2"], ["actor.optimizer.on_bad_gradient=rewind"]),

@@ -31,9 +31,10 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"reward_model": WHOLE},
     ),
     "egpo of the rollout": ({"advantage": "egpo", "old_logprobs": "rollout"}, {}),
+    "grpo by turns": ({"advantage": "grpo_turns", **KL}, {"reward_model": WHOLE}),
     "nothing but a teacher": ({"policy_loss": "distill"}, {"teacher": Teacher(path=Path("t"))}),
 }
-OF_TOKENS = ("gae", "reinforce_pp", "distill")
+OF_TOKENS = ("gae", "reinforce_pp", "distill", "grpo_turns")
 
 
 def cases() -> dict[str, Recipe]:

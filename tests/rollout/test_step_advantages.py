@@ -104,6 +104,19 @@ def test_gae_by_hand_with_its_returns_and_without_whitening(num_collectors: int)
 
 
 @anywhere
+def test_turns_are_compared_within_their_groups(num_collectors: int) -> None:
+    """Of sample 0 the second of three tokens is not its own: it has two turns, and nobody else has a second one."""
+
+    def in_turns(step: Step) -> Step:
+        first = replace(step.samples[0], loss_mask=np.array([1, 0, 1], np.uint8))
+        return replace(step, samples=[first, *step.samples[1:]])
+
+    algorithm = Algorithm(advantage="grpo_turns", normalize_std=False)
+    found, _ = learned(algorithm, num_collectors, change=in_turns)
+    assert found == {"advantages": {0: [0.5, 0.0], 1: [-0.5], 2: [-0.25] * 2, 3: [0.25] * 2}}
+
+
+@anywhere
 def test_whitening_is_over_the_whole_step(num_collectors: int) -> None:
     values: Said = {"values": lambda sample, at: 0.1 * sample}
     plain, _ = learned(Algorithm(advantage="gae", whiten=False), num_collectors, values, critic=Critic())

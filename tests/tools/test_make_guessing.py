@@ -15,28 +15,41 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_games_are_legal_and_hints_are_true(tmp_path: Path) -> None:
-    make_guessing(tmp_path, num_sft=2000, heed=0.5)
-    won = heeding = 0
+def test_games_are_legal_and_what_is_told_is_true(tmp_path: Path) -> None:
+    make_guessing(tmp_path, num_sft=2000, halve=0.2, drill=0.0)
+    guesses = Counter[str]()
+    won = 0
     for row in rows(tmp_path / "sft.jsonl"):
         talk = [message["content"] for message in row["messages"]]  # type: ignore[attr-defined]
-        guesses, hints = [int(text) for text in talk[1::2]], talk[2::2]
-        assert talk[0] == "Guess 1-30" and 1 <= len(guesses) == len(hints) + 1 <= 7
-        assert all(1 <= guess <= 30 for guess in guesses)
-        above = [guess for guess, hint in zip(guesses, hints, strict=False) if hint == "higher"]
-        below = [guess for guess, hint in zip(guesses, hints, strict=False) if hint == "lower"]
-        assert max(above, default=0) < min(below, default=31), "no secret would have got these hints"
-        won += len(guesses) < 7
-        bounds = [(max([0, *above[:at]]), guess) for at, guess in enumerate(guesses)]
-        heeding += all(low < guess or low == 0 for low, guess in bounds)
-    assert 0.3 < won / 2000 < 0.7 and heeding > 0
+        low, high = 10, 40
+        assert talk[0] == "Guess 10-40" and 2 <= len(talk) <= 10 and len(talk) % 2 == 0
+        for guess, told in zip(map(int, talk[1::2]), [*talk[2::2], None], strict=True):
+            guesses["low" if guess == low else "middle"] += low != high
+            assert guess in (low, (low + high) // 2)
+            if told is None:
+                won += len(talk) < 10
+                continue
+            if told.startswith("higher"):
+                low = guess + 1
+            else:
+                high = guess - 1
+            assert told.partition(": ")[2] == f"{low}-{high}" and low <= high
+    # Of two numbers the lower one is the middle.
+    assert 0.15 < guesses["middle"] / guesses.total() < 0.22 and won < 0.3 * 2000
+
+
+def test_who_always_halves_wins_all_games(tmp_path: Path) -> None:
+    make_guessing(tmp_path, num_sft=300, drill=0.5)
+    for row in rows(tmp_path / "sft.jsonl")[:150]:
+        talk = [message["content"] for message in row["messages"]]  # type: ignore[attr-defined]
+        assert talk[1] == "25" and (len(talk) < 10 or talk[8].endswith(f"{talk[9]}-{talk[9]}"))
 
 
 def test_held_out_secrets_are_all_equally_often_there(tmp_path: Path) -> None:
-    make_guessing(tmp_path, num_eval=90)
+    make_guessing(tmp_path, num_eval=62)
     secrets = Counter(int(str(row["answer"])) for row in rows(tmp_path / "eval.jsonl"))
-    assert secrets == dict.fromkeys(range(1, 31), 3)
-    assert {int(str(row["answer"])) for row in rows(tmp_path / "train.jsonl")} == set(range(1, 31))
+    assert secrets == dict.fromkeys(range(10, 41), 2)
+    assert {int(str(row["answer"])) for row in rows(tmp_path / "train.jsonl")} == set(range(10, 41))
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -47,7 +60,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
         assert one == same and (one != other or file == "eval.jsonl")
 
 
-@pytest.mark.parametrize("options", [{"low": 3, "high": 3}, {"guesses": 0}, {"heed": 1.5}])
+@pytest.mark.parametrize("options", [{"low": 3, "high": 3}, {"guesses": 0}, {"halve": 1.5}, {"drill": -1}])
 def test_games_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"wanted are low < high|between 0 and 1"):
+    with pytest.raises(ValueError, match=r"wanted are low < high|lie between 0 and 1"):
         make_guessing(tmp_path, **options)  # type: ignore[arg-type]

@@ -14,14 +14,16 @@ class GuessNumber:
     """The secret is the row's answer, or, where it has none, drawn from low to high: the same for all episodes of a group.
 
     guesses: that the policy has. Reward 1 for the secret within them, else 0. A turn without a number costs a guess.
+    tell_range: what the policy is told has the numbers that are left, as in `higher: 51-99`.
     """
 
-    def __init__(self, low: int = 0, high: int = 99, guesses: int = 7) -> None:
+    def __init__(self, low: int = 0, high: int = 99, guesses: int = 7, tell_range: bool = False) -> None:
         if low > high or guesses < 1:
             raise ValueError(
                 f"low={low}, high={high}, guesses={guesses}: wanted are low <= high and at least one guess"
             )
         self._low, self._high, self._guesses = low, high, guesses
+        self._tell_range = tell_range
         self._secret = low
 
     async def start(self, row: EpisodeRow) -> list[Message]:
@@ -40,9 +42,17 @@ class GuessNumber:
             return Done(1.0, {"guesses": response.turn + 1.0, "solved": 1.0})
         if response.turn + 1 >= self._guesses:
             return Done(0.0, {"solved": 0.0})
-        if guess is None:
-            return Turn([{"role": "user", "content": "no number"}])
-        return Turn([{"role": "user", "content": "higher" if guess < self._secret else "lower"}])
+        return Turn([{"role": "user", "content": self._told(guess)}])
 
     async def close(self) -> None:
         """Nothing is held."""
+
+    def _told(self, guess: int | None) -> str:
+        """Of a guess that is not the secret."""
+        if guess is None:
+            told = "no number"
+        elif guess < self._secret:
+            told, self._low = "higher", max(self._low, guess + 1)
+        else:
+            told, self._high = "lower", min(self._high, guess - 1)
+        return f"{told}: {self._low}-{self._high}" if self._tell_range else told
