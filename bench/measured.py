@@ -137,11 +137,55 @@ def _kills(result: Result) -> str:
     )
 
 
+def _save_kills(result: Result) -> str:
+    sides = "; ".join(
+        f"{name}: {side['kills']} kills in {len(side['parts'])} parts of {side['operations']} operations, "
+        f"{side['others_chosen']} half-written ones chosen, {side['not_to_the_bit']} not to the bit, at most "
+        f"{side['repeated_most']} step{'s' * (side['repeated_most'] != 1)} done again"
+        for name, side in result["sides"].items()
+    )
+    return f"saves {sides}"
+
+
+def _async_kills(result: Result) -> str:
+    book, replay = result["book"], result["replay"]
+    return (
+        f"{sum(each['met'] for each in result['kills'])} kills over {result['steps']} steps, {result['recoveries']} recoveries, "
+        f"{result['continued']} goings on: of {book['groups']} groups {book['lost']} lost, {book['taken_twice']} trained on "
+        f"twice, at most {book['staleness_max']:.0f} versions behind; replayed in {replay['seconds']:.0f} s, weights "
+        f"{'the same' if replay['same_weights'] else 'others'}"
+    )
+
+
+def _soak(result: Result) -> str:
+    kinds = result["kinds"]
+    first, last = (sum(row["own_bytes"][at] for row in kinds.values()) / 2**20 for at in (0, 1))
+    files = [sum(row["descriptors"][at] for row in kinds.values()) for at in (0, 1)]
+    threads = [sum(row["threads"][at] for row in kinds.values()) for at in (0, 1)]
+    grows = sum(each["a_step"] for each in result["folder"].values())
+    return (
+        f"{result['steps']} steps in {result['seconds']:.0f} s, first to last quarter: {first:.0f} to {last:.0f} MiB of "
+        f"{len(kinds)} kinds of process, {threads[0]:.0f} to {threads[1]:.0f} threads, {files[0]:.0f} to {files[1]:.0f} "
+        f"descriptors; the folder by {grows:.0f} bytes a step; grown: {'; '.join(result['grown']) or 'nothing'}. The journal "
+        f"took {result['journal_share']:.2%} of a step's seconds"
+    )
+
+
+def _recovery(result: Result) -> str:
+    recovered, continued = ([each["seconds"] for each in result[name]] for name in ("recovered", "continued"))
+    return (
+        f"from the death of a rank to a further step {_range(recovered, '.0f')} s; from a new start's command "
+        f"{_range(continued, '.0f')} s; the first start {result['first_start_s']:.0f} s"
+    )
+
+
 def _journal(result: Result) -> str:
+    run = result["in_a_run"]
     return (
         f"a million tokens: {result['write_s_per_million']:.2f} s to write, each wave on the disk before it counts "
         f"({result['write_cpu_s_per_million']:.2f} CPU s), {result['read_s_per_million']:.2f} s to read back; "
-        f"{result['bytes_per_token']:.1f} bytes a token"
+        f"{result['bytes_per_token']:.1f} bytes a token; of a run's steps of {run['tokens_a_step']:,.0f} tokens in "
+        f"{run['step_s']:.1f} s, {run['share']:.2%} (limit 1%)"
     )
 
 
@@ -459,6 +503,10 @@ ROWS = (
     Row("collector", "stub servers that answer 8,192 tokens at once; target 2 M", _collector),
     Row("sample_store", "straw-queue, on the same blocks", _sample_store),
     Row("chaos", "the same run in peace", _chaos),
+    Row("save_kills", "a run in peace, weights bit for bit at every step; limits one and two steps done again", _save_kills),
+    Row("async_kills", "`megarl replay` of its journal, without servers, weights bit for bit", _async_kills),
+    Row("soak", "the first quarter of its steps", _soak),
+    Row("recovery", "a new start; limit 30 s", _recovery),
     Row("kills", "the same run in peace, weights and metrics bit for bit", _kills),
     Row("journal", "nothing: the journal alone, on this machine's disk", _journal),
     Row("rollout_simulation", "the synchronous run; 512 servers, 65,536 samples each", _rollout_simulation),
