@@ -26,6 +26,7 @@ os.environ.update(RAY_worker_niceness="0")
 
 if TYPE_CHECKING:
     from tests.support.forked_ranks import Ranks
+    from tests.support.forked_servers import Copies
     from tests.support.served import Pool
 
 # No deadline for a single example: on a busy machine the first one, which warms caches, would fail by the clock alone.
@@ -145,4 +146,13 @@ def ranks() -> Iterator[Ranks]:
     from tests.support.forked_ranks import forked_ranks
 
     with forked_ranks() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def copies() -> Iterator[Copies]:
+    """Starts real SGLang servers, for all tests that ask what they hold and answer."""
+    from tests.support.forked_servers import forked_servers
+
+    with forked_servers() as made:
         yield made

@@ -9,6 +9,7 @@ import secrets
 import sys
 
 from megarl.core.errors import MegarlError
+from megarl.core.ray_env import FEW_EVENTS
 
 if "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ:
     raise MegarlError(
@@ -19,3 +20,4 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray would otherwise report usage over the network.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ |= {name: value for name, value in FEW_EVENTS.items() if name not in os.environ}

@@ -55,6 +55,7 @@ class CollectorPool:
 
     def _watch(self, owner: int) -> None:
         worker = self.workers[owner]
+        self.waiter.deaths.watch(worker.facts)
         self.waiter.watches[worker.handle.watch.remote()] = partial(self._died, owner, worker)
         vigil = Call(self.coordinator, self.coordinator.handle.vigil.remote(worker.handle))
         self.waiter.follow([vigil], partial(self._stands_still, owner, worker))
@@ -64,6 +65,7 @@ class CollectorPool:
         """Another one starts in its place, and the coordinator is told once it has."""
         if self.workers[owner] is not worker:
             return
+        how = self.waiter.deaths.how(worker.facts, how)
         if not self.restarts.count(worker.name, how):
             raise GivenUpError(f"{worker.name} died, and rollout.max_restarts is 0. {how}")
         log.warning("%s died, and is started again: its unfinished samples are made anew. %s", worker.name, how)

@@ -35,6 +35,7 @@ from megarl.cluster.network import Echo, interface_of, probe_all
 from megarl.cluster.services import Services
 from megarl.cluster.stacks import PY_SPY_S, foreign_stack
 from megarl.core import janitor
+from megarl.core.endings import Ending, Endings
 from megarl.core.errors import DeadlineError, MegarlError, UserError
 from megarl.core.log import get_logger
 from megarl.core.process_state import stopped_of
@@ -91,6 +92,7 @@ class NodeActor:
         self._temp = Path(tempfile.mkdtemp(prefix="megarl-"))
         temporary(self._temp).mkdir()
         self._echo: Echo | None = None
+        self._endings = Endings()
         janitor.start(run_id, self._temp / REGISTRY, folders=[self._temp], detached=True)
 
     def facts(self, paths: Mapping[Path, Path]) -> NodeFacts:
@@ -142,6 +144,14 @@ class NodeActor:
     def foreign_stack(self, pid: int) -> str:
         """All stacks of a process here, read from outside; or why there are none."""
         return foreign_stack(pid)
+
+    def watch(self, pid: int) -> None:
+        """Hold on to a process here, so that its end can be told."""
+        self._endings.watch(pid)
+
+    def ending(self, pid: int) -> Ending:
+        """How a process here ended."""
+        return self._endings.told(pid)
 
     def clean(self) -> int:
         """End what Ray does not know of: every process of the run here that is no worker of its; how many there were.
@@ -271,7 +281,7 @@ class Nodes:
 
     def signal(self, address: str, pid: int, number: int) -> str:
         """Send a signal to a process of the run, on whatever node it is; why not, or nothing."""
-        actor = self._actor_at(address)
+        actor = self.actor_at(address)
         if actor is not None:
             answers, failed = _ask({"": actor.signal.remote(pid, number)}, CALL_S)
             return str(answers.get("", failed.get("")))
@@ -283,14 +293,14 @@ class Nodes:
 
     def foreign_stack(self, address: str, pid: int) -> str:
         """All stacks of a process, on whatever node it is, read from outside; or why there are none."""
-        actor = self._actor_at(address)
+        actor = self.actor_at(address)
         if actor is None:
             return foreign_stack(pid)
         answers, failed = _ask({"": actor.foreign_stack.remote(pid)}, CALL_S + PY_SPY_S)
         return str(answers.get("", f"({failed.get('')})"))
 
-    def _actor_at(self, address: str) -> Any:
-        """A node's own actor; None where there is none."""
+    def actor_at(self, address: str) -> Any:
+        """The actor that looks after a node; None where there is none."""
         return next(
             (self.actors[node.ray_id] for node in self.members if node.address == address and self.actors), None
         )

@@ -56,6 +56,7 @@ class Samples:
     num_shards: int
 
     def __post_init__(self) -> None:
+        self.waiter.deaths.watch(self.coordinator.facts)
         self.waiter.watches[self.coordinator.handle.watch.remote()] = self._coordinator_died
 
     def next(self, step: int, weight_version: int) -> Batch:
@@ -155,7 +156,7 @@ class Samples:
         worker = self.coordinator
         raise CoordinatorDiedError(
             f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died, and nobody knows any more which samples "
-            f"there are. {how}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
+            f"there are. {self.waiter.deaths.how(worker.facts, how)}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
         )
 
     def wait(self, ref: Any, phase: str, deadline_s: float) -> Any:

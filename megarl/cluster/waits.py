@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megarl.cluster.checks import BrokenLinkError, check_links, describe_links, describe_lost
+from megarl.cluster.deaths import Deaths
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec
 from megarl.cluster.services import RayDiedError
@@ -33,8 +34,6 @@ STACK_WAIT_S = 2.0
 STACK_LINES = 60
 LOOK_EVERY_S = 0.5  # between two looks at Ray's own processes, and at how far an operation is, while waiting
 LINKS_EVERY_S = 10.0  # between two looks at the network while waiting
-# How Ray says that a worker's connection broke off; it adds a page of guesses.
-CUT_OFF = "connection error code 2"
 WATCH_WAIT_S = 2.0  # how much later than its callers a supervisor may notice that its process has ended
 
 
@@ -119,6 +118,10 @@ class Waiter:
     notices: dict[Any, Callable[[str], None]] = field(default_factory=dict)
     followed: dict[Any, Following] = field(default_factory=dict)
     memory: OutOfMemory = field(default_factory=OutOfMemory)
+    deaths: Deaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deaths = Deaths(self.nodes)
 
     def wait(self, calls: Sequence[Call], *, phase: str, role: str, deadline_s: float) -> list[Any]:
         """Results in the order of the calls.
@@ -180,6 +183,8 @@ class Waiter:
         end, look = now + deadline_s, now + LINKS_EVERY_S
         while len(results) < len(by_ref):
             pending = [ref for ref in by_ref if ref not in results]
+            for ref in pending:
+                self.deaths.watch(by_ref[ref].worker.facts)
             timeout_s = max(0.0, min(end - time.monotonic(), look - time.monotonic(), LOOK_EVERY_S))
             ready = self._look(pending, timeout_s)
             if time.monotonic() > end and not ready:
@@ -205,16 +210,53 @@ class Waiter:
 
     def _fetched(self, call: Call, others: Sequence[Call], phase: str, role: str) -> Any:
         try:
-            return _fetch(call, phase, role)
+            return self._fetch(call, phase, role)
         except MegarlError as error:
             # Where a watched process has ended, its end is the cause, and what its callers saw is not.
             if self.watches and ray.wait(list(self.watches), timeout=WATCH_WAIT_S)[0]:
                 watched = list(self.watches)
                 for ref in ray.wait(watched, num_returns=len(watched), timeout=0)[0]:
                     self._watched(ref)
-            if type(error) is MegarlError and (death := _death(others, phase, role)) is not None:
+            if type(error) is MegarlError and (death := self._death(others, phase, role)) is not None:
                 raise death from error  # who has lost a peer says that its connection was closed, or worse
             raise
+
+    def _fetch(self, call: Call, phase: str, role: str) -> Any:
+        worker = call.worker
+        try:
+            return ray.get(call.result)
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            if isinstance(cause, MegarlError):
+                raise type(cause)(f"{phase} ({role}), {worker.name}: {cause}") from None
+            raise MegarlError(
+                f"{phase} ({role}) failed on {worker.name}: {type(cause).__name__}: {cause}\n--- its trace:\n{error}"
+                f"\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
+            ) from error
+        except RayActorError as error:
+            raise WorkerDiedError(
+                f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died during {phase} ({role}). "
+                f"{self.deaths.why(worker.facts, error)}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
+            ) from error
+        except RayError as error:
+            raise WorkerDiedError(
+                f"{phase} ({role}): what {worker.name} gave is lost. {type(error).__name__}: {error}"
+            ) from error
+
+    def _death(self, calls: Sequence[Call], phase: str, role: str) -> WorkerDiedError | None:
+        """The death of a worker that one of these calls ends with, now or a moment later; None where none does."""
+        end, left = time.monotonic() + WATCH_WAIT_S, {call.result: call for call in calls}
+        while left:
+            ended, _ = ray.wait(list(left), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ended:
+                return None
+            try:
+                self._fetch(left.pop(ended[0]), phase, role)
+            except WorkerDiedError as error:
+                return error
+            except MegarlError:
+                continue  # another one that has lost it
+        return None
 
     def _watched(self, ref: Any) -> None:
         ended = self.watches.pop(ref)
@@ -300,52 +342,3 @@ def stacks_of(worker: Worker, nodes: Nodes) -> str:
         return last_lines(worker.spec.stack, STACK_LINES)
     outside = nodes.foreign_stack(facts.address, facts.pid)
     return f"(its own handler did not answer within {STACK_WAIT_S:g} s)\n{outside}"
-
-
-def _fetch(call: Call, phase: str, role: str) -> Any:
-    worker = call.worker
-    try:
-        return ray.get(call.result)
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, BaseException) else error
-        if isinstance(cause, MegarlError):
-            raise type(cause)(f"{phase} ({role}), {worker.name}: {cause}") from None
-        raise MegarlError(
-            f"{phase} ({role}) failed on {worker.name}: {type(cause).__name__}: {cause}\n--- its trace:\n{error}"
-            f"\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
-        ) from error
-    except RayActorError as error:
-        raise WorkerDiedError(
-            f"{worker.name} (pid {worker.facts.pid} on {worker.facts.host}) died during {phase} ({role}). "
-            f"{_reason(error)}\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
-        ) from error
-    except RayError as error:
-        raise WorkerDiedError(
-            f"{phase} ({role}): what {worker.name} gave is lost. {type(error).__name__}: {error}"
-        ) from error
-
-
-def _death(calls: Sequence[Call], phase: str, role: str) -> WorkerDiedError | None:
-    """The death of a worker that one of these calls ends with, now or a moment later; None where none does."""
-    end, left = time.monotonic() + WATCH_WAIT_S, {call.result: call for call in calls}
-    while left:
-        ended, _ = ray.wait(list(left), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if not ended:
-            return None
-        try:
-            _fetch(left.pop(ended[0]), phase, role)
-        except WorkerDiedError as error:
-            return error
-        except MegarlError:
-            continue  # another one that has lost it
-    return None
-
-
-def _reason(error: RayActorError) -> str:
-    if CUT_OFF in str(error):
-        return (
-            "It ended without a word: it crashed, or something killed it, as the kernel's out-of-memory killer does (see "
-            "dmesg)."
-        )
-    lines = [line.strip() for line in str(error).splitlines() if "worker" in line.lower() or "died" in line.lower()]
-    return " ".join(lines[-2:])

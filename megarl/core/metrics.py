@@ -276,6 +276,12 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "perf/driver_s": MetricSpec("s", "perf/step_s less the time that the driver spent waiting for others", ".4f"),
     "perf/driver_fraction": MetricSpec("fraction", "perf/driver_s / perf/step_s", ".4f"),
+    "perf/journal_s": MetricSpec(
+        "s",
+        "writing the journal since the step before, disk waits included: the busiest collector and the coordinator, "
+        "beside other work",
+        ".4f",
+    ),
     "perf/rank_peak_bytes": MetricSpec("bytes", "the largest memory/ROLE/OPERATION of the step", ".3e"),
     "perf/recoveries": MetricSpec(
         "recoveries",

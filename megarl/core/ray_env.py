@@ -15,3 +15,6 @@ HEALTH_CHECKS = {
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "3",
 }
+
+# For who starts a Ray: how many calls its GCS remembers for the dashboard. Its own 100,000 grow for thousands of steps.
+FEW_EVENTS = {"RAY_task_events_max_num_task_in_gcs": "1000"}

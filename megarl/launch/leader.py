@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO, Literal
 
 from megarl.core.errors import DeadlineError, MegarlError, StoppedError
-from megarl.core.ray_env import HEALTH_CHECKS, RAY_ADDRESS_VARIABLE
+from megarl.core.ray_env import FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE
 from megarl.core.stop import STOP_SIGNAL
 from megarl.launch.node import own_address
 from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
@@ -171,7 +171,7 @@ class Leader:
             signal.signal(number, self._signal)
         # A secret of this start, which every process inherits: it is on no command line and in no file.
         os.environ.pop("RAY_ADDRESS", None)  # of another Ray
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), **HEALTH_CHECKS}
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} | HEALTH_CHECKS | FEW_EVENTS
         self._note("started")
         nodes = Nodes(self._allocation, self._plan, self._head, self._events)
         lost: list[str] = []

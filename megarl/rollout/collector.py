@@ -153,7 +153,8 @@ class Collector:
 
     async def load(self) -> Load:
         """What its requests do at the servers, as of now."""
-        return Load(self._gate.busy_s(), self._gate.queued)
+        written_s = self._journal.spent_s if self._journal is not None else 0.0
+        return Load(self._gate.busy_s(), self._gate.queued, written_s)
 
     async def cancel(self, groups: Collection[int]) -> None:
         """Stop making these groups and forget what there is of them."""

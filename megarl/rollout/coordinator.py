@@ -392,7 +392,7 @@ class Coordinator:
         step, first = self._step, entries[0].asked.owner
         mine = [entry.asked.group for entry in entries if entry.asked.owner == first]
         await self._links.tell(first, lambda link: link.write(step, mine))
-        metrics = self._flow.metrics(await self._links.loads()) | self._rewinds.metrics()
+        metrics = self._flow.metrics(await self._links.loads(), self._decisions.spent_s) | self._rewinds.metrics()
         metrics |= step_metrics.place_metrics(self.ledger, self._data, self._intake.place())
         self._samples, plan = self._planner.plan(entries, step, version, self._dull, metrics)
         return plan

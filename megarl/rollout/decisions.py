@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -67,6 +68,7 @@ class Decisions:
         self._file: sqlite3.Connection | None = None
         self._earlier: deque[Decision] | None = None  # None: nobody has looked
         self._last = 0
+        self.spent_s = 0.0  # writing, so far, with what is waited for the disk
 
     def resume(self, after: int | None) -> None:
         """The run goes on from where the decision of this number was the newest: those after it are to be made again.
@@ -137,6 +139,7 @@ class Decisions:
         self._thread.shutdown()
 
     def _write(self, made: Sequence[Decision]) -> None:
+        began = time.perf_counter()
         try:
             with self._opened() as file:
                 file.executemany(INSERT, [_row(each) for each in made])
@@ -145,6 +148,7 @@ class Decisions:
                 f"The journal in {self._folder} cannot be written: {error}. Nothing that it has is lost. Make room, or set "
                 "train.journal to false, and go on with --resume."
             ) from error
+        self.spent_s += time.perf_counter() - began
 
     def _opened(self) -> sqlite3.Connection:
         if self._file is None:

@@ -1,4 +1,4 @@
-"""How busy generation is: tokens a second while groups are under way, and servers without a request."""
+"""How busy generation is: tokens a second while groups are under way, servers without a request, seconds of the journal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class Flow:
         self._clock = clock
         self._looked = clock()
         self._busy_s = [0.0] * num_collectors  # seconds that each collector's servers had worked by then
+        self._journal_s = [0.0] * num_collectors  # seconds that each collector had written by then
+        self._decided_s = 0.0
         self._began: float | None = None  # groups have been under way since
         self._worked_s = 0.0  # seconds with groups under way since the last step, until `_began`
         self._tokens = 0  # of the groups that have finished since then
@@ -34,10 +36,13 @@ class Flow:
 
     def forget(self, owner: int) -> None:
         """Another collector is in the place of this one."""
-        self._busy_s[owner] = 0.0
+        self._busy_s[owner] = self._journal_s[owner] = 0.0
 
-    def metrics(self, loads: Mapping[int, Load]) -> dict[str, float]:
-        """Of the time since the last step, whichever step its groups are for. loads: of each collector that lives, as of now."""
+    def metrics(self, loads: Mapping[int, Load], decided_s: float = 0.0) -> dict[str, float]:
+        """Of the time since the last step, whichever step its groups are for. loads: of each collector that lives, as of now.
+
+        decided_s: seconds so far in which decisions were written down.
+        """
         now = self._clock()
         worked_s = self._worked_s + (now - self._began if self._began is not None else 0.0)
         tokens, self._tokens = self._tokens, 0
@@ -45,10 +50,13 @@ class Flow:
         busy_s = [load.busy_s - self._busy_s[owner] for owner, load in loads.items()]
         idle = 1 - sum(busy_s) / max(1, len(busy_s)) / max(1e-9, now - self._looked)
         self._looked = now
+        written_s = [load.journal_s - self._journal_s[owner] for owner, load in loads.items()]
+        journal_s, self._decided_s = max(written_s, default=0.0) + decided_s - self._decided_s, decided_s
         for owner, load in loads.items():
-            self._busy_s[owner] = load.busy_s
+            self._busy_s[owner], self._journal_s[owner] = load.busy_s, load.journal_s
         return {
             "perf/rollout_tokens_per_s": tokens / worked_s if tokens else 0.0,
+            "perf/journal_s": journal_s,
             "perf/servers_idle": min(1.0, max(0.0, idle)),
             "rollout/requests_queued": float(sum(load.queued for load in loads.values())),
         }

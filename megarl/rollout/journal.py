@@ -73,6 +73,7 @@ class Journal:
         self._open: dict[int, sqlite3.Connection] = {}
         self._waiting: list[_Waiting] = []
         self._writing: asyncio.Task[None] | None = None
+        self.spent_s = 0.0  # writing, so far, with what is waited for the disk
 
     async def add(self, task: GroupTask, prompt: Prompt, group: Written) -> None:
         """Write a finished group down; it is on the disk when this returns. prompt: of its row. Raises JournalError."""
@@ -120,10 +121,12 @@ class Journal:
         self._writing = None
 
     def _write(self, batch: Sequence[_Waiting]) -> None:
+        began = time.perf_counter()
         for step in dict.fromkeys(each.step for each in batch):
             rows = [row for each in batch if each.step == step for row in each.rows]
             with self._file(step) as file:  # one transaction
                 file.executemany(INSERT, rows)
+        self.spent_s += time.perf_counter() - began
 
     def _file(self, step: int) -> sqlite3.Connection:
         if step not in self._open:

@@ -63,10 +63,14 @@ class News:
 
 @dataclass(frozen=True)
 class Load:
-    """busy_s: seconds that a collector's servers have worked so far. queued: its requests that wait for their turn."""
+    """Of a collector. busy_s: seconds that its servers have worked so far. queued: its requests that wait for their turn.
+
+    journal_s: seconds so far in which it wrote samples down.
+    """
 
     busy_s: float
     queued: int
+    journal_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's own: modules of sglang.srt.models that are not imported
@@ -18,13 +19,21 @@ def unused_models(model: Path) -> tuple[str, ...]:
     """
     config = model / "config.json"
     wanted = set(json.loads(config.read_text()).get("architectures") or ()) if config.exists() else set()
-    known = {file.stem: _registered(file) for file in _folder().glob("*.py")}
+    known = _known()
     used = {name for name, registered in known.items() if registered & wanted}
     return tuple(sorted(set(known) - used)) if used else ()
 
 
+@cache
+def _known() -> dict[str, set[str]]:
+    """Of each of SGLang's modules the architectures that it registers."""
+    return {file.stem: _registered(file) for file in _folder().glob("*.py")}
+
+
 def _registered(file: Path) -> set[str]:
-    found = ENTRY.search(file.read_text())
+    text = file.read_text()
+    at = text.find("\nEntryClass")  # much faster than the expression, which tries every line
+    found = ENTRY.search(text, at) if at >= 0 else None
     return set(re.findall(r"\w+", found[1])) if found else set()
 
 

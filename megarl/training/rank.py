@@ -247,8 +247,8 @@ class Rank:
 
 
 def _load(platform: Platform) -> None:
-    """Import all that builds and trains models. Megatron would load wandb for servers of its own, where it is installed."""
-    with without_collection(), as_if_missing("wandb"):
+    """Import all that builds and trains models. Megatron would load wandb and TensorBoard, to report of what it does itself."""
+    with without_collection(), as_if_missing("wandb"), as_if_missing("tensorboard"):
         from megarl.models.bootstrap import prepare_megatron
 
         prepare_megatron(platform)

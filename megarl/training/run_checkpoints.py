@@ -26,6 +26,7 @@ from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
 
 MARKER, STATE = "COMMITTED", "state.json"
 DAMAGED = "The checkpoint is damaged."
+WRITTEN, REMOVED = ".tmp-", ".old-"  # before the names of folders that are no checkpoints yet, or any more
 PATTERN = re.compile(r"step_(\d+)")
 
 log = get_logger(__name__)
@@ -78,13 +79,24 @@ class Checkpoints:
         sums = {name: asdict(each) for name, each in sum_files(temporary, _to_sum(temporary)).items()}
         (temporary / MARKER).write_text(json.dumps({"files": sums}, indent=1))
         sync_tree(temporary)
-        shutil.rmtree(target, ignore_errors=True)  # left by a run that was resumed from before this step
+        self._remove(target)  # left by a run that was resumed from before this step
         temporary.rename(target)
         sync(self.folder)
         for old in self.committed()[: -self.keep_last]:
             if self.keep_every is None or old.step % self.keep_every:
-                shutil.rmtree(old.folder)
+                self._remove(old.folder)
+        # Left by whoever was killed while it wrote or removed; nobody else saves now.
+        for left in [*self.folder.glob(f"{WRITTEN}step_*"), *self.folder.glob(f"{REMOVED}step_*")]:
+            shutil.rmtree(left, ignore_errors=True)
         return target
+
+    def _remove(self, folder: Path) -> None:
+        """At once, as others see it: what is half removed has no name of a checkpoint."""
+        if folder.exists():
+            gone = folder.with_name(f"{REMOVED}{folder.name}")
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)  # else by the next commit
 
     def committed(self) -> list[Committed]:
         """Checkpoints that were committed and can be told so, oldest first; what is half-written is not listed.
@@ -118,7 +130,7 @@ class Checkpoints:
 
     def abandon(self) -> list[int]:
         """Remove what was begun and not committed, once nobody writes it any more; its steps."""
-        begun = sorted(self.folder.glob(".tmp-step_*"))
+        begun = sorted(self.folder.glob(f"{WRITTEN}step_*"))
         for folder in begun:
             shutil.rmtree(folder, ignore_errors=True)
         return [int(folder.name.rpartition("_")[2]) for folder in begun]
@@ -128,7 +140,7 @@ class Checkpoints:
         return naming({self._temporary(step).resolve(): self._final(step)})
 
     def _temporary(self, step: int) -> Path:
-        return self.folder / f".tmp-step_{step:06d}"
+        return self.folder / f"{WRITTEN}step_{step:06d}"
 
     def _final(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"

@@ -58,6 +58,7 @@ class FakeWaiter:
         self.watches: dict[FakeRef, Callable[[str], None]] = {}
         self.followed: dict[Any, tuple[Sequence[Call], Callable[[list[Any], str], None]]] = {}
         self.idle: list[Callable[[], None]] = []
+        self.deaths = SimpleNamespace(watch=lambda facts: None, how=lambda facts, otherwise: otherwise)
 
     def follow(self, calls: Sequence[Call], then: Callable[[list[Any], str], None], *, patient: bool = False) -> None:
         self.followed[calls[0].result] = (calls, then)

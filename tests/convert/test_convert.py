@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.convert import convert as convert_module
 from megarl.convert.convert import make_layout
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
@@ -21,6 +22,7 @@ from megarl.recipe.roles import Optimizer
 from megarl.training.manifest import read_manifest
 from megarl.training.spec import PolicyObjective, RoleSpec
 from tests.convert.conftest import flip, parsed
+from tests.convert.forked import Conversions
 from tests.convert.test_dtypes import BLOCK
 from tests.support.fp8 import dequantised, write_fp8
 from tests.support.processes import ended
@@ -68,6 +70,14 @@ def moe(tmp_path_factory):
     return write_tiny_model(folder, "qwen3_moe", vocab_size=VOCAB, num_hidden_layers=4, mlp_only_layers=[0])
 
 
+@pytest.fixture
+def forked(ranks, tmp_path_factory, monkeypatch):
+    """Conversions in this process, but for their ranks."""
+    conversions = Conversions(ranks, tmp_path_factory.mktemp("forked"))
+    monkeypatch.setattr(convert_module, "run_ranks", conversions.run_ranks)
+    return conversions
+
+
 @pytest.fixture(scope="module")
 def mcore(hf, tmp_path_factory):
     """The dense model as a checkpoint of one rank."""
@@ -78,18 +88,17 @@ def mcore(hf, tmp_path_factory):
 
 @slow
 def test_hf_goes_through_a_layout_and_comes_back_bit_for_bit(hf, tmp_path):
-    layout = ["--tp", "2", "--pp", "2"]
-    out, _ = convert("hf-to-mcore", hf, tmp_path / "mcore", *layout, "--verify", "--json")
+    out, _ = convert("hf-to-mcore", hf, tmp_path / "mcore", "--pp", "2", "--verify", "--json")
     assert parsed(out)["tensors_verified"] == len(tensors(hf)) and parsed(out)["differences"] == []
     manifest = read_manifest(tmp_path / "mcore")
-    assert manifest.layout == Layout(tp=2, pp=2, world_size=4) and not manifest.has_optimizer
+    assert manifest.layout == Layout(pp=2, world_size=2) and not manifest.has_optimizer
     convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "hf", "--verify")
     assert_equal(tensors(tmp_path / "hf"), tensors(hf))
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
 
 
 @slow
-def test_dtypes_go_over_layouts_and_come_back(tmp_path):
+def test_dtypes_go_over_layouts_and_come_back(forked, tmp_path):
     """FP8 linears beside norms in float32 and a router in half precision, over tensor and expert parallel, and back."""
     source = write_fp8(
         write_tiny_model(tmp_path / "source", "deepseek_v3", vocab_size=VOCAB, num_hidden_layers=2), BLOCK
@@ -101,12 +110,12 @@ def test_dtypes_go_over_layouts_and_come_back(tmp_path):
     change = {name: torch.randn_like(expected[name], dtype=torch.float32).to(dtype) for name, dtype in others.items()}
     save_file(tensors(source) | change, source / "model.safetensors")
     expected |= change
-    axes = ["--tp", "2", "--sequence-parallel", "--ep", "2"]
-    out, _ = convert("hf-to-mcore", source, tmp_path / "one", *axes, "--verify", "--json")
-    assert parsed(out)["tensors_verified"] == len(expected)
-    convert("reshard", tmp_path / "one", tmp_path / "two", "--verify")
-    out, _ = convert("mcore-to-hf", tmp_path / "two", tmp_path / "hf", "--verify", "--json")
-    assert parsed(out)["tensors_verified"] == len(expected)
+    axes = {"tp": 2, "sequence_parallel": True, "ep": 2}
+    done = forked.hf_to_mcore(source, tmp_path / "one", verify=True, **axes)
+    assert done.differences == () and done.num_verified == len(expected)
+    assert forked.reshard(tmp_path / "one", tmp_path / "two").differences == ()
+    done = forked.mcore_to_hf(tmp_path / "two", tmp_path / "hf", verify=True)
+    assert done.differences == () and done.num_verified == len(expected)
     assert_equal(tensors(tmp_path / "hf"), expected)
     assert "quantization_config" not in parsed((tmp_path / "hf" / "config.json").read_text())
 
@@ -129,9 +138,10 @@ def test_verify_sees_what_the_reader_gets_wrong(hf, tmp_path):
 
 
 @slow
-def test_another_dtype_is_the_rounded_source(hf, tmp_path):
-    convert("hf-to-mcore", hf, tmp_path / "mcore", "--dtype", "bfloat16", "--verify")
-    convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "hf", "--tp", "2")
+def test_another_dtype_is_the_rounded_source(hf, forked, tmp_path):
+    done = forked.hf_to_mcore(hf, tmp_path / "mcore", dtype="bfloat16", verify=True)
+    assert done.differences == () and done.num_verified == len(tensors(hf))
+    forked.mcore_to_hf(tmp_path / "mcore", tmp_path / "hf", tp=2)
     assert_equal(tensors(tmp_path / "hf"), {name: tensor.bfloat16() for name, tensor in tensors(hf).items()})
 
 
@@ -141,7 +151,7 @@ def step(rank, seed):
 
 
 @slow
-def test_training_state_goes_over_expert_parallel_sizes_and_back_bit_for_bit(rank, moe, tmp_path):
+def test_training_state_goes_over_expert_parallel_sizes_and_back_bit_for_bit(rank, moe, forked, tmp_path):
     """1 rank -> 2 (experts split) -> 4 (all axes, the first stage without experts) -> 1, and the next step is the same."""
     spec = RoleSpec(
         moe,
@@ -156,14 +166,14 @@ def test_training_state_goes_over_expert_parallel_sizes_and_back_bit_for_bit(ran
     rank.save("actor", tmp_path / "one")
     went_on, expected = step(rank, 2), weights(rank, "actor")
     layouts = {
-        "split": ["--ep", "2"],
-        "all": ["--tp", "2", "--sequence-parallel", "--pp", "2", "--ep", "2", "--first-stage-layers", "1"],
-        "back": [],
+        "split": {"ep": 2},
+        "all": {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "first_stage_layers": 1},
+        "back": {},
     }
     source = tmp_path / "one"
     for name, layout in layouts.items():
-        out, _ = convert("reshard", source, tmp_path / name, *layout, "--verify", "--json")
-        assert parsed(out)["tensors_verified"] == len(read_manifest(source).tensors)
+        done = forked.reshard(source, tmp_path / name, **layout)
+        assert done.differences == () and done.num_verified == len(read_manifest(source).tensors)
         source = tmp_path / name
     assert read_manifest(source).step == 2 and read_manifest(source).has_optimizer
     assert_equal(stored(source), stored(tmp_path / "one"))

@@ -13,9 +13,10 @@ import pytest
 from megarl.core.platform import get_platform
 from megarl.serving.client import ServerClient
 from megarl.serving.process import start_all
-from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync.store import Store
 from tests.end_to_end.harness import Driver, is_server, kill
+from tests.support.forked_servers import Copies
 from tests.support.served import START_S
 
 pytestmark = pytest.mark.slow
@@ -51,12 +52,12 @@ def test_ranks_write_their_parts_and_servers_that_die_or_freeze_read_all_of_them
 
 
 def test_servers_of_somebody_else_read_versions_where_they_are_written(
-    launch: Callable[..., Driver], inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Callable[..., Driver], inputs: Path, copies: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second run takes the same server: it still calls its model by its name."""
     place = ProcessPlace(tmp_path / "logs", "key-of-the-server", env={"GLOO_SOCKET_IFNAME": "lo"})
     monkeypatch.setenv("SOMEBODYS_KEY", place.api_key)
-    server = ServerProcess(
+    server = copies.server(
         "theirs", ServerSpec(inputs / "model", "float32", kv_tokens=8192), get_platform("cpu"), place
     )
     shared = tmp_path / "shared"

@@ -16,6 +16,7 @@ from megarl.serving.process import free_port, start_all
 from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tests.end_to_end.harness import Driver
+from tests.support.forked_servers import Copies
 from tests.support.served import START_S
 from tests.support.turnstile import Turnstile
 
@@ -27,11 +28,11 @@ SMALL = ("data.eval=null", "train.save_every=1000", "report.samples=0")
 
 
 @pytest.fixture
-def servers(inputs: Path, tmp_path: Path) -> Iterator[list[ServerProcess]]:
+def servers(inputs: Path, copies: Copies, tmp_path: Path) -> Iterator[list[ServerProcess]]:
     """Two servers of the model, as somebody starts them who knows nothing of the run."""
     place = ProcessPlace(tmp_path / "logs", KEY, env={"GLOO_SOCKET_IFNAME": "lo"})
     spec = ServerSpec(inputs / "model", "float32", kv_tokens=8192)
-    made = [ServerProcess(f"somebody's {index}", spec, get_platform("cpu"), place) for index in range(2)]
+    made = [copies.server(f"somebody's {index}", spec, get_platform("cpu"), place) for index in range(2)]
     try:
         start_all(made, START_S)
         yield made

@@ -6,7 +6,6 @@ how a process starts.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import multiprocessing
@@ -24,12 +23,9 @@ from typing import Any
 
 import pytest
 
-from megarl.core.loading import without_collection
-from megarl.models.bootstrap import prepare_megatron
 from tests.support.platforms import chosen, lacking_devices
 
 GRACE_S = 10.0  # for the others to end by themselves, once a rank has failed
-LOADED = ("megarl.training.engine", "megarl.training.checkpoint")
 
 
 class Ranks:
@@ -126,12 +122,7 @@ def main() -> None:
     """Load, then fork whatever is asked for on standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    if not chosen().has_device_memory:
-        with without_collection():
-            prepare_megatron(chosen())
-            for name in LOADED:
-                importlib.import_module(name)
-            gc.freeze()  # the ranks share it
+    importlib.import_module("tests.support.loaded")
     for line in sys.stdin:
         print(json.dumps(_run_all(**json.loads(line))), file=answers, flush=True)
 

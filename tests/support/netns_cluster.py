@@ -40,8 +40,11 @@ exec {python} -c 'import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IG
 """
 # Asks in one process: each would have to load Ray anew.
 WAIT_FOR_RAY = """
-import select, ray
-ray.init({address!r}, logging_level="error")
+import select, socket
+while socket.socket().connect_ex(({host!r}, {port})):
+    select.select([], [], [], 0.1)
+import ray
+ray.init("{host}:{port}", logging_level="error")
 alive = lambda: sum(node["Alive"] for node in ray.nodes())
 while alive() != {count}:
     select.select([], [], [], 0.1)
@@ -139,6 +142,7 @@ class Nodes:
         where = ["--head", f"--port={RAY_PORT}"] if index == 0 else [f"--address={self.ray_address}"]
         argv = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+            *("--no-monitor", "--include-log-monitor=false"),
             *where,
             f"--node-ip-address={node.address}",
             *("--num-cpus=2", f"--num-gpus={num_gpus}"),
@@ -157,9 +161,9 @@ class Nodes:
 
     def wait_for_ray(self, count: int) -> None:
         """Until so many nodes have come."""
-        code = WAIT_FOR_RAY.format(address=self.ray_address, count=count)
+        code = WAIT_FOR_RAY.format(host=self.nodes[0].address, port=RAY_PORT, count=count)
         end = time.monotonic() + START_S
-        # It ends at once where nobody answers yet.
+        # It ends at once where the head listens and does not answer yet.
         while self.nodes[0].run([sys.executable, "-c", code], START_S).stdout.strip() != str(count):
             assert time.monotonic() < end, f"{count} nodes did not come within {START_S} s"
             select.select([], [], [], POLL_S)

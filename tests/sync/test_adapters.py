@@ -27,9 +27,10 @@ from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
 from megarl.serving.process import start_all
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.sampling import Sampling
-from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync.adapters import AdapterSender
 from megarl.sync.verify import probe_servers, verify
+from tests.support.forked_servers import Copies
 from tests.support.platforms import chosen
 from tests.support.served import KEY, NEEDS, ON_DEVICES, START_S, HfModel
 from tests.support.tiny import write_tiny_model
@@ -82,7 +83,9 @@ class Adapters:
 
 
 @contextmanager
-def pool(folder: Path, family: str, tp: int = 1) -> Iterator[tuple[Path, ServerEndpoint, ServerEndpoint]]:
+def pool(
+    copies: Copies, folder: Path, family: str, tp: int = 1
+) -> Iterator[tuple[Path, ServerEndpoint, ServerEndpoint]]:
     """The model, a server that takes adapters, and the router before it."""
     experts = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
     model = write_tiny_model(folder / "model", family, **experts)
@@ -90,7 +93,7 @@ def pool(folder: Path, family: str, tp: int = 1) -> Iterator[tuple[Path, ServerE
     spec = ServerSpec(
         model, "float32", tp=tp, kv_tokens=4096, lora=lora, extra=ON_DEVICES if chosen().has_device_memory else ()
     )
-    server = ServerProcess("server 0", spec, chosen(), place)
+    server = copies.server("server 0", spec, chosen(), place)
     router = RouterProcess(RouterSpec(adapter=ADAPTER), place)
     try:
         start_all([router, server], START_S)
@@ -110,8 +113,10 @@ def difference(server: ServerEndpoint, trainer: HfModel, version: int) -> float:
 @pytest.mark.slow
 @pytest.mark.needs(*NEEDS)
 @pytest.mark.parametrize(("family", "tp"), [*((family, 1) for family in FAMILIES), ("qwen3", 2)])
-def test_servers_answer_with_the_adapters_of_the_newest_version_alone(family: str, tp: int, tmp_path: Path) -> None:
-    with pool(tmp_path, family, tp) as (model, server, router):
+def test_servers_answer_with_the_adapters_of_the_newest_version_alone(
+    family: str, tp: int, copies: Copies, tmp_path: Path
+) -> None:
+    with pool(copies, tmp_path, family, tp) as (model, server, router):
         sender = AdapterSender(rank=0, folder=tmp_path / "adapters", timeout_s=60.0)
 
         async def generate() -> float:

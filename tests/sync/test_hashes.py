@@ -17,11 +17,12 @@ from megarl.core.errors import SyncError
 from megarl.models.hf_config import load_model_config
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port, start_all
-from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync import hashes
 from megarl.sync.hash_report import refuse
 from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences
 from tests.support.forked_ranks import Ranks
+from tests.support.forked_servers import Copies
 from tests.support.hashes import differing, tensors_in
 from tests.support.platforms import chosen
 from tests.support.served import NEEDS, ON_DEVICES
@@ -38,7 +39,9 @@ TRANSPORTS = ["broadcast", "shared_memory", DEVICES, "disk"]
 
 
 @contextmanager
-def servers_of(folder: Path, model: Path, tps: Sequence[int], dtype: Any = "float32") -> Iterator[list[ServerEndpoint]]:
+def servers_of(
+    copies: Copies, folder: Path, model: Path, tps: Sequence[int], dtype: Any = "float32"
+) -> Iterator[list[ServerEndpoint]]:
     """A server of each tensor-parallel size."""
     place = ProcessPlace(folder / "logs", KEY, env=UNASKED)
     with ExitStack() as stack:
@@ -47,7 +50,7 @@ def servers_of(folder: Path, model: Path, tps: Sequence[int], dtype: Any = "floa
             spec = ServerSpec(
                 model, dtype, tp=tp, kv_tokens=2048, extra=ON_DEVICES if chosen().has_device_memory else ()
             )
-            made.append(ServerProcess(f"server of tp {tp}", spec, chosen(), place))
+            made.append(copies.server(f"server of tp {tp}", spec, chosen(), place))
             stack.callback(made[-1].stop)
         start_all(made, START_S)
         yield [server.endpoint for server in made]
@@ -78,10 +81,10 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
     ],
 )
 def test_what_servers_hold_of_every_family_is_known(
-    family: str, overrides: dict[str, Any], tps: tuple[int, ...], tmp_path: Path
+    family: str, overrides: dict[str, Any], tps: tuple[int, ...], copies: Copies, tmp_path: Path
 ) -> None:
     model = write_model(tmp_path / "model", family, **overrides)
-    with servers_of(tmp_path, model, tps) as servers:
+    with servers_of(copies, tmp_path, model, tps) as servers:
         for server in servers:
             assert differing(server, model) == []
             # One number of one tensor, by the least that float32 knows.
@@ -95,9 +98,9 @@ def test_what_servers_hold_of_every_family_is_known(
 
 @pytest.mark.slow
 @pytest.mark.needs(*NEEDS)
-def test_servers_in_bfloat16_hold_what_rounding_makes_of_float32(tmp_path: Path) -> None:
+def test_servers_in_bfloat16_hold_what_rounding_makes_of_float32(copies: Copies, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS)
-    with servers_of(tmp_path, model, (1,), "bfloat16") as [server]:
+    with servers_of(copies, tmp_path, model, (1,), "bfloat16") as [server]:
         assert differing(server, model, torch.bfloat16) == []
         assert len(differing(server, model, torch.float32)) > 20
 
@@ -117,11 +120,16 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[dict[str, Any]]]]] = [
 @pytest.mark.needs(*NEEDS)
 @pytest.mark.parametrize(("family", "overrides", "layouts"), LAYOUTS, ids=[family for family, _, _ in LAYOUTS])
 def test_servers_of_any_size_hold_the_export_of_any_layout(
-    family: str, overrides: dict[str, Any], layouts: dict[int, list[dict[str, Any]]], ranks: Ranks, tmp_path: Path
+    family: str,
+    overrides: dict[str, Any],
+    layouts: dict[int, list[dict[str, Any]]],
+    ranks: Ranks,
+    copies: Copies,
+    tmp_path: Path,
 ) -> None:
     models = [write_model(tmp_path / f"model {seed}", family, seed=seed, **overrides) for seed in (1, 2)]
     start = write_model(tmp_path / "start", family, seed=3, **overrides)
-    with servers_of(tmp_path, start, (1, 2)) as servers:
+    with servers_of(copies, tmp_path, start, (1, 2)) as servers:
         for world_size, each in layouts.items():
             job = Job(
                 free_port(),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch, MiniBatch, Shard
 from tests.training.harness import VOCAB
-from tests.training.invariance import MODELS, Case
-from tests.training.samples import examples, shards
+from tests.training.invariance import MICRO_BATCHES, MODELS, Case
+from tests.training.samples import Example, examples, shards
 
 NUM_STEPS = 3
 # Adam turns gradients that are all rounding into whole steps, of any sign: eps is above what rounding leaves of these.
@@ -30,64 +31,55 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("dense", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"pp": 2, "last_stage_layers": 1}, {"cp": 2}, {}],
     ("dense", 4): [
         {"tp": 4, **SP},
-        {"cp": 4},
-        {},
         {"tp": 2, "cp": 2, **SP},
         {"tp": 2, **SP},
-        {"pp": 2, "cp": 2},
         {"pp": 2, "vpp": 2, "tp": 2, **SP},
     ],
     ("tied", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}],
-    ("tied", 4): [{"tp": 2, **SP, "pp": 2}],
     ("deep", 2): [{"pp": 2, "vpp": 3}, {"pp": 2, "vpp": 2, "first_stage_layers": 2}],
     ("deep", 4): [{"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1}],
     ("local", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}],
-    ("local", 4): [{"tp": 2, **SP, "cp": 2}],
     ("moe", 2): [{"tp": 2, **SP, "ep": 2}, {"tp": 2, **SP, "etp": 2}, {"cp": 2, "ep": 2}, {"ep": 2}, {"etp": 2}],
-    ("moe", 4): [
-        {"ep": 4},
-        {"ep": 2, "etp": 2},
-        {"tp": 2, **SP, "ep": 4},
-        {"tp": 2, **SP, "ep": 2, "etp": 2},
-        {"tp": 2, **SP, "cp": 2, "ep": 2},
-        {"pp": 2, "cp": 2, "ep": 2},
-    ],
+    ("moe", 4): [{"ep": 2, "etp": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}, {"pp": 2, "cp": 2, "ep": 2}],
     ("critic", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
-    ("critic", 4): [{"tp": 2, **SP, "pp": 2}],
     ("reward", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
-    ("reward", 4): [{"tp": 2, **SP, "cp": 2}],
     ("preference", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
-    ("preference", 4): [{"tp": 2, **SP, "cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
-    ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
 MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("dense", 2): [{"tp": 2}, {"pp": 2}, {"pp": 2, "first_stage_layers": 1}],
     ("dense", 4): [
         {"tp": 4},
+        {"cp": 4},
         {"pp": 4},
+        {},
         {"tp": 2, "pp": 2},
         {"pp": 2},
         {"cp": 2},
+        {"pp": 2, "cp": 2},
         {"pp": 2, "vpp": 2, "cp": 2},
     ],
-    ("tied", 4): [{"pp": 2}],
+    ("tied", 4): [{"tp": 2, **SP, "pp": 2}, {"pp": 2}],
+    ("local", 4): [{"tp": 2, **SP, "cp": 2}],
     ("moe", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}, {}],
     ("moe", 4): [
+        {"ep": 4},
         {"ep": 2},
+        {"tp": 2, **SP, "ep": 4},
+        {"tp": 2, **SP, "ep": 2, "etp": 2},
         {"tp": 4, **SP, "ep": 2, "etp": 2},
         {"cp": 2, "ep": 4},
         {"pp": 2, "ep": 2},
         {"pp": 2, "tp": 2, **SP, "etp": 2},
     ],
     ("critic", 2): [{"tp": 2}, {"pp": 2}, {}],
-    ("critic", 4): [{"cp": 2, "pp": 2}],
+    ("critic", 4): [{"tp": 2, **SP, "pp": 2}, {"cp": 2, "pp": 2}],
     ("reward", 2): [{}],
-    ("reward", 4): [{"cp": 2}],
+    ("reward", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("preference", 2): [{}],
-    ("preference", 4): [{"cp": 2}],
-    ("mla", 4): [{"cp": 2, "ep": 4}],
+    ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
+    ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
 }
 RECOMPUTED = [
     Case("dense", ONE, "selective"),
@@ -95,8 +87,8 @@ RECOMPUTED = [
     Case("dense", Layout(tp=2, sequence_parallel=True, world_size=2), "selective"),
     Case("dense", Layout(cp=2, world_size=2), "full"),
     Case("moe", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2), "full"),
-    Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full"),
 ]
+MORE_RECOMPUTED = [Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full")]
 
 
 def _cases(layouts: dict[tuple[str, int], list[Sizes]]) -> list[Case]:
@@ -107,7 +99,25 @@ def _cases(layouts: dict[tuple[str, int], list[Sizes]]) -> list[Case]:
 
 # A model's first case is its reference: one rank.
 CASES = [*(Case(model, ONE) for model in MODELS), *_cases(LAYOUTS), *RECOMPUTED]
-ALL_CASES = [*CASES, *_cases(MORE_LAYOUTS)]
+ALL_CASES = [*CASES, *_cases(MORE_LAYOUTS), *MORE_RECOMPUTED]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured of each case. minis: the mini-batches, one a step. micro_batches: in how many each is taken."""
+
+    cases: list[Case]
+    minis: list[list[Example]]
+    micro_batches: Callable[[Case], tuple[int, ...]]
+
+
+def _cuts(case: Case) -> tuple[int, ...]:
+    """How many micro-batches are one matters where stages hand them on: elsewhere the tests take several alone."""
+    return MICRO_BATCHES if case.layout.pp > 1 or case.layout == ONE else MICRO_BATCHES[-1:]
+
+
+EVERYDAY = Extent(CASES, MINIS[:2], _cuts)  # the second step has the optimizer's state of the first
+THOROUGH = Extent(ALL_CASES, MINIS, lambda _: MICRO_BATCHES)
 
 # Experts with the loss that balances them. It is one for each micro-batch, and counts padding: here no sequence needs any,
 # and the reference is one rank with the same micro-batches.

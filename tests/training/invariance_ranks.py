@@ -24,7 +24,6 @@ from tests.support.platforms import chosen
 from tests.training.harness import OPTIMIZER, actor_spec, weights
 from tests.training.invariance import (
     CRITIC,
-    MICRO_BATCHES,
     PERTURBED,
     PERTURBED_FROM,
     PREFERENCE,
@@ -38,17 +37,17 @@ from tests.training.invariance import (
 )
 from tests.training.invariance_cases import (
     ADAM_EPS,
-    ALL_CASES,
     BALANCE_COEF,
     BALANCE_MICRO_BATCHES,
     BALANCE_MINI,
     BALANCED,
-    CASES,
     CONTROLS,
-    MINIS,
+    EVERYDAY,
     SCORED,
+    THOROUGH,
     TOGETHER,
     TOGETHER_MICRO_BATCHES,
+    Extent,
     scored_shard,
     together_name,
 )
@@ -77,8 +76,8 @@ def balance_of(micro_batches: int) -> str:
 class World:
     """One rank's view of the world that goes through the cases."""
 
-    def __init__(self, rank: Rank, root: Path) -> None:
-        self.rank, self.root = rank, root
+    def __init__(self, rank: Rank, root: Path, extent: Extent) -> None:
+        self.rank, self.root, self.extent = rank, root, extent
         self.models: dict[str, str] = {}  # of each role
 
     def build(
@@ -157,13 +156,14 @@ class World:
         self.build("actor", case, optimizer=STANDSTILL)
         logprobs = self.logprobs("actor")
         gradients = {}
-        for micro_batches in MICRO_BATCHES:
-            self.step("actor", MINIS[0], micro_batches, same_shard=same_shard)
+        cuts = self.extent.micro_batches(case)
+        for micro_batches in cuts:
+            self.step("actor", self.extent.minis[0], micro_batches, same_shard=same_shard)
             gradients[micro_batches] = self.gradients("actor")
         results = {}
-        for micro_batches in MICRO_BATCHES:
+        for micro_batches in cuts:
             self.build("actor", case)
-            steps = [self.step("actor", mini, micro_batches, same_shard=same_shard) for mini in MINIS]
+            steps = [self.step("actor", mini, micro_batches, same_shard=same_shard) for mini in self.extent.minis]
             results[micro_batches] = Result(logprobs, gradients[micro_batches], steps, weights(self.rank, "actor"))
         return results
 
@@ -178,7 +178,7 @@ class World:
         *trained, frozen = roles
         logprobs = {role: self.logprobs(role) for role in roles}
         steps: dict[str, list[dict[str, float]]] = {role: [] for role in roles}
-        for mini in MINIS:
+        for mini in self.extent.minis:
             for role in trained:
                 steps[role].append(self.step(role, mini, TOGETHER_MICRO_BATCHES))
                 logprobs[frozen] += self.logprobs(frozen)
@@ -192,7 +192,7 @@ class World:
         return Result(gradients=self.gradients("actor"), steps=[metrics])
 
 
-def run_cases(world: World, reference: Reference, cases_alone: list[Case]) -> None:
+def run_cases(world: World, reference: Reference) -> None:
     """Everything that is for a world of this size. A model's first case, on one rank, becomes its reference."""
     size, path = world.rank.world_size, world.root / f"world{world.rank.world_size}.jsonl"
 
@@ -203,7 +203,7 @@ def run_cases(world: World, reference: Reference, cases_alone: list[Case]) -> No
             append(path, difference(kind, name, case, micro_batches, found, expected))
 
     # Process groups are made anew for each other layout.
-    for case in sorted(cases_alone, key=lambda case: str(case.layout)):
+    for case in sorted(world.extent.cases, key=lambda case: str(case.layout)):
         for micro_batches, found in world.alone(case).items() if case.layout.world_size == size else ():
             reference.setdefault(case.model, found)
             report("alone", str(case), case, micro_batches, found)
@@ -229,7 +229,7 @@ def main() -> None:
     rank.rendezvous("127.0.0.1", port, timeout_s=120)
     stored = root / "reference.pt"
     reference: Reference = {} if size == 1 else torch.load(stored, weights_only=False)
-    run_cases(World(rank, root), reference, ALL_CASES if sys.argv[5] == "thorough" else CASES)
+    run_cases(World(rank, root, THOROUGH if sys.argv[5] == "thorough" else EVERYDAY), reference)
     if size == 1:
         torch.save(reference, stored)
     rank.close()

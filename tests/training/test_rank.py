@@ -20,11 +20,11 @@ def test_the_driver_gets_the_names_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_rank_loads_megatron_without_wandb():
-    """Which is installed for the driver's metrics, and half a second of every rank's start."""
+def test_a_rank_loads_megatron_without_wandb_and_tensorboard():
+    """Which are installed for the driver's metrics, and half a second of every rank's start."""
     code = (
         "import sys; from megarl.training.rank import Rank; Rank(0, 1, 'cpu', seed=1)\n"
-        "sys.exit('megatron.core' not in sys.modules or 'wandb' in sys.modules)"
+        "sys.exit('megatron.core' not in sys.modules or bool({'wandb', 'tensorboard'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.training import run_checkpoints
 from megarl.training.run_checkpoints import MARKER, Checkpoints, step_damage
 
 
@@ -50,6 +51,26 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         save(checkpoints, step, write_weights, {})
     assert [each.step for each in checkpoints.committed()] == [10, 100]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000100"]
+
+
+def test_one_that_is_removed_is_gone_at_once_and_what_was_left_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    save(checkpoints, 1, write_weights, {})
+
+    def killed(folder: Path, **_: Any) -> None:
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as killing:
+        killing.setattr(run_checkpoints.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(checkpoints, 2, write_weights, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".old-step_000001", "step_000002"]
+    write_weights(checkpoints.begin(3, ["actor"])["actor"])  # by somebody who was killed before the commit
+    save(checkpoints, 4, write_weights, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
 
 
 def test_a_save_that_fails_leaves_the_older_one_in_force(tmp_path: Path) -> None:

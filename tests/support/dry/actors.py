@@ -27,15 +27,20 @@ from megarl.training.spec import RoleSpec
 from tests.support.dry.learning import column_of, learn
 
 
+class Differs(BaseException):
+    """What was written down is no longer what is compared with: the run need not go on."""
+
+
 class Book:
     """What is written down. told: in order. specs: of each role, by its name. version: of the weights last sent.
 
     asked: how often for each prompt. in_flight: requests at the servers, which are aborted with each of the cuts, and stand
-    still while paused.
+    still while paused. expected: what `compare` compares with; None where everything is wanted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Sequence[tuple[Any, ...]] | None = None) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self._expected, self._compared = expected, 0
         self.specs: dict[str, RoleSpec] = {}
         self.version = 0
         self.asked: Counter[bytes] = Counter()
@@ -45,6 +50,13 @@ class Book:
     def note(self, *what: Any) -> None:
         """Write something down."""
         self.told.append(what)
+
+    def compare(self) -> None:
+        """Raises Differs, once, where what came since the last call is other than expected."""
+        first, self._compared = self._compared, len(self.told)
+        if self._expected is not None and self.told[first:] != self._expected[first : self._compared]:
+            self._expected = None  # what is cleaned up is not compared
+            raise Differs
 
 
 class Rank:

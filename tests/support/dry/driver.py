@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ from megarl.serving import external as external_servers
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.training import run_checkpoints
-from tests.support.dry.actors import Book, Collector, External, Rank, Router, Server
+from tests.support.dry.actors import Book, Collector, Differs, External, Rank, Router, Server
 from tests.support.dry.answers import Client, Pool, Poster, Tests
 from tests.support.dry.learning import rounded
 from tests.support.dry.ray import Ray
@@ -166,7 +166,9 @@ def _method(function: Callable[..., Any], *first: Any) -> Any:
 
 def _waited(book: Book, fake: Ray, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float) -> list[Any]:
     book.note("wait", phase, role, deadline_s)
-    return fake.results([call.result for call in calls])
+    results = fake.results([call.result for call in calls])
+    book.compare()
+    return results
 
 
 def _restarts(book: Book, most: int) -> Restarts:
@@ -228,10 +230,21 @@ def _noting_faults(book: Book) -> Iterator[None]:
         book.note("stopped", str(error))
 
 
-def run(kind: type[AnyRecipe], recipe: Path, overrides: Sequence[str], temp: Path, *, resume: bool = False) -> Book:
-    """Run the recipe, and say what it did, also where it stops early. Raises UserError where it is refused."""
-    book = Book()
-    with stage(book, temp), _noting_faults(book):
+def run(
+    kind: type[AnyRecipe],
+    recipe: Path,
+    overrides: Sequence[str],
+    temp: Path,
+    *,
+    resume: bool = False,
+    unlike: Sequence[tuple[Any, ...]] | None = None,
+) -> Book:
+    """Run the recipe, and say what it did, also where it stops early. Raises UserError where it is refused.
+
+    unlike: what another run did; this one ends as soon as the two are seen to differ.
+    """
+    book = Book(unlike)
+    with suppress(Differs), stage(book, temp), _noting_faults(book):
         if kind is Recipe:
             train.run_train(recipe, list(overrides), resume=resume, go_on=False)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -52,35 +52,41 @@ class Engines:
         """What becomes of each role: what one rank makes of it, and how a larger layout is configured."""
         return {
             role: (
-                self._worked(role, _alone(spec), specs.get(spec.base_of or "")),
+                self._seen_of(self._work, role, specs),
                 _configured(spec) if spec.layout.world_size > 1 and spec.base_of is None else None,
             )
             for role, spec in specs.items()
         }
 
-    def _worked(self, role: str, spec: RoleSpec, base: RoleSpec | None) -> Any:
-        key = repr((role, spec, base and _alone(base)))
+    def with_bad_gradients(self, specs: dict[str, RoleSpec]) -> dict[str, list[str]]:
+        """What becomes of each role's updates whose gradients are no numbers, or much larger than others."""
+        return {
+            role: self._seen_of(self._suffer, role, specs) for role, spec in specs.items() if spec.objective is not None
+        }
+
+    def _seen_of(self, look: Callable[[str, RoleSpec], Any], role: str, specs: dict[str, RoleSpec]) -> Any:
+        """What is seen of the role by itself, on one rank."""
+        spec, base = _alone(specs[role]), specs.get(specs[role].base_of or "")
+        key = repr((look.__name__, role, spec, base and _alone(base)))
         if key not in self._seen:
             if base is not None:
                 assert spec.base_of is not None
                 self._rank.build(spec.base_of, _alone(base))
-            self._seen[key] = self._work(role, spec)
+            self._rank.build(role, spec)
+            self._seen[key] = look(role, spec)
         return self._seen[key]
 
     def _work(self, role: str, spec: RoleSpec) -> dict[str, Any]:
         """Weights after some updates, or what a frozen model says; what offloaded; how often layers were gone through."""
-        self._rank.build(role, spec)
-        shard = _shard(pairs=isinstance(spec.objective, RewardObjective | DpoObjective))
+        shard, columns = _given(spec)
         found: dict[str, Any] = {}
         if spec.objective is not None:
-            columns = {name: column_of(source, shard) for name, source in COLUMNS.items()}
             with _counted() as passes:
                 found["updates"] = [rounded(list(self._update(role, shard, columns))) for _ in range(UPDATES)]
             found["passes"] = dict(passes)
             # Each while it is there: what offloaded has no memory once all have been taken.
             for bucket in self._rank.buckets(role, 1 << 20):
                 found |= {name: rounded(tensor.double().abs().sum()) for name, tensor in bucket}
-            found["bad gradients"] = [self._bad(role, shard, columns, norm) for norm in (math.nan, 1e9)]
         elif spec.head == "score":
             found["says"] = _sums(self._rank.values(role, shard))
         else:
@@ -88,6 +94,9 @@ class Engines:
         if spec.base_of is None:
             found["offloaded"] = self._rank.engine(role)._offload.asleep
         return found
+
+    def _suffer(self, role: str, spec: RoleSpec) -> list[str]:
+        return [self._bad(role, *_given(spec), norm) for norm in (math.nan, 1e9)]
 
     def _bad(self, role: str, shard: Shard, columns: dict[str, Column], norm: float) -> str:
         """What becomes of an update whose gradients have this norm, after smaller ones."""
@@ -105,6 +114,12 @@ class Engines:
     def _update(self, role: str, shard: Shard, columns: dict[str, Column]) -> Iterator[float]:
         metrics = self._rank.update(role, shard, columns)
         return (value for _, value in sorted(metrics.items()))
+
+
+def _given(spec: RoleSpec) -> tuple[Shard, dict[str, Column]]:
+    """What the role works on, and what the others say of it."""
+    shard = _shard(pairs=isinstance(spec.objective, RewardObjective | DpoObjective))
+    return shard, {name: column_of(source, shard) for name, source in COLUMNS.items()}
 
 
 def _alone(spec: RoleSpec) -> RoleSpec:
