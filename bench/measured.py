@@ -457,18 +457,6 @@ def _algorithms(result: Result) -> str:
     return f"of {result['num_tokens']:,} tokens in {result['num_samples']:,} samples: {costs}"
 
 
-def _agents(result: Result) -> str:
-    said = []
-    for game in dict.fromkeys(run["game"] for run in result["runs"]):
-        runs = [run for run in result["runs"] if run["game"] == game]
-        each = "; ".join(
-            f"seed {run['seed']} {run['before']:.3f} to {run['after']:.3f}, SFT {run['sft_s']:.0f} s, GRPO {run['grpo_s']:.0f} s"
-            for run in runs
-        )
-        said.append(f"{game}: {each}")
-    return f"success held out, sampled at temperature 1: {'. '.join(said)}"
-
-
 def _agent_load(result: Result) -> str:
     ways = result["ways"]
     bare = ways["bare"]
@@ -558,7 +546,6 @@ ROWS = (
     ),
     Row("disk_sync", "whole versions; what AdamW changes by learning rate ([weight sync](weight_sync.md))", _disk_sync),
     Row("algorithms", "plain loops", _algorithms),
-    Row("agents", "the same before GRPO; target under 0.3 to over 0.8 in 600 s ([agents](agents.md))", _agents),
     Row("agent_load", "a bare asyncio client at a stub that answers at once; targets 90% and 2 ms", _agent_load),
     Row("sandbox", "a Python without a sandbox, started each time; target 20 ms pooled, 200 at once", _sandbox),
 )  # fmt: skip
