@@ -2,8 +2,9 @@
 
 The demonstrated games are legal, and most of their guesses are not clever: the lowest number that is left. Some halve what is
 left. So a tiny model learns both, mostly says the lowest, and seldom wins; reinforcement learning has to find which of the two
-wins games. In the first rows all guesses halve, so that the model knows the middle of what is left in all these games, before the
-habit of saying the lowest: they are to be read in order.
+wins games. In the first rows all guesses halve, so that the model knows the middle of whatever is left before it takes to the
+habit of saying the lowest: they are to be read in order. These games begin with any part of the numbers, and so does every second
+one of the others: what few games come to is seen as well.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ def make_guessing(
     guesses: int = 5,
     num_train: int = 1000,
     num_eval: int = 124,
-    num_sft: int = 12800,
+    num_sft: int = 16000,
     halve: float = 0.2,
     drill: float = 0.5,
 ) -> None:
     """Write train.jsonl, eval.jsonl and sft.jsonl. Held-out rows have all secrets equally often, the others any.
 
-    drill: share of the demonstrated games, the first ones, in which all guesses halve what is left.
+    drill: share of the demonstrated games, the first ones, which all begin with any part of the numbers, and in which all
+    guesses halve what is left.
     The same arguments give the same bytes. Raises ValueError where there is nothing to guess, and where `halve` or `drill` is not
     in [0, 1].
     """
@@ -68,8 +70,11 @@ def make_guessing(
     write_jsonl(folder / "train.jsonl", ({"prompt": asked, "answer": str(secret)} for secret in secrets))
     held_out = [numbers[index % len(numbers)] for index in range(num_eval)]
     write_jsonl(folder / "eval.jsonl", ({"prompt": asked, "answer": str(secret)} for secret in held_out))
-    halves = (1.0 if number < drill * num_sft else halve for number in range(num_sft))
-    games = (demonstrate(rng, low=low, high=high, guesses=guesses, halve=each) for each in halves)
+    games = []
+    for number in range(num_sft):
+        drilled = number < drill * num_sft
+        first, last = sorted(rng.sample(numbers, 2)) if drilled or number % 2 else (low, high)
+        games.append(demonstrate(rng, low=first, high=last, guesses=guesses, halve=1.0 if drilled else halve))
     write_jsonl(folder / "sft.jsonl", games)
 
 

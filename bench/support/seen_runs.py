@@ -258,3 +258,36 @@ def sandbox(result: Result) -> str:
         f"{each:.1f} MiB each, gone "
         f"{several['closed_s']:.1f} s after the last ended. Memory by {result['memory']}"
     )
+
+
+def suite(result: Result) -> str:
+    longest = ", ".join(f"{name.removeprefix('tests/')} {cpu_s}" for name, _, cpu_s in result["longest"][:5])
+    return (
+        f"{result['passed']:,} tests of {result['num_files']} files in {result['seconds'] / 60:.1f} minutes, "
+        f"{result['cpu_s']:,} processor seconds; most by {longest}"
+    )
+
+
+def agents(result: Result) -> str:
+    said = []
+    for game in dict.fromkeys(run["game"] for run in result["runs"]):
+        each = "; ".join(
+            f"seed {run['seed']} {run['before']:.3f} to {run['after']:.3f}, SFT {run['sft_s']:.0f} s, GRPO {run['grpo_s']:.0f} s"
+            for run in result["runs"]
+            if run["game"] == game
+        )
+        said.append(f"{game}: {each}")
+    return f"success held out, sampled at temperature 1: {'. '.join(said)}"
+
+
+def cpu_step(result: Result) -> str:
+    run, rates = result["run"], result["rates"]
+    said = ", ".join(
+        f"{row['part']} {row['s']:.2f}" + (f" ({row['of_bound']:.0%} of its bound, {row['by']})" if "by" in row else "")
+        for row in result["rows"]
+    )
+    generated = ", ".join(f"{side} {rate:,.0f}" for side, rate in result["generation"].items())
+    return (
+        f"seconds for 1,000 response tokens, {run['step'] / run['tokens'] * 1000:.2f} in all: {said}. Matmul "
+        f"{rates['flops_s'] / 1e9:.0f} GFLOP/s, memory {rates['bytes_s'] / 1e9:.1f} GB/s. Generated, tokens/s: {generated}"
+    )

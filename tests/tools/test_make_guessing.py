@@ -19,15 +19,15 @@ def test_games_are_legal_and_what_is_told_is_true(tmp_path: Path) -> None:
     make_guessing(tmp_path, num_sft=2000, halve=0.2, drill=0.0)
     guesses = Counter[str]()
     won = 0
-    for row in rows(tmp_path / "sft.jsonl"):
+    for number, row in enumerate(rows(tmp_path / "sft.jsonl")):
         talk = [message["content"] for message in row["messages"]]  # type: ignore[attr-defined]
-        low, high = 10, 40
-        assert talk[0] == "Guess 10-40" and 2 <= len(talk) <= 10 and len(talk) % 2 == 0
+        low, high = (10, 40) if number % 2 == 0 else map(int, talk[0].split()[-1].split("-"))
+        assert talk[0] == f"Guess {low}-{high}" and 2 <= len(talk) <= 10 and len(talk) % 2 == 0
         for guess, told in zip(map(int, talk[1::2]), [*talk[2::2], None], strict=True):
             guesses["low" if guess == low else "middle"] += low != high
             assert guess in (low, (low + high) // 2)
             if told is None:
-                won += len(talk) < 10
+                won += number % 2 == 0 and len(talk) < 10
                 continue
             if told.startswith("higher"):
                 low = guess + 1
@@ -35,14 +35,21 @@ def test_games_are_legal_and_what_is_told_is_true(tmp_path: Path) -> None:
                 high = guess - 1
             assert told.partition(": ")[2] == f"{low}-{high}" and low <= high
     # Of two numbers the lower one is the middle.
-    assert 0.15 < guesses["middle"] / guesses.total() < 0.22 and won < 0.3 * 2000
+    assert 0.15 < guesses["middle"] / guesses.total() < 0.22 and won < 0.3 * 1000
 
 
-def test_who_always_halves_wins_all_games(tmp_path: Path) -> None:
-    make_guessing(tmp_path, num_sft=300, drill=0.5)
-    for row in rows(tmp_path / "sft.jsonl")[:150]:
+def test_first_come_games_from_any_numbers_in_which_all_guesses_halve(tmp_path: Path) -> None:
+    make_guessing(tmp_path, num_sft=600, drill=0.5)
+    begun = set()
+    for row in rows(tmp_path / "sft.jsonl")[:300]:
         talk = [message["content"] for message in row["messages"]]  # type: ignore[attr-defined]
-        assert talk[1] == "25" and (len(talk) < 10 or talk[8].endswith(f"{talk[9]}-{talk[9]}"))
+        begun.add(talk[0])
+        for told, guess in zip(talk[::2], talk[1::2], strict=True):
+            low, high = map(int, told.split()[-1].split("-"))
+            assert 10 <= low <= high <= 40 and int(guess) == (low + high) // 2
+        low, high = map(int, talk[0].split()[-1].split("-"))
+        assert len(talk) // 2 <= (high - low + 1).bit_length(), "who halves has so many numbers in so many guesses"
+    assert len(begun) > 200
 
 
 def test_held_out_secrets_are_all_equally_often_there(tmp_path: Path) -> None:
