@@ -248,8 +248,12 @@ def test_every_accepted_key_changes_what_is_learned(memory: Learned, advantage: 
 
 
 def are_twins(one: Recipe, other: Recipe) -> bool:
-    """GPG is GRPO where the rewards of every group differ: here, wherever the KL of each token comes off them."""
-    return {one.algorithm.advantage, other.algorithm.advantage} == {"grpo", "gpg"} and one.algorithm.kl_in == "reward"
+    """GRPO by turns is GRPO, for these samples have one each. So is GPG where the rewards of every group differ: here, wherever
+    the KL of each token comes off them.
+    """
+    pair = {one.algorithm.advantage, other.algorithm.advantage}
+    alike = {"grpo", "grpo_turns"} | ({"gpg"} if one.algorithm.kl_in == "reward" else set())
+    return len(pair) == 2 and pair <= alike
 
 
 def says_the_same(other: Mapping[str, Any], recipe: Recipe) -> bool:
