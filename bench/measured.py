@@ -64,6 +64,7 @@ ROWS = (
         "python -m bench.asynchronous --learn",
     ),
     Row("peers_trl", "TRL 1.16.0 on the same model, prompts and reward; target 2.5", runs.peers_trl),
+    Row("peers_trl_avx512", "the same on another machine, which has AVX-512", runs.peers_trl, "python -m bench.peers_trl"),
     Row("peers_algorithms", "verl 0.9.1's core_algos on the same batch, one thread", runs.peers_algorithms),
     Row("start", "every process of the quickstart, from the command to the first request for a sample", runs.start),
     Row("driver_overhead", "the seconds of a quickstart step", runs.driver_overhead),
