@@ -188,9 +188,7 @@ class Engine:
         assert shares is not None
         _check_columns(columns, loss)
         if loss.one_step and len(shard.mini_batches) > 1:
-            raise MegarlError(
-                f"An update of {len(shard.mini_batches)} optimizer steps was asked for; its loss is right for the first alone."
-            )
+            raise MegarlError(f"{len(shard.mini_batches)} optimizer steps of a loss that is right for the first alone.")
         if not shard.mini_batches:
             return {}  # every group was dropped, on every rank: there is nothing to learn from in this step
         sums = MetricSums()
