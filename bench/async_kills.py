@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.kills import KINDS, RECOVERED
+from bench.support.killed_runs import KINDS, RECOVERED
 from bench.support.measure import write
 from megarl.rollout.decisions import read_decisions, standing
 from megarl.rollout.journal import JOURNAL
