@@ -38,6 +38,19 @@ PHASES: Mapping[str, str] = {
 LONGEST_S, POLL_S = 900.0, 0.001
 PATIENCE = 4  # steps in which a cell may come about
 MARK, GRADE_S = "grading", 0.05
+STALENESS = 1
+# Of the harness's recipe: it generates while it trains, with two of all that may be killed.
+ASYNCHRONOUS = (
+    f"rollout.max_staleness={STALENESS}",
+    "rollout.in_flight=in_place",
+    "rollout.keep_kv=true",
+    "rollout.servers=2",
+    "rollout.collectors=2",
+    "rollout.max_response_tokens=32",
+    "rollout.max_restarts=1000",
+    "algorithm.correction={}",
+    "actor.micro_batch_tokens=1024",
+)
 RECOVERED = re.compile(r"^\S+ \S+ WARNING megarl\.run\.recovery: recovery \d+", re.MULTILINE)
 Seen = tuple[int | None, str] | None  # what the driver says that it does: step and phase
 

@@ -145,13 +145,13 @@ class NodeActor:
         """All stacks of a process here, read from outside; or why there are none."""
         return foreign_stack(pid)
 
-    def watch(self, pid: int) -> None:
+    def watch(self, pid: int, started: int) -> None:
         """Hold on to a process here, so that its end can be told."""
-        self._endings.watch(pid)
+        self._endings.watch(pid, started)
 
-    def ending(self, pid: int) -> Ending:
+    def ending(self, pid: int, started: int) -> Ending:
         """How a process here ended."""
-        return self._endings.told(pid)
+        return self._endings.told(pid, started)
 
     def clean(self) -> int:
         """End what Ray does not know of: every process of the run here that is no worker of its; how many there were.
