@@ -1,4 +1,4 @@
-"""Since when a process runs, and which of a run stand still because somebody has stopped them (SIGSTOP, a debugger); from /proc."""
+"""Since when a process runs, and which of a run stand still because somebody has stopped them (SIGSTOP, Ctrl-Z); from /proc."""
 
 from __future__ import annotations
 
