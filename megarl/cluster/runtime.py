@@ -162,11 +162,15 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.judge(error)
+        self.close()
+
+    def judge(self, error: BaseException | None) -> None:
+        """What an error means that ends a run which has its devices."""
         if isinstance(error, UserError):
             error.exit_code = FAULT  # devices were taken: this is no refusal any more
         if isinstance(error, WorkerDiedError) and self.nodes.lost():
             error.recoverable = False  # its devices are gone: whoever gives out nodes has to start the run on others
-        self.close()
 
 
 def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scratch) -> None:

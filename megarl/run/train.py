@@ -18,6 +18,7 @@ from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE
 from megarl.run.begin import end, finish, found, handles_of, opened
 from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
+from megarl.run.kept import Kept
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
@@ -30,21 +31,27 @@ CRITIC_EXPORT = "hf_critic"
 
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool = False) -> None:
     """`megarl train`."""
-    with Scratch.open() as scratch:
+    with Scratch.open() as scratch, Kept() as kept:
         loaded = load_recipe(path, overrides, Recipe)
         recoveries = Recoveries(loaded.recipe.cluster.max_recoveries, loaded.recipe.run.folder / METRICS_FILE)
 
         def life(again: bool) -> None:
             if again:
-                _train(loaded, False, True, False, scratch, recoveries)
+                _train(loaded, False, True, False, scratch, recoveries, kept)
             else:
-                _train(loaded, resume, go_on, discard_journal, scratch, recoveries)
+                _train(loaded, resume, go_on, discard_journal, scratch, recoveries, kept)
 
         live(recoveries, life)
 
 
 def _train(
-    loaded: Loaded[Recipe], resume: bool, go_on: bool, discard_journal: bool, scratch: Scratch, recoveries: Recoveries
+    loaded: Loaded[Recipe],
+    resume: bool,
+    go_on: bool,
+    discard_journal: bool,
+    scratch: Scratch,
+    recoveries: Recoveries,
+    kept: Kept,
 ) -> None:
     """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
@@ -64,7 +71,7 @@ def _train(
         recoveries.tell()
         begin_journal(recipe, keeps=keeps)
         with timer.phase("start"):
-            session = run.stack.enter_context(train_session(recipe, checked, timer, scratch))
+            session = run.stack.enter_context(train_session(recipe, checked, timer, scratch, kept))
             recorder = Recorder(
                 run.writers,
                 run.console,

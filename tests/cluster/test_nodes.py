@@ -13,7 +13,8 @@ import pytest
 
 from megarl.cluster import nodes
 from megarl.cluster.checks import Broken
-from megarl.cluster.nodes import GONE, Nodes, _natural
+from megarl.cluster.node_actor import GONE
+from megarl.cluster.nodes import Nodes, _natural
 from megarl.core.errors import UserError
 
 LINK = Broken("a", "b", "eth0", "no answer")
