@@ -44,6 +44,7 @@ ACTORS_S = 60.0  # longest wait for the nodes' own actors
 CALL_S = 10.0  # longest wait for an answer of one of them, beside the work that it is about
 PROBE_S = 6.0  # longest wait for a peer to send a few kilobytes back
 FETCH_S = 6 * 3600.0  # longest wait for nodes to download a model; the library gives up a connection that stands still
+GIVE_UP_S = 45.0  # within which Ray gives up a node that nobody reaches (core/ray_env.py)
 CLEAN_S = 10.0  # longest wait for a node to end what is left on it
 
 
@@ -86,11 +87,11 @@ class Nodes:
     services: Services = field(default_factory=Services)
 
     @classmethod
-    def join(cls, run_id: str, resource: str, num_devices: int, paths: Mapping[Path, Path]) -> Nodes:
+    def join(cls, run_id: str, resource: str, num_devices: int, paths: Mapping[Path, Path], spares: int = 0) -> Nodes:
         """Look at every node of the Ray that was joined, once it has all devices.
 
-        paths: what all nodes have to see, by what tells that they do. Raises DeadlineError, MegarlError and UserError that
-        name nodes.
+        paths: what all nodes have to see, by what tells that they do. spares: so many nodes are looked at, and left alone.
+        Raises DeadlineError, MegarlError and UserError that name nodes.
         """
         rows = await_devices(resource, num_devices)
         actors = {
@@ -114,6 +115,7 @@ class Nodes:
         members = tuple(
             Node(fact.name, fact.address, key, fact.temp, devices[key], joined=True) for key, fact in facts.items()
         )
+        members = without_spares(members, num_devices, spares)
         nodes = cls(members, facts, actors, run_id, Services.find(members[0].ray_id))
         nodes._check()
         return nodes
@@ -175,6 +177,19 @@ class Nodes:
             return {}
         dead = {row["NodeID"]: row for row in ray.nodes() if not row["Alive"]}
         return {str(node): _why_dead(dead[node.ray_id]) for node in self.members if node.ray_id in dead}
+
+    def replaceable(self) -> bool:
+        """Whether there are as many nodes as the run has taken, the lost ones not counted."""
+        return len([row for row in ray.nodes() if row["Alive"]]) >= len(self.members)
+
+    def await_lost(self) -> bool:
+        """Whether Ray gives up a node of the run by and by: where links are broken, that is seen before."""
+        end = time.monotonic() + GIVE_UP_S
+        while not self.lost():
+            if time.monotonic() > end or not self.broken():
+                return False
+            time.sleep(DEVICES_POLL_S)
+        return True
 
     def broken_for_certain(self) -> list[Broken]:
         """Links that do not work now and did not a moment ago: a node that is only busy is no broken link."""
@@ -270,6 +285,23 @@ def await_devices(resource: str, wanted: int, deadline_s: float = DEVICES_S) -> 
                 f"{describe_devices(wanted, resource, there, dead)}\nWaited {deadline_s:g} s for more to join."
             )
         time.sleep(DEVICES_POLL_S)
+
+
+def without_spares(nodes: Sequence[Node], num_devices: int, spares: int) -> tuple[Node, ...]:
+    """The nodes that the run takes, of those that there are; a spare stays one until another node is lost.
+
+    Raises UserError where the others have too few devices.
+    """
+    if not spares:
+        return tuple(nodes)
+    first = len({row["NodeManagerAddress"] for row in ray.nodes()}) - spares  # Ray names lost ones, too
+    taken = tuple(nodes[: max(1, first)])
+    if sum(node.devices for node in taken) < num_devices:
+        raise UserError(
+            f"cluster.spares is {spares}, and the other {len(taken)} of {len(nodes)} nodes have "
+            f"{sum(node.devices for node in taken)} devices: the run needs {num_devices}. Take more nodes, or fewer spares."
+        )
+    return taken
 
 
 def name_of(row: Mapping[str, Any]) -> str:

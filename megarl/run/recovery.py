@@ -1,4 +1,4 @@
-"""Goes on with a run that has lost a process which nobody starts again, without being started again itself.
+"""Goes on with a run that has lost a process which nobody starts again, or a node, without being started again itself.
 
 So does a run that goes back to its last checkpoint because of what a step would have taught it: the journal says then what it
 passes over.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.stop import StopRequest
@@ -26,10 +26,12 @@ log = get_logger(__name__)
 class RewoundError(MegarlError):
     """The run goes back to its last checkpoint, as it is written in its journal: it has to be made again from there."""
 
+    recoverable = True
+
 
 def goes_on(error: BaseException) -> bool:
     """Whether a run may go on in the same driver after it."""
-    return isinstance(error, RewoundError) or (isinstance(error, WorkerDiedError) and error.recoverable)
+    return isinstance(error, MegarlError) and error.recoverable
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Recoveries:
         """It is no death, and the journal counts how often."""
         self._told = str(error)
 
-    def another(self, error: WorkerDiedError) -> bool:
+    def another(self, error: MegarlError) -> bool:
         """Count a death; whether the run is recovered from it."""
         # What dies while it is first started dies of what it was given. Whoever asked for an end gets it.
         if not goes_on(error) or self._stop is None or self._stop.asked:
@@ -94,7 +96,7 @@ def live(recoveries: Recoveries, life: Callable[[bool], None]) -> None:
             raise
         except RewoundError as error:
             recoveries.rewound(error)
-        except WorkerDiedError as error:
+        except MegarlError as error:
             if not recoveries.another(error):
                 raise
         again = True

@@ -222,7 +222,8 @@ def _runtime(recipe: Recipe, checked: Preflight, folder: Path, devices: int, scr
     hosts = [] if checked.external is None else checked.external.hosts
     if recipe.sync.folder is not None:
         recipe.sync.folder.mkdir(parents=True, exist_ok=True)  # every node is asked whether it sees it
-    return Runtime.start(checked.platform, folder, devices, _reads(recipe), scratch, reached_from=hosts)
+    reads, spares = _reads(recipe), recipe.cluster.spares
+    return Runtime.start(checked.platform, folder, devices, reads, scratch, reached_from=hosts, spares=spares)
 
 
 @contextmanager
@@ -314,7 +315,10 @@ def supervised_session(
     recipe: SupervisedRecipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None
 ) -> Iterator[SupervisedSession]:
     """Start the ranks and the feeder; on leaving, end everything."""
-    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe), scratch) as runtime:
+    cluster, folder = recipe.cluster, recipe.run.folder
+    with Runtime.start(
+        checked.platform, folder, cluster.devices, _reads(recipe), scratch, spares=cluster.spares
+    ) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(supervised_specs(recipe, checked), ranks, recipe)

@@ -5,7 +5,9 @@ Ray and the engines are imported only once a recipe has been accepted, so that a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,7 +18,7 @@ from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE
-from megarl.run.begin import end, finish, found, handles_of, opened
+from megarl.run.begin import Open, end, finish, found, handles_of, opened
 from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
 from megarl.run.kept import Kept
 from megarl.run.past_run import advice
@@ -25,6 +27,9 @@ from megarl.run.recorder import Recorder
 from megarl.run.recovery import Recoveries, live
 from megarl.run.rewind import rewinding
 from megarl.train import train
+
+if TYPE_CHECKING:
+    from megarl.cluster.roles import Role
 
 CRITIC_EXPORT = "hf_critic"
 
@@ -101,10 +106,15 @@ def _train(
         handles = handles_of(session, session.rollout, session.sync, recorder, timer)
         with rewinding(session.rollout.samples, run.checkpoints):
             end(recorder, train(handles, recipe, first), recipe)
-        finish(run, session.roles["actor"], recipe)
-        if recipe.critic is not None:
-            with timer.phase("export"):
-                source = (recipe.critic.path or recipe.model.path).resolve()
-                session.roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
+        _finish(run, session.roles, recipe)
         if predicted is not None and (line := advice(recipe.run.folder)) is not None:
             Console().print(line, highlight=False, soft_wrap=True)
+
+
+def _finish(run: Open, roles: Mapping[str, Role], recipe: Recipe) -> None:
+    """What the run leaves: the policy's HF folder, and the critic's where there is one."""
+    finish(run, roles["actor"], recipe)
+    if recipe.critic is not None:
+        with run.timer.phase("export"):
+            source = (recipe.critic.path or recipe.model.path).resolve()
+            roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())

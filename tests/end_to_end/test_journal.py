@@ -62,7 +62,9 @@ def test_a_killed_run_trains_on_what_it_had(inputs: Path) -> None:
 
     driver = start(inputs, *SETTING, "--continue")
     driver.wait_for_step(3)
-    victim = VICTIMS[int(__import__("os").environ.get("VICTIM", date.today().toordinal())) % len(VICTIMS)]  # each has its day
+    victim = VICTIMS[
+        int(__import__("os").environ.get("VICTIM", date.today().toordinal())) % len(VICTIMS)
+    ]  # each has its day
     kill(driver.pids(victim))
     second, said_last = trained(driver), samples(driver, 3)
     code, _, error = driver.finish()
