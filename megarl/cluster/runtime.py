@@ -128,6 +128,11 @@ class Runtime:
                 with _witness(folder, run_id) as witness:
                     paths = {witness: folder, **{path: path for path in (Path.cwd(), *reads)}}
                     runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, paths, spares)
+            elif spares:
+                raise UserError(
+                    f"cluster.spares is {spares}, and the run is on this machine alone: {RAY_ADDRESS_VARIABLE} names no Ray of "
+                    "several nodes. Leave the key out, or submit the run to a cluster (megarl submit)."
+                )
             else:
                 _start_ray(platform, run_id, num_devices, scratch)
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
