@@ -28,7 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.kills import KINDS, RECOVERED
+from bench.support.killed_runs import ASYNCHRONOUS, KINDS, RECOVERED, STALENESS
 from bench.support.measure import write
 from megarl.rollout.decisions import read_decisions, standing
 from megarl.rollout.journal import JOURNAL
@@ -37,17 +37,9 @@ from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 
 LONGEST_S, POLL_S = 900.0, 0.05
-STALENESS, PROMPTS, SAMPLES = 1, 4, 4  # the last two as the harness's recipe has them
+PROMPTS, SAMPLES = 4, 4  # as the harness's recipe has them
 SETTING = (
-    f"rollout.max_staleness={STALENESS}",
-    "rollout.in_flight=in_place",
-    "rollout.keep_kv=true",
-    "rollout.servers=2",
-    "rollout.collectors=2",
-    "rollout.max_response_tokens=32",
-    "rollout.max_restarts=1000",
-    "algorithm.correction={}",
-    "actor.micro_batch_tokens=1024",
+    *ASYNCHRONOUS,
     "cluster.max_recoveries=20",
     "data.eval=null",
     "train.save_every=4",

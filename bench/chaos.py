@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.killed_runs import ASYNCHRONOUS
 from bench.support.measure import write
 from tests.end_to_end import chaos
 from tests.end_to_end.harness import Driver, start
@@ -28,18 +29,7 @@ from tools.make_tiny_model import make_tiny_model
 
 LAST = 20  # steps whose rewards are compared
 LONGEST_S = 4 * 3600.0
-SETTING = (
-    "rollout.max_staleness=1",
-    "rollout.in_flight=in_place",
-    "rollout.keep_kv=true",
-    "rollout.servers=2",
-    "rollout.collectors=2",
-    "rollout.max_response_tokens=32",
-    "rollout.max_restarts=1000",
-    "algorithm.correction={}",
-    "actor.micro_batch_tokens=1024",
-    "train.save_every=1000",
-)
+SETTING = (*ASYNCHRONOUS, "train.save_every=1000")
 
 
 def run(folder: Path, name: str, args: argparse.Namespace, strikes: int) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def chaos(result: Result) -> str:
 
 
 def kills(result: Result) -> str:
-    cells = result["cells"]
-    same = sum(cell["same_weights"] and cell["same_metrics"] for cell in cells)
+    cells = [cell for cell in result["cells"] if cell["then"] != "absent"]
+    same = sum(bool(cell.get("same_weights") and cell.get("same_metrics")) for cell in cells)
     ends = {word: sum(cell["then"] == word for cell in cells) for word in ("went on", "recovered", "ended")}
     return (
         f"{len(cells)} kinds of process and phases killed: {same} the same; {ends['went on']} runs went on, {ends['recovered']} "

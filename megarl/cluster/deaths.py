@@ -31,18 +31,17 @@ class Deaths:
 
     nodes: Nodes
     _here: Endings = field(default_factory=Endings)
-    _named: set[tuple[str, int]] = field(default_factory=set)  # address and pid of those that are watched
+    _named: set[ProcessFacts] = field(default_factory=set)  # those that are watched
 
     def watch(self, facts: ProcessFacts) -> None:
         """Somebody waits for it. May be called often."""
-        key = facts.address, facts.pid
-        if not facts.pid or key in self._named:
+        if not facts.pid or facts in self._named:
             return
-        self._named.add(key)
+        self._named.add(facts)
         if (actor := self.nodes.actor_at(facts.address)) is None:
-            self._here.watch(facts.pid)
+            self._here.watch(facts.pid, facts.started)
         else:
-            actor.watch.remote(facts.pid)
+            actor.watch.remote(facts.pid, facts.started)
 
     def why(self, facts: ProcessFacts, error: RayActorError) -> str:
         """How a process ended, for people. error: what Ray says of it."""
@@ -56,11 +55,11 @@ class Deaths:
         return " ".join(part for part in (ending.how or otherwise, ending.held, _memory() if here else "") if part)
 
     def _ending(self, facts: ProcessFacts) -> Ending:
-        self._named.discard((facts.address, facts.pid))
+        self._named.discard(facts)
         if (actor := self.nodes.actor_at(facts.address)) is None:
-            return self._here.told(facts.pid)
+            return self._here.told(facts.pid, facts.started)
         try:
-            found: Ending = ray.get(actor.ending.remote(facts.pid), timeout=ANSWER_S)
+            found: Ending = ray.get(actor.ending.remote(facts.pid, facts.started), timeout=ANSWER_S)
         except RayError:
             return Ending()  # its node is gone, which others say
         return found

@@ -89,13 +89,13 @@ class NodeActor:
         """All stacks of a process here, read from outside; or why there are none."""
         return foreign_stack(pid)
 
-    def watch(self, pid: int) -> None:
+    def watch(self, pid: int, started: int) -> None:
         """Hold on to a process here, so that its end can be told."""
-        self._endings.watch(pid)
+        self._endings.watch(pid, started)
 
-    def ending(self, pid: int) -> Ending:
+    def ending(self, pid: int, started: int) -> Ending:
         """How a process here ended."""
-        return self._endings.told(pid)
+        return self._endings.told(pid, started)
 
     def end(self, pids: Sequence[int]) -> None:
         """Kill these processes of the run."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.cluster.network import interface_of
+from megarl.core.process_state import started_at
 
 LOOPBACK = "127.0.0.1"
 # Megarl's own request for all stacks of a process; the handler runs even while the process hangs in native code.
@@ -44,11 +45,12 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """Where an actor's process runs."""
+    """Where an actor's process runs. started: with the pid it names one process (process_state.started_at)."""
 
     pid: int
     host: str
     address: str = LOOPBACK
+    started: int = 0
 
 
 def configure_process(spec: ProcessSpec) -> ProcessFacts:
@@ -72,4 +74,4 @@ def configure_process(spec: ProcessSpec) -> ProcessFacts:
     faulthandler.enable()
     # The file stays open for the life of the process: a signal handler cannot open one.
     faulthandler.register(STACK_SIGNAL, file=spec.stack.open("w"), all_threads=True)
-    return ProcessFacts(os.getpid(), socket.gethostname(), spec.address)
+    return ProcessFacts(os.getpid(), socket.gethostname(), spec.address, started_at(os.getpid()))

@@ -2,7 +2,8 @@
 
 Whoever started a process is told its exit code by the kernel, once; Ray does not pass it on. Since Linux 6.15 the kernel also
 tells it to everybody who holds a descriptor of the process (pidfd) that was opened in time. An older kernel says nothing, and
-then neither does this module.
+then neither does this module. A pid may be another process's later: here one is meant by its pid and its start
+(process_state.started_at).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megarl.core.process_state import started_at
 
 # struct pidfd_info of linux/pidfd.h in its first version: a mask of what is asked for and told, ..., the wait status.
 _FORMAT = "=QQ11Ii"
@@ -54,35 +57,39 @@ class _Watched:
 class Endings:
     """Holds on to processes, so that it can be told how they ended; a thread of its own looks at their memory."""
 
-    _watched: dict[int, _Watched] = field(default_factory=dict)
+    _watched: dict[tuple[int, int], _Watched] = field(default_factory=dict)  # by pid and start
     _over: threading.Event = field(default_factory=threading.Event)
     _looks: bool = False
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _let_go, self._watched, self._over)
 
-    def watch(self, pid: int) -> None:
+    def watch(self, pid: int, started: int) -> None:
         """Hold on to a process of this machine; nothing where it has ended."""
-        if pid in self._watched:
+        if (pid, started) in self._watched:
             return
         if len(self._watched) >= MOST:
             self._forget_ended()
         try:
-            self._watched[pid] = _Watched(os.pidfd_open(pid), _resident(pid))
+            opened = os.pidfd_open(pid)
         except OSError:
             return  # it has ended, or this kernel has no such descriptors
+        if started_at(pid) != started:  # another one has its pid now
+            os.close(opened)
+            return
+        self._watched[pid, started] = _Watched(opened, _resident(pid, started))
         if not self._looks:
             self._looks = True
             threading.Thread(target=_look, args=(self._watched, self._over), daemon=True, name="endings").start()
 
     def _forget_ended(self) -> None:
         """Of a long run's processes, those that ended without anybody asking how."""
-        for pid in [each for each in self._watched if not _resident(each)]:
-            os.close(self._watched.pop(pid).file)
+        for each in [each for each in self._watched if not _resident(*each)]:
+            os.close(self._watched.pop(each).file)
 
-    def told(self, pid: int) -> Ending:
+    def told(self, pid: int, started: int) -> Ending:
         """How a process has ended. It is not held on to any longer."""
-        watched = self._watched.pop(pid, None)
+        watched = self._watched.pop((pid, started), None)
         if watched is None:
             return Ending()
         try:
@@ -93,25 +100,26 @@ class Endings:
         return Ending(_words(status) if status is not None else "", held)
 
 
-def _let_go(watched: dict[int, _Watched], over: threading.Event) -> None:
+def _let_go(watched: dict[tuple[int, int], _Watched], over: threading.Event) -> None:
     over.set()
     while watched:
         os.close(watched.popitem()[1].file)
 
 
-def _look(watched: dict[int, _Watched], over: threading.Event) -> None:
+def _look(watched: dict[tuple[int, int], _Watched], over: threading.Event) -> None:
     """Until it is over. Nothing here holds on to who watches."""
     while not over.wait(LOOK_EVERY_S):
-        for pid, each in list(watched.items()):
-            each.held = _resident(pid) or each.held
+        for (pid, started), each in list(watched.items()):
+            each.held = _resident(pid, started) or each.held
 
 
-def _resident(pid: int) -> int:
+def _resident(pid: int, started: int) -> int:
     """Bytes of memory that a process holds; 0 where it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):
         return 0
+    return pages * _PAGE if started_at(pid) == started else 0
 
 
 def _status(file: int) -> int | None:

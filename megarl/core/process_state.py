@@ -1,4 +1,4 @@
-"""Which processes of a run stand still because somebody has stopped them (SIGSTOP, Ctrl-Z, a debugger); from /proc."""
+"""Since when a process runs, and which of a run stand still because somebody has stopped them (SIGSTOP, Ctrl-Z); from /proc."""
 
 from __future__ import annotations
 
@@ -23,11 +23,24 @@ class Stopped:
         return f"{self.name} (pid {self.pid}, {self.how})"
 
 
+def started_at(pid: int) -> int:
+    """When a process began, in clock ticks since the machine did; 0 where there is none. With its pid it names one process."""
+    try:
+        return int(_fields(pid)[19])
+    except OSError:
+        return 0
+
+
+def _fields(pid: int) -> list[str]:
+    """Of `/proc/PID/stat`, from the third on. Raises OSError where there is no such process."""
+    # The name of the program, in brackets, may itself hold spaces and brackets.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def stopped(pid: int) -> Stopped | None:
     """What is known of a process that has been stopped; None of one that runs, waits or has ended."""
     try:
-        # The name of the program, in brackets, may itself hold spaces and brackets.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = _fields(pid)[0]
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return None  # it ended meanwhile

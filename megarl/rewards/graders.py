@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -31,16 +31,19 @@ AHEAD_S = 0.02
 MOST_AHEAD = 64
 ROUNDS = 3  # losses in a row of each process, after which what waits is given up
 CLOSE_TIMEOUT_S = 10.0
+# What ends a process from outside: an administrator, or the kernel short of memory. It says little of the response.
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One request on its way. asked_at: by `time.monotonic`."""
+    """One request on its way. asked_at: by `time.monotonic`. again: a process was killed from outside while it was at it."""
 
     payload: bytes
     future: asyncio.Future[Grade]
     row: str
     asked_at: float
+    again: bool = False
 
     def finish(self, grade: Grade) -> None:
         """Hand over the grade, unless the caller has given up."""
@@ -80,6 +83,11 @@ class _Worker(asyncio.SubprocessProtocol):
         if code is None:
             return "its pipe closed"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    @property
+    def killed(self) -> bool:
+        """Whether it was ended from outside."""
+        return self._transport is not None and self._transport.get_returncode() in FROM_OUTSIDE
 
     @property
     def under_way(self) -> UnderWay | None:
@@ -259,9 +267,16 @@ class GraderPool:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def lost(self, worker: _Worker, failure: str) -> None:
-        """Replace a process: the grade that it was at has failed, those behind it go to the others."""
+        """Replace a process: the grade that it was at has failed, those behind it go to the others.
+
+        One that was killed from outside has not failed the first time: others try it once more.
+        """
         jobs = list(worker.jobs)
         worker.jobs.clear()
+        if jobs and worker.killed and not jobs[0].again:
+            self._queue.extendleft(reversed([replace(jobs[0], again=True), *jobs[1:]]))
+            self.pump_soon()
+            jobs = []
         worker.retire()
         if jobs:
             jobs[0].finish(failed(failure))

@@ -45,6 +45,8 @@ log = get_logger(__name__)
 PROBE_SEQUENCES = 4
 PROBE_TOKENS = 128
 CUT_S, CUT_AGAIN_S = 10.0, 0.5
+# That a group which has finished waits for others before it is written down, where the step waits for these anyway.
+PATIENCE_S = 0.5
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Collector:
     ) -> None:
         """player: plays an attempt; default: asks for one response."""
         self._recipe = recipe
-        self._journal = Journal(recipe.run.folder / JOURNAL) if recipe.train.journal else None
+        self._journal = Journal(recipe.run.folder / JOURNAL, _patience_s(recipe)) if recipe.train.journal else None
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
         self._client = client
@@ -91,6 +93,7 @@ class Collector:
             piece_tokens=recipe.rollout.piece_tokens,
         )
         self._groups: dict[int, _Group] = {}
+        self._under_way: set[int] = set()  # of these, those whose samples are still being made
         self._finished: asyncio.Queue[GroupFacts | int | BaseException] = asyncio.Queue()
         self._probe: list[list[int]] = []
         self.notices = notices or Notices()
@@ -144,7 +147,8 @@ class Collector:
         """Begin to make these groups."""
         for task in tasks:
             making = asyncio.create_task(self._make(task))
-            making.add_done_callback(self._made)
+            making.add_done_callback(partial(self._made, task.group))
+            self._under_way.add(task.group)
             self._groups[task.group] = _Group(task, making, [], [])
 
     async def news(self) -> News:
@@ -231,8 +235,9 @@ class Collector:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
         return self._probe or _some([(prompt.token_ids,) for prompt in self._prompts.prompts])
 
-    def _made(self, making: asyncio.Task[None]) -> None:
+    def _made(self, group: int, making: asyncio.Task[None]) -> None:
         """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
+        self._under_way.discard(group)
         if not making.cancelled() and (error := making.exception()) is not None:
             self._finished.put_nowait(error)
 
@@ -244,8 +249,9 @@ class Collector:
             if found is None:
                 self._finished.put_nowait(task.group)
         made = found or await self._generated(task, prompt)
+        self._under_way.discard(task.group)
         if self._journal is not None and found is None:
-            await self._journal.add(task, prompt, made)
+            await self._journal.add(task, prompt, made, shares=bool(self._under_way))
         group = self._groups[task.group]
         group.samples, group.greedy = made.samples, made.greedy
         self._finished.put_nowait(group_facts(task.group, made.samples, made.greedy, recorded=found is not None))
@@ -299,6 +305,11 @@ class Collector:
         count = self._recipe.report.samples
         if count:
             write_samples(self._recipe.run.folder / "samples" / name, shown(samples, count))
+
+
+def _patience_s(recipe: Recipe) -> float:
+    """How long a finished group may wait for others before it is written down: at all where nobody waits for less than all."""
+    return 0.0 if recipe.rollout.max_staleness or recipe.algorithm.refill_rounds else PATIENCE_S
 
 
 async def _abort(server: ServerEndpoint) -> None:

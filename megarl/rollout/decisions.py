@@ -65,6 +65,7 @@ class Decisions:
         self._folder, self._replays = folder, replays
         self._thread = ThreadPoolExecutor(1, "decisions")
         self._unwritten: list[Decision] = []
+        self._writing: asyncio.Future[None] | None = None  # what was begun last: those before it are done first
         self._file: sqlite3.Connection | None = None
         self._earlier: deque[Decision] | None = None  # None: nobody has looked
         self._last = 0
@@ -130,7 +131,9 @@ class Decisions:
         """All that were made until now are on the disk when this returns. Raises JournalError."""
         made, self._unwritten = self._unwritten, []
         if made:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, made)
+            self._writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, made)
+        if self._writing is not None:  # others may have begun to write what was made here
+            await asyncio.shield(self._writing)
 
     async def close(self) -> None:
         """Write what is not yet."""

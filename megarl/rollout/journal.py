@@ -11,6 +11,7 @@ for what was decided about groups (decisions.py), nor for what a row of the tabl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sqlite3
 import time
@@ -60,14 +61,19 @@ class _Waiting:
 
     step: int
     rows: list[tuple[Value, ...]]
+    shares: bool
     written: asyncio.Future[None]
 
 
 class Journal:
-    """One process's way to the journal: its own files to write, everybody's to read. folder: made with the first group."""
+    """One process's way to the journal: its own files to write, everybody's to read.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: made with the first group. patience_s: that a group which may share a wait for the disk waits for others.
+    """
+
+    def __init__(self, folder: Path, patience_s: float = 0.0) -> None:
+        self._folder, self._patience_s = folder, patience_s
+        self._hurried = asyncio.Event()  # something waits that waits for no other
         self._token = secrets.token_hex(4)  # nobody writes into the files of a process that may still be alive
         self._thread = ThreadPoolExecutor(1, "journal")
         self._open: dict[int, sqlite3.Connection] = {}
@@ -75,12 +81,17 @@ class Journal:
         self._writing: asyncio.Task[None] | None = None
         self.spent_s = 0.0  # writing, so far, with what is waited for the disk
 
-    async def add(self, task: GroupTask, prompt: Prompt, group: Written) -> None:
-        """Write a finished group down; it is on the disk when this returns. prompt: of its row. Raises JournalError."""
+    async def add(self, task: GroupTask, prompt: Prompt, group: Written, *, shares: bool = False) -> None:
+        """Write a finished group down; it is on the disk when this returns. Raises JournalError.
+
+        prompt: of its row. shares: others will finish, with which it may wait for the disk; the last of them says off.
+        """
         written, numbered = time.time(), [*enumerate(group.samples), *((GREEDY, each) for each in group.greedy)]
         rows = [row_of(task, prompt, position, sample, len(numbered), written) for position, sample in numbered]
-        waiting = _Waiting(task.step, rows, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(task.step, rows, shares, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
+        if not shares:
+            self._hurried.set()
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_all())
         await waiting.written
@@ -94,15 +105,21 @@ class Journal:
 
     async def close(self) -> None:
         """Finish writing."""
+        self._patience_s = 0.0
+        self._hurried.set()
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close_files, 0)
         self._thread.shutdown()
 
     async def _write_all(self) -> None:
-        """Write what waits, and what comes meanwhile: groups that finish at once share a wait for the disk."""
+        """Write what waits, and what comes meanwhile: groups that finish close together share a wait for the disk."""
         loop = asyncio.get_running_loop()
         while self._waiting:
+            if self._patience_s and all(each.shares for each in self._waiting):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurried.wait(), self._patience_s)
+            self._hurried.clear()
             batch, self._waiting = self._waiting, []
             try:
                 await loop.run_in_executor(self._thread, self._write, batch)
@@ -124,7 +141,9 @@ class Journal:
         began = time.perf_counter()
         for step in dict.fromkeys(each.step for each in batch):
             rows = [row for each in batch if each.step == step for row in each.rows]
-            with self._file(step) as file:  # one transaction
+            with self._file(step) as file:  # one transaction; a new file's table is made in it
+                file.execute("begin")
+                file.execute(TABLE)
                 file.executemany(INSERT, rows)
         self.spent_s += time.perf_counter() - began
 
@@ -137,8 +156,6 @@ class Journal:
             # A write-ahead log would want shared memory, which no network disk has.
             self._open[step].execute("pragma journal_mode = truncate")
             self._open[step].execute("pragma synchronous = full")
-            with self._open[step] as file:
-                file.execute(TABLE)
         return self._open[step]
 
     def _close_files(self, keep: int) -> None:

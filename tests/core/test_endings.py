@@ -12,6 +12,7 @@ import time
 import pytest
 
 from megarl.core.endings import Ending, Endings
+from megarl.core.process_state import started_at
 
 # The kernel tells others since 6.15; before that nobody can know, and nothing may be said.
 TELLS = tuple(map(int, platform.release().split(".")[:2])) >= (6, 15)
@@ -36,23 +37,27 @@ def test_how_a_grandchild_ended_is_told(end: str, words: str) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         pid = int(parent.stdout.readline())
-        endings.watch(pid)
-        endings.watch(pid)  # as often as one likes
+        started = started_at(pid)
+        endings.watch(pid, started)
+        endings.watch(pid, started)  # as often as one likes
+        endings.watch(pid, started - 1)  # another one, which had this pid before
         parent.stdin.close()
         parent.wait(20)
-    told = endings.told(pid)
+    assert endings.told(pid, started - 1) == Ending()
+    told = endings.told(pid, started)
     assert told.how.startswith(words) if TELLS else told.how == "", told
     assert told.held.endswith(" GB when it was last looked at.")
-    assert endings.told(pid) == Ending(), "nobody holds on to it any more"
+    assert endings.told(pid, started) == Ending(), "nobody holds on to it any more"
 
 
 def test_nothing_is_said_of_what_was_gone_before_and_nothing_is_held_in_the_end() -> None:
     files, endings = len(os.listdir("/proc/self/fd")), Endings()
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        started = started_at(process.pid)
         process.wait(20)
-    endings.watch(process.pid)
-    assert endings.told(process.pid) == Ending()
-    endings.watch(os.getpid())
+    endings.watch(process.pid, started)
+    assert endings.told(process.pid, started) == Ending()
+    endings.watch(os.getpid(), started_at(os.getpid()))
     assert len(os.listdir("/proc/self/fd")) == files + 1
     [looks] = [each for each in threading.enumerate() if each.name == "endings"]
     del endings
@@ -69,16 +74,17 @@ def test_memory_is_that_of_the_last_look(monkeypatch: pytest.MonkeyPatch) -> Non
         [sys.executable, "-c", "import sys; sys.stdin.read(1); " + grows], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        endings.watch(process.pid)
+        key = process.pid, started_at(process.pid)
+        endings.watch(*key)
         process.stdin.write(b"x")
         process.stdin.flush()
         process.stdout.readline()
         end = time.monotonic() + 20
-        while endings._watched[process.pid].held < 3e8:
+        while endings._watched[key].held < 3e8:
             assert time.monotonic() < end
             time.sleep(0.01)
         process.kill()
-    assert endings.told(process.pid).held == "It held 0.3 GB when it was last looked at."
+    assert endings.told(*key).held == "It held 0.3 GB when it was last looked at."
 
 
 def test_those_that_have_ended_are_let_go_of_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +92,8 @@ def test_those_that_have_ended_are_let_go_of_where_there_are_many(monkeypatch: p
     files, endings = len(os.listdir("/proc/self/fd")), Endings()
     for _ in range(3):
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-            endings.watch(process.pid)
-    endings.watch(os.getpid())
+            endings.watch(process.pid, started_at(process.pid))
+    here = os.getpid(), started_at(os.getpid())
+    endings.watch(*here)
     assert len(os.listdir("/proc/self/fd")) <= files + 2
-    assert endings._watched.keys() >= {os.getpid()}
+    assert endings._watched.keys() >= {here}

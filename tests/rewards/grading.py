@@ -55,6 +55,8 @@ def naughty(prompt: str, response: str, answer: str, metadata: Metadata) -> Any:
             os._exit(3)
         case "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "print":
             print("x" * 100_000)
             sys.stdout.flush()
@@ -68,6 +70,14 @@ def naughty(prompt: str, response: str, answer: str, metadata: Metadata) -> Any:
             return None
         case "true":
             return True
+    return 0.5
+
+
+def killed_once(prompt: str, response: str, answer: str, metadata: Metadata) -> float:
+    """Is killed the first time that it is asked; the file of that name tells. Then it earns 0.5."""
+    if not Path(response).exists():
+        Path(response).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     return 0.5
 
 

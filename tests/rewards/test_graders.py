@@ -73,6 +73,23 @@ def test_raising_and_crashing_graders_fail_alone() -> None:
         ]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_grade_whose_process_was_killed_from_outside_is_tried_once_more(tmp_path: Path, workers: int) -> None:
+    asked = [str(tmp_path / str(index)) for index in range(6)]
+    assert graded(asked, ":killed_once", workers) == [Grade(0.5)] * 6
+
+
+def test_a_response_that_kills_twice_has_failed() -> None:
+    killed = Grade(0.0, "error: the grader process died: signal SIGKILL")
+    assert graded(["fine", "killed", "fine", "killed", "fine"], workers=2) == [
+        Grade(0.5),
+        killed,
+        Grade(0.5),
+        killed,
+        Grade(0.5),
+    ]
+
+
 def test_what_a_function_prints_or_reads_does_not_disturb_the_pipes() -> None:
     assert graded(["print", "read", "fine"]) == [
         Grade(0.5),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megarl.rollout.decisions import FILE, Decision, Decisions
+from megarl.rollout.decisions import FILE, Decision, Decisions, read_decisions
 from megarl.rollout.journal import JournalError
 from megarl.rollout.ledger import Key
 
@@ -116,6 +117,23 @@ def test_a_life_without_a_journal_leaves_nothing_to_repeat(tmp_path: Path) -> No
     assert life(None, first).last is None
     assert repeated(tmp_path, after=None) == []
     assert repeated(None) == []
+
+
+def test_what_another_is_writing_is_waited_for(tmp_path: Path) -> None:
+    async def go() -> None:
+        decisions, disk = Decisions(tmp_path), threading.Event()
+        slow = asyncio.get_running_loop().run_in_executor(decisions._thread, disk.wait)
+        decisions.add("taken", 1, [A])
+        writes = [asyncio.create_task(decisions.write()) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        assert not any(each.done() for each in writes)
+        disk.set()
+        await writes[1]
+        assert len(read_decisions(tmp_path, 0)) == 1
+        await asyncio.gather(slow, *writes)
+        await decisions.close()
+
+    asyncio.run(go())
 
 
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from megarl.rollout.journal import Journal, JournalError, Written, forget, steps
 from megarl.rollout.tasks import GroupTask
 from megarl.serving.sampling import Sampling
 from tests.rollout.samples import make_prompt
+from tests.support.sqlite_files import commits
 
 T = TypeVar("T")
 PROMPT = make_prompt("p3")
@@ -59,11 +60,11 @@ def group() -> Written:
     return Written([sample(0), failed_sample(Attempt(PROMPT, Sampling(8), 1, "train", 2, 5), "gone")], [sample(2)])
 
 
-def journaling(folder: Path, call: Callable[[Journal], Awaitable[T]]) -> T:
+def journaling(folder: Path, call: Callable[[Journal], Awaitable[T]], patience_s: float = 0.0) -> T:
     """One process's life."""
 
     async def go() -> T:
-        journal = Journal(folder)
+        journal = Journal(folder, patience_s)
         try:
             return await call(journal)
         finally:
@@ -156,6 +157,42 @@ def test_groups_that_finish_at_once_are_all_there(tmp_path: Path) -> None:
     journaling(tmp_path, call)
     assert all(find(tmp_path, task) is not None for task in tasks)
     assert steps_of(tmp_path) == list(range(1, 8))
+
+
+def test_groups_that_share_wait_for_the_disk_once(tmp_path: Path) -> None:
+    """Each is written down when its `add` returns; the last one waits for no other."""
+    tasks = [replace(TASK, row=row) for row in range(8)]
+
+    async def call(journal: Journal) -> None:
+        adding = []
+        for task in tasks:
+            adding.append(asyncio.create_task(journal.add(task, PROMPT, group(), shares=task is not tasks[-1])))
+            assert not any(each.done() for each in adding)
+            await asyncio.sleep(0.01)  # they finish one after the other
+        await asyncio.gather(*adding)
+        [path] = tmp_path.glob("*.sqlite")
+        assert commits(path) == 1
+        await journal.add(replace(TASK, row=9), PROMPT, group())
+        assert commits(path) == 2
+
+    journaling(tmp_path, call, patience_s=600)
+    assert all(find(tmp_path, task) is not None for task in tasks)
+
+
+def test_a_group_waits_for_others_no_longer_than_it_may(tmp_path: Path) -> None:
+    journaling(tmp_path, lambda journal: journal.add(TASK, PROMPT, group(), shares=True), patience_s=0.01)
+    assert find(tmp_path) is not None
+
+
+def test_who_closes_waits_for_no_other_group(tmp_path: Path) -> None:
+    async def call(journal: Journal) -> None:
+        adding = asyncio.create_task(journal.add(TASK, PROMPT, group(), shares=True))
+        await asyncio.sleep(0)
+        await journal.close()
+        assert adding.done()
+
+    asyncio.run(call(Journal(tmp_path, patience_s=600)))
+    assert find(tmp_path) is not None
 
 
 def test_of_a_group_that_was_made_twice_the_last_counts(tmp_path: Path) -> None:

@@ -16,13 +16,15 @@ from aiohttp import web
 from megarl.core.errors import MegarlError
 from megarl.core.types import Shard
 from megarl.data.prompts import PromptSet
-from megarl.rollout.decisions import read_decisions
+from megarl.rollout import collector
+from megarl.rollout.decisions import FILE, read_decisions
 from megarl.rollout.journal import JOURNAL
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.rollout.test_collector import make_recipe
 from tests.support.fake_sglang import END, FakeSglang, generation
 from tests.support.rollout import LocalRollout
+from tests.support.sqlite_files import commits
 
 PROMPTS, STEPS = 12, 6
 NUMBERS = itertools.count()
@@ -196,6 +198,22 @@ def test_rows_of_what_was_gone_back_over_are_not_asked_for_again(tmp_path: Path)
         key for each in read_decisions(tmp_path / "run" / JOURNAL, 0) if each.kind == "admitted" for key in each.groups
     ]
     assert sorted(row for row, _, _ in asked) == list(range(PROMPTS))
+
+
+@pytest.mark.parametrize("rollout", [{}, {"max_staleness": 2}], ids=["synchronous", "asynchronous"])
+def test_a_step_waits_for_the_disk_a_few_times(
+    tmp_path: Path, rollout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice for its decisions, asked and taken. For samples, synchronously: once a collector, and not once a group."""
+    monkeypatch.setattr(collector, "PATIENCE_S", 600.0)  # a busy machine may be slow
+    made = []
+    for steps in (2, 4):
+        folder = tmp_path / str(steps)
+        Life(folder, 2, **rollout).run(steps)
+        made.append(commits(folder / "run" / JOURNAL / FILE))
+    assert made[1] - made[0] <= 2 * 2
+    if not rollout:
+        assert [commits(path) for path in sorted((tmp_path / "4" / "run" / JOURNAL).glob("step_*.sqlite"))] == [1] * 8
 
 
 def test_the_step_under_way_takes_what_had_finished(tmp_path: Path) -> None:
