@@ -27,7 +27,7 @@ from tests.agents.test_tokens import TEXTS, Scripted
 
 TOKENIZER = make_tokenizer("qwen3")
 [END] = ends_of("qwen3")[:1]
-EPISODES = 200
+EPISODES = 80
 
 
 def ids_of(text: str) -> list[int]:
