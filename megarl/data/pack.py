@@ -313,7 +313,7 @@ def _spans(plan: ShardPlan) -> list[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """A shard's records in their order, S. width: of the routing, where any block has it. starts: of further sequences in each."""
+    """A shard's records in their order, S. width: of the routing, if a block has it. starts: of further sequences in each."""
 
     records: Sequence[Record]
     weights: FloatArray
