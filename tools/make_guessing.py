@@ -43,12 +43,12 @@ def make_guessing(
     *,
     seed: int = 1,
     low: int = 10,
-    high: int = 40,
-    guesses: int = 5,
+    high: int = 45,
+    guesses: int = 6,
     num_train: int = 1000,
-    num_eval: int = 124,
+    num_eval: int = 144,
     num_sft: int = 16000,
-    halve: float = 0.2,
+    halve: float = 0.15,
     drill: float = 0.5,
 ) -> None:
     """Write train.jsonl, eval.jsonl and sft.jsonl. Held-out rows have all secrets equally often, the others any.
@@ -85,9 +85,9 @@ def main(
     ],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the games. The same seed gives the same bytes.")] = 1,
     low: Annotated[int, typer.Option(help="Smallest number.")] = 10,
-    high: Annotated[int, typer.Option(help="Largest number.")] = 40,
-    guesses: Annotated[int, typer.Option(help="Guesses of a game.")] = 5,
-    halve: Annotated[float, typer.Option(help="Share of demonstrated guesses that halve what is left, 0 to 1.")] = 0.2,
+    high: Annotated[int, typer.Option(help="Largest number.")] = 45,
+    guesses: Annotated[int, typer.Option(help="Guesses of a game.")] = 6,
+    halve: Annotated[float, typer.Option(help="Share of demonstrated guesses that halve what is left, 0 to 1.")] = 0.15,
 ) -> None:
     """Write the guessing game: training and held-out secrets, and games for a warm start.
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.agents.environment import Message
 from megarl.agents.harness_kinds import check_harness
 from megarl.agents.loading import check_environment
 from megarl.agents.python_sandbox import check_sandboxes
-from megarl.agents.template import ASKED, ChatTemplate
+from megarl.agents.template import ASKED, ChatTemplate, assistant
 from megarl.agents.tool_sources import open_toolbox
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.data.chat import Tokenizer, has_chat_template
 from megarl.recipe.agent import PYTHON
 from megarl.recipe.schema import Recipe
+
+RESULT: Message = {"role": "tool", "content": "what-the-tool-gave"}
 
 
 def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -38,19 +41,22 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
         template = ChatTemplate(tokenizer, schemas)
         if schemas:
             _check_tools(template, [each["function"]["name"] for each in schemas], where, recipe.data.max_prompt_tokens)
+            if agent.rewritten == "split":
+                _check_results(template, where)
         rewritten = template.rewritten() if agent.max_turns > 1 else ""
     except TemplateRefusalError as error:
         raise UserError(f"{where}: {error} An agent's turns are the user's and the assistant's by turns.") from error
-    if not rewritten and agent.rewritten == "keep":
+    if not rewritten and agent.rewritten != "refuse":
         raise UserError(
-            f"agent.rewritten: keep is for chat templates that rewrite earlier turns, and that of {where} rewrites none. Remove "
-            "the key."
+            f"agent.rewritten: {agent.rewritten} is for chat templates that rewrite earlier turns, and that of {where} rewrites "
+            "none. Remove the key."
         )
     if rewritten and agent.rewritten == "refuse":
         raise UserError(
             f"agent.rewritten: the chat template of {where} renders earlier turns otherwise than they were written: {rewritten}. "
             "Turns are trained on as they were written, and stay so in the context: set agent.rewritten to keep where the model "
-            "may see its earlier turns so, or take a template that keeps them."
+            "may see its earlier turns so, to split where it has to see them as the template has them, or take a template that "
+            "keeps them."
         )
 
 
@@ -67,10 +73,21 @@ def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most:
             f"data.max_prompt_tokens is {most}. Raise that, or shorten the tools' docstrings."
         )
     call = ToolCall(names[0], "{}", "c00000000")
-    told = {"role": "tool", "content": "what-the-tool-gave", "name": call.name, "tool_call_id": call.id}
+    told = {**RESULT, "name": call.name, "tool_call_id": call.id}
     try:
         shown = template.between([told], [call])
     except TemplateRefusalError as error:
         raise UserError(f"agent.tools: {where}: {error} {remedy}") from error
     if told["content"] not in shown:
         raise UserError(f"agent.tools: the chat template of {where} leaves out what a tool gave. {remedy}")
+
+
+def _check_results(template: ChatTemplate, where: str) -> None:
+    """That results of tools are rendered behind a call as the model wrote it. Raises UserError."""
+    try:
+        template.prompt([ASKED, assistant("what-the-policy-called"), RESULT])
+    except TemplateRefusalError as error:
+        raise UserError(
+            f"agent.rewritten: split has the chat template of {where} render calls as the model wrote them, and results behind "
+            f"them. {error} Set it to keep, or remove agent.tools."
+        ) from error

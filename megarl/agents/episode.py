@@ -22,6 +22,7 @@ from megarl.agents.environment import (
 from megarl.agents.environment_processes import EnvironmentProcesses
 from megarl.agents.loading import Make, open_environment
 from megarl.agents.patience import within
+from megarl.agents.renderings import Renderings
 from megarl.agents.rows import episode_row
 from megarl.agents.tally import Budget, Tally
 from megarl.agents.template import ChatTemplate
@@ -49,7 +50,8 @@ CLOSE_S = 10.0  # who cancels an episode waits for this
 class EpisodeSettings:
     """What all episodes of a run have in common; the budgets are the recipe's. rewards: whether the environment does.
 
-    processes: that `make` makes environments in; None: in this one.
+    processes: that `make` makes environments in; None: in this one. split: whether another sequence begins where the template
+    rewrites earlier turns.
     """
 
     make: Make
@@ -62,6 +64,7 @@ class EpisodeSettings:
     tools: ToolUse | None = None
     rewards: bool = True
     processes: EnvironmentProcesses | None = None
+    split: bool = False
 
 
 class Episodes:
@@ -89,6 +92,7 @@ class Episodes:
                 tools=tools,
                 rewards=agent.rewards,
                 processes=processes,
+                split=agent.rewritten == "split",
             )
         )
 
@@ -119,6 +123,7 @@ class _Episode:
         self._settings, self._attempt, self._asker = settings, attempt, asker
         self._environment: Environment | None = None
         self.tally = Tally(attempt)
+        self._renderings: Renderings | None = None  # where episodes are split
         self._calls: tuple[ToolCall, ...] = ()  # of the last turn
 
     async def play(self) -> Sample:
@@ -132,7 +137,7 @@ class _Episode:
             self.tally.rewards.append(float(outcome.reward))
             if isinstance(outcome, Done):
                 return self._ended(prompt, transcript, metrics=outcome.metrics)
-            over = self._told(transcript, outcome, answer.token_ids[-1:].tolist())
+            over = self._told(transcript, outcome, answer.token_ids.tolist())
             if over is not None:
                 return self._ended(prompt, transcript, over=over)
 
@@ -164,6 +169,8 @@ class _Episode:
             raise EnvironmentFailedError(
                 f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={settings.max_prompt_tokens}"
             )
+        if settings.split:
+            self._renderings = Renderings(settings.template, first)
         self.tally.say(first, len(ids))
         return replace(attempt.prompt, token_ids=ids, text=text)
 
@@ -173,7 +180,8 @@ class _Episode:
         sampling = attempt.seeded(self.tally.turns)
         left = sampling.max_tokens - transcript.num_response
         sampling = replace(sampling, max_tokens=min(left, self._settings.turn_tokens or left))
-        request = Request(transcript.context, sampling, num_prompt=len(transcript.prompt))
+        context = transcript.context
+        request = Request(context, sampling, num_prompt=min(len(transcript.prompt), len(context)))
         try:
             answer = await self._asker.ask(request, step=attempt.step, expected_tokens=attempt.expected_tokens)
         finally:
@@ -209,19 +217,26 @@ class _Episode:
         self.tally.num_call_failures += sum(result.failed for result in used.results)
         return Turn([result.message for result in used.results])
 
-    def _told(self, transcript: Transcript, turn: Turn, last: list[int]) -> Budget | None:
-        """Append what the environment said; which budget ran out, if one did. last: the policy's last token, if it has any."""
+    def _told(self, transcript: Transcript, turn: Turn, wrote: list[int]) -> Budget | None:
+        """Append what the environment said; which budget ran out, if one did. wrote: what the policy wrote before it."""
         if self.tally.turns >= self._settings.max_turns:
             return "turns"
         if self.tally.seconds > self._settings.timeout_s:
             return "time"
         try:
-            ids = self._settings.template.following(turn.messages, last, self._calls)
+            template, anew = self._settings.template, None
+            ids = template.following(turn.messages, wrote[-1:], self._calls)
+            if self._renderings is not None:
+                anew = self._renderings.next(template.text_with_marks(wrote), turn.messages)
         except TemplateRefusalError as error:
             raise EnvironmentFailedError(f"step: {error}") from error
-        if transcript.num_response + len(ids) >= self._attempt.sampling.max_tokens:
+        added = len(ids if anew is None else anew)
+        if transcript.num_response + added >= self._attempt.sampling.max_tokens:
             return "tokens"  # the policy could write nothing after it
-        transcript.told(ids)
+        if anew is None:
+            transcript.told(ids)
+        else:
+            transcript.begin(anew, ids)
         self.tally.say(turn.messages, len(ids))
         return None
 
@@ -229,11 +244,15 @@ class _Episode:
         self, prompt: Prompt, transcript: Transcript, *, over: Budget | None = None, metrics: Any = None
     ) -> Sample:
         settings, tally = self._settings, self.tally
-        tools = {
-            "tools_s": tally.tools_s,
-            "tool_calls": float(tally.num_calls),
-            "tool_failures": float(tally.num_call_failures),
-        }
+        more: dict[str, float] = {}
+        if settings.tools is not None:
+            more |= {
+                "tools_s": tally.tools_s,
+                "tool_calls": float(tally.num_calls),
+                "tool_failures": float(tally.num_call_failures),
+            }
+        if settings.split:
+            more["sequences"] = 1.0 + len(transcript.starts)
         return tally.ended(
             prompt,
             transcript,
@@ -241,7 +260,7 @@ class _Episode:
             over=over,
             metrics=metrics,
             rewards=settings.rewards,
-            more=tools if settings.tools is not None else None,
+            more=more,
         )
 
     async def _of_environment(self, call: Callable[[], Awaitable[T]], what: str) -> T:

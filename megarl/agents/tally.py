@@ -71,7 +71,7 @@ class Tally:
             sample_id=self._attempt.sample_id,
             group_id=self._attempt.group_id,
             prompt=prompt,
-            text=decode(transcript.response.tolist()),
+            text=decode(transcript.said.tolist()),
             status=Status.COMPLETED if over is None else Status.TRUNCATED,
         )
         sample.reward, sample.reward_parts = reward, {ENVIRONMENT: reward} if rewards else {}
@@ -83,7 +83,7 @@ class Tally:
         sample.numbers = {
             "turns": float(self.turns),
             "policy_tokens": float(transcript.num_written),
-            "environment_tokens": float(transcript.num_response - transcript.num_written),
+            "environment_tokens": float(len(transcript.said) - transcript.num_written),
             "generation_s": self.generation_s,
             "environment_s": self.environment_s,
             "environment_failures": 0.0,

@@ -42,7 +42,7 @@ class ChatTemplate:
             *tokenizer.all_special_ids,
             *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special),
         }
-        self._ended = self._after(self._text([ASKED, _assistant(STAND_IN)], generation_prompt=False))
+        self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
         ids = self._encode(self._ended)
         self._end = int(ids[0]) if len(ids) and int(ids[0]) in self._special else None
 
@@ -73,13 +73,13 @@ class ChatTemplate:
         """
         for thoughts in ("", _THOUGHTS):
             talk = [
-                _assistant(f"{thoughts}{text}") if number % 2 else {"role": "user", "content": text}
+                assistant(f"{thoughts}{text}") if number % 2 else {"role": "user", "content": text}
                 for number, text in enumerate(_TALK)
             ]
             for count in range(1, len(talk) - 1, 2):
                 written = self._text(talk[:count], generation_prompt=True) + talk[count]["content"]
                 again = self._text(talk[: count + 2], generation_prompt=True)
-                if found := _difference(written, again):
+                if found := difference(written, again):
                     return found
         return ""
 
@@ -95,7 +95,7 @@ class ChatTemplate:
     def between(self, messages: Sequence[Message], calls: Sequence[ToolCall] = ()) -> str:
         """What `following` gives ids of, as text."""
         try:
-            return self._after(self._text([ASKED, _assistant(STAND_IN), *messages], generation_prompt=True))
+            return self._after(self._text([ASKED, assistant(STAND_IN), *messages], generation_prompt=True))
         except TemplateRefusalError:
             if not calls:
                 raise
@@ -105,7 +105,7 @@ class ChatTemplate:
         whole = self._text([*before, *messages], generation_prompt=True)
         if not whole.startswith(head):
             raise TemplateRefusalError(
-                f"the model's chat template renders calls of tools otherwise once there are results: {_difference(head, whole)}."
+                f"the model's chat template renders calls of tools otherwise once there are results: {difference(head, whole)}."
             )
         return self._ended + whole[len(head) :]
 
@@ -125,7 +125,8 @@ class ChatTemplate:
         return np.asarray(encoded["input_ids"], np.int32)
 
 
-def _assistant(content: str) -> Message:
+def assistant(content: str) -> Message:
+    """What an assistant says."""
     return {"role": "assistant", "content": content}
 
 
@@ -139,7 +140,7 @@ def _as_message(call: ToolCall) -> Message:
     return {"type": "function", "id": call.id, "function": function}
 
 
-def _difference(written: str, again: str) -> str:
+def difference(written: str, again: str) -> str:
     """Where a rendering does not begin as what was written, in words; empty where it does, but for white space."""
     found = (at for at, character in enumerate(again) if not character.isspace())
     for at, character in enumerate(written):

@@ -1,21 +1,17 @@
 """The machines of a run: what they have in common, whether they reach each other, and that nothing is left on them.
 
-One small actor a node looks after it. Not for the work of the run: ranks and servers are elsewhere.
+One small actor a node looks after it (node_actor.py). Not for the work of the run: ranks and servers are elsewhere.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -31,19 +27,14 @@ from megarl.cluster.checks import (
     clock_diff,
     describe_devices,
 )
-from megarl.cluster.network import Echo, interface_of, probe_all
+from megarl.cluster.node_actor import GONE, NodeActor, end_of_run
 from megarl.cluster.services import Services
 from megarl.cluster.stacks import PY_SPY_S, foreign_stack
-from megarl.core import janitor
-from megarl.core.endings import Ending, Endings
 from megarl.core.errors import DeadlineError, MegarlError, UserError
 from megarl.core.log import get_logger
 from megarl.core.process_state import stopped_of
-from megarl.core.scratch import REGISTRY, temporary
-from megarl.core.versions import code_digest, installed
-from megarl.hub.fetch import fetch_again
+from megarl.core.scratch import REGISTRY
 from megarl.hub.names import in_cache
-from megarl.serving.process import free_port
 
 log = get_logger(__name__)
 
@@ -53,9 +44,8 @@ ACTORS_S = 60.0  # longest wait for the nodes' own actors
 CALL_S = 10.0  # longest wait for an answer of one of them, beside the work that it is about
 PROBE_S = 6.0  # longest wait for a peer to send a few kilobytes back
 FETCH_S = 6 * 3600.0  # longest wait for nodes to download a model; the library gives up a connection that stands still
+GIVE_UP_S = 45.0  # within which Ray gives up a node that nobody reaches (core/ray_env.py)
 CLEAN_S = 10.0  # longest wait for a node to end what is left on it
-COMPARED = ("torch", "megatron-core", "sglang", "sglang-router", "transformers", "ray", "numpy")
-GONE = "the process has ended"
 
 
 @dataclass(frozen=True)
@@ -83,93 +73,6 @@ class Node:
         return self.temp / REGISTRY
 
 
-class NodeActor:
-    """Looks after one node. A janitor of its own outlives it, and so the driver, by a moment."""
-
-    def __init__(self, address: str, run_id: str) -> None:
-        self._address = address
-        self._run_id = run_id
-        self._temp = Path(tempfile.mkdtemp(prefix="megarl-"))
-        temporary(self._temp).mkdir()
-        self._echo: Echo | None = None
-        self._endings = Endings()
-        janitor.start(run_id, self._temp / REGISTRY, folders=[self._temp], detached=True)
-
-    def facts(self, paths: Mapping[Path, Path]) -> NodeFacts:
-        """What has to be equal on all nodes, and which paths are not there. paths: by what tells that it is there."""
-        interface = interface_of(self._address)
-        if interface and self._echo is None:
-            self._echo = Echo(self._address)
-        return NodeFacts(
-            name=socket.gethostname(),
-            address=self._address,
-            interface=interface,
-            port=self._echo.port if self._echo else 0,
-            temp=self._temp,
-            versions={
-                "python": platform.python_version(),
-                "megarl's code": code_digest(),
-                **{name: installed(name) or "not installed" for name in COMPARED},
-            },
-            missing=tuple(path for witness, path in paths.items() if not witness.exists()),
-        )
-
-    def fetch(self, paths: Sequence[Path]) -> str:
-        """Get what is a copy of something on the hub and is not here; what was wrong, or nothing."""
-        return next(filter(None, map(fetch_again, paths)), "")
-
-    def clock(self) -> float:
-        """Seconds since 1970, by this node's clock."""
-        return time.time()
-
-    def free_port(self) -> int:
-        """A port that is free on this node's address."""
-        return free_port(self._address)
-
-    def probe(self, peers: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
-        """Reach other nodes; for each what went wrong, or nothing."""
-        return probe_all(peers, timeout_s)
-
-    def signal(self, pid: int, number: int) -> str:
-        """Send a signal to a process of the run; why not, or nothing."""
-        if pid not in janitor.processes_of(self._run_id):
-            return GONE
-        os.kill(pid, number)
-        return ""
-
-    def stopped(self) -> list[str]:
-        """Processes of the run here that stand still, for people."""
-        return [str(each) for each in stopped_of(self._run_id)]
-
-    def foreign_stack(self, pid: int) -> str:
-        """All stacks of a process here, read from outside; or why there are none."""
-        return foreign_stack(pid)
-
-    def watch(self, pid: int, started: int) -> None:
-        """Hold on to a process here, so that its end can be told."""
-        self._endings.watch(pid, started)
-
-    def ending(self, pid: int, started: int) -> Ending:
-        """How a process here ended."""
-        return self._endings.told(pid, started)
-
-    def clean(self) -> int:
-        """End what Ray does not know of: every process of the run here that is no worker of its; how many there were.
-
-        Ray ends its workers itself, and reports those as failed that somebody else has ended. The janitor comes last.
-        """
-        workers = [pid for pid in janitor.processes_of(self._run_id) if _parent(pid) == os.getppid()]
-        janitor.register_segments(self._temp / REGISTRY, janitor.segments_of(workers))
-        return len(janitor.clean(self._run_id, self._temp / REGISTRY, but=workers).pids)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).ppid())
-    except psutil.NoSuchProcess:
-        return 0  # it ended meanwhile
-
-
 @dataclass
 class Nodes:
     """All machines of a run, the driver's first. A run that started its own Ray has one, and no actor on it.
@@ -184,11 +87,11 @@ class Nodes:
     services: Services = field(default_factory=Services)
 
     @classmethod
-    def join(cls, run_id: str, resource: str, num_devices: int, paths: Mapping[Path, Path]) -> Nodes:
+    def join(cls, run_id: str, resource: str, num_devices: int, paths: Mapping[Path, Path], spares: int = 0) -> Nodes:
         """Look at every node of the Ray that was joined, once it has all devices.
 
-        paths: what all nodes have to see, by what tells that they do. Raises DeadlineError, MegarlError and UserError that
-        name nodes.
+        paths: what all nodes have to see, by what tells that they do. spares: so many nodes are looked at, and left alone.
+        Raises DeadlineError, MegarlError and UserError that name nodes.
         """
         rows = await_devices(resource, num_devices)
         actors = {
@@ -212,6 +115,7 @@ class Nodes:
         members = tuple(
             Node(fact.name, fact.address, key, fact.temp, devices[key], joined=True) for key, fact in facts.items()
         )
+        members = without_spares(members, num_devices, spares)
         nodes = cls(members, facts, actors, run_id, Services.find(members[0].ray_id))
         nodes._check()
         return nodes
@@ -274,6 +178,19 @@ class Nodes:
         dead = {row["NodeID"]: row for row in ray.nodes() if not row["Alive"]}
         return {str(node): _why_dead(dead[node.ray_id]) for node in self.members if node.ray_id in dead}
 
+    def replaceable(self) -> bool:
+        """Whether there are as many nodes as the run has taken, the lost ones not counted."""
+        return len([row for row in ray.nodes() if row["Alive"]]) >= len(self.members)
+
+    def await_lost(self) -> bool:
+        """Whether Ray gives up a node of the run by and by: where links are broken, that is seen before."""
+        end = time.monotonic() + GIVE_UP_S
+        while not self.lost():
+            if time.monotonic() > end or not self.broken():
+                return False
+            time.sleep(DEVICES_POLL_S)
+        return True
+
     def broken_for_certain(self) -> list[Broken]:
         """Links that do not work now and did not a moment ago: a node that is only busy is no broken link."""
         before = {(each.source, each.target) for each in self.broken()}
@@ -290,6 +207,18 @@ class Nodes:
         except ProcessLookupError:
             return GONE
         return ""
+
+    def end(self, pids: Mapping[str, Sequence[int]]) -> None:
+        """Kill processes of the run, by the addresses of their nodes. Raises DeadlineError where a node does not answer."""
+        asked = {}
+        for address, some in pids.items():
+            if (actor := self.actor_at(address)) is None:
+                end_of_run(self.run_id, some)
+            else:
+                asked[address] = actor.end.remote(some)
+        failed = _ask(asked, CLEAN_S)[1]
+        if failed:
+            raise DeadlineError(f"These nodes did not end processes of the run: {failed}.")
 
     def foreign_stack(self, address: str, pid: int) -> str:
         """All stacks of a process, on whatever node it is, read from outside; or why there are none."""
@@ -356,6 +285,23 @@ def await_devices(resource: str, wanted: int, deadline_s: float = DEVICES_S) -> 
                 f"{describe_devices(wanted, resource, there, dead)}\nWaited {deadline_s:g} s for more to join."
             )
         time.sleep(DEVICES_POLL_S)
+
+
+def without_spares(nodes: Sequence[Node], num_devices: int, spares: int) -> tuple[Node, ...]:
+    """The nodes that the run takes, of those that there are; a spare stays one until another node is lost.
+
+    Raises UserError where the others have too few devices.
+    """
+    if not spares:
+        return tuple(nodes)
+    first = len({row["NodeManagerAddress"] for row in ray.nodes()}) - spares  # Ray names lost ones, too
+    taken = tuple(nodes[: max(1, first)])
+    if sum(node.devices for node in taken) < num_devices:
+        raise UserError(
+            f"cluster.spares is {spares}, and the other {len(taken)} of {len(nodes)} nodes have "
+            f"{sum(node.devices for node in taken)} devices: the run needs {num_devices}. Take more nodes, or fewer spares."
+        )
+    return taken
 
 
 def name_of(row: Mapping[str, Any]) -> str:

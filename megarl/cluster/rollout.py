@@ -12,7 +12,8 @@ from megarl.cluster.collectors import ProbeResult
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.samples import LaunchingSamples, Learnable, Samples
-from megarl.cluster.servers import MARGIN_S, LaunchingPool, ServerPool
+from megarl.cluster.server_launch import LaunchingPool
+from megarl.cluster.servers import MARGIN_S, ServerPool
 from megarl.cluster.waits import Call, Pending, Waiter
 from megarl.core.errors import SyncError
 from megarl.core.log import get_logger

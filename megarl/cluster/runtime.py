@@ -26,7 +26,7 @@ from megarl.cluster.process import LOOPBACK, ProcessSpec
 from megarl.cluster.services import Services
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
-from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
@@ -46,7 +46,7 @@ class Runtime:
     folder: the run's folder, absolute. api_key: the servers' and the router's. scratch: on the driver's machine. closes:
     whether the scratch folder goes with it. nodes: the driver's first. slots: one a rank, in the order of the ranks. reached:
     whether servers elsewhere have to reach processes of the run. asked_threads: OMP_NUM_THREADS, where the driver was
-    started with one.
+    started with one. spares: nodes that are there in the place of others.
     """
 
     platform: Platform
@@ -58,6 +58,7 @@ class Runtime:
     slots: tuple[Slot, ...] = ()
     reached: bool = False
     asked_threads: int | None = None
+    spares: int = 0
     before: dict[str, str | None] = field(default_factory=dict)  # variables of this process's environment, as they were
 
     def threads(self, together: int) -> int | None:
@@ -98,12 +99,13 @@ class Runtime:
         reads: Sequence[Path] = (),
         scratch: Scratch | None = None,
         reached_from: Sequence[str] = (),
+        spares: int = 0,
     ) -> Runtime:
         """Start Ray on this machine, or join the one that the environment names, and take a device for every rank.
 
         reads: what every node has to see, beside the run's folder. scratch: one of its own where not given. reached_from:
-        hosts of servers that the run has not started. Raises UserError, DeadlineError and MegarlError; what was started is gone
-        then.
+        hosts of servers that the run has not started. spares: nodes that are left alone. Raises UserError, DeadlineError and
+        MegarlError; what was started is gone then.
         """
         folder = folder.resolve()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ class Runtime:
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)
-        runtime = cls(platform, folder, secrets.token_hex(32), scratch, closes, before=before)
+        runtime = cls(platform, folder, secrets.token_hex(32), scratch, closes, spares=spares, before=before)
         runtime.asked_threads = int(asked) if asked.isdigit() and int(asked) else None
         own = address_towards(reached_from)
         runtime.reached = bool(own)
@@ -125,7 +127,12 @@ class Runtime:
                 _join_ray(address, run_id, platform)
                 with _witness(folder, run_id) as witness:
                     paths = {witness: folder, **{path: path for path in (Path.cwd(), *reads)}}
-                    runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, paths)
+                    runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, paths, spares)
+            elif spares:
+                raise UserError(
+                    f"cluster.spares is {spares}, and the run is on this machine alone: {RAY_ADDRESS_VARIABLE} names no Ray of "
+                    "several nodes. Leave the key out, or submit the run to a cluster (megarl submit)."
+                )
             else:
                 _start_ray(platform, run_id, num_devices, scratch)
                 here, devices = ray.get_runtime_context().get_node_id(), ray.cluster_resources()
@@ -162,11 +169,16 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.judge(error)
+        self.close()
+
+    def judge(self, error: BaseException | None) -> None:
+        """What an error means that ends a run which has its devices."""
         if isinstance(error, UserError):
             error.exit_code = FAULT  # devices were taken: this is no refusal any more
-        if isinstance(error, WorkerDiedError) and self.nodes.lost():
-            error.recoverable = False  # its devices are gone: whoever gives out nodes has to start the run on others
-        self.close()
+        elif isinstance(error, MegarlError) and (self.nodes.lost() or (self.spares and self.nodes.await_lost())):
+            # Its devices are gone. Where no spare has others, whoever gives out nodes has to start the run on some.
+            error.recoverable = bool(self.spares) and self.nodes.replaceable()
 
 
 def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scratch) -> None:

@@ -74,6 +74,7 @@ class _Supervisor:
         self._process = process
         self._endpoint = endpoint
         self._answer_s = answer_s
+        self._watcher: Vigil | None = None
 
     async def endpoint(self) -> ServerEndpoint:
         """Where the subprocess answers, or will."""
@@ -94,9 +95,15 @@ class _Supervisor:
         return Started(self._process.pid, self._facts, self._endpoint)
 
     async def watch(self) -> str:
-        """Returns when the subprocess has ended, or stands still: how, with the end of its log."""
+        """Returns when the subprocess has ended, or stands still: how, with the end of its log.
+
+        Or when somebody else watches from now on: a run that goes on, in the place of a life that is over.
+        """
         vigil, asked = Vigil(self._answer_s), time.monotonic()
+        self._watcher = vigil
         while not await asyncio.to_thread(self._process.wait_exit, LOOK_S):
+            if self._watcher is not vigil:
+                return "somebody else watches"
             trouble = vigil.saw(await asyncio.to_thread(self._stopped))
             if not trouble and time.monotonic() - asked >= min(ASK_S, self._answer_s / 4):
                 answers = await asyncio.to_thread(self._process.works, HEALTH_S) if self._expected() else None
@@ -145,6 +152,23 @@ class ServerActor(_Supervisor, ServerCalls):
         """Have the server take it again; serve: and requests, too. Why it did not, where it did not."""
         trouble = await told(self._endpoint, lambda client: client.wake(parts, serve=serve, deadline_s=deadline_s))
         self._asleep.difference_update(parts)
+        return trouble
+
+    async def release(self, deadline_s: float) -> str:
+        """Have the server end all that it was asked, awake, without a weight update; why it did not, or nothing.
+
+        For another life of the run: what is left of its weights is not to be relied on.
+        """
+        asleep, self._paused = tuple(sorted(self._asleep)), False
+        await asyncio.to_thread(self._fetcher.leave)
+
+        async def free(client: ServerClient) -> None:
+            await client.close_weight_update(deadline_s)
+            await client.wake(asleep, serve=True, deadline_s=deadline_s) if asleep else await client.resume(deadline_s)
+            await client.empty(deadline_s)
+
+        trouble = await told(self._endpoint, free)
+        self._asleep.clear()
         return trouble
 
     def _expected(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -55,10 +55,10 @@ class ServerPool:
         self.asleep: frozenset[ServerPart] = frozenset()
         self.restarts = restarts
         self.refresh: Callable[[], None] | None = None
-        self._starter = starter
+        self.starter = starter
         self._source = starter.source
-        self._waiter = waiter
-        self._router_up = True
+        self.waiter = waiter
+        self.router_up = True
         self._adding = 0  # servers that the router is being told of
         self._unrouted = False  # whether it was started again while the pool slept, and knows none
         self._traffic = False  # whether samples are asked for
@@ -93,13 +93,13 @@ class ServerPool:
         came = [member for member in self.members if member.state is State.CURRENT]
         servers = [member.server for member in came if member.server is not None]
         troubles, router = [""] * len(servers), self.router
-        if self._router_up:
+        if self.router_up:
             add = self.router.handle.add
             troubles = self._ask([Call(self.router, add.remote(server.endpoint)) for server in servers], "sync", ADD_S)
         for member, server, trouble in zip(came, servers, troubles, strict=True):
             if member.server is not server:
                 continue  # it was lost meanwhile
-            if trouble and self._router_up and self.router is router:
+            if trouble and self.router_up and self.router is router:
                 self.drop(server.endpoint, f"The router did not take it in: {trouble}")
             else:
                 self._serves(member, f"weights of version {weight_version} verified")
@@ -173,8 +173,8 @@ class ServerPool:
 
     def close(self, timeout_s: float = 15.0) -> None:
         """Ask every process to end, side by side, those that start too; what does not is killed with the run."""
-        self._waiter.watches.clear()
-        self._waiter.followed.clear()  # nothing is started again
+        self.waiter.watches.clear()
+        self.waiter.followed.clear()  # nothing is started again
         workers = [*(part for member in self.members for part in member.parts), self.router]
         ray.wait([worker.handle.stop.remote() for worker in workers], num_returns=len(workers), timeout=timeout_s)
 
@@ -185,7 +185,7 @@ class ServerPool:
         return any(member.state is State.STARTING for member in self.members)
 
     def _until(self, done: Callable[[], bool], what: str) -> None:
-        self._waiter.until(done, what, self._starter.deadline_s + MARGIN_S)
+        self.waiter.until(done, what, self.starter.deadline_s + MARGIN_S)
 
     def _tell(self, remote: Callable[[Any], Any], phase: str, deadline_s: float) -> None:
         told = self.receivers()
@@ -203,7 +203,7 @@ class ServerPool:
         found: list[Any] = []
         for call in calls:
             try:
-                found += self._waiter.wait([call], phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
+                found += self.waiter.wait([call], phase=phase, role="rollout", deadline_s=deadline_s + MARGIN_S)
             except (RayDiedError, GivenUpError):
                 raise
             except WorkerDiedError as error:
@@ -219,7 +219,7 @@ class ServerPool:
                 self._lose(member, how)
 
         for part in member.parts:
-            self._waiter.watches[part.handle.watch.remote()] = gone
+            self.waiter.watches[part.handle.watch.remote()] = gone
 
     def _lose(self, member: Member, reason: str, *, for_good: bool = False) -> None:
         """A server died, failed or stands still: nobody asks it any more, and what is left of it is ended."""
@@ -231,7 +231,7 @@ class ServerPool:
         member.for_good = lost or not self.restarts.count(member.name, reason)
         who = member.name if server is None else str(server)
         if all(each.for_good for each in self.members):
-            circumstances = self._waiter.circumstances()
+            circumstances = self.waiter.circumstances()
             raise GivenUpError(
                 f"{who} left the pool, and no server remains. {reason}"
                 + (f"\n{circumstances}" if circumstances else "")
@@ -243,17 +243,17 @@ class ServerPool:
             "" if member.for_good else f", and {self._source.comes_back} (restart {self.restarts.total})",
             reason.splitlines()[0],
         )
-        if server is not None and was is State.SERVING and self._router_up:
+        if server is not None and was is State.SERVING and self.router_up:
             # Nobody waits for it: the router's own health checks pass over a server that is gone.
             self.router.handle.remove.remote(server.endpoint.url)
         stops = [Call(part, part.handle.stop.remote()) for part in member.parts]
-        self._waiter.follow(stops, partial(self._ended, member), patient=True)
+        self.waiter.follow(stops, partial(self._ended, member), patient=True)
         self._refresh_where_nobody_serves()
 
     def _ended(self, member: Member, results: list[Any], failure: str) -> None:
         """Nothing of a server's processes is left. A failure is of its actor, which had died before."""
         for part in member.parts:
-            self._starter.end(part)
+            self.starter.end(part)
         member.parts, member.state = (), State.GONE
         self._start_gone()
 
@@ -264,8 +264,8 @@ class ServerPool:
         for member in self.members:
             if member.state is State.GONE and not member.for_good:
                 member.parts, member.state = self._source.server(member.index), State.STARTING
-                starts = [Call(part, part.handle.start.remote(self._starter.deadline_s)) for part in member.parts]
-                self._waiter.follow(starts, partial(self._started, member))
+                starts = [Call(part, part.handle.start.remote(self.starter.deadline_s)) for part in member.parts]
+                self.waiter.follow(starts, partial(self._started, member))
 
     def _started(self, member: Member, results: list[Started], failure: str) -> None:
         if failure:
@@ -313,7 +313,7 @@ class ServerPool:
                 self._serves(member, "with its weights as they are")
 
         self._adding += 1
-        self._waiter.follow([Call(self.router, self.router.handle.add.remote(server.endpoint))], taken)
+        self.waiter.follow([Call(self.router, self.router.handle.add.remote(server.endpoint))], taken)
 
     def _route_all(self) -> None:
         """Tell a router that knows nobody. It asks servers before it takes them in, and those that sleep do not answer."""
@@ -323,26 +323,26 @@ class ServerPool:
                 self._route(member)
 
     def _router_ended(self, how: str) -> None:
-        self._router_up = False
+        self.router_up = False
         if not self.restarts.count("the router", how):
             raise GivenUpError(f"The router ({self.endpoint.url}) ended. {how}")
         log.warning("the router ended, and is started again at the same address: %s", how.splitlines()[0])
         stop = Call(self.router, self.router.handle.stop.remote())
-        self._waiter.follow([stop], self._start_router, patient=True)
+        self.waiter.follow([stop], self._start_router, patient=True)
 
     def _start_router(self, results: list[Any], failure: str) -> None:
-        self._starter.end(self.router)
-        self.router = self._starter.router(int(self.endpoint.url.rpartition(":")[2]))
-        start = self.router.handle.start.remote(self._starter.deadline_s)
-        self._waiter.follow([Call(self.router, start)], self._router_started)
+        self.starter.end(self.router)
+        self.router = self.starter.router(int(self.endpoint.url.rpartition(":")[2]))
+        start = self.router.handle.start.remote(self.starter.deadline_s)
+        self.waiter.follow([Call(self.router, start)], self._router_started)
 
     def _router_started(self, results: list[Started], failure: str) -> None:
         if failure:
             self._router_ended(f"It did not start: {failure}")
             return
-        self._router_up = True
+        self.router_up = True
         self.router = replace(self.router, facts=results[0].facts)
-        self._waiter.watches[self.router.handle.watch.remote()] = self._router_ended
+        self.waiter.watches[self.router.handle.watch.remote()] = self._router_ended
         log.warning("the router is back at %s", self.endpoint.url)
         self._route_all()
 
@@ -353,47 +353,3 @@ def up(member: Member, parts: Sequence[Started]) -> None:
     first, *others = member.parts
     member.server = Server(first, tuple(others), parts[0].endpoint, parts[0].pid)
     member.state = State.READY
-
-
-@dataclass(frozen=True)
-class LaunchingPool:
-    """A pool whose processes are starting."""
-
-    starter: Starter
-    members: list[Member]
-    router: Worker
-    starts: list[Call]
-    waiter: Waiter
-    restarts: Restarts
-
-    @classmethod
-    def launch(cls, starter: Starter, waiter: Waiter, restarts: Restarts) -> LaunchingPool:
-        """Start all processes side by side, a server a slot; returns at once, so that ranks can start meanwhile."""
-        source = starter.source
-        members = [Member(index, source.server(index), source.kind) for index in range(source.count)]
-        router = starter.router()
-        everyone = [*(part for member in members for part in member.parts), router]
-        starts = [Call(worker, worker.handle.start.remote(starter.deadline_s)) for worker in everyone]
-        return cls(starter, members, router, starts, waiter, restarts)
-
-    def endpoint(self) -> Any:
-        """Reference to where the router will answer: known before it does."""
-        return self.router.handle.endpoint.remote()
-
-    def ready(self) -> ServerPool:
-        """Wait until every server and the router are ready, and introduce them to each other."""
-        started: list[Started] = self._wait(self.starts)
-        first = 0
-        for member in self.members:
-            up(member, started[first : first + len(member.parts)])
-            first += len(member.parts)
-            member.state = State.SERVING  # nobody asks before the first weights were sent and verified
-        router = replace(self.router, facts=started[-1].facts)
-        servers = [member.server for member in self.members if member.server is not None]
-        for trouble in self._wait([Call(router, router.handle.add.remote(server.endpoint)) for server in servers]):
-            if trouble:
-                raise WorkerDiedError(f"The router did not take in a server: {trouble}")
-        return ServerPool(self.starter, self.members, router, started[-1].endpoint, self.waiter, self.restarts)
-
-    def _wait(self, calls: list[Call]) -> list[Any]:
-        return self.waiter.wait(calls, phase="start", role="rollout", deadline_s=self.starter.deadline_s)

@@ -17,6 +17,7 @@ from megarl.core.platform import Platform
 from megarl.core.scratch import TMPDIR, temporary
 
 RESERVE_S = 60.0
+NODE_LABEL = "ray.io/node-id"  # Ray's own, on every node
 FEW_CPUS = 0.01  # a process that waits for a device most of the time
 
 
@@ -50,7 +51,8 @@ def reserve(platform: Platform, nodes: Sequence[Node], count: int, size: int = 1
     if not count:
         return ()
     resource = platform.ray_resource
-    group = placement_group([{resource: float(size), "CPU": FEW_CPUS}] * count, strategy="PACK")
+    bundles = [{resource: float(size), "CPU": FEW_CPUS}] * count
+    group = placement_group(bundles, strategy="PACK", bundle_label_selector=_only_on(nodes, count))
     if not group.wait(RESERVE_S):
         remove_placement_group(group)
         raise DeadlineError(
@@ -150,6 +152,13 @@ def _place(node: Node) -> dict[str, Any]:
 
 def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+
+
+def _only_on(nodes: Sequence[Node], count: int) -> list[dict[str, str]] | None:
+    """For each bundle, the nodes that it may be on, as labels; None where these are all of Ray's."""
+    ids = [node.ray_id for node in nodes]
+    others = [row for row in ray.nodes() if row["Alive"] and row["NodeID"] not in ids]
+    return [{NODE_LABEL: f"in({','.join(ids)})"}] * count if others else None
 
 
 def _number(device: str) -> tuple[int, str]:

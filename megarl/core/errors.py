@@ -11,9 +11,13 @@ from megarl.core.exit_codes import FAULT, REFUSED, STOPPED
 
 
 class MegarlError(Exception):
-    """Base of every error that megarl raises on purpose; the command line prints it without a stack trace."""
+    """Base of every error that megarl raises on purpose; the command line prints it without a stack trace.
+
+    recoverable: whether the run may go on by itself, from its last checkpoint and its journal (run/recovery.py).
+    """
 
     exit_code = FAULT
+    recoverable = False
 
     def told(self) -> str:
         """The message with its notes: what is known of the run that it ended."""
@@ -35,10 +39,7 @@ class DeadlineError(MegarlError, TimeoutError):
 
 
 class WorkerDiedError(MegarlError):
-    """A process of the run died: names it, how it ended, and shows the last lines of its log.
-
-    recoverable: whether the run may go on by itself, from its last checkpoint and its journal (run/recovery.py).
-    """
+    """A process of the run died: names it, how it ended, and shows the last lines of its log."""
 
     recoverable = True
 

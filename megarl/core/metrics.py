@@ -81,6 +81,9 @@ _METRICS: dict[str, MetricSpec] = {
     "agent/tools_s": MetricSpec(
         "s", "of one episode in tools and in reading their calls, mean; only with agent.tools", ".3f"
     ),
+    "agent/sequences": MetricSpec(
+        "sequences", "that one episode is trained on as, mean; only with agent.rewritten: split", ".2f"
+    ),
     "agent/tool_calls": MetricSpec("calls", "of tools in one episode, mean", ".2f"),
     "agent/tool_failures": MetricSpec(
         "calls",

@@ -76,6 +76,9 @@ class Sample:
     numbers: dict[str, float] = field(default_factory=dict)  # what an episode counted: turns, seconds, tool calls
     # [P + R - 1, layers x k], the experts that the rollout chose for each token but the last; None where it does not say.
     routing: RoutingArray | None = None
+    # Rising positions of the response at which another sequence begins, which knows nothing of what stands before it.
+    # Empty where all of it is one sequence with the prompt.
+    starts: tuple[int, ...] = ()
     # The memory of the Record whose parts the arrays above are, where they have been put into one (data/blocks.py).
     memory: NDArray[np.uint8] | None = None
 
@@ -88,7 +91,7 @@ class Sample:
 class Record(NamedTuple):
     """One sequence of L tokens, label-aligned, in one piece of memory: 9 bytes a token.
 
-    What else a MicroBatch says of a token follows from these.
+    What else a MicroBatch says of a token follows from these. Of a sample with `starts`, its sequences end to end.
     """
 
     tokens: TokenArray  # [L]
@@ -120,7 +123,7 @@ class MicroBatch:
     loss_mask: FloatArray  # [T], 1 where the label is trained on
     weights: FloatArray  # [T], what each label's loss counts for; sums over the whole mini-batch as the reduction says
     rollout_logprobs: FloatArray  # [T], 0 outside the mask
-    sample_index: IntArray  # [S], index of the sample in the step
+    sample_index: IntArray  # [S], index of the sample in the step; sequences of one sample follow each other
     routing: RoutingArray | None = None  # [T, layers x k], experts chosen by the rollout; -1 where unknown
     # [S // 2] where sequences 2i and 2i + 1 are the chosen and the rejected one of a pair: how far the first shall be ahead.
     margins: FloatArray | None = None
@@ -166,6 +169,8 @@ class Block:
     margins: FloatArray | None = None
     # [n], each [K, 2]: the position of the last label of each turn, and what the turn was worth; None where nobody asks.
     turns: tuple[FloatArray, ...] | None = None
+    # [n]: positions of a record at which another sequence of the same sample begins; None where none has any.
+    starts: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def records(self) -> list[Record]:

@@ -70,7 +70,7 @@ def sample_block(
     turns: [n], see Block.
     """
     memories = [_memory(sample) for sample in samples]
-    return _block(memories, indices, weights, routing=_routing(samples), turns=turns)
+    return _block(memories, indices, weights, routing=_routing(samples), turns=turns, starts=_starts(samples))
 
 
 def row_block(
@@ -128,6 +128,13 @@ def _routing(samples: Sequence[Sample]) -> tuple[RoutingArray | None, ...] | Non
         rows = 0 if sample.routing is None else len(sample.routing)
         assert rows <= sample.num_tokens, (sample.id, rows, sample.num_tokens)
     return routing
+
+
+def _starts(samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...] | None:
+    """Where further sequences of each begin, in positions of its record; None where none has any."""
+    if not any(sample.starts for sample in samples):
+        return None
+    return tuple(tuple(len(sample.prompt.token_ids) + start for start in sample.starts) for sample in samples)
 
 
 def joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:

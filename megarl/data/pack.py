@@ -313,7 +313,7 @@ def _spans(plan: ShardPlan) -> list[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """A shard's sequences in their order, as they lie in its blocks: S of them. width: of the routing, where any block has it."""
+    """A shard's records in their order, S. width: of the routing, if a block has it. starts: of further sequences in each."""
 
     records: Sequence[Record]
     weights: FloatArray
@@ -321,11 +321,13 @@ class _Sequences:
     margins: FloatArray | None
     routing: Sequence[RoutingArray | None]
     width: int | None
+    starts: Sequence[tuple[int, ...]]
 
     @classmethod
     def of(cls, order: _Order, blocks: Sequence[Block]) -> _Sequences:
         records = [record for block in blocks for record in block.records]
         routing = [each for block in blocks for each in block.routing or [None] * len(block.memories)]
+        starts = [each for block in blocks for each in block.starts or [()] * len(block.memories)]
         widths = {each.shape[1] for each in routing if each is not None}
         assert len(widths) <= 1, widths
         places = range(len(records)) if order.sequences is None else order.sequences.tolist()
@@ -336,36 +338,40 @@ class _Sequences:
             None if blocks[0].margins is None else order.of_sequences([block.margins for block in blocks]),
             [routing[place] for place in places],
             next(iter(widths), None),
+            [starts[place] for place in places],
         )
 
 
 def _micro(of: _Sequences, first: int, last: int) -> MicroBatch:
-    """A micro-batch of sequences [first, last); a filler where these are none."""
+    """A micro-batch of records [first, last); a filler where these are none."""
     if first == last:
         return _filler()
-    records = of.records[first:last]
+    records, starts = of.records[first:last], of.starts[first:last]
     lengths = np.array([len(record.tokens) for record in records], np.int64)
     bounds = np.append(0, np.cumsum(lengths))
     tokens = joined([record.tokens for record in records], np.int64)
     labels = np.empty_like(tokens)
     labels[:-1] = tokens[1:]
-    labels[bounds[1:] - 1] = 0  # the last of a sequence predicts nothing
+    further = np.array([bounds[at] + start for at, mine in enumerate(starts) for start in mine], np.int64)
+    cu_seqlens = np.sort(np.append(bounds, further))
+    labels[cu_seqlens[1:] - 1] = 0  # the last of a sequence predicts nothing
     mask = joined([record.loss_mask for record in records], np.float32)
+    assert not mask[further - 1].any(), "the first token of a sequence is predicted by the one before it"
     return MicroBatch(
         tokens=tokens,
         labels=labels,
-        cu_seqlens=bounds.astype(np.int32),
+        cu_seqlens=cu_seqlens.astype(np.int32),
         loss_mask=mask,
         weights=mask * np.repeat(of.weights[first:last], lengths),
         rollout_logprobs=joined([record.rollout_logprobs for record in records], np.float32),
-        sample_index=of.sample_index[first:last],
+        sample_index=np.repeat(of.sample_index[first:last], [1 + len(mine) for mine in starts]),
         routing=_routing(of, first, bounds),
         margins=None if of.margins is None else of.margins[first:last:2],
     )
 
 
 def _routing(of: _Sequences, first: int, bounds: IntArray) -> RoutingArray | None:
-    """[T, layers x k] of the sequences from `first` on, whose bounds these are; None unless the rollout told all of them."""
+    """[T, layers x k] of the records from `first` on, whose bounds these are; None unless the rollout told all of them."""
     if of.width is None:
         return None
     experts = np.full((int(bounds[-1]), of.width), UNKNOWN_EXPERT, np.int16)

@@ -18,9 +18,9 @@ TEMPLATE = shipped("launch") / "slurm.sbatch"
 class SlurmJob:
     """What a job asks of SLURM, and what it runs.
 
-    devices_per_node: of `resource`, where these are not GPUs, which Ray finds by itself. grace_s: how long before the time
-    limit the run is asked to stop. temp: on every node's own disk. setup: shell line that runs first on the job's first
-    node. extra: lines of #SBATCH options, as they are.
+    nodes: spares included. devices_per_node: of `resource`, where these are not GPUs, which Ray finds by itself. grace_s: how
+    long before the time limit the run is asked to stop. temp: on every node's own disk. setup: shell line that runs first on
+    the job's first node. extra: lines of #SBATCH options, as they are.
     """
 
     name: str
@@ -32,6 +32,7 @@ class SlurmJob:
     gpus_per_node: int | None
     devices_per_node: int
     resource: str
+    spares: int = 0
     time: str | None = None
     partition: str | None = None
     account: str | None = None

@@ -108,18 +108,25 @@ def submit_ray(
 def check_fit(recipe: AnyRecipe, platform: Platform, options: SlurmOptions) -> int:
     """Devices of each node that the run uses. Raises UserError where nodes and devices do not match the recipe."""
     devices, servers = recipe.cluster.devices, 0
+    nodes, spares = options.nodes - recipe.cluster.spares, recipe.cluster.spares
+    if nodes < 1:
+        raise UserError(
+            f"cluster.spares is {spares}, and --nodes {options.nodes} counts them: give at least {spares + 1} nodes, or lower "
+            "cluster.spares."
+        )
     if options.gpus_per_node is None:
         # Processes stand for devices: as many as are needed, evenly.
-        return -(-devices // options.nodes)
+        return -(-devices // nodes)
     if isinstance(recipe, Recipe):
         servers = recipe.rollout.server_devices
-    there, wanted = options.nodes * options.gpus_per_node, devices + servers
+    there, wanted = nodes * options.gpus_per_node, devices + servers
     if there != wanted:
         sum_of = f"cluster.devices {devices}"
         if servers and isinstance(recipe, Recipe):
             sum_of += f" + rollout.servers {recipe.rollout.servers} x rollout.tp {recipe.rollout.tp}"
         raise UserError(
-            f"--nodes {options.nodes} x --gpus-per-node {options.gpus_per_node} are {there} GPUs, and the recipe uses "
+            f"--nodes {options.nodes}{f' without cluster.spares {spares}' if spares else ''} x --gpus-per-node "
+            f"{options.gpus_per_node} are {there} GPUs, and the recipe uses "
             f"{wanted} ({sum_of}). Give as many nodes as it takes, or set cluster.devices or rollout.servers to match."
         )
     return options.gpus_per_node
@@ -213,6 +220,7 @@ def _slurm_job(recipe: AnyRecipe, platform: Platform, options: SlurmOptions, per
         log=folder / "slurm-%j.out",
         events=folder / EVENTS,
         nodes=options.nodes,
+        spares=recipe.cluster.spares,
         gpus_per_node=options.gpus_per_node,
         devices_per_node=per_node,
         resource=platform.ray_resource,

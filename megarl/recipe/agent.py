@@ -163,8 +163,9 @@ class Agent(Section):
         description="where the environment's rewards stand for an advantage of tokens: all at the end of the episode, or each at "
         "the end of the turn that earned it, so that later ones do not count for what came after them",
     )
-    rewritten: Literal["refuse", "keep"] = Field(
+    rewritten: Literal["refuse", "keep", "split"] = Field(
         "refuse",
-        description="where the chat template would rewrite earlier turns, such as drop their thinking: refuse the recipe, or "
-        "keep turns as they were written",
+        description="where the chat template would rewrite earlier turns, such as drop their thinking: refuse the recipe, "
+        "keep turns as they were written, or split the episode there: what comes after is another sequence, which begins as "
+        "the template has it",
     )

@@ -93,6 +93,15 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
         (Recipe,),
     ),
     Contradiction(
+        "agent.rewritten",
+        lambda r, _: r.agent is not None and r.agent.rewritten == "split" and r.agent.harnessed,
+        lambda r: (
+            "split is for environments and tools: what a harness sends is one conversation, which is not rendered anew. Set "
+            "it to keep"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
         "agent.turn_tokens",
         lambda r, _: (
             r.agent is not None

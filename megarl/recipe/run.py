@@ -41,6 +41,11 @@ class Cluster(Section):
         description="times, without a further step in between, that a run resumes by itself after the death of a process that "
         "nobody starts again: a rank, the coordinator, Ray's own; 0: such a death ends the run",
     )
+    spares: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="nodes beyond those that the run needs: one takes the place of a node that is lost, and the run resumes by "
+        "itself; counted in `megarl submit --nodes`",
+    )
     peak_tflops: PositiveFloat | None = Field(
         None, description="what one device could do in model.dtype, TFLOP/s; gives perf/mfu"
     )

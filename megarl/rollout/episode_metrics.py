@@ -11,7 +11,7 @@ from megarl.rollout.facts import Flags, GroupFacts
 
 Numbers = Mapping[str, NDArray[np.float64]]
 
-MEANS = ("policy_tokens", "environment_tokens", "generation_s", "environment_s", "tools_s", "tool_calls")
+MEANS = ("policy_tokens", "environment_tokens", "generation_s", "environment_s", "tools_s", "tool_calls", "sequences")
 SUMS = ("environment_failures", "tool_failures")
 FAMILIES = ("truncated_by/", "by/")  # of means
 

@@ -40,6 +40,7 @@ COLUMNS = (
     "numbers text",
     "routing blob",
     "routing_width integer",
+    "starts text",
     "crc integer",
 )
 NAMES = tuple(column.split()[0] for column in COLUMNS)
@@ -81,6 +82,7 @@ def row_of(
         _json(sample.numbers),
         None if routing is None else np.ascontiguousarray(routing, np.int16).tobytes(),
         0 if routing is None else routing.shape[1],
+        _json(sample.starts),
     )
     return (*values, _crc(values))
 
@@ -113,6 +115,7 @@ def read_sample(row: sqlite3.Row, prompt: Prompt) -> Sample:
         numbers=orjson.loads(row["numbers"]),
         routing=None if row["routing"] is None else np.frombuffer(row["routing"], np.int16).reshape(-1, width),
         memory=memory,
+        starts=tuple(orjson.loads(row["starts"])),
     )
 
 

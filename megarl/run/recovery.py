@@ -1,11 +1,11 @@
-"""Goes on with a run that has lost a process which nobody starts again, without being started again itself.
+"""Goes on with a run that has lost a process which nobody starts again, or a node, without being started again itself.
 
 So does a run that goes back to its last checkpoint because of what a step would have taught it: the journal says then what it
 passes over.
 
-Everything of the run is taken apart, and it resumes in the same driver, as `--continue` would: from its newest checkpoint, and
-from the samples in its journal. Servers, the router and collectors that die are not lost: they come back while the run goes on
-(cluster/healing.py). What cannot be recovered from is raised as ever.
+The run is taken apart, and resumes in the same driver, as `--continue` would: from its newest checkpoint, and from the samples
+in its journal. Servers that are well stay up for it (kept.py). Servers, the router and collectors that die are not lost: they
+come back while the run goes on (cluster/healing.py). What cannot be recovered from is raised as ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.stop import StopRequest
@@ -25,6 +25,13 @@ log = get_logger(__name__)
 
 class RewoundError(MegarlError):
     """The run goes back to its last checkpoint, as it is written in its journal: it has to be made again from there."""
+
+    recoverable = True
+
+
+def goes_on(error: BaseException) -> bool:
+    """Whether a run may go on in the same driver after it."""
+    return isinstance(error, MegarlError) and error.recoverable
 
 
 @dataclass
@@ -56,10 +63,10 @@ class Recoveries:
         """It is no death, and the journal counts how often."""
         self._told = str(error)
 
-    def another(self, error: WorkerDiedError) -> bool:
+    def another(self, error: MegarlError) -> bool:
         """Count a death; whether the run is recovered from it."""
         # What dies while it is first started dies of what it was given. Whoever asked for an end gets it.
-        if not error.recoverable or self._stop is None or self._stop.asked:
+        if not goes_on(error) or self._stop is None or self._stop.asked:
             return False
         reached = self._last_step()
         self._vain = 1 if reached > self._reached else self._vain + 1
@@ -89,7 +96,7 @@ def live(recoveries: Recoveries, life: Callable[[bool], None]) -> None:
             raise
         except RewoundError as error:
             recoveries.rewound(error)
-        except WorkerDiedError as error:
+        except MegarlError as error:
             if not recoveries.another(error):
                 raise
         again = True

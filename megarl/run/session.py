@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from megarl.cluster.critic import LearningCritic, SyncAfterCritic
 from megarl.cluster.external import Found
 from megarl.cluster.feeder import Feeder
 from megarl.cluster.healing import Restarts
+from megarl.cluster.kept import KeptPool, keep
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.roles import Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.samples import LaunchingSamples, Samples
+from megarl.cluster.server_launch import LaunchingPool
 from megarl.cluster.server_start import Launched, Source, Starter
-from megarl.cluster.servers import LaunchingPool
-from megarl.cluster.slots import ServerSlot, Slot, ranks_beside, server_slots, share_no_device
+from megarl.cluster.slots import ServerSlot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import WeightSync
-from megarl.core.janitor import SHARED_MEMORY, register_folder
-from megarl.core.layout import Layout
+from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.pending import Joined
 from megarl.core.protocols import Pending
@@ -33,28 +30,22 @@ from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.data.rows import data_files
 from megarl.models.lora_served import ADAPTER, ServedLora
-from megarl.models.parts import first_copy
-from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.sampling_rules import beside_ranks, check_beside, overlaps
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
-from megarl.recipe.sync_rules import quantizing
+from megarl.run.kept import Kept
 from megarl.run.preflight import Preflight
+from megarl.run.recovery import goes_on
 from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
+from megarl.run.sending import pool_slots, sending_of
 from megarl.run.server_spec import server_spec
-from megarl.run.servers_check import lora_at_servers, model_name
+from megarl.run.servers_check import lora_at_servers
 from megarl.serving.external import ExternalPool
 from megarl.serving.router import RouterSpec
-from megarl.sync.plan import Receiver
-from megarl.sync.ring import ring_bytes
-from megarl.sync.sending import MIB, Sending, Versions, Where, choose
-from megarl.sync.store import Store
 from megarl.training.spec import RoleSpec
 
 log = get_logger(__name__)
-
-ADAPTERS = "adapters"  # in the run's folder: those that servers have
 
 # What a role's update may read; its loss takes what it needs of these.
 _READS = {
@@ -112,70 +103,6 @@ def _reads(recipe: AnyRecipe) -> list[Path]:
     return [path.resolve() for path in models] + [file.absolute() for path in rows for file in data_files(path)]
 
 
-def _pool_slots(runtime: Runtime, recipe: AnyRecipe) -> dict[str, list[Slot]]:
-    """The slots of each pool's ranks, pool by pool in their order."""
-    slots = iter(runtime.slots)
-    return {name: list(islice(slots, pool.devices)) for name, pool in pools_of(recipe).items()}
-
-
-def _sending(
-    runtime: Runtime, recipe: Recipe, checked: Preflight, layout: Layout, servers: Sequence[ServerSlot]
-) -> Sending:
-    """How weights go to the servers. Raises UserError where the recipe asks for a way that does not reach them."""
-    [home] = [name for name, pool in pools_of(recipe).items() if ACTOR in pool.roles]
-    ranks, writers = _pool_slots(runtime, recipe)[home], first_copy(layout)
-    nodes, bucket_bytes = {ranks[rank].node for rank in writers}, recipe.sync.bucket_mb * MIB
-    itemsize = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
-    sizes = [math.prod(shape) * itemsize for shape in expected_tensors(checked.model).values()]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(slot.node for slot in ranks))}
-    of_ranks = tuple(numbers[slot.node] for slot in ranks)
-    beside = tuple(
-        Receiver(f"{Launched.kind} {index}", tuple(of_ranks[rank] for rank in hosts), hosts)
-        for index, hosts in enumerate(ranks_beside(ranks, servers))
-    )
-    where = Where(
-        writers={str(node) for node in nodes},
-        servers={str(part.node) for slot in servers for part in slot.parts},
-        takes_memory=not runtime.platform.has_device_memory,
-        needed_bytes=ring_bytes(max(sizes), bucket_bytes),
-        free_bytes=shutil.disk_usage(SHARED_MEMORY).free if nodes == {runtime.here} else None,
-        external=checked.external is not None,
-        quantized=recipe.rollout.quantization is not None,
-        beside=bool(beside),
-    )
-    transport, why = choose(recipe.sync.transport, where)
-    adapters = None
-    if lora_at_servers(recipe, checked.model) is not None:
-        adapters = recipe.run.folder.resolve() / ADAPTERS
-        transport, why = "adapters", f"sync.lora asks for them alone; servers read them in {adapters}"
-    log.info("weights go to the servers by %s: %s", transport, why)
-    versions = _versions(runtime, recipe, servers, sum(sizes)) if transport == "disk" else None
-    return Sending(
-        transport,
-        writers,
-        of_ranks,
-        tuple(slot.node.registry for slot in ranks),
-        bucket_bytes,
-        recipe.deadlines.sync_s,
-        versions,
-        where.quantized,
-        adapters,
-        beside if transport == "shared_memory" else (),
-    )
-
-
-def _versions(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot], whole_bytes: int) -> Versions:
-    """Where weight versions go: a folder that is removed with the run."""
-    folder = (recipe.sync.folder or runtime.folder).absolute() / f"weights-{runtime.run_id}"
-    register_folder(runtime.scratch.registry, folder)
-    folder.mkdir(parents=True)
-    # A server that is on several nodes, or that somebody else started, is told one path for all of its processes.
-    in_place = recipe.rollout.external is not None or any(len(slot.parts) > 1 for slot in servers)
-    # SGLang makes all quantised weights ready after each load, those that did not come as well.
-    all_files = recipe.rollout.quantization is not None or bool(quantizing(recipe))
-    return Versions(Store(folder, model_name(recipe.model.path)), whole_bytes, in_place, all_files)
-
-
 def _with_critic(
     runtime: Runtime,
     recipe: Recipe,
@@ -186,7 +113,7 @@ def _with_critic(
 ) -> tuple[LearningCritic | None, WeightSync | SyncAfterCritic]:
     """The critic and the weight sync as the loop talks to them: whoever shares the critic's devices waits for it."""
     learning = _learning(recipe, critic, timer)
-    if learning is None or share_no_device(_pool_slots(runtime, recipe)[_homes(recipe)[CRITIC]], servers):
+    if learning is None or share_no_device(pool_slots(runtime, recipe)[_homes(recipe)[CRITIC]], servers):
         return learning, sync
     return learning, SyncAfterCritic(sync, learning)
 
@@ -216,7 +143,7 @@ def _threads(runtime: Runtime, recipe: AnyRecipe) -> tuple[int | None, int | Non
 
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:
     """The ranks that host each role: one process a device."""
-    deadlines, slots, threads = recipe.deadlines, _pool_slots(runtime, recipe), _threads(runtime, recipe)[0]
+    deadlines, slots, threads = recipe.deadlines, pool_slots(runtime, recipe), _threads(runtime, recipe)[0]
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
     pools = pools_of(recipe)
     launching = {
@@ -266,12 +193,13 @@ def _launch_rollout(
     num_shards: int,
     waiter: Waiter,
     lora: ServedLora | None = None,
+    kept: KeptPool | None = None,
 ) -> LaunchingRollout:
     deadlines, adapter = recipe.deadlines, "" if lora is None else ADAPTER
     source = _source(runtime, recipe, slots, external, lora)
     router = RouterSpec(request_timeout_s=deadlines.rollout_s, adapter=adapter)
     starter = Starter(runtime, source, router, deadlines.start_s, deadlines.answer_s)
-    servers = LaunchingPool.launch(starter, waiter, Restarts(recipe.rollout.max_restarts))
+    servers = LaunchingPool.launch(starter, waiter, Restarts(recipe.rollout.max_restarts), kept)
     return LaunchingRollout.launch(runtime, recipe, servers, num_shards, waiter, beside=beside(runtime, recipe, slots))
 
 
@@ -294,7 +222,8 @@ def _runtime(recipe: Recipe, checked: Preflight, folder: Path, devices: int, scr
     hosts = [] if checked.external is None else checked.external.hosts
     if recipe.sync.folder is not None:
         recipe.sync.folder.mkdir(parents=True, exist_ok=True)  # every node is asked whether it sees it
-    return Runtime.start(checked.platform, folder, devices, _reads(recipe), scratch, reached_from=hosts)
+    reads, spares = _reads(recipe), recipe.cluster.spares
+    return Runtime.start(checked.platform, folder, devices, reads, scratch, reached_from=hosts, spares=spares)
 
 
 @contextmanager
@@ -315,25 +244,41 @@ def _letting_go(external: ExternalPool | None, rollout: RolloutPool, sync: Weigh
 
 
 @contextmanager
+def _keeping(kept: Kept, runtime: Runtime, session: TrainSession, slots: Sequence[ServerSlot]) -> Iterator[None]:
+    """Around all that a life does: where it ends, and the run goes on, its servers are there for the next one."""
+    try:
+        yield
+    except MegarlError as error:
+        runtime.judge(error)
+        if goes_on(error) and slots:
+            samples, pools = session.rollout.samples, {id(role.ranks): role.ranks for role in session.roles.values()}
+            others = [*(worker for ranks in pools.values() for worker in ranks.workers), samples.coordinator]
+            others += samples.collectors.workers
+            kept.pool = keep(session.rollout.servers, slots, others, runtime.nodes)
+        raise
+
+
+@contextmanager
 def train_session(
-    recipe: Recipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None
+    recipe: Recipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None, kept: Kept | None = None
 ) -> Iterator[TrainSession]:
-    """Start servers, collector and ranks side by side; on leaving, end everything."""
-    layouts = role_layouts(recipe)
-    with _runtime(recipe, checked, recipe.run.folder, recipe.cluster.devices, scratch) as runtime:
-        waiter = Waiter(timer, runtime.nodes)
-        slots = _server_slots(runtime, recipe)
+    """Start servers, collector and ranks side by side; on leaving, end everything but what another life takes over."""
+    layouts, kept = role_layouts(recipe), kept or Kept()
+    with kept.life(lambda: _runtime(recipe, checked, recipe.run.folder, recipe.cluster.devices, scratch)) as runtime:
+        waiter, pool = Waiter(timer, runtime.nodes), kept.take()
+        slots = pool.slots if pool is not None else _server_slots(runtime, recipe)
         check_beside(recipe, beside=share_no_device(runtime.slots, slots))
-        sending = _sending(runtime, recipe, checked, layouts[ACTOR], slots)
+        sending = sending_of(runtime, recipe, checked, layouts[ACTOR], slots)
         lora = lora_at_servers(recipe, checked.model)
-        launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter, lora)
+        launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter, lora, pool)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
         rollout = launching.ready()
         pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
-        with _letting_go(checked.external, rollout, pushing):
-            yield TrainSession(roles, rollout, sync, critic)
+        session = TrainSession(roles, rollout, sync, critic)
+        with _letting_go(checked.external, rollout, pushing), _keeping(kept, runtime, session, slots):
+            yield session
         rollout.close()
 
 
@@ -370,7 +315,10 @@ def supervised_session(
     recipe: SupervisedRecipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None
 ) -> Iterator[SupervisedSession]:
     """Start the ranks and the feeder; on leaving, end everything."""
-    with Runtime.start(checked.platform, recipe.run.folder, recipe.cluster.devices, _reads(recipe), scratch) as runtime:
+    cluster, folder = recipe.cluster, recipe.run.folder
+    with Runtime.start(
+        checked.platform, folder, cluster.devices, _reads(recipe), scratch, spares=cluster.spares
+    ) as runtime:
         waiter = Waiter(timer, runtime.nodes)
         ranks = _start_pools(runtime, recipe, waiter)
         roles = _build_roles(supervised_specs(recipe, checked), ranks, recipe)

@@ -5,7 +5,9 @@ Ray and the engines are imported only once a recipe has been accepted, so that a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,8 +18,9 @@ from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE
-from megarl.run.begin import end, finish, found, handles_of, opened
+from megarl.run.begin import Open, end, finish, found, handles_of, opened
 from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
+from megarl.run.kept import Kept
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
@@ -25,26 +28,35 @@ from megarl.run.recovery import Recoveries, live
 from megarl.run.rewind import rewinding
 from megarl.train import train
 
+if TYPE_CHECKING:
+    from megarl.cluster.roles import Role
+
 CRITIC_EXPORT = "hf_critic"
 
 
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool = False) -> None:
     """`megarl train`."""
-    with Scratch.open() as scratch:
+    with Scratch.open() as scratch, Kept() as kept:
         loaded = load_recipe(path, overrides, Recipe)
         recoveries = Recoveries(loaded.recipe.cluster.max_recoveries, loaded.recipe.run.folder / METRICS_FILE)
 
         def life(again: bool) -> None:
             if again:
-                _train(loaded, False, True, False, scratch, recoveries)
+                _train(loaded, False, True, False, scratch, recoveries, kept)
             else:
-                _train(loaded, resume, go_on, discard_journal, scratch, recoveries)
+                _train(loaded, resume, go_on, discard_journal, scratch, recoveries, kept)
 
         live(recoveries, life)
 
 
 def _train(
-    loaded: Loaded[Recipe], resume: bool, go_on: bool, discard_journal: bool, scratch: Scratch, recoveries: Recoveries
+    loaded: Loaded[Recipe],
+    resume: bool,
+    go_on: bool,
+    discard_journal: bool,
+    scratch: Scratch,
+    recoveries: Recoveries,
+    kept: Kept,
 ) -> None:
     """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
@@ -64,7 +76,7 @@ def _train(
         recoveries.tell()
         begin_journal(recipe, keeps=keeps)
         with timer.phase("start"):
-            session = run.stack.enter_context(train_session(recipe, checked, timer, scratch))
+            session = run.stack.enter_context(train_session(recipe, checked, timer, scratch, kept))
             recorder = Recorder(
                 run.writers,
                 run.console,
@@ -94,10 +106,15 @@ def _train(
         handles = handles_of(session, session.rollout, session.sync, recorder, timer)
         with rewinding(session.rollout.samples, run.checkpoints):
             end(recorder, train(handles, recipe, first), recipe)
-        finish(run, session.roles["actor"], recipe)
-        if recipe.critic is not None:
-            with timer.phase("export"):
-                source = (recipe.critic.path or recipe.model.path).resolve()
-                session.roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
+        _finish(run, session.roles, recipe)
         if predicted is not None and (line := advice(recipe.run.folder)) is not None:
             Console().print(line, highlight=False, soft_wrap=True)
+
+
+def _finish(run: Open, roles: Mapping[str, Role], recipe: Recipe) -> None:
+    """What the run leaves: the policy's HF folder, and the critic's where there is one."""
+    finish(run, roles["actor"], recipe)
+    if recipe.critic is not None:
+        with run.timer.phase("export"):
+            source = (recipe.critic.path or recipe.model.path).resolve()
+            roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())

@@ -227,11 +227,11 @@ class ServerClient:
         """
         # It dies when asked while anything runs, and a request that was ended takes a moment to be gone. Pausing by "abort"
         # would wait for that, too, but looks again only after a second, which every step would lose.
-        await self._empty(deadline_s)
+        await self.empty(deadline_s)
         await self.pause("retract", deadline_s)
         await self._post("/release_memory_occupation", {"tags": list(parts)}, deadline_s)
 
-    async def _empty(self, deadline_s: float) -> None:
+    async def empty(self, deadline_s: float) -> None:
         """End all requests, and those that were on their way when the first were ended, which would run to their end."""
         for wait_s in STRAGGLERS_S:
             await self.abort(deadline_s)

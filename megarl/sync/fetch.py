@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -45,10 +46,18 @@ class Fetcher:
     def __init__(self, endpoint: ServerEndpoint) -> None:
         self._endpoint = endpoint
         self._held: int | None = None
+        self._mirror: Path | None = None
 
     def forget(self) -> None:
         """The server's weights are lost: all of them have to be loaded anew."""
         self._held = None
+
+    def leave(self) -> None:
+        """Nothing more comes of where versions came from: its mirror on this node is removed. Servers of a node share one."""
+        self.forget()
+        if self._mirror is not None:
+            shutil.rmtree(self._mirror, ignore_errors=True)
+        self._mirror = None
 
     async def fetch(self, order: Order) -> Fetched:
         """Have the server load a version."""
@@ -77,6 +86,7 @@ class Fetcher:
         """As `_folder`; a disk that does not answer is given up."""
         try:
             async with asyncio.timeout(left(end)):
+                self._mirror = mirror_of(order.store)
                 return await asyncio.to_thread(_folder, order, held, end)
         except TimeoutError as error:
             raise DeadlineError(
@@ -85,12 +95,17 @@ class Fetcher:
             ) from error
 
 
+def mirror_of(store: Store) -> Path:
+    """Where this node puts a store's versions together."""
+    return Path(tempfile.gettempdir()) / f"mirror-{store.folder.name}"
+
+
 def _folder(order: Order, held: int | None, end: float) -> Path | None:
     """The folder that the server is to load; None where it has all of it."""
     store = order.store
     if order.in_place:
         check(store, store.manifest(order.version))
         return store.files(order.version)
-    mirror = Mirror(Path(tempfile.gettempdir()) / f"mirror-{store.folder.name}", store)
+    mirror = Mirror(mirror_of(store), store)
     folder = mirror.bring(order.version, end)
     return folder if held is None or order.all_files else mirror.changed(order.version, held)

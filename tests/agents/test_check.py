@@ -104,11 +104,12 @@ def test_names_in_the_recipe_are_those_that_there_are() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused_or_kept_as_the_recipe_says(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"agent\.rewritten: .*renders earlier turns otherwise.*<think>"):
         check(tmp_path, make_tokenizer("qwen3"), environment="maze")
-    check(tmp_path, make_tokenizer("qwen3"), environment="maze", rewritten="keep")
     check(tmp_path, make_tokenizer("qwen3"), environment="maze", max_turns=1)
-    for tokenizer, turns in (("llama3", 2), ("qwen3", 1)):
-        with pytest.raises(UserError, match=r"rewrites none\. Remove the key"):
-            check(tmp_path, make_tokenizer(tokenizer), environment="maze", rewritten="keep", max_turns=turns)
+    for otherwise in ("keep", "split"):
+        check(tmp_path, make_tokenizer("qwen3"), environment="maze", rewritten=otherwise)
+        for tokenizer, turns in (("llama3", 2), ("qwen3", 1)):
+            with pytest.raises(UserError, match=rf"{otherwise} is for .* rewrites none\. Remove the key"):
+                check(tmp_path, make_tokenizer(tokenizer), environment="maze", rewritten=otherwise, max_turns=turns)
 
 
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:

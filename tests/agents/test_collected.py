@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from megarl.agents.tool_use import ToolUse
 from megarl.agents.tools import Toolbox
 from megarl.core.metrics import check_names
 from megarl.core.types import Prompt, Sample, Status
+from megarl.data.blocks import laid
 from megarl.data.prompts import MESSAGES_KEY, PromptSet
 from megarl.recipe.schema import Recipe
 from megarl.rollout.journal import JOURNAL, Journal, Written
@@ -228,6 +230,39 @@ def test_the_journal_has_episodes_as_they_were(tmp_path: Path) -> None:
         assert one.memory is not None and other.memory is not None and one.memory.tobytes() == other.memory.tobytes()
         assert (one.metadata, one.numbers, one.versions) == (other.metadata, other.numbers, other.versions)
         assert one.numbers["turns"] == 2 and len(one.metadata["messages"]) == 4
+
+
+def test_split_episodes_go_through_a_step_and_the_journal(tmp_path: Path) -> None:
+    """Their sequences lie apart in the shards, wherever a collector has them; the journal has them to the bit."""
+    recipe, settings = episodes(tmp_path, train={"steps": 1, "journal": True})
+    thought = TOKENIZER("<think>5</think>", add_special_tokens=False)["input_ids"]
+    fake = AtVersion(lambda *_: [*thought, 5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
+
+    async def call(local: LocalRollout) -> tuple[Any, list[Sample], Written | None]:
+        made = await local.generate(1, 0)
+        [group] = [group for group in local.collectors[0]._groups.values() if group.task.row == 1]
+        journal = Journal(recipe.run.folder / JOURNAL)
+        try:
+            return made, group.samples, await journal.find(group.task, row(1))
+        finally:
+            await journal.close()
+
+    (shards, info), made, found = collect(recipe, replace(settings, split=True), fake, call)
+    assert info.num_samples == 8 and info.metrics["agent/sequences"] == 1.5
+    micros = [micro for shard in shards for mini in shard.mini_batches for micro in mini.micro_batches]
+    placed = {
+        tuple(micro.tokens[first:last]): (micro.loss_mask[first:last].tolist(), int(index))
+        for micro in micros
+        for (first, last), index in zip(pairwise(micro.cu_seqlens), micro.sample_index, strict=True)
+    }
+    for context, sampled, *_ in fake.turns:
+        mask, _ = placed[(*context, *sampled)]
+        assert mask == [0] * (len(context) - 1) + [1] * len(sampled) + [0]
+    assert sum(len(micro.sample_index) for micro in micros) == 12, "four episodes of one turn, and four of two"
+    assert found is not None and len(found.samples) == len(made) == 2
+    for one, other in zip(made, found.samples, strict=True):
+        assert len(one.starts) == 1 and other.starts == one.starts
+        assert laid(one).memory.tobytes() == other.memory.tobytes()  # type: ignore[union-attr]
 
 
 def test_prompts_of_a_group_may_differ(tmp_path: Path) -> None:

@@ -211,6 +211,16 @@ def test_a_template_that_does_not_know_tools_is_refused(tmp_path: Path, template
     check_agent(recipe, make_tokenizer("qwen3"))
 
 
+def test_a_template_that_wants_calls_apart_from_texts_cannot_be_split(tmp_path: Path) -> None:
+    wants = "{%- if messages[-1].role == 'tool' and not messages[-2].tool_calls %}{{ raise_exception('whose?') }}{% endif %}"
+    tokenizer = make_tokenizer("qwen3", template=wants + QWEN3)
+    agent = {"tools": [f"{KIT}:multiply"], "tool_parser": "qwen25", "rewritten": "split"}
+    with pytest.raises(UserError, match=r"agent\.rewritten: split .*\(whose\?\).* Set it to keep"):
+        check_agent(make_recipe(tmp_path, agent=agent), tokenizer)
+    check_agent(make_recipe(tmp_path, agent={**agent, "rewritten": "keep"}), tokenizer)
+    check_agent(make_recipe(tmp_path, agent=agent), make_tokenizer("qwen3"))
+
+
 def test_tools_that_fill_the_prompt_are_refused(tmp_path: Path) -> None:
     agent = {"tools": [f"{KIT}:multiply"], "tool_parser": "qwen25", "rewritten": "keep"}
     recipe = make_recipe(tmp_path, agent=agent, data={"train": tmp_path, "max_prompt_tokens": 100})

@@ -13,7 +13,8 @@ import pytest
 
 from megarl.cluster import nodes
 from megarl.cluster.checks import Broken
-from megarl.cluster.nodes import GONE, Nodes, _natural
+from megarl.cluster.node_actor import GONE
+from megarl.cluster.nodes import Node, Nodes, _natural, without_spares
 from megarl.core.errors import UserError
 
 LINK = Broken("a", "b", "eth0", "no answer")
@@ -80,3 +81,36 @@ def test_a_node_that_cannot_get_what_the_hub_has_is_named(monkeypatch: pytest.Mo
     assert "two (10.0.0.2): HF_HUB_OFFLINE is set" in str(refusal.value) and "one" not in str(refusal.value)
     answers["2"] = ""
     nodes._fetch(actors, names, [Path("/home/models--a--b/snapshots/c")])
+
+
+def of_ray(monkeypatch: pytest.MonkeyPatch, *alive: bool) -> list[Node]:
+    """Nodes of Ray's, with two devices each: those that live."""
+    rows = [{"NodeManagerAddress": f"10.0.0.{at}", "Alive": lives} for at, lives in enumerate(alive)]
+    monkeypatch.setattr(nodes, "ray", SimpleNamespace(nodes=lambda: rows))
+    return [Node(f"n{at}", f"10.0.0.{at}", str(at), Path("/tmp"), 2) for at, lives in enumerate(alive) if lives]
+
+
+def names(found: tuple[Node, ...]) -> list[str]:
+    return [node.name for node in found]
+
+
+def test_a_spare_is_left_alone_until_a_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = of_ray(monkeypatch, True, True, True, True)
+    assert names(without_spares(there, 4, 0)) == ["n0", "n1", "n2", "n3"]
+    taken = without_spares(there, 4, 2)
+    assert names(taken) == ["n0", "n1"]
+    run = Nodes(taken)
+    left = of_ray(monkeypatch, True, False, True, True)
+    assert run.replaceable() and names(without_spares(left, 4, 2)) == ["n0", "n2"]
+    left = of_ray(monkeypatch, True, False, False, True)
+    assert run.replaceable() and names(without_spares(left, 4, 2)) == ["n0", "n3"]
+    of_ray(monkeypatch, True, False, False, False)
+    assert not run.replaceable()
+
+
+def test_spares_that_leave_too_few_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = of_ray(monkeypatch, True, True, True)
+    with pytest.raises(
+        UserError, match=r"cluster\.spares is 2, and the other 1 of 3 nodes have 2 devices: the run needs 4"
+    ):
+        without_spares(there, 4, 2)

@@ -42,6 +42,13 @@ def test_an_address_where_no_ray_is(
     assert RUN_ID_VARIABLE not in os.environ
 
 
+def test_spares_without_nodes_are_refused(platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(RAY_ADDRESS_VARIABLE, raising=False)
+    with pytest.raises(UserError, match=r"cluster\.spares is 1, and the run is on this machine alone"):
+        Runtime.start(platform, tmp_path / "run", 1, spares=1)
+    assert RUN_ID_VARIABLE not in os.environ
+
+
 @pytest.mark.slow
 def test_a_ray_that_was_too_slow_is_started_once_more(
     platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -72,6 +72,28 @@ def test_columns_speak_of_the_next_token() -> None:
     assert column_like(shard, [2.0, -3.0])[0][0].tolist() == [0, 0, 2, 2, 0, -3, 0, -3, 0]
 
 
+def test_a_sample_of_several_sequences_has_them_apart_and_weighs_as_one() -> None:
+    """[10 11 20 | 12 21 22], the second of which begins at position 1 of the response; and another sample."""
+    split = replace(make_sample("a", [10, 11], [20, 12, 21, 22], [1, 0, 1, 1]), starts=(1,))
+    split.routing = np.array([[1], [2], [UNKNOWN_EXPERT], [4], [5]], np.int16)
+    other = make_sample("b", [13], [23, 24])
+    other.routing = np.array([[6], [7]], np.int16)
+    (shard,) = pack([split, other], **options(reduction="sequence-mean"))
+    (micro,) = micro_batches(shard)
+    assert micro.tokens.tolist() == [10, 11, 20, 12, 21, 22, 13, 23, 24]
+    assert micro.labels.tolist() == [11, 20, 0, 21, 22, 0, 23, 24, 0]
+    assert micro.cu_seqlens.tolist() == [0, 3, 6, 9] and micro.sample_index.tolist() == [0, 0, 1]
+    assert micro.loss_mask.tolist() == [0, 1, 0, 1, 1, 0, 1, 1, 0]
+    assert micro.rollout_logprobs.tolist() == [0, -1, 0, -3, -4, 0, -1, -2, 0]
+    assert np.allclose(micro.weights, np.array([0, 1, 0, 1, 1, 0, 1.5, 1.5, 0]) / 6), (
+        "half of the loss is each sample's"
+    )
+    assert micro.routing is not None and micro.routing[:, 0].tolist() == [1, 2, -1, 4, 5, -1, 6, 7, -1]
+    assert column_like(shard, [2.0, -3.0])[0][0].tolist() == [0, 2, 0, 2, 2, 0, -3, -3, 0]
+    with pytest.raises(AssertionError, match="predicted by the one before it"):
+        micro_batches(pack([replace(split, starts=(2,))], **options())[0])
+
+
 def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     sample = make_sample("a", [1], [2])
     sample.routing = np.zeros((1, 4), np.int16)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe.schema import Recipe
-from megarl.run.session import ADAPTERS, TrainSession
+from megarl.run.sending import ADAPTERS
+from megarl.run.session import TrainSession
 from tests.end_to_end.engines import one_step, recipe_of, started
 
 pytestmark = pytest.mark.slow

@@ -14,24 +14,43 @@ from typing import Any
 import pytest
 
 from megarl.rollout.journal import JOURNAL
+from tests.end_to_end.caller import PRICES, make_caller
 from tests.end_to_end.harness import Driver
 from tests.end_to_end.test_async import SAME, STILL
 from tests.end_to_end.test_journal import trained
+from tests.support.processes import ended
 
 pytestmark = pytest.mark.slow
 
 # A model of random weights ends no turn: letters and digits do it in its place. The router takes 32 at most.
 STOPS = f"rollout.stop={json.dumps([*string.ascii_lowercase, *string.digits[:5]])}"
 GUESSING = ("agent.environment=guess_number", "agent.settings={low: 0, high: 2000, guesses: 3}", "agent.turn_tokens=24")
+SHOP = Path(__file__).parents[1] / "agents" / "mcp_shop.py"
 SCRIPT = Path(__file__).parent / "guessing.py"
 PLAYED = (f"agent.command={json.dumps([sys.executable, str(SCRIPT), '3'])}", "agent.served_as=gpt-4o-mini")
 SIZES = ("rollout.max_response_tokens=120", "data.max_prompt_tokens=64", "actor.micro_batch_tokens=1024")
 
 
-def test_episodes_are_trained_on_while_servers_play_the_next(launch: Callable[..., Driver]) -> None:
-    """Weights stay as they are: whatever version a turn is of, its log-probs are the trainer's own."""
+@pytest.fixture
+def caller(inputs: Path) -> Path:
+    make_caller(inputs / "caller", inputs / "data" / "train.jsonl")
+    return inputs / "caller"
+
+
+def test_episodes_with_tools_are_trained_on_while_servers_play_the_next(
+    launch: Callable[..., Driver], caller: Path, tmp_path: Path
+) -> None:
+    """The policy thinks, which its template drops, calls an MCP server's tool, and guesses. Weights stay as they are.
+
+    Whatever version a turn is of, and in whichever sequence of its episode, its log-probs are the trainer's own.
+    """
+    pids = tmp_path / "pids"
+    shop = f"agent.mcp={json.dumps([f'{sys.executable} {SHOP} {pids}'])}"
+    calling = (f"model.path={caller}", shop, "agent.tool_parser=pythonic", "agent.rewritten=split", "agent.max_turns=4")
     beside = ("rollout.max_staleness=1", "rollout.in_flight=abort")
-    driver = launch("run.name=agents", *STILL, *beside, *GUESSING, *SIZES, STOPS, "train.steps=4", "eval.every=2")
+    sizes = ("rollout.max_response_tokens=512", "data.max_prompt_tokens=64", "actor.micro_batch_tokens=1024")
+    short = ("agent.environment=guess_number", GUESSING[1], "agent.turn_tokens=40", "train.steps=4", "eval.every=2")
+    driver = launch("run.name=agents", *STILL, *beside, *calling, *sizes, *short)
     code, _, error = driver.finish()
     assert code == 0, error
     rows = [row for row in driver.metrics() if row["step"]]
@@ -39,18 +58,22 @@ def test_episodes_are_trained_on_while_servers_play_the_next(launch: Callable[..
     for row in rows:
         assert row["rollout/logprob_diff_max"] < SAME and row["rollout/failed"] == 0, row
         assert row["rollout/num_samples"] == 16 and row["agent/environment_failures"] == 0
-        assert 1 < row["agent/turns_mean"] <= row["agent/turns_max"] <= 3
+        assert 1 < row["agent/turns_mean"] <= row["agent/turns_max"] <= 4
+        assert 1 < row["agent/sequences"] <= row["agent/turns_mean"], "each turn thinks, and what it thought is dropped"
+        assert row["agent/tool_calls"] > row["agent/tool_failures"] / 16 and row["actor/grad_norm"] > 0
         assert row["agent/policy_tokens"] > 0 and row["agent/environment_tokens"] > 0
         assert "reward/by/environment/mean" in row and "reward/by/share_of_digits/mean" in row
     assert any(row["rollout/staleness_max"] == 1 for row in rows)
     assert all(row["eval/turns_mean"] >= 1 for row in driver.metrics() if "eval/accuracy" in row)
     lines = (driver.folder / "samples" / "step_000001.jsonl").read_text().splitlines()
     talks = [json.loads(line)["messages"] for line in lines]
-    for talk in talks:
-        assert [message["role"] for message in talk] == ["user", *["assistant", "user"] * len(talk)][: len(talk)]
-        told = {message["content"] for message in talk[2::2]}
-        assert told <= {"higher", "lower", "no number"}
-    assert any(len(talk) > 2 for talk in talks)
+    told = {(message["role"], message["content"]) for talk in talks for message in talk[2::2]}
+    hints = {content for role, content in told if role == "user"}
+    assert hints and hints <= {"higher", "lower", "no number"}
+    prices = {content for role, content in told if role == "tool" and not content.startswith("error")}
+    assert prices and prices <= {*PRICES.values()}
+    assert all(message["role"] == "assistant" for talk in talks for message in talk[1::2])
+    assert ended([int(line) for line in pids.read_text().split()])
     driver.assert_nothing_left()
 
 

@@ -101,23 +101,27 @@ def test_a_link_cut_in_the_middle_or_before_the_start_is_named(cluster: Nodes, t
     cluster.mend_between(1, 2)
 
 
-def test_a_run_whose_node_is_cut_off_names_the_node_and_leaves_nothing(
+def test_a_spare_takes_the_place_of_a_node_and_without_one_the_node_is_named_and_nothing_left(
     cluster: Nodes, inputs: Path, tmp_path: Path
 ) -> None:
     recipe = inputs / "several.yaml"
     recipe.write_text(RECIPE.format(folder=inputs))
-    overrides = ["run.name=several", "cluster.devices=2", "train.steps=1000", "data.eval=null"]
+    overrides = ["run.name=several", "cluster.devices=2", "cluster.spares=1", "train.steps=1000", "data.eval=null"]
     process = cluster[0].popen(
         [sys.executable, "-m", "megarl", "train", str(recipe), *overrides], MEGARL_RAY_ADDRESS=cluster.ray_address
     )
     driver = Driver(process, inputs / "runs" / "several", set(), tmp_path)
     driver.wait_for_step(2)
-    ranks, servers = driver.pids(is_rank), driver.pids(is_server)
-    counts = [len(on_node(cluster, index, ranks)) for index in range(3)]
-    assert sorted(counts) == [0, 1, 1]
-    assert on_node(cluster, counts.index(0), servers) == servers != []
-    # The last of the nodes with ranks: the first may be the driver's.
-    lost = max(index for index in range(3) if counts[index])
+    everyone = processes_of(driver.run_id())
+    spare = on_node(cluster, 2, everyone)
+    assert [len(on_node(cluster, index, driver.pids(is_rank))) for index in range(3)] == [1, 1, 0]
+    assert driver.pids(is_server) and not set(spare).intersection(driver.pids(is_server))
+    before = driver.metrics()[-1]["step"]
+    cluster[1].cut()
+    began = time.monotonic()
+    driver.wait_for(lambda row: row["step"] > before and row["perf/recoveries"] == 1)
+    print(f"on the spare after {time.monotonic() - began:.0f} s")
+    lost = 2
     cluster[lost].cut()
     began = time.monotonic()
     code, _, err = driver.finish(90)
@@ -128,12 +132,10 @@ def test_a_run_whose_node_is_cut_off_names_the_node_and_leaves_nothing(
     assert "Traceback" not in err.partition("--- end of")[0]
     assert "/several/checkpoints/step_" in err and err.splitlines()[-1].endswith(" --resume")
     end = time.monotonic() + 20
-    reachable = [index for index in range(3) if index != lost]
-    while left := [pid for index in reachable for pid in on_node(cluster, index, processes_of(driver.run_id()))]:
+    while left := on_node(cluster, 0, processes_of(driver.run_id())):
         assert time.monotonic() < end, left
         select.select([], [], [], POLL_S)
-    for index in reachable:
-        assert cluster[index].run(["ls", "/dev/shm"]).stdout.split() == []
+    assert cluster[0].run(["ls", "/dev/shm"]).stdout.split() == []
 
 
 def test_another_version_on_one_node_is_refused(cluster: Nodes, tmp_path: Path) -> None:

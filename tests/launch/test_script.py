@@ -55,6 +55,10 @@ def test_a_job_on_cpus_asks_for_nodes_and_says_what_a_node_has(tmp_path: Path) -
     assert words[driver + 2 :] == ["-m", "megarl", "train", "/shared/my runs/recipe.yaml", "--continue"]
 
 
+def test_a_job_with_spares_outlives_a_node() -> None:
+    assert asked(render(replace(JOB, spares=1))) - asked(render(JOB)) == {"--no-kill"}
+
+
 def test_a_job_on_gpus_asks_slurm_for_them_and_everything_else_as_given(tmp_path: Path) -> None:
     job = replace(
         JOB,

@@ -47,6 +47,16 @@ def test_devices_on_cpus_are_spread_over_the_nodes(dry_run: Callable[..., str], 
     assert f"megarl train {place.run}/launch/recipe.yaml --continue" in script
 
 
+def test_spares_are_counted_among_the_nodes(dry_run: Callable[..., str]) -> None:
+    script = dry_run(SlurmOptions(nodes=3), "cluster.devices=4", "cluster.spares=1")
+    assert "--nodes=3" in script and "--resource megarl_cpu_device=2" in script and "#SBATCH --no-kill" in script
+    with pytest.raises(UserError, match=r"cluster\.spares is 3, and --nodes 3 counts them: give at least 4 nodes"):
+        dry_run(SlurmOptions(nodes=3), "cluster.devices=4", "cluster.spares=3")
+    dry_run(SlurmOptions(nodes=3, gpus_per_node=8), *GPUS, "cluster.spares=1")
+    with pytest.raises(UserError, match=r"--nodes 2 without cluster\.spares 1 x --gpus-per-node 8 are 8 GPUs"):
+        dry_run(SlurmOptions(nodes=2, gpus_per_node=8), *GPUS, "cluster.spares=1")
+
+
 def test_gpus_of_the_nodes_are_those_of_the_recipe(dry_run: Callable[..., str]) -> None:
     """14 for the ranks, 2 for the server: two nodes of eight."""
     options = SlurmOptions(nodes=2, gpus_per_node=8)

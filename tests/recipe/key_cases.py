@@ -59,6 +59,7 @@ COMMON: dict[str, Sequence[str]] = {
             "devices": ["2"],
             "file": [f"{ROOT}/cluster.yaml"],
             "max_recoveries": ["2"],
+            "spares": ["1"],
             "peak_tflops": ["1.0"],
         },
     ),

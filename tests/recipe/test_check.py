@@ -277,6 +277,7 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),
         (["agent.max_turns=3"], "nobody would answer the policy"),
         (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
+        (["agent.command=[play]", "agent.rewritten=split"], "split is for environments and tools"),
         (["agent.environment=maze", "agent.turn_tokens=65"], "does not fit into rollout.max_response_tokens 64"),
         (
             ["agent.environment=maze", "reward.graders.environment={kind: rule, fn: math}"],

@@ -18,7 +18,8 @@ from megarl.models.hf_config import load_model_config
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run.session import ACTOR, _sending
+from megarl.run.role_specs import ACTOR
+from megarl.run.sending import sending_of
 from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync.memory import DeviceMemory
 from tests.support.dry.world import write_world
@@ -34,7 +35,7 @@ def test_what_ranks_hand_over_on_a_device_reaches_the_server_there(
     runtime: Any = SimpleNamespace(platform=get_platform("cuda"), slots=ranks, here=node)
     checked: Any = SimpleNamespace(model=load_model_config(tmp_path / "dense"), external=None)
     servers = [ServerSlot((slot,), shared=True) for slot in ranks]
-    sending = _sending(runtime, recipe, checked, role_layouts(recipe)[ACTOR], servers)
+    sending = sending_of(runtime, recipe, checked, role_layouts(recipe)[ACTOR], servers)
     assert sending.transport == "shared_memory"
     assert [receiver.ranks for receiver in sending.beside] == [(0,), (1,)]
 

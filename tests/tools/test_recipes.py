@@ -68,7 +68,7 @@ def test_episodes_fit_and_begin_where_their_warm_start_ends(name: str, tmp_path:
     def length(messages: list[dict[str, str]], *, asks: bool = False) -> int:
         return len(tokenizer.apply_chat_template(messages, add_generation_prompt=asks, return_dict=False))
 
-    longest = max(talks[:100], key=length)
+    longest = max(talks[-300:], key=length)
     prompt = length(longest[:1], asks=True)
     assert prompt <= grpo.data.max_prompt_tokens and length(longest) <= sft.data.max_tokens
     assert len(longest) // 2 == grpo.agent.max_turns and length(longest) - prompt <= grpo.rollout.max_response_tokens

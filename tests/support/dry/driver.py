@@ -197,7 +197,6 @@ def _slots(node: Node, count: int, size: int) -> tuple[Slot, ...]:
     return tuple(Slot(node, tuple(str(index * size + each) for each in range(size)), {}) for index in range(count))
 
 
-@contextmanager
 def _started(
     book: Book,
     temp: Path,
@@ -207,10 +206,11 @@ def _started(
     reads: Sequence[Path] = (),
     scratch: Scratch | None = None,
     reached_from: Sequence[str] = (),
-) -> Iterator[runtime.Runtime]:
-    book.note("runtime", kind.name, num_devices, reached_from)
+    spares: int = 0,
+) -> runtime.Runtime:
+    book.note("runtime", kind.name, num_devices, reached_from, spares)
     node = Node("node", "127.0.0.1", "0" * 56, temp, DEVICES)
-    yield runtime.Runtime(
+    return runtime.Runtime(
         kind, folder.resolve(), "key", _scratch(temp), False, Nodes((node,)), _slots(node, num_devices, 1)
     )
 
