@@ -93,6 +93,8 @@ def _is_free(pool: ServerPool, member: Member) -> bool:
 
 
 def _stop(member: Member) -> None:
+    if not member.parts:
+        return  # nothing of it is left
     stops = [part.handle.stop.remote() for part in member.parts]
     ray.wait(stops, num_returns=len(stops), timeout=STOP_S)
     for part in member.parts:

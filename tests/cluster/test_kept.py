@@ -36,7 +36,12 @@ class FakeNodes:
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[FakeActor]:
     """Actors that were killed."""
     found: list[FakeActor] = []
-    ray = SimpleNamespace(kill=found.append, wait=lambda refs, num_returns, timeout: (refs, []))
+
+    def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert num_returns == len(refs) > 0, "Ray waits for one at least"
+        return refs, []
+
+    ray = SimpleNamespace(kill=found.append, wait=wait)
     monkeypatch.setattr(kept, "ray", ray)
     return found
 
@@ -70,6 +75,12 @@ def test_one_that_is_down_or_does_not_let_go_is_started_anew(
     stage.waiter.die(stage.actor(0))
     left = kept_of(stage, FakeNodes())
     assert left is not None and list(left.members) == [1] and killed == [stage.actor(0)]
+
+    stage = Stage(FakeStarter(offloaded=True))
+    stage.waiter.die(stage.actor(0))
+    assert stage.waiter.finish("stop") and stage.states()[0] is State.GONE
+    left = kept_of(stage, FakeNodes())
+    assert left is not None and list(left.members) == [1] and killed[1:] == []
 
     stage = Stage(FakeStarter())
     stage.actor(1).answers["release"] = "it does not answer\nmore"
