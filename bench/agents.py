@@ -94,7 +94,7 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
             ):
                 steps = [*map(int, values)]
                 axes.plot(steps, [*values.values()], marker=mark, markersize=3, label=f"seed {result['seed']}")
-        for axes, what in ((held_out, "held out, sampled"), (training, "in training")):
+        for axes, what in ((held_out, "held out"), (training, "in training")):
             axes.set(title=f"{GAMES[name].title}: success {what}", xlabel="step", ylim=(-0.02, 1.04))
             for height in (BEFORE, AFTER):
                 axes.axhline(height, color="grey", linestyle=":", linewidth=1)
@@ -107,7 +107,7 @@ def draw(results: list[dict[str, Any]], target: Path) -> None:
 
 def show(results: list[dict[str, Any]]) -> None:
     """A line a run."""
-    table = Table(title="episodes that succeed, held out and sampled, before and after GRPO")
+    table = Table(title="episodes that succeed, held out, before and after GRPO")
     learned = f"learned (< {BEFORE} to > {AFTER} in {SECONDS:.0f} s)"
     for column in ("game", "seed", "before", "after", "SFT", "GRPO", "rollout-trainer diff", learned):
         table.add_column(column, justify="right")

@@ -38,6 +38,11 @@ class ProcessSpec:
         return self.logs / f"{self.name.replace(' ', '_')}.progress"
 
     @property
+    def collectives(self) -> Path:
+        """Where a rank's last collectives go when they are asked for (training/collectives.py)."""
+        return self.logs / f"{self.name.replace(' ', '_')}.collectives"
+
+    @property
     def stack(self) -> Path:
         """Where the stacks go when they are asked for."""
         return self.logs / f"{self.name.replace(' ', '_')}.stack"
@@ -71,6 +76,7 @@ def configure_process(spec: ProcessSpec) -> ProcessFacts:
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     os.close(output)
+    spec.collectives.unlink(missing_ok=True)  # of an earlier process of this name
     faulthandler.enable()
     # The file stays open for the life of the process: a signal handler cannot open one.
     faulthandler.register(STACK_SIGNAL, file=spec.stack.open("w"), all_threads=True)

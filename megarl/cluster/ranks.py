@@ -27,6 +27,7 @@ from megarl.serving.client import ServerEndpoint
 from megarl.sync.hash_report import HashReport
 from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
+from megarl.training.collectives import answer
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 
@@ -80,6 +81,7 @@ class RankActor:
         self, spec: ProcessSpec, rank: int, world_size: int, platform: PlatformName, seed: int, threads: int | None
     ) -> None:
         self._facts = configure_process(spec)
+        answer(spec.collectives)
         self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None), threads)
         self._sending: tuple[Sending, Transport] | None = None
         importlib.import_module("megarl.sync.transport")  # while others start, and not in the first sync

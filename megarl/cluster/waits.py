@@ -15,12 +15,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from megarl.cluster.checks import BrokenLinkError, check_links, describe_links, describe_lost
 from megarl.cluster.deaths import Deaths
+from megarl.cluster.look import collectives_of, stacks_of
 from megarl.cluster.nodes import Nodes
-from megarl.cluster.process import STACK_SIGNAL, ProcessFacts, ProcessSpec
+from megarl.cluster.process import ProcessFacts, ProcessSpec
 from megarl.cluster.services import RayDiedError
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.log import get_logger
-from megarl.core.log_tail import last_lines, own_words
+from megarl.core.log_tail import own_words
 from megarl.core.out_of_memory import OutOfMemory
 from megarl.core.progress import read_progress
 from megarl.core.timing import PhaseTimer
@@ -30,8 +31,6 @@ U = TypeVar("U")
 
 log = get_logger(__name__)
 
-STACK_WAIT_S = 2.0
-STACK_LINES = 60
 LOOK_EVERY_S = 0.5  # between two looks at Ray's own processes, and at how far an operation is, while waiting
 LINKS_EVERY_S = 10.0  # between two looks at the network while waiting
 WATCH_WAIT_S = 2.0  # how much later than its callers a supervisor may notice that its process has ended
@@ -313,32 +312,13 @@ class Waiter:
         names = ", ".join(worker.name for worker in workers)
         far = [(worker.name, read_progress(worker.spec.progress)) for worker in workers]
         reached = "".join(f" {name} had done {done}." for name, done in far if done is not None)
-        stacks = [f"--- {worker.name}, stacks:\n{stacks_of(worker, self.nodes)}" for worker in workers]
+        stacks = [
+            f"--- {worker.name}, stacks:\n{stacks_of(worker.spec, worker.facts, self.nodes)}" for worker in workers
+        ]
+        last = [(worker.name, collectives_of(worker.spec, worker.facts, self.nodes)) for worker in workers]
+        stacks += [f"--- {name}, its last collectives:\n{lines}" for name, lines in last if lines]
         logs = [f"--- {worker.name}, end of {worker.spec.log}:\n{own_words(worker.spec.log)}" for worker in workers]
         return DeadlineError(
             f"{phase} ({role}) did not finish within {deadline_s:g} s. Still waiting for: {names}.{reached} If this work is only "
             "slow, raise its limit under `deadlines` in the recipe.\n" + "\n".join([*stacks, *logs])
         )
-
-
-def stacks_of(worker: Worker, nodes: Nodes) -> str:
-    """All stacks of a process, on whatever node it is: as its own fault handler writes them, or read from outside."""
-    facts = worker.facts
-    if not facts.pid:
-        return "(no stack: the process has not said yet which one it is; it may still be starting)"
-    before = worker.spec.stack.stat().st_size if worker.spec.stack.exists() else 0
-    if trouble := nodes.signal(facts.address, facts.pid, STACK_SIGNAL):
-        return f"({trouble})"
-    end = time.monotonic() + STACK_WAIT_S
-    size = before
-    while time.monotonic() < end:
-        # The handler writes in several pieces: the dump is whole once it stopped growing.
-        time.sleep(0.1)
-        grown = worker.spec.stack.stat().st_size if worker.spec.stack.exists() else 0
-        if grown == size and grown > before:
-            return last_lines(worker.spec.stack, STACK_LINES)
-        size = grown
-    if size > before:
-        return last_lines(worker.spec.stack, STACK_LINES)
-    outside = nodes.foreign_stack(facts.address, facts.pid)
-    return f"(its own handler did not answer within {STACK_WAIT_S:g} s)\n{outside}"

@@ -28,6 +28,7 @@ from megarl.core.errors import DeadlineError, MegarlError, StoppedError
 from megarl.core.ray_env import FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE
 from megarl.core.stop import STOP_SIGNAL
 from megarl.launch.node import own_address
+from megarl.launch.progress import MOST_VAIN, reached, vain_starts
 from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
 from megarl.serving.process import GUARD, free_port
 
@@ -68,13 +69,14 @@ class Plan:
     """What to run and how.
 
     temp: folder on every node's own disk. resources: `name=count` of each node, beside GPUs. events: file for what
-    happened when. start_s: longest wait for all nodes.
+    happened when. metrics: the run's metrics.jsonl. start_s: longest wait for all nodes.
     """
 
     driver: tuple[str, ...]
     temp: Path
     resources: tuple[str, ...]
     events: Path
+    metrics: Path
     start_s: float
 
 
@@ -172,7 +174,7 @@ class Leader:
         # A secret of this start, which every process inherits: it is on no command line and in no file.
         os.environ.pop("RAY_ADDRESS", None)  # of another Ray
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} | HEALTH_CHECKS | FEW_EVENTS
-        self._note("started")
+        self._begin()
         nodes = Nodes(self._allocation, self._plan, self._head, self._events)
         lost: list[str] = []
         try:
@@ -189,8 +191,20 @@ class Leader:
         if lost:
             print(f"megarl: lost {', '.join(lost)}: SLURM queues the job again", file=sys.stderr, flush=True)
         if lost or code == StoppedError.exit_code:
-            self._requeue()
+            self._requeue(len(lost))
         return code
+
+    def _begin(self) -> None:
+        """Note the start. Raises MegarlError where those before it came to nothing too often."""
+        job, events, step = self._allocation.job, self._plan.events, reached(self._plan.metrics)
+        vain = vain_starts(events, job, step)
+        self._note("started", reached=step)
+        if vain >= MOST_VAIN:
+            raise MegarlError(
+                f"Job {job} was started {vain} times without a further step after step {step}, and lost nodes each time: it is not "
+                f"queued again. When which start ended is in {events}; why is above. Leave bad nodes out (--exclude), and "
+                "submit the run with --resume."
+            )
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
         self._events.put(("signal", number, None))
@@ -255,9 +269,9 @@ class Leader:
                 return []
         return sorted(silent)
 
-    def _requeue(self) -> None:
-        """Have SLURM queue the job again, which ends this process."""
-        self._note("requeued")
+    def _requeue(self, lost: int) -> None:
+        """Have SLURM queue the job again, which ends this process. lost: nodes."""
+        self._note("requeued", lost=lost)
         done = subprocess.run(
             ["scontrol", "requeue", self._allocation.job], capture_output=True, text=True, check=False
         )
@@ -286,10 +300,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temp", type=Path, default=Path("/tmp"), help="folder on every node's own disk")
     parser.add_argument("--resource", action="append", default=[], help="name=count of each node, beside GPUs")
     parser.add_argument("--events", type=Path, required=True, help="file for what happened when")
+    parser.add_argument("--metrics", type=Path, required=True, help="the run's metrics.jsonl: how far it is")
     parser.add_argument("--start-deadline", type=float, default=300.0, help="seconds until all nodes have to be there")
     parser.add_argument("driver", nargs="+", help="after --: the command to run")
     options = parser.parse_args(arguments)
-    plan = Plan(tuple(options.driver), options.temp, tuple(options.resource), options.events, options.start_deadline)
+    files = (options.events, options.metrics)
+    plan = Plan(tuple(options.driver), options.temp, tuple(options.resource), *files, options.start_deadline)
     try:
         return Leader(Allocation.current(), plan).run()
     except MegarlError as error:

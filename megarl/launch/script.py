@@ -28,6 +28,7 @@ class SlurmJob:
     command: str  # train or sft
     log: Path
     events: Path
+    metrics: Path
     nodes: int
     gpus_per_node: int | None
     devices_per_node: int

@@ -21,6 +21,7 @@ from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
+from megarl.report.history import METRICS_FILE
 from megarl.run.preflight import check_start, preflight, preflight_supervised
 
 Say = Callable[[str], object]
@@ -219,6 +220,7 @@ def _slurm_job(recipe: AnyRecipe, platform: Platform, options: SlurmOptions, per
         command=_command(recipe),
         log=folder / "slurm-%j.out",
         events=folder / EVENTS,
+        metrics=run / METRICS_FILE,
         nodes=options.nodes,
         spares=recipe.cluster.spares,
         gpus_per_node=options.gpus_per_node,

@@ -244,13 +244,15 @@ def _letting_go(external: ExternalPool | None, rollout: RolloutPool, sync: Weigh
 
 
 @contextmanager
-def _keeping(kept: Kept, runtime: Runtime, session: TrainSession, slots: Sequence[ServerSlot]) -> Iterator[None]:
+def _keeping(
+    kept: Kept, runtime: Runtime, recipe: Recipe, session: TrainSession, slots: Sequence[ServerSlot]
+) -> Iterator[None]:
     """Around all that a life does: where it ends, and the run goes on, its servers are there for the next one."""
     try:
         yield
     except MegarlError as error:
         runtime.judge(error)
-        if goes_on(error) and slots:
+        if goes_on(error) and slots and recipe.cluster.max_recoveries:
             samples, pools = session.rollout.samples, {id(role.ranks): role.ranks for role in session.roles.values()}
             others = [*(worker for ranks in pools.values() for worker in ranks.workers), samples.coordinator]
             others += samples.collectors.workers
@@ -277,7 +279,7 @@ def train_session(
         pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
         session = TrainSession(roles, rollout, sync, critic)
-        with _letting_go(checked.external, rollout, pushing), _keeping(kept, runtime, session, slots):
+        with _letting_go(checked.external, rollout, pushing), _keeping(kept, runtime, recipe, session, slots):
             yield session
         rollout.close()
 

@@ -23,7 +23,7 @@ from megarl.cluster.waits import Worker
 from megarl.core.errors import GivenUpError, WorkerDiedError
 from megarl.recipe.run import Deadlines
 from megarl.serving import vigil
-from tests.cluster.test_healing import FakeActor, FakeRef, FakeWaiter
+from tests.support.fake_pool import FakeActor, FakeRef, FakeWaiter
 
 SOON = Deadlines(start_s=0.5, answer_s=0.5)
 

@@ -17,7 +17,7 @@ from megarl.cluster.waits import Worker
 from megarl.core.errors import GivenUpError
 from megarl.recipe.run import Model
 from megarl.recipe.schema import Data, Eval, Recipe, Rollout, Train
-from tests.cluster.test_healing import FakeActor, FakeWaiter
+from tests.support.fake_pool import FakeActor, FakeWaiter
 
 RECIPE = Recipe(
     model=Model(path=Path("m")),

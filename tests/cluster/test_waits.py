@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from megarl.cluster import waits
+from megarl.cluster import look, waits
 from megarl.cluster.checks import Broken, BrokenLinkError
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
@@ -238,11 +238,11 @@ def test_who_has_not_said_its_pid_gets_no_signal(workers: list[Worker], waiter: 
     """Pid 0 is the driver's own process group: it would stop the run."""
     unknown = Worker(workers[0].handle, workers[0].spec, ProcessFacts(0, "?"))
     heard: list[int] = []
-    before = signal.signal(waits.STACK_SIGNAL, lambda number, frame: heard.append(number))
+    before = signal.signal(look.STACK_SIGNAL, lambda number, frame: heard.append(number))
     try:
-        assert "has not said yet" in waits.stacks_of(unknown, waiter.nodes)
+        assert "has not said yet" in look.stacks_of(unknown.spec, unknown.facts, waiter.nodes)
     finally:
-        signal.signal(waits.STACK_SIGNAL, before)
+        signal.signal(look.STACK_SIGNAL, before)
     assert heard == []
 
 

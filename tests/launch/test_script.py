@@ -17,6 +17,7 @@ JOB = SlurmJob(
     command="train",
     log=Path("/shared/my runs/slurm-%j.out"),
     events=Path("/shared/my runs/events.jsonl"),
+    metrics=Path("/shared/my runs/metrics.jsonl"),
     nodes=3,
     gpus_per_node=None,
     devices_per_node=2,
@@ -52,6 +53,7 @@ def test_a_job_on_cpus_asks_for_nodes_and_says_what_a_node_has(tmp_path: Path) -
     assert words[1:3] == ["-m", "megarl.launch.leader"]
     assert words[words.index("--resource") + 1] == "megarl_cpu_device=2"
     assert words[words.index("--events") + 1] == "/shared/my runs/events.jsonl"
+    assert words[words.index("--metrics") + 1] == "/shared/my runs/metrics.jsonl"
     assert words[driver + 2 :] == ["-m", "megarl", "train", "/shared/my runs/recipe.yaml", "--continue"]
 
 

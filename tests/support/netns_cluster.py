@@ -22,7 +22,7 @@ from megarl.core.ray_env import HEALTH_CHECKS
 
 ROOT = Path(__file__).parents[2]
 RAY_PORT = 6379
-START_S = 60.0
+START_S = 180.0  # on a machine that does much else
 POLL_S = 0.1
 # The holder is the first process of the node, and takes in what others leave.
 HOLDER = """
