@@ -201,8 +201,8 @@ class Leader:
         self._note("started", reached=step)
         if vain >= MOST_VAIN:
             raise MegarlError(
-                f"Job {job} was started {vain} times without a further step after step {step}, and lost nodes each time: it is not "
-                f"queued again. When which start ended is in {events}; why is above. Leave bad nodes out (--exclude), and "
+                f"Job {job} was started {vain} times without a further step after step {step}, and lost nodes each time: it is "
+                f"not queued again. When which start ended is in {events}; why is above. Leave bad nodes out (--exclude), and "
                 "submit the run with --resume."
             )
 

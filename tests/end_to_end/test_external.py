@@ -62,7 +62,7 @@ def test_servers_of_somebody_else_come_and_go_and_outlive_the_run(
         last = driver.metrics()[-1]["step"]
         driver.wait_for_step(last + 2)
         driver.process.send_signal(signal.SIGINT)
-        code, out, error = driver.finish(60)
+        code, out, error = driver.finish(120)
     assert code == 130, out + error
     rows = driver.metrics()
     assert [row["step"] for row in rows] == list(range(len(rows)))
