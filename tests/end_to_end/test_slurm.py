@@ -85,6 +85,7 @@ def submit_driver(slurm: SlurmCluster, folder: Path, nodes: int = 1, start_s: in
         command="train",
         log=folder / "out",
         events=folder / "events.jsonl",
+        metrics=folder / "metrics.jsonl",
         nodes=nodes,
         gpus_per_node=None,
         devices_per_node=1,
