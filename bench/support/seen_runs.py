@@ -277,7 +277,7 @@ def agents(result: Result) -> str:
             if run["game"] == game
         )
         said.append(f"{game}: {each}")
-    return f"success held out, sampled at temperature 1: {'. '.join(said)}"
+    return f"success held out: {'. '.join(said)}"
 
 
 def cpu_step(result: Result) -> str:
