@@ -2,10 +2,12 @@
 
     python -m bench.agent_load
 
-The stub answers at once, from a process of its own; what is measured is the collector's side alone. Bare: requests of the same
-sizes by aiohttp and orjson, and nothing else. In process: an environment. Endpoint: a coroutine that asks the OpenAI-compatible
-endpoint by aiohttp in the same process, so that both ends of that connection are in its time. Added milliseconds: of a turn, one
-episode at a time, the median. Writes a table and bench/results/agent_load.json.
+The stub is a process of its own; what is measured is the collector's side alone. Bare: requests of the same sizes by aiohttp and
+orjson, and nothing else. In process: an environment. Endpoint: a coroutine that asks the OpenAI-compatible endpoint by aiohttp in
+the same process, so that both ends of that connection are in its time. The stub answers at once, which shows what a turn costs,
+and after some seconds, as a server does that has tokens to sample, which shows whether the episodes keep up with it. Added
+milliseconds: of a turn, one episode at a time at the stub that answers at once, the median. Writes a table and
+bench/results/agent_load.json.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
 TURNS = 8
+ANSWERS_AFTER_S = (0.0, 2.0, 4.0)  # 100 and 200 tokens of a server that samples 50 a second for each request
 ALONE = 200  # turns of one episode after the other, for latency
 DEADLINE_S = 600.0
 ASKED: list[Message] = [{"role": "user", "content": "Guess."}]
@@ -107,20 +110,25 @@ def harness(sessions: list[aiohttp.ClientSession]) -> FunctionHarness:
     return FunctionHarness(talk)
 
 
-async def timed(play: Play, episodes: int) -> dict[str, float]:
-    """All at once, then one after the other."""
+async def timed(play: Play, episodes: int) -> float:
+    """Turns a second, all at once."""
     began = time.monotonic()
     await asyncio.gather(*(play(index) for index in range(episodes)))
-    seconds = time.monotonic() - began
-    alone = []
+    return episodes * TURNS / (time.monotonic() - began)
+
+
+async def alone(play: Play) -> float:
+    """Milliseconds of a turn, one after the other."""
+    found = []
     for index in range(ALONE // TURNS):
         start = time.monotonic()
         await play(index)
-        alone.append((time.monotonic() - start) / TURNS)
-    return {"turns_per_s": episodes * TURNS / seconds, "turn_ms": 1000 * statistics.median(alone)}
+        found.append((time.monotonic() - start) / TURNS)
+    return 1000 * statistics.median(found)
 
 
-async def measure(url: str, model: Path, episodes: int) -> dict[str, dict[str, float]]:
+async def measure(url: str, model: Path, episodes: int, *, at_once: bool) -> dict[str, dict[str, float]]:
+    """Of one stub. at_once: it answers so, and episodes are looked at one by one as well."""
     tokenizer = load_tokenizer(model)
     template = ChatTemplate(tokenizer)
     prompt, between = template.prompt(ASKED)[0].tolist(), template.following([TOLD]).tolist()
@@ -129,7 +137,7 @@ async def measure(url: str, model: Path, episodes: int) -> dict[str, dict[str, f
     )
     settings = EpisodeSettings(Talk, template, 1000, TURNS, None, DEADLINE_S, DEADLINE_S)
     budgets = Budgets(1000, TURNS, None, DEADLINE_S)
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         ServerClient(ServerEndpoint("stub", url, "")) as client,
@@ -142,42 +150,57 @@ async def measure(url: str, model: Path, episodes: int) -> dict[str, dict[str, f
             "endpoint": of_player(harnesses, asker_of(client)),
         }
         for name, play in ways.items():
-            await asyncio.gather(*(play(index) for index in range(50)))  # warm
-            found[name] = await timed(play, episodes)
+            if at_once:
+                await asyncio.gather(*(play(index) for index in range(50)))  # warm
+            found[name] = {"turns_per_s": await timed(play, episodes)}
+            if at_once:
+                found[name]["turn_ms"] = await alone(play)
             found[name]["peak_mib"] = peak_bytes(get_platform("cpu")) / 2**20
         await harnesses.close()
     return found
 
 
-def main(
-    concurrency: Annotated[int, typer.Option(help="Episodes at once.")] = 2000,
-    quick: Annotated[bool, typer.Option(help="Few episodes: proves nothing.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the result.")] = None,
-) -> None:
-    """Measure and tabulate."""
-    episodes = 60 if quick else concurrency
+def at_stub(seconds: float, model: Path, episodes: int) -> dict[str, dict[str, float]]:
+    """Everything at a stub that answers after so many seconds."""
     context = multiprocessing.get_context("spawn")
     told = context.SimpleQueue()
-    stub = context.Process(target=serve_stub, args=(told,), daemon=True)
+    stub = context.Process(target=serve_stub, args=(told, seconds), daemon=True)
     stub.start()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            call("tools/make_tiny_model.py", "--out", folder)
-            found: dict[str, Any] = asyncio.run(measure(told.get(), Path(folder), episodes))
+        return asyncio.run(measure(told.get(), model, episodes, at_once=not seconds))
     finally:
         stub.kill()
         stub.join()
+
+
+def show(episodes: int, stubs: list[dict[str, Any]]) -> None:
+    """A line for each way at each stub."""
     table = Table(title=f"{episodes} episodes of {TURNS} turns of {len(TURN)} tokens, against a stub")
-    for column in ("way", "turns/s", "of bare", "ms a turn alone", "added ms", "peak MiB so far"):
+    for column in ("it answers after", "way", "turns/s", "of bare", "added ms a turn", "peak MiB so far"):
         table.add_column(column, justify="right")
-    for name, row in found.items():
-        share, added = row["turns_per_s"] / found["bare"]["turns_per_s"], row["turn_ms"] - found["bare"]["turn_ms"]
-        table.add_row(
-            *(name, f"{row['turns_per_s']:.0f}", f"{share:.0%}", f"{row['turn_ms']:.2f}"),
-            *(f"{added:.2f}", f"{row['peak_mib']:.0f}"),
-        )
+    for stub in stubs:
+        bare = stub["ways"]["bare"]
+        for name, row in stub["ways"].items():
+            added = f"{row['turn_ms'] - bare['turn_ms']:.2f}" if "turn_ms" in row else ""
+            table.add_row(
+                *(f"{stub['answers_after_s']:g} s", name, f"{row['turns_per_s']:.0f}"),
+                *(f"{row['turns_per_s'] / bare['turns_per_s']:.0%}", added, f"{row['peak_mib']:.0f}"),
+            )
     Console().print(table)
-    write("agent_load", {"episodes": episodes, "turns": TURNS, "ways": found}, out)
+
+
+def main(
+    concurrency: Annotated[int, typer.Option(help="Episodes at once.")] = 2000,
+    quick: Annotated[bool, typer.Option(help="Few episodes, and a stub that hardly waits: proves nothing.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the result.")] = None,
+) -> None:
+    """Measure and tabulate."""
+    episodes, waits = (60, (0.0, 0.1)) if quick else (concurrency, ANSWERS_AFTER_S)
+    with tempfile.TemporaryDirectory() as folder:
+        call("tools/make_tiny_model.py", "--out", folder)
+        stubs = [{"answers_after_s": seconds, "ways": at_stub(seconds, Path(folder), episodes)} for seconds in waits]
+    show(episodes, stubs)
+    write("agent_load", {"episodes": episodes, "turns": TURNS, "stubs": stubs}, out)
 
 
 if __name__ == "__main__":

@@ -234,15 +234,22 @@ def peers_algorithms(result: Result) -> str:
 
 
 def agent_load(result: Result) -> str:
-    ways = result["ways"]
-    bare = ways["bare"]
-    said = [
-        f"{name}: {way['turns_per_s'] / bare['turns_per_s']:.0%} of {bare['turns_per_s']:.0f} turns/s, "
-        f"{way['turn_ms'] - bare['turn_ms']:.2f} ms added to a turn, {way['peak_mib']:.0f} MiB at most"
-        for name, way in ways.items()
-        if name != "bare"
-    ]
-    return f"{result['episodes']} episodes of {result['turns']} turns at once; {'; '.join(said)}"
+    said = []
+    for stub in result["stubs"]:
+        bare = stub["ways"]["bare"]
+        parts = []
+        for name, way in stub["ways"].items():
+            if name == "bare":
+                continue
+            share = f"{name} {way['turns_per_s'] / bare['turns_per_s']:.0%}"
+            added = f", {way['turn_ms'] - bare['turn_ms']:.2f} ms added to a turn" if "turn_ms" in way else ""
+            parts.append(f"{share}{added}")
+        after = f"after {stub['answers_after_s']:g} s" if stub["answers_after_s"] else "at once"
+        said.append(f"answers {after}: {bare['turns_per_s']:.0f} turns/s, {'; '.join(parts)}")
+    most = max(way["peak_mib"] for stub in result["stubs"] for way in stub["ways"].values())
+    return (
+        f"{result['episodes']} episodes of {result['turns']} turns at once. {'. '.join(said)}. {most:.0f} MiB at most"
+    )
 
 
 def sandbox(result: Result) -> str:

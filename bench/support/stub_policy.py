@@ -1,7 +1,8 @@
-"""A stub of a server, in a process of its own: answers every request at once, with the same turn."""
+"""A stub of a server, in a process of its own: answers every request with the same turn, at once or after a while."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
@@ -11,7 +12,7 @@ from aiohttp import web
 TURN = [*range(10, 25), 2]
 
 
-def serve_stub(told: Any) -> None:
+def serve_stub(told: Any, answers_after_s: float = 0.0) -> None:
     """Serve on a free port of loopback until the process ends; told: a queue that gets the URL."""
     answer = orjson.dumps(
         {
@@ -30,6 +31,8 @@ def serve_stub(told: Any) -> None:
 
     async def handle(request: web.Request) -> web.Response:
         await request.read()
+        if answers_after_s:
+            await asyncio.sleep(answers_after_s)
         return web.Response(body=answer, content_type="application/json")
 
     async def application() -> web.Application:
