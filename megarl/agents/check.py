@@ -13,7 +13,7 @@ from megarl.agents.tool_sources import open_toolbox
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.data.chat import Tokenizer, has_chat_template
-from megarl.recipe.agent import PYTHON
+from megarl.recipe.agent import CODE, PYTHON
 from megarl.recipe.schema import Recipe
 
 RESULT: Message = {"role": "tool", "content": "what-the-tool-gave"}
@@ -30,7 +30,9 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
         check_harness(agent)
     schemas = open_toolbox(agent).schemas if agent.has_tools else []
     if PYTHON in agent.tools:
-        check_sandboxes(agent.tool_timeout_s)
+        check_sandboxes(agent.tool_timeout_s, "agent.tools: python")
+    if agent.environment == CODE:
+        check_sandboxes(agent.step_timeout_s, "agent.environment: code")
     where = f"model.path {recipe.model.path}"
     if not has_chat_template(tokenizer):
         raise UserError(

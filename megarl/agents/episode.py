@@ -50,8 +50,8 @@ CLOSE_S = 10.0  # who cancels an episode waits for this
 class EpisodeSettings:
     """What all episodes of a run have in common; the budgets are the recipe's. rewards: whether the environment does.
 
-    processes: that `make` makes environments in; None: in this one. split: whether another sequence begins where the template
-    rewrites earlier turns.
+    processes: that `make` makes environments in; None: in this one. close: what environments have in common. split: whether
+    another sequence begins where the template rewrites earlier turns.
     """
 
     make: Make
@@ -64,6 +64,7 @@ class EpisodeSettings:
     tools: ToolUse | None = None
     rewards: bool = True
     processes: EnvironmentProcesses | None = None
+    close: Callable[[], Awaitable[None]] | None = None
     split: bool = False
 
 
@@ -80,9 +81,11 @@ class Episodes:
         assert agent is not None
         tools = ToolUse.open(agent, router) if agent.has_tools else None
         processes = EnvironmentProcesses(agent) if agent.workers is not None else None
+        maker = open_environment(agent)
         return cls(
             EpisodeSettings(
-                make=open_environment(agent) if processes is None else processes.make,
+                make=maker if processes is None else processes.make,
+                close=maker.close,
                 template=ChatTemplate(tokenizer, [] if tools is None else tools.schemas),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
                 max_turns=agent.max_turns,
@@ -111,7 +114,9 @@ class Episodes:
             await episode.close()
 
     async def close(self) -> None:
-        """Close what tools need, and end environments' processes."""
+        """Close what tools need and environments share, and end environments' processes."""
+        if self._settings.close is not None:
+            await self._settings.close()
         if self._settings.processes is not None:
             await self._settings.processes.close()
         if self._settings.tools is not None:

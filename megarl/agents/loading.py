@@ -1,11 +1,15 @@
-"""The environment that a recipe names: found, checked before anything starts, and made anew for each episode."""
+"""The environment that a recipe names: found, checked before anything starts, and made anew for each episode.
+
+A class whose environments have something in common, such as a pool or connections, has a static method `share`: it takes the
+settings, once in each process, and what it gives is the constructor's one argument. Its coroutine `close` is called in the end.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.agents.environment import Done, Environment, EpisodeRow, Message, Response, Turn
 from megarl.core.errors import UserError
@@ -16,12 +20,42 @@ BUILT_IN: Mapping[str, str] = {
     "guess_number": "megarl.agents.environments.guess_number:GuessNumber",
     "calculator": "megarl.agents.environments.calculator:Calculator",
     "maze": "megarl.agents.environments.maze:Maze",
+    "code": "megarl.agents.environments.code:CodeWithTests",
 }
 # Each with what it takes beside itself.
 METHODS: Mapping[str, tuple[str, ...]] = {"start": ("row",), "step": ("response",), "close": ()}
 KEY = "agent.environment"
 
+SHARE = "share"
+
 Make = Callable[[], Environment]
+
+
+class Shared(Protocol):
+    """What all environments of a process have in common. It is made before its event loop runs."""
+
+    async def close(self) -> None:
+        """Give back what it holds; no episode is played any more."""
+
+
+class Maker:
+    """Makes an environment for each episode, all of the same settings."""
+
+    def __init__(self, found: type[Any], settings: Mapping[str, Any]) -> None:
+        share = getattr(found, SHARE, None)
+        self._found = found
+        self._shared: Shared | None = None if share is None else share(**settings)
+        self._settings = dict(settings)
+
+    def __call__(self) -> Environment:
+        """Another one."""
+        made: Environment = self._found(**self._settings) if self._shared is None else self._found(self._shared)
+        return made
+
+    async def close(self) -> None:
+        """Close what they share."""
+        if self._shared is not None:
+            await self._shared.close()
 
 
 class AnswerAlone:
@@ -39,11 +73,11 @@ class AnswerAlone:
         """Nothing is held."""
 
 
-def open_environment(agent: Agent) -> Make:
+def open_environment(agent: Agent) -> Maker:
     """What makes an environment for an episode. Raises UserError, as `check_environment` does, but makes none."""
     if agent.environment is None:
-        return AnswerAlone
-    return _maker(_environment_class(agent.environment), agent.settings)
+        return Maker(AnswerAlone, {})
+    return Maker(_environment_class(agent.environment), agent.settings)
 
 
 def check_environment(agent: Agent) -> None:
@@ -56,7 +90,7 @@ def check_environment(agent: Agent) -> None:
     _check_methods(found, agent.environment)
     _check_settings(found, agent)
     try:
-        _maker(found, agent.settings)()
+        Maker(found, agent.settings)()
     except Exception as error:  # whatever a user's constructor raises
         raise UserError(
             f"agent.settings: {agent.environment} does not take them: {type(error).__name__}: {error}. Mend agent.settings."
@@ -70,10 +104,6 @@ def _environment_class(name: str) -> type[Any]:
             f"{KEY}={name!r}: it is a {type(found).__name__}; wanted is a class with the coroutines {', '.join(METHODS)}."
         )
     return found
-
-
-def _maker(found: type[Any], settings: Mapping[str, Any]) -> Make:
-    return lambda: found(**settings)
 
 
 def _check_methods(found: type[Any], name: str) -> None:
@@ -99,7 +129,13 @@ def _check_methods(found: type[Any], name: str) -> None:
 
 
 def _check_settings(found: type[Any], agent: Agent) -> None:
-    signature = inspect.signature(found)
+    shares = hasattr(found, SHARE)
+    if shares and agent.workers is not None:
+        raise UserError(
+            f"agent.workers: environments of {agent.environment} share what belongs to one event loop, and in workers each has "
+            "its own. Remove agent.workers."
+        )
+    signature = inspect.signature(getattr(found, SHARE, found))
     takes = [
         each.name for each in signature.parameters.values() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
     ]

@@ -46,8 +46,8 @@ class ToolSandboxes:
             return self._pool
 
 
-def check_sandboxes(timeout_s: float) -> None:
-    """Raises UserError where this machine makes no sandboxes, and what to do. Starts one."""
+def check_sandboxes(timeout_s: float, key: str) -> None:
+    """Raises UserError where this machine makes no sandboxes, and what to do. Starts one. key: for messages."""
 
     async def once() -> None:
         async with SandboxPool(Limits(timeout_s=timeout_s, cpu_s=timeout_s), size=1):
@@ -56,4 +56,4 @@ def check_sandboxes(timeout_s: float) -> None:
     try:
         asyncio.run(once())
     except UserError as error:
-        raise UserError(f"agent.tools: python: {error}") from None
+        raise UserError(f"{key}: {error}") from None

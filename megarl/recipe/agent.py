@@ -57,7 +57,8 @@ PARSERS = (
     *("step3", "step3p5", "trinity"),
 )
 PYTHON = "python"  # the tool that comes with megarl
-BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze")
+CODE = "code"  # the environment that runs programs
+BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze", CODE)
 
 
 def _place(where: str) -> str:
@@ -91,10 +92,10 @@ class Agent(Section):
         """Whether what plays may say what an episode is worth."""
         return self.environment is not None or self.harnessed
 
-    environment: Literal["guess_number", "calculator", "maze"] | Path | None = Field(
+    environment: Literal["guess_number", "calculator", "maze", "code"] | Path | None = Field(
         None,
-        description="what answers the policy and rewards it: guess_number, calculator, maze, or pkg.module:Class with the "
-        "coroutines start, step and close; default: nobody but tools; the "
+        description="what answers the policy and rewards it: guess_number, calculator, maze, code, or pkg.module:Class with "
+        "the coroutines start, step and close; default: nobody but tools; the "
         "first turn without a call is the answer, and graders reward it",
     )
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(

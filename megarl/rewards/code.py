@@ -10,7 +10,7 @@ from megarl.recipe.reward import Code
 from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output
 from megarl.rewards.grade import Grade, failed
 from megarl.rewards.patience import InFlight, UnderWay
-from megarl.sandbox.job import MIB, Check, Limits
+from megarl.sandbox.job import MIB, Check, Limits, Result
 from megarl.sandbox.pool import SandboxPool
 
 KIB = 1024
@@ -64,7 +64,7 @@ class CodeGrader:
         if code is None:
             return Grade(0.0)
         try:
-            passed = await self._passed(code, tests, row or str(id(response)))
+            passed = await self.passed(code, tests, row or str(id(response)))
         except WorkerDiedError:
             raise
         except MegarlError as error:
@@ -81,8 +81,13 @@ class CodeGrader:
         """End all sandboxes; grades under way raise."""
         await self._pool.close()
 
-    async def _passed(self, code: str, tests: RowTests, row: str) -> int:
-        """How many tests pass. Where only all of them count, the first that does not ends it."""
+    async def first(self, code: str, tests: RowTests, row: str) -> Result:
+        """What a program does with the input of the first test, or without any where tests are checks. Raises MegarlError."""
+        with self._in_flight.at(row):
+            return await self._pool.run(code, stdin=tests.pairs[0].stdin if tests.pairs else "")
+
+    async def passed(self, code: str, tests: RowTests, row: str) -> int:
+        """How many tests pass. Where only all of them count, the first that does not ends it. Raises MegarlError."""
         if self._settings.score == "share":
             outcomes = await asyncio.gather(*(self._pair(code, pair, row) for pair in tests.pairs))
             return sum(outcomes) + await self._checks(code, tests, row)

@@ -81,7 +81,7 @@ def test_a_machine_without_sandboxes_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(python_sandbox, "SandboxPool", NoPool)
     with pytest.raises(UserError, match=r"agent\.tools: python: there is no bubblewrap here"):
-        check_sandboxes(1.0)
+        check_sandboxes(1.0, "agent.tools: python")
 
 
 def test_a_function_of_that_name_would_be_another_tool() -> None:

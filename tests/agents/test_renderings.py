@@ -153,7 +153,7 @@ def test_random_episodes_are_trained_on_as_the_engine_saw_them(cut: float) -> No
         assert_batched_apart(sample)
 
     run()
-    assert {1, 2, 3} <= numbers
+    assert {1, 2} <= numbers and max(numbers) >= 3
 
 
 def assert_batched_apart(sample: Sample) -> None:
