@@ -2,12 +2,12 @@
 
     python -m bench.agent_load
 
-The stub is a process of its own; what is measured is the collector's side alone. Bare: requests of the same sizes by aiohttp and
-orjson, and nothing else. In process: an environment. Endpoint: a coroutine that asks the OpenAI-compatible endpoint by aiohttp in
-the same process, so that both ends of that connection are in its time. The stub answers at once, which shows what a turn costs,
-and after some seconds, as a server does that has tokens to sample, which shows whether the episodes keep up with it. Added
-milliseconds: of a turn, one episode at a time at the stub that answers at once, the median. Writes a table and
-bench/results/agent_load.json.
+The stub is a process of its own; what is measured is the collector's side alone, on the event loop that Ray gives a collector.
+Bare: requests of the same sizes by aiohttp and orjson, and nothing else. In process: an environment. Endpoint: a coroutine that
+asks the OpenAI-compatible endpoint by aiohttp in the same process, so that both ends of that connection are in its time. The
+stub answers at once, which shows what a turn costs, and after some seconds, as a server does that has tokens to sample, which
+shows whether the episodes keep up with it. Added milliseconds: of a turn, one episode at a time at the stub that answers at
+once, the median. Writes a table and bench/results/agent_load.json.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import aiohttp
 import numpy as np
 import orjson
 import typer
+from ray._private.async_compat import get_new_event_loop
 from rich.console import Console
 from rich.table import Table
 
@@ -167,7 +168,8 @@ def at_stub(seconds: float, model: Path, episodes: int) -> dict[str, dict[str, f
     stub = context.Process(target=serve_stub, args=(told, seconds), daemon=True)
     stub.start()
     try:
-        return asyncio.run(measure(told.get(), model, episodes, at_once=not seconds))
+        with asyncio.Runner(loop_factory=get_new_event_loop) as runner:
+            return runner.run(measure(told.get(), model, episodes, at_once=not seconds))
     finally:
         stub.kill()
         stub.join()

@@ -200,7 +200,7 @@ def test_abort_pause_and_flush(served: Pool) -> None:
             await client.abort()
             ended = await asyncio.wait_for(running, 30)
             assert ended.finish in ("abort", "stop")
-            await client.flush_cache()
+            await client.flush_cache(wait_s=20)
             await client.pause()
             await client.resume()
             assert (await client.generate([5, 6], Sampling(2, 0.0))).cached_tokens == 0
