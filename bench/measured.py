@@ -66,6 +66,7 @@ ROWS = (
     Row("peers_trl", "TRL 1.16.0 on the same model, prompts and reward; target 2.5", runs.peers_trl),
     Row("peers_trl_avx512", "the same on another machine, which has AVX-512", runs.peers_trl, "python -m bench.peers_trl"),
     Row("peers_algorithms", "verl 0.9.1's core_algos on the same batch, one thread", runs.peers_algorithms),
+    Row("cpu_step", "this machine's own matmul and memory rates, each part's share of its bound", runs.cpu_step),
     Row("start", "every process of the quickstart, from the command to the first request for a sample", runs.start),
     Row("driver_overhead", "the seconds of a quickstart step", runs.driver_overhead),
     Row("parallel_invariance", "one rank; [every case](parallel_invariance.md)", parts.parallel_invariance),
@@ -108,6 +109,7 @@ ROWS = (
     Row("agents", "the same before GRPO; target under 0.3 to over 0.8 in 600 s ([agents](agents.md))", runs.agents),
     Row("agent_load", "a bare asyncio client at a stub that answers at once or later; targets 90% and 2 ms", runs.agent_load),
     Row("sandbox", "a Python without a sandbox, started each time; target 20 ms pooled, 200 at once", runs.sandbox),
+    Row("suite", "the goal of 20 minutes on two cores", runs.suite),
 )  # fmt: skip
 
 
