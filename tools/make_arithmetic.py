@@ -95,7 +95,7 @@ def make_arithmetic(
     digits: int = 3,
     num_train: int = 4096,
     num_eval: int = 200,
-    num_sft: int = 16384,
+    num_sft: int = 17920,
     worked_share: float = 0.4,
 ) -> None:
     """Write train.jsonl, eval.jsonl and sft.jsonl; no problem appears twice, neither within a file nor across files.
@@ -131,7 +131,7 @@ def main(
     digits: Annotated[int, typer.Option(help="Digits of each number, 1 to 4.")] = 3,
     train: Annotated[int, typer.Option(min=1, help="Rows to train on with reinforcement learning.")] = 4096,
     held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out rows.")] = 200,
-    sft: Annotated[int, typer.Option(min=1, help="Demonstrations.")] = 16384,
+    sft: Annotated[int, typer.Option(min=1, help="Demonstrations.")] = 17920,
     worked_share: Annotated[
         float, typer.Option(help="Share of demonstrations that work column by column, 0 to 1.")
     ] = 0.4,

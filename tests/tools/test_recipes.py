@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from megarl.recipe.load import detect_kind, load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
-from tools.make_arithmetic import Problem
+from tools.make_arithmetic import Problem, make_arithmetic
 from tools.make_chains import make_chains
 from tools.make_guessing import make_guessing
 from tools.make_tiny_model import make_tokenizer
@@ -51,7 +52,8 @@ def test_the_longest_worked_answer_fits(grpo: Recipe, warm_start: SftRecipe) -> 
 
 
 def test_the_warm_start_sees_no_demonstration_twice(warm_start: SftRecipe) -> None:
-    assert warm_start.train.steps * warm_start.train.batch_samples <= 16384
+    made = inspect.signature(make_arithmetic).parameters["num_sft"].default
+    assert warm_start.train.steps * warm_start.train.batch_samples <= made
 
 
 @pytest.mark.parametrize("name", ["quickstart_agent", "quickstart_calculator"])
