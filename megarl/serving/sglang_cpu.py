@@ -257,7 +257,8 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         if deterministic:
             _allow_attention()
         else:
-            importlib.import_module("megarl.serving.sglang_cpu_attention").install()
+            pack = importlib.import_module("megarl.serving.sglang_cpu_linear").pack
+            importlib.import_module("megarl.serving.sglang_cpu_attention").install(pack)
         gc.freeze()
 
 

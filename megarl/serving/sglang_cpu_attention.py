@@ -13,6 +13,7 @@ request is computed alone. Written for SGLang 0.5.21, whose other choices go by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -65,6 +66,11 @@ def _plain(layer: Any) -> bool:
     return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and (window is None or window < 0)
 
 
-def install() -> None:
-    """Let SGLang's own registry answer with this backend."""
-    register_attention_backend("torch_native")(BatchedAttention)
+def install(prepare: Callable[[Any], object]) -> None:
+    """Let SGLang's own registry answer with this backend; prepare: is given the model, which is loaded by then."""
+
+    def make(runner: Any) -> BatchedAttention:
+        prepare(runner.model)
+        return BatchedAttention(runner)
+
+    register_attention_backend("torch_native")(make)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-ROOM = 128  # tokens that a row grows by, at least
+ROOM = 256  # tokens of a row, at least
 UNEVEN = 64  # rows whose lengths differ by no more are attended to together, or by a quarter
 
 
@@ -108,7 +108,7 @@ class Step:
 
 
 class Copy:
-    """Keys and values of the running requests by layer: [rows, tokens, heads, dim] each."""
+    """Keys and values of the running requests by layer: [rows, heads, tokens, dim] each, so that a head's lie together."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -120,16 +120,16 @@ class Copy:
         for source, target in moves:
             for pair in self.layers.values():
                 for each in pair:
-                    each[target, :length] = each[source, :length]
+                    each[target, :, :length] = each[source, :, :length]
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """Make room; False where that would take more memory than the pool itself."""
         if num_rows <= self.num_rows and num_tokens <= self.num_tokens:
             return True
         rows = max(num_rows, self.num_rows)
-        tokens = max(num_tokens + max(ROOM, num_tokens // 2), self.num_tokens)
+        tokens = max(2 * num_tokens, ROOM, self.num_tokens)
         if rows * tokens > self._most_tokens:
-            rows, tokens = num_rows, min(num_tokens + ROOM, self._most_tokens // num_rows)
+            rows, tokens = num_rows, self._most_tokens // num_rows
         if tokens < num_tokens:
             return False
         self.layers = {
@@ -142,15 +142,16 @@ class Copy:
         """Those of a layer, made as the pool's are where there are none yet."""
         if number not in self.layers:
             # Zeros: what is masked counts nothing only where it is a number.
-            shape = (self.num_rows, self.num_tokens)
-            self.layers[number] = keys.new_zeros(*shape, *keys.shape[1:]), values.new_zeros(*shape, *values.shape[1:])
+            rows, tokens = self.num_rows, self.num_tokens
+            k, v = (part.new_zeros(rows, part.shape[1], tokens, part.shape[2]) for part in (keys, values))
+            self.layers[number] = k, v
         return self.layers[number]
 
 
 def _grown(part: Tensor, rows: int, tokens: int) -> Tensor:
-    grown = part.new_zeros(rows, tokens, *part.shape[2:])
-    rows, tokens = min(rows, part.shape[0]), min(tokens, part.shape[1])
-    grown[:rows, :tokens] = part[:rows, :tokens]
+    grown = part.new_zeros(rows, part.shape[1], tokens, part.shape[3])
+    rows, tokens = min(rows, part.shape[0]), min(tokens, part.shape[2])
+    grown[:rows, :, :tokens] = part[:rows, :, :tokens]
     return grown
 
 
@@ -208,28 +209,31 @@ class Decoder:
             fills = [Fill(row, request, length) for row, (request, length) in everything]
         held = self._copy.layer(layer, pool_keys, pool_values)
         for part, new, source in zip(held, (keys, values), (pool_keys, pool_values), strict=True):
-            part[step.rows, step.positions] = new.view(-1, *part.shape[2:]).to(part.dtype)
+            part[step.rows, :, step.positions] = new.view(-1, part.shape[1], part.shape[3]).to(part.dtype)
             for fill in fills:
                 slots = table[fill.request, : fill.length]
-                torch.index_select(source, 0, slots, out=part[fill.row, : fill.length])
-                part[fill.row, fill.length :] = 0
+                part[fill.row, :, : fill.length] = source.index_select(0, slots).transpose(0, 1)
+                part[fill.row, :, fill.length :] = 0
 
     def attend(self, step: Step, layer: int, query: Tensor, scaling: float) -> Tensor:
         """query: [B, heads, dim] -> [B, heads, dim of values]."""
         keys, values = self._copy.layers[layer]
-        grouped = query.unflatten(1, (keys.shape[2], -1)).to(keys.dtype)
+        grouped = query.unflatten(1, (keys.shape[1], -1)).to(keys.dtype)
         in_rows = torch.empty_like(grouped).index_copy_(0, step.rows, grouped) if step.permuted else grouped
-        output = torch.cat([_attend(in_rows, keys, values, run, scaling) for run in step.runs])
+        parts = [_attend(in_rows, keys, values, run, scaling) for run in step.runs]
+        output = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (output[step.rows] if step.permuted else output).flatten(1, 2).to(query.dtype)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, run: Run, scaling: float) -> Tensor:
-    """query: [rows, KV heads, queries a KV head, dim], keys, values: [rows, tokens, KV heads, dim] -> as query."""
-    bias = None if run.bias is None else run.bias.to(query.dtype)
-    return scaled_dot_product_attention(
-        query[run.first : run.last],
-        keys[run.first : run.last, : run.longest].transpose(1, 2),
-        values[run.first : run.last, : run.longest].transpose(1, 2),
-        attn_mask=bias,
-        scale=scaling,
-    )
+    """query: [rows, KV heads, queries a KV head, dim], keys, values: [rows, KV heads, tokens, dim] -> as query."""
+    rows, tokens = slice(run.first, run.last), slice(run.longest)
+    asked, k, v = query[rows], keys[rows, :, tokens], values[rows, :, tokens]
+    if query.dtype != torch.float32:  # sums of the others need float32, which the fused kernel takes within
+        bias = None if run.bias is None else run.bias.to(query.dtype)
+        return scaled_dot_product_attention(asked, k, v, attn_mask=bias, scale=scaling)
+    # For so few queries two products take a third of the fused kernel's time.
+    scores = torch.matmul(asked * scaling, k.transpose(-1, -2))
+    if run.bias is not None:
+        scores += run.bias
+    return torch.matmul(scores.softmax(-1), v)

@@ -132,14 +132,14 @@ def test_neighbours_of_about_the_same_length_go_together(lengths, wanted):
     assert list(even_runs(lengths)) == wanted
 
 
-def test_the_copy_grows_by_half_and_keeps_what_it_holds():
+def test_the_copy_doubles_and_keeps_what_it_holds():
     copy = Copy(10_000)
     assert copy.fits(2, 100)
-    assert (copy.num_rows, copy.num_tokens) == (2, 228)
+    assert (copy.num_rows, copy.num_tokens) == (2, 256)
     keys, _ = copy.layer(0, torch.ones(1, KV_HEADS, DIM), torch.ones(1, KV_HEADS, DIM))
-    keys[1, 200] = 5
+    keys[1, :, 150] = 5
     assert copy.fits(3, 400)
-    assert (copy.num_rows, copy.num_tokens) == (3, 600)
+    assert (copy.num_rows, copy.num_tokens) == (3, 800)
     grown = copy.layers[0][0]
-    assert grown[1, 200].eq(5).all()
+    assert grown[1, :, 150].eq(5).all()
     assert grown.sum() == 5 * KV_HEADS * DIM
