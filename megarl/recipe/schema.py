@@ -51,7 +51,9 @@ class Rollout(Section):
     """Generation with a pool of SGLang servers."""
 
     servers: Servers = Field(
-        1, description="number of SGLang servers that the run starts; a section: those that somebody else started"
+        1,
+        description="number of SGLang servers that the run starts; a section: those that somebody else started. On a CPU, where "
+        "it is not given and ranks and servers take turns, `megarl train` starts one a core, up to 4, where that pays",
     )
     tp: PositiveInt = Field(1, description="tensor parallel size of one server")
     prompts_per_step: PositiveInt = Field(description="groups in one step")

@@ -19,6 +19,7 @@ from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE
 from megarl.run.begin import Open, end, finish, found, handles_of, opened
+from megarl.run.cores import share_cores
 from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
 from megarl.run.kept import Kept
 from megarl.run.past_run import advice
@@ -66,6 +67,8 @@ def _train(
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     recipe = loaded.recipe
     checked = preflight(recipe, sources=loaded.sources, resume=resume)
+    loaded = share_cores(loaded)
+    recipe = loaded.recipe
     if keeps:
         check_journal(recipe, discard=discard_journal)
     predicted = place(recipe).predicted

@@ -4,8 +4,8 @@ A decode step multiplies a few rows by every weight. Plain weights take such a p
 lays them out first; so a layer keeps a second copy. SGLang tells a layer's quantisation method when weights have been
 loaded and when they are about to be: there the copy is made, and given up. The plain weights stay, to be loaded into and hashed.
 
-Numbers are of the same precision; the order of summation may differ. Not for deterministic mode, whose products do not depend on the
-batch. Written for SGLang 0.5.21.
+Numbers are of the same precision; the order of summation may differ. Not for deterministic mode, whose products do not depend on
+the batch. Written for SGLang 0.5.21.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def pack(model: torch.nn.Module) -> int:
     if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():
         return 0
     layers = [module for module in model.modules() if _suits(module)]
-    if sum(layer.weight.nbytes for layer in layers) > MOST_BYTES:  # type: ignore[operator, union-attr, misc]
+    if sum(layer.weight.nbytes for layer in layers) > MOST_BYTES:  # type: ignore[misc]
         return 0
     for layer in layers:
         method = PackedLinearMethod()
         method.process_weights_after_loading(layer)
-        layer.quant_method = method  # type: ignore[assignment]
+        layer.quant_method = method
     return len(layers)
 
 

@@ -1,0 +1,57 @@
+"""How many servers a run on a CPU starts where its recipe leaves that open: as many as its cores keep busy."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from megarl.core.platform import get_platform
+from megarl.models.config import ModelConfig
+from megarl.placement.workload import read_model
+from megarl.recipe.load import Loaded
+from megarl.recipe.sampling_rules import overlaps
+from megarl.recipe.schema import Recipe
+from megarl.run.begin import say
+
+# Measured on two cores by `python -m bench.cpu_step` and `bench.peers_trl`, rounded down.
+LAYER_PASS_S = 0.002  # of a layer of a small model, to decode a token of each of some twenty requests
+SAVED = 0.25  # of that, by a second server: what a server does between products is work for one core
+START_S = 6.0  # that one more server takes of a core to start
+MOST = 4  # more were never tried
+FEWEST_REQUESTS = 8  # of a server at once
+PROCESS_BYTES = 2 * 2**30
+
+
+def servers_for(recipe: Recipe, model: ModelConfig, cores: int, memory_bytes: int) -> int:
+    """One server a core, where that saves more than their start takes and all fit half of the memory; else one.
+
+    memory_bytes: the machine's.
+    """
+    rollout = recipe.rollout
+    requests = rollout.prompts_per_step * rollout.samples_per_prompt
+    count = min(cores, MOST, requests // FEWEST_REQUESTS, memory_bytes // 2 // _server_bytes(recipe, model))
+    decode_s = recipe.train.steps * rollout.max_response_tokens * model.num_layers * LAYER_PASS_S
+    return count if count > 1 and decode_s * SAVED > START_S * (count - 1) else 1
+
+
+def _server_bytes(recipe: Recipe, model: ModelConfig) -> int:
+    """What a server takes: its processes, weights and the cache, both with the copies that a CPU computes with."""
+    weights = sum(file.stat().st_size for file in recipe.model.path.glob("*.safetensors"))
+    token = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    return PROCESS_BYTES + 2 * weights + 2 * (recipe.rollout.kv_tokens or 0) * token
+
+
+def share_cores(loaded: Loaded[Recipe]) -> Loaded[Recipe]:
+    """The recipe with its number of servers, where nobody gave one and servers and ranks take turns on this machine's cores."""
+    recipe = loaded.recipe
+    given = "rollout.servers" in loaded.sources or recipe.placement.name is not None or bool(recipe.placement.pools)
+    if given or get_platform(recipe.cluster.platform).name != "cpu" or recipe.rollout.tp > 1 or overlaps(recipe):
+        return loaded
+    cores = len(os.sched_getaffinity(0))
+    count = servers_for(recipe, read_model(recipe.model.path), cores, psutil.virtual_memory().total)
+    if count == 1:
+        return loaded
+    say(f"rollout.servers: {count} (not given; this machine has {cores} cores, and each server keeps one busy)")
+    rollout = recipe.rollout.model_copy(update={"servers": count})
+    return loaded.with_recipe(recipe.model_copy(update={"rollout": rollout}))
