@@ -43,7 +43,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("moe", 4): [{"ep": 2, "etp": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}, {"pp": 2, "cp": 2, "ep": 2}],
     ("critic", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
     ("reward", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
-    ("preference", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
+    ("preference", 2): [{"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
@@ -77,18 +77,20 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("critic", 4): [{"tp": 2, **SP, "pp": 2}, {"cp": 2, "pp": 2}],
     ("reward", 2): [{}],
     ("reward", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
-    ("preference", 2): [{}],
+    ("preference", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
 }
 RECOMPUTED = [
     Case("dense", ONE, "selective"),
     Case("dense", ONE, "full"),
-    Case("dense", Layout(tp=2, sequence_parallel=True, world_size=2), "selective"),
     Case("dense", Layout(cp=2, world_size=2), "full"),
     Case("moe", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2), "full"),
 ]
-MORE_RECOMPUTED = [Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full")]
+MORE_RECOMPUTED = [
+    Case("dense", Layout(tp=2, sequence_parallel=True, world_size=2), "selective"),
+    Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full"),
+]
 
 
 def _cases(layouts: dict[tuple[str, int], list[Sizes]]) -> list[Case]:
