@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import psutil
 
 from megarl.core.platform import get_platform
@@ -46,9 +44,9 @@ def share_cores(loaded: Loaded[Recipe]) -> Loaded[Recipe]:
     """The recipe with its number of servers, where nobody gave one and servers and ranks take turns on this machine's cores."""
     recipe = loaded.recipe
     given = "rollout.servers" in loaded.sources or recipe.placement.name is not None or bool(recipe.placement.pools)
-    if given or get_platform(recipe.cluster.platform).name != "cpu" or recipe.rollout.tp > 1 or overlaps(recipe):
+    cores = get_platform(recipe.cluster.platform).threads(1)  # None where cores are not what computes
+    if given or cores is None or recipe.rollout.tp > 1 or overlaps(recipe):
         return loaded
-    cores = len(os.sched_getaffinity(0))
     count = servers_for(recipe, read_model(recipe.model.path), cores, psutil.virtual_memory().total)
     if count == 1:
         return loaded

@@ -65,8 +65,7 @@ def _train(
     loaded, resume = found(loaded, resume, go_on)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
-    recipe = loaded.recipe
-    checked = preflight(recipe, sources=loaded.sources, resume=resume)
+    checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume)
     loaded = share_cores(loaded)
     recipe = loaded.recipe
     if keeps:
@@ -75,11 +74,10 @@ def _train(
     from megarl.run.session import train_session
 
     with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
-        timer = run.timer
         recoveries.tell()
         begin_journal(recipe, keeps=keeps)
-        with timer.phase("start"):
-            session = run.stack.enter_context(train_session(recipe, checked, timer, scratch, kept))
+        with run.timer.phase("start"):
+            session = run.stack.enter_context(train_session(recipe, checked, run.timer, scratch, kept))
             recorder = Recorder(
                 run.writers,
                 run.console,
@@ -99,14 +97,14 @@ def _train(
         recoveries.begun(run.stop)
         # Servers start with version 0. One that goes on has the versions that it would have had without the stop.
         first = State(state.step, max(1, state.weight_version))
-        with timer.phase("sync"):
+        with run.timer.phase("sync"):
             before = session.sync.push(first.weight_version)
         if run.committed is None:
             if recipe.data.eval is not None:
-                with timer.phase("eval"):
+                with run.timer.phase("eval"):
                     recorder.expect(0, session.rollout.evaluate(0, first.weight_version))
             recorder.end_of(0, before)
-        handles = handles_of(session, session.rollout, session.sync, recorder, timer)
+        handles = handles_of(session, session.rollout, session.sync, recorder, run.timer)
         with rewinding(session.rollout.samples, run.checkpoints):
             end(recorder, train(handles, recipe, first), recipe)
         _finish(run, session.roles, recipe)

@@ -28,7 +28,7 @@ def place(tmp_path: Path, model_folder: Path) -> Place:
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.run.cores.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("megarl.core.platform.os.sched_getaffinity", lambda _: {0, 1})
 
 
 @pytest.mark.parametrize(
