@@ -17,7 +17,7 @@ LAYER_PASS_S = 0.002  # of a layer of a small model, to decode a token of each o
 SAVED = 0.25  # of that, by a second server: what a server does between products is work for one core
 START_S = 6.0  # that one more server takes of a core to start
 MOST = 4  # more were never tried
-FEWEST_REQUESTS = 8  # of a server at once
+FEWEST_REQUESTS = 32  # of a step, for a server: few end soon, and then all but one server waits
 PROCESS_BYTES = 2 * 2**30
 
 

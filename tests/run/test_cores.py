@@ -13,7 +13,7 @@ from tests.support.bad_input import Place, good_place
 from tests.support.tiny import write_tiny_qwen
 
 GIB = 2**30
-LONG = ("rollout.max_response_tokens=512", "train.steps=1000", "rollout.kv_tokens=8192")
+LONG = ("rollout.max_response_tokens=512", "train.steps=1000", "rollout.kv_tokens=8192", "rollout.prompts_per_step=16")
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +36,11 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((), 2, 24 * GIB, 2),
         ((), 1, 24 * GIB, 1),
-        ((), 64, 256 * GIB, 2),  # 16 samples, 8 for a server
-        (("rollout.prompts_per_step=16",), 64, 256 * GIB, 4),
+        ((), 64, 256 * GIB, 2),  # 64 samples, 32 for a server
+        (("rollout.prompts_per_step=32",), 64, 256 * GIB, 4),
         ((), 2, 6 * GIB, 1),  # two servers' processes are 4 GiB, more than half of it
         (("train.steps=2",), 2, 24 * GIB, 1),
-        (("rollout.prompts_per_step=2", "rollout.samples_per_prompt=4"), 2, 24 * GIB, 1),
+        (("rollout.prompts_per_step=15",), 2, 24 * GIB, 1),
     ],
 )
 def test_a_server_a_core_where_it_pays(place, model_folder, overrides, cores, memory, wanted):
