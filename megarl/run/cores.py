@@ -12,7 +12,7 @@ from megarl.recipe.sampling_rules import overlaps
 from megarl.recipe.schema import Recipe
 from megarl.run.begin import say
 
-# Measured on two cores by `python -m bench.cpu_step` and `bench.peers_trl`, rounded down.
+# Seen on two cores with the model, prompts and lengths of bench/peers_trl, rounded down; START_S by `python -m bench.start`.
 LAYER_PASS_S = 0.002  # of a layer of a small model, to decode a token of each of some twenty requests
 SAVED = 0.25  # of that, by a second server: what a server does between products is work for one core
 START_S = 6.0  # that one more server takes of a core to start
