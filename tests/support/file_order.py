@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # From the longest on; the last of a run is then a short one, and no worker waits long for another.
 LONGEST = (
-    "tests/end_to_end/test_kills.py",
     "tests/end_to_end/test_async.py",
     "tests/end_to_end/test_slurm.py",
     "tests/end_to_end/test_ppo.py",
