@@ -18,7 +18,6 @@ LONGEST = (
     "tests/bench/test_benches.py",
     "tests/end_to_end/test_engines.py",
     "tests/end_to_end/test_sft_and_eval.py",
-    "tests/end_to_end/test_faults.py",
     "tests/run/test_serve.py",
     "tests/end_to_end/test_rm_and_dpo.py",
     "tests/end_to_end/test_ray_jobs.py",
