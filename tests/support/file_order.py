@@ -4,15 +4,15 @@ from __future__ import annotations
 
 # From the longest on; the last of a run is then a short one, and no worker waits long for another.
 LONGEST = (
-    "tests/end_to_end/test_async.py",
-    "tests/end_to_end/test_slurm.py",
-    "tests/end_to_end/test_ppo.py",
     "tests/end_to_end/test_train.py",
-    "tests/end_to_end/test_disk.py",
+    "tests/end_to_end/test_slurm.py",
+    "tests/end_to_end/test_async.py",
+    "tests/end_to_end/test_ppo.py",
     "tests/end_to_end/test_several_nodes.py",
     "tests/training/test_invariance.py",
-    "tests/end_to_end/test_journal.py",
     "tests/end_to_end/test_agents.py",
+    "tests/end_to_end/test_journal.py",
+    "tests/end_to_end/test_disk.py",
     "tests/convert/test_convert.py",
     "tests/recipe/test_keys.py",
     "tests/bench/test_benches.py",
