@@ -130,28 +130,35 @@ def _told(cell: dict[str, Any] | None) -> str:
     return f"{word}; **others** from {', '.join(cell['first']) or 'the weights'} on"
 
 
+def strike_all(struck: Struck, cells: Sequence[Cell], first: int, last: int) -> list[Sought]:
+    """Lose the process of one cell after the other, from the first step on and before the last: those that were missed."""
+    step, waiting, missed = first, list(cells), []
+    while waiting and step < last:
+        # Where a step has neither a checkpoint nor an evaluation, another cell is taken first.
+        fits = [each for each in waiting if each.phase not in ("save", "evaluate") or step % EVERY == 0]
+        if not fits:
+            step += 1
+            continue
+        # What dies in a start ends that life: the next one may lose another.
+        cell = next((each for each in fits if each.phase == "start"), fits[0])
+        waiting.remove(cell)
+        console.print(f"{time.strftime('%H:%M:%S')} step {step}: {cell.name}")
+        sought = struck.strike(cell, step)
+        if sought is not None:
+            missed.append(sought)
+        elif cell.phase != "start":
+            step = max(step, struck.cells[-1]["step"] or 0) + 1
+    return missed
+
+
 def run_cells(folder: Path, name: str, cells: list[Cell]) -> tuple[list[dict[str, Any]], list[Sought]]:
     """A run that loses the process of one cell after the other: those that were met, and what was seen of others.
 
     A run that fails gives the cell of which it did.
     """
-    struck, step, waiting, missed = Struck.begin(folder, name, SETTING), 1, list(cells), []
+    struck, missed = Struck.begin(folder, name, SETTING), list[Sought]()
     try:
-        while waiting and step < STEPS:
-            # Where a step has neither a checkpoint nor an evaluation, another cell is taken first.
-            fits = [each for each in waiting if each.phase not in ("save", "evaluate") or step % EVERY == 0]
-            if not fits:
-                step += 1
-                continue
-            # What dies in a start ends that life: the next one may lose another.
-            cell = next((each for each in fits if each.phase == "start"), fits[0])
-            waiting.remove(cell)
-            console.print(f"{time.strftime('%H:%M:%S')} step {step}: {cell.name}")
-            sought = struck.strike(cell, step)
-            if sought is not None:
-                missed.append(sought)
-            elif cell.phase != "start":
-                step = max(step, struck.cells[-1]["step"] or 0) + 1
+        missed = strike_all(struck, cells, 1, STEPS)
         struck.finish()
     except FAILURES as error:
         struck.driver.end()

@@ -107,9 +107,12 @@ class Struck:
     cells: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, folder: Path, name: str, setting: Sequence[str]) -> Struck:
-        """Start it."""
-        return cls(folder, name, setting, start(folder, f"run.name={name}", *setting))
+    def begin(cls, folder: Path, name: str, setting: Sequence[str], *words: str) -> Struck:
+        """Start it. words: of this start alone, as of one that goes on with a run."""
+        (folder / "runs" / name / "logs" / PHASE_FILE).unlink(
+            missing_ok=True
+        )  # what the last life did is not what this one does
+        return cls(folder, name, setting, start(folder, f"run.name={name}", *setting, *words))
 
     @property
     def _phase_file(self) -> Path:

@@ -1,6 +1,7 @@
 """What drivers inside of a cluster do, for tests of several nodes; prints one JSON object, or ends as megarl would.
 
 python -m tests.end_to_end.nodes_driver look FOLDER            # join, look around, leave
+python -m tests.end_to_end.nodes_driver survey FOLDER          # the same, after an attempt in a folder of one node alone
 python -m tests.end_to_end.nodes_driver stall FOLDER           # join, say `waiting`, wait for a rank that does nothing
 """
 
@@ -25,6 +26,8 @@ from megarl.cluster.slots import Slot, beside, reserve, server_slots
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.platform import get_platform
 from megarl.core.timing import PhaseTimer
+
+ALONE = Path("/tmp/ray/alone")
 
 
 class Helper:
@@ -61,6 +64,16 @@ def look(folder: Path) -> dict[str, object]:
             "environment": ray.get(helper.environment.remote()),
             "stacks": stacks(runtime, helper, members.index(runtime.slots[1].node)),
         }
+
+
+def survey(folder: Path) -> dict[str, object]:
+    """Look around, and before it say what becomes of a run in a folder that each node has one of its own of."""
+    try:
+        with Runtime.start(get_platform("cpu"), ALONE, 2):
+            alone = (0, "")
+    except MegarlError as error:
+        alone = (error.exit_code, str(error))
+    return {**look(folder), "alone": alone}
 
 
 def gpu_slots(runtime: Runtime) -> dict[str, object]:
@@ -110,7 +123,7 @@ def stall(folder: Path) -> None:
 
 
 def main() -> None:
-    command = {"look": look, "stall": stall}[sys.argv[1]]
+    command = {"look": look, "survey": survey, "stall": stall}[sys.argv[1]]
     try:
         print(json.dumps(command(Path(sys.argv[2]))))
     except MegarlError as error:

@@ -1,4 +1,4 @@
-"""A run on servers that somebody else started: they get its weights, may go and come back, and are there after it."""
+"""Runs on servers that somebody else started: they get its weights, may go and come back, and are there after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.serving.client import ServerClient
 from megarl.serving.process import free_port, start_all
 from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
-from tests.end_to_end.harness import Driver
+from tests.end_to_end.harness import Driver, assert_says_how_to_go_on
 from tests.support.forked_servers import Copies
 from tests.support.served import START_S
 from tests.support.turnstile import Turnstile
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 KEY = "key-of-somebody-elses-servers"
 STALE = ("rollout.max_staleness=1", "rollout.in_flight=in_place")
-SMALL = ("data.eval=null", "train.save_every=1000", "report.samples=0")
+SMALL = ("data.eval=null", "train.save_every=2", "report.samples=0")
 
 
 @pytest.fixture
@@ -41,14 +41,17 @@ def servers(inputs: Path, copies: Copies, tmp_path: Path) -> Iterator[list[Serve
             server.stop()
 
 
-def test_servers_of_somebody_else_come_and_go_and_outlive_the_run(
-    launch: Callable[..., Driver], servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch
+def test_servers_of_somebody_else_come_and_go_and_outlive_two_runs(
+    launch: Callable[..., Driver], servers: list[ServerProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The second run takes a server that has loaded versions of the first: it still calls its model by its name."""
     monkeypatch.setenv("SOMEBODYS_KEY", KEY)
     killed, kept = servers
+    versions_are_read_where_they_are_written(launch, kept, tmp_path / "shared")
     with Turnstile(kept.endpoint.url, free_port()) as gate:
         urls = f"rollout.servers={{urls: ['{killed.endpoint.url}', '{gate.url}'], key_env: SOMEBODYS_KEY}}"
-        driver = launch("run.name=external", urls, *STALE, *SMALL, "train.steps=1000")
+        setting = ("run.name=external", urls, *STALE, *SMALL, "train.steps=1000")
+        driver = launch(*setting)
         driver.wait_for(lambda row: row["step"] >= 2 and row["sync/servers"] == 2)
         # One cannot be reached: the run goes on with the other, and with both once it can be again.
         gate.close()
@@ -61,9 +64,10 @@ def test_servers_of_somebody_else_come_and_go_and_outlive_the_run(
         driver.wait_for(lambda row: row["rollout/server_restarts"] == 2)
         last = driver.metrics()[-1]["step"]
         driver.wait_for_step(last + 2)
-        driver.process.send_signal(signal.SIGINT)
+        driver.process.send_signal(signal.SIGTERM)
         code, out, error = driver.finish(120)
-    assert code == 130, out + error
+    assert code == 143, out + error
+    assert_says_how_to_go_on(driver, signal.SIGTERM, error, setting)
     rows = driver.metrics()
     assert [row["step"] for row in rows] == list(range(len(rows)))
     for row in rows[1:]:
@@ -79,6 +83,22 @@ def test_servers_of_somebody_else_come_and_go_and_outlive_the_run(
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
     assert KEY not in out + error
     driver.assert_nothing_left()
+
+
+def versions_are_read_where_they_are_written(
+    launch: Callable[..., Driver], server: ServerProcess, shared: Path
+) -> None:
+    """The run's weights go through files, and none of them is left."""
+    urls = f"rollout.servers={{urls: ['{server.endpoint.url}'], key_env: SOMEBODYS_KEY}}"
+    driver = launch("run.name=read", urls, *SMALL, "sync.transport=disk", f"sync.folder={shared}", "train.steps=3")
+    code, out, error = driver.finish()
+    assert code == 0, out + error
+    rows = driver.metrics()
+    assert all(row["sync/probe_diff_max"] < 1e-4 and row["sync/servers"] == 1 for row in rows[1:])
+    assert rows[-1]["actor/kl_loss"] > 0
+    driver.assert_nothing_left()
+    assert list(shared.iterdir()) == []
+    left_untouched(server, rows[-1]["sync/weight_version"])
 
 
 def left_untouched(server: ServerProcess, version: float) -> None:

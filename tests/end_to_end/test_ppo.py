@@ -67,43 +67,24 @@ def test_checkpoints_hold_all_that_changes_and_a_run_goes_on_with_it(trained: Dr
     assert rows[4]["reward/kl_coef"] < before[3]["reward/kl_coef"]
 
 
-def test_the_critic_is_exported_and_scores_a_run_with_pools_of_devices(trained: Driver, inputs: Path) -> None:
-    critic = trained.folder / "hf_critic"
-    model = AutoModelForSequenceClassification.from_pretrained(critic)
+def test_a_critic_apart_learns_beside_the_next_rollout_and_to_the_bit_the_same(trained: Driver, inputs: Path) -> None:
+    """Where a step is saved, everybody is waited for in it: the run that saves each step is the one to compare with.
+
+    Beside the critic is a reward model: the critic that was exported before.
+    """
+    exported = trained.folder / "hf_critic"
+    model = AutoModelForSequenceClassification.from_pretrained(exported)
     assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
-    driver = start(
-        inputs,
-        *("run.name=scored", "algorithm.advantage=tests.end_to_end.rewards:taught", "algorithm.kl_coef=0"),
-        "algorithm.settings={reward_share: 0.0}",
-        *(f"teacher.path={inputs}/model", f"reward_model.path={critic}", "reward_model.weight=0.5", "train.steps=2"),
-        "algorithm.old_logprobs=rollout",
-        "cluster.devices=2",
-        "placement.pools={policy: {devices: 1, roles: [actor]}, others: {devices: 1, roles: [teacher, reward_model]}}",
-    )
-    code, _, error = driver.finish()
-    assert code == 0, error
-    rows = driver.metrics()[1:]
-    assert all("reward/model_score" in row and "perf/teacher_s" in row for row in rows)
-    assert rows[0]["actor/pg_loss"] == pytest.approx(0, abs=1e-4)  # the teacher is the policy itself
-    assert "perf/logprobs_s" not in rows[0]
-    assert {path.name for path in (driver.folder / "logs").glob("*rank_*.log")} == {
-        "policy_rank_0.log",
-        "others_rank_0.log",
-    }
-    driver.assert_nothing_left()
-
-
-def test_a_critic_apart_learns_beside_the_next_rollout_and_to_the_bit_the_same(inputs: Path) -> None:
-    """Where a step is saved, everybody is waited for in it: the run that saves each step is the one to compare with."""
     rows = {}
     for name, every in (("late", 100), ("waited_for", 1)):
         driver = start(
             inputs,
             *(f"run.name={name}", f"train.save_every={every}", "train.steps=2", "rollout.prompts_per_step=2"),
             *("algorithm.preset=ppo", "algorithm.kl_coef=0"),
+            *(f"reward_model.path={exported}", "reward_model.weight=0.5"),
             *(
                 "cluster.devices=2",
-                "placement.pools={a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [critic]}}",
+                "placement.pools={a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [critic, reward_model]}}",
             ),
             # How a server batches would otherwise show in the last bit of its log-probs.
             *("rollout.deterministic=true", "train.keep_last=1"),
@@ -111,6 +92,8 @@ def test_a_critic_apart_learns_beside_the_next_rollout_and_to_the_bit_the_same(i
         code, _, error = driver.finish()
         assert code == 0, error
         driver.assert_nothing_left()
+        logs = {path.name for path in (driver.folder / "logs").glob("*rank_*.log")}
+        assert logs == {"a_rank_0.log", "b_rank_0.log"}
         rows[name] = driver.metrics()[1:]
     # What is waited for the critic's first update, if anything, counts in the second step.
     assert "perf/critic_s" not in rows["late"][0]
@@ -119,4 +102,4 @@ def test_a_critic_apart_learns_beside_the_next_rollout_and_to_the_bit_the_same(i
         [{key: row[key] for key in row if not key.startswith(("perf/", "memory/", "time"))} for row in found]
         for found in rows.values()
     ]
-    assert kept[0] == kept[1] and all("critic/vf_loss" in row for row in kept[0])
+    assert kept[0] == kept[1] and all("critic/vf_loss" in row and "reward/model_score" in row for row in kept[0])

@@ -21,6 +21,14 @@ pytestmark = pytest.mark.slow
 DEVICES = {"megarl_cpu_device": 1.0}
 CUT_S = 60.0  # within which a cut network has to be named
 DRIVER = "tests.end_to_end.nodes_driver"
+# A teacher in a pool of its own, whose log-probs are the advantages of a function of somebody's; rollout's are the old ones.
+TAUGHT = [
+    "placement.pools={policy: {devices: 1, roles: [actor]}, others: {devices: 1, roles: [teacher]}}",
+    "algorithm.advantage=tests.end_to_end.rewards:taught",
+    "algorithm.settings={reward_share: 0.0}",
+    "algorithm.kl_coef=0",
+    "algorithm.old_logprobs=rollout",
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +63,15 @@ def on_node(cluster: Nodes, index: int, pids: list[int]) -> list[int]:
     return [pid for pid in pids if network(pid) == network(cluster[index].pid)]
 
 
-def test_ranks_are_in_the_order_of_nodes_and_servers_beside_them(cluster: Nodes, tmp_path: Path) -> None:
-    code, out, err = finish(drive(cluster, "look", tmp_path))
+def test_ranks_are_in_the_order_of_nodes_servers_beside_them_and_a_folder_of_one_alone_is_refused(
+    cluster: Nodes, tmp_path: Path
+) -> None:
+    code, out, err = finish(drive(cluster, "survey", tmp_path))
     assert code == 0, err
     seen = json.loads(out)
+    # /tmp/ray is each node's own.
+    refused, why = seen["alone"]
+    assert refused == 2 and f"/tmp/ray/alone is not on node2 ({cluster[1].address})" in why
     assert seen["nodes"] == [f"{node.name} ({node.address})" for node in cluster.nodes[:3]]
     ranks, names = seen["ranks"], ["node1", "node2", "node3"]
     assert len(set(ranks)) == 2 and ranks == sorted(ranks)
@@ -74,13 +87,6 @@ def test_ranks_are_in_the_order_of_nodes_and_servers_beside_them(cluster: Nodes,
     assert f"node3 ({cluster[2].address}): 1" in seen["missing"]
     assert "in wait_for_ever" in seen["stacks"], "the stacks of a process of another node"
     assert seen["environment"] == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
-
-
-def test_a_folder_of_one_node_alone_is_refused(cluster: Nodes) -> None:
-    """/tmp/ray is each node's own."""
-    code, _, err = finish(drive(cluster, "look", Path("/tmp/ray/alone")))
-    assert code == 2
-    assert f"/tmp/ray/alone is not on node2 ({cluster[1].address})" in err
 
 
 def test_a_link_cut_in_the_middle_or_before_the_start_is_named(cluster: Nodes, tmp_path: Path) -> None:
@@ -107,6 +113,7 @@ def test_a_spare_takes_the_place_of_a_node_and_without_one_the_node_is_named_and
     recipe = inputs / "several.yaml"
     recipe.write_text(RECIPE.format(folder=inputs))
     overrides = ["run.name=several", "cluster.devices=2", "cluster.spares=1", "train.steps=1000", "data.eval=null"]
+    overrides += [*TAUGHT, f"teacher.path={inputs}/model"]
     process = cluster[0].popen(
         [sys.executable, "-m", "megarl", "train", str(recipe), *overrides], MEGARL_RAY_ADDRESS=cluster.ray_address
     )
@@ -116,7 +123,14 @@ def test_a_spare_takes_the_place_of_a_node_and_without_one_the_node_is_named_and
     spare = on_node(cluster, 2, everyone)
     assert [len(on_node(cluster, index, driver.pids(is_rank))) for index in range(3)] == [1, 1, 0]
     assert driver.pids(is_server) and not set(spare).intersection(driver.pids(is_server))
-    before = driver.metrics()[-1]["step"]
+    rows = driver.metrics()[1:]
+    assert rows[0]["actor/pg_loss"] == pytest.approx(0, abs=1e-4), "the teacher is the policy itself"
+    assert all("perf/teacher_s" in row and "perf/logprobs_s" not in row for row in rows)
+    assert {path.name for path in (driver.folder / "logs").glob("*rank_*.log")} == {
+        "policy_rank_0.log",
+        "others_rank_0.log",
+    }
+    before = rows[-1]["step"]
     cluster[1].cut()
     began = time.monotonic()
     driver.wait_for(lambda row: row["step"] > before and row["perf/recoveries"] == 1)

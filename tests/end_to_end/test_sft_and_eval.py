@@ -7,12 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.harness import RECIPE, pasted
+from tests.end_to_end.harness import RECIPE
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
 
 pytestmark = pytest.mark.slow
@@ -23,7 +22,7 @@ cluster: {{platform: cpu}}
 model: {{path: {folder}/model, dtype: float32}}
 data: {{train: {folder}/data/sft.jsonl, max_tokens: 128}}
 actor: {{micro_batch_tokens: 512, optimizer: {{lr: 3.0e-3}}}}
-train: {{steps: 6, batch_samples: 16, save_every: 1, keep_last: 9}}
+train: {{steps: 6, batch_samples: 16}}
 report: {{tensorboard: false}}
 """
 
@@ -47,39 +46,17 @@ def megarl(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that holds two checkpoints, and not three."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_sft_goes_on_after_a_full_disk_lowers_the_loss_and_its_export_can_be_evaluated(
-    inputs: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk is named, with the checkpoint that is whole; once there is room, the command that was printed goes on."""
+def test_sft_lowers_the_loss_and_its_export_can_be_evaluated(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = inputs / "sft.yaml"
     recipe.write_text(SFT_RECIPE.format(folder=inputs))
-    words = ("sft", str(recipe), f"run.dir={small_disk}")
-    done = megarl(*words)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"megarl: A disk is full ({small_disk}: " in done.stderr and "MB are free" in done.stderr
-    checkpoints = small_disk / "sft" / "checkpoints"
-    last = max(checkpoints.iterdir())
-    assert "Make room there first" in done.stderr and f"The last good checkpoint is {last}, of step " in done.stderr
-    assert [path for path in checkpoints.iterdir() if path.name.startswith(".")] == []
-    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    assert pasted(done.stderr) == [sys.executable, "-m", "megarl", *words, "--resume"]
-    done = megarl(*words, "--resume")
+    done = megarl("sft", str(recipe))
     assert done.returncode == 0, done.stderr
-    assert (checkpoints / "step_000006").is_dir()
-    rows = [json.loads(line) for line in (small_disk / "sft" / "metrics.jsonl").read_text().splitlines()]
+    run = inputs / "runs" / "sft"
+    assert (run / "checkpoints" / "step_000006").is_dir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"] - 0.5
-    evaluate(inputs, small_disk / "sft" / "hf", monkeypatch)
+    evaluate(inputs, run / "hf", monkeypatch)
 
 
 def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,26 +1,37 @@
-"""`megarl train` from the command line, on two tensor-parallel ranks: what a run leaves, and how it goes on."""
+"""`megarl train` from the command line, on two tensor-parallel ranks: what a run leaves, and how it goes on.
+
+It goes on under three of the kills of docs/kills.md, others each day: `kill -9` of any process in any phase changes nothing.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.kills import EVERY, Cell, strike_all
+from bench.support.killed_runs import KINDS, PHASES, Struck, graded
 from tests.end_to_end.harness import Driver, start
 
 pytestmark = pytest.mark.slow
 
-TWO = ("cluster.devices=2", "actor.parallel.tp=2", "rollout.deterministic=true")
-SETTING = ("run.name=trained", "report.wandb={}", "train.async_save=true", *TWO)
+GRADED = f"reward.fn=bench.support.killed_runs:{graded.__name__}"
+TWO = ("cluster.devices=2", "actor.parallel.tp=2", "rollout.deterministic=true", GRADED, f"eval.every={EVERY}")
+NAME, SETTING = "trained", ("report.wandb={}", f"train.save_every={EVERY}", *TWO)
+FIRST_STEPS, STEPS = 3, 9
+NUM_KILLS = 3  # of a day
 SAMPLED = re.compile(r"(actor|critic|reward|rollout|eval|data)/")
+COUNTS_OF_DEATHS = {"rollout/server_restarts", "rollout/groups_lost"}
 
 
 @pytest.fixture(scope="module")
 def trained(inputs: Path) -> Driver:
-    driver = start(inputs, *SETTING)
+    driver = start(inputs, f"run.name={NAME}", *SETTING, "train.async_save=true", f"train.steps={FIRST_STEPS}")
     code, out, error = driver.finish()
     assert code == 0, error
     assert "weights" in out and "curve" in out
@@ -74,28 +85,37 @@ def test_no_secret_is_written(trained: Driver) -> None:
     assert [str(path) for path in files if re.search(r"\b[0-9a-f]{64}\b", path.read_text(errors="replace"))] == []
 
 
-def test_a_run_that_exists_is_not_overwritten_and_can_be_resumed(trained: Driver, inputs: Path) -> None:
-    code, _, error = start(inputs, *SETTING).finish(60)
+@pytest.mark.timeout(1500)
+def test_a_run_that_exists_is_not_overwritten_and_is_resumed_whatever_dies_then(trained: Driver, inputs: Path) -> None:
+    code, _, error = start(inputs, f"run.name={NAME}", *SETTING).finish(60)
     assert code == 2 and "--resume" in error
     before = trained.metrics()
-    driver = start(inputs, *SETTING, "train.steps=5", "--resume")
-    code, _, error = driver.finish()
-    assert code == 0, error
-    rows = driver.metrics()
-    assert rows[:4] == before
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    versions = [row["sync/weight_version"] for row in rows]
+    everything = [Cell(kind, phase) for kind in KINDS for phase in PHASES]
+    chosen = random.Random(date.today().toordinal()).sample(everything, NUM_KILLS)
+    setting = (*SETTING, f"train.steps={STEPS}", "rollout.max_restarts=99")
+    struck = Struck.begin(inputs, NAME, setting, "--resume")
+    try:
+        missed = strike_all(struck, chosen, FIRST_STEPS + 1, STEPS)
+        struck.finish()
+    finally:
+        struck.driver.end()
+    # One may not come about: a phase was over before the process was found in it.
+    assert len(struck.cells) + len(missed) == NUM_KILLS and len(missed) <= 1, missed
+    rows = struck.driver.metrics()
+    assert rows[: len(before)] == before
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    # A step that was learned from the journal sends no weights.
+    versions = [row["sync/weight_version"] for row in rows if "sync/weight_version" in row]
     assert versions == sorted(set(versions)), "weight versions only go up"
     # 4 of 64 prompts a step: the cursor went on where it was.
     assert rows[4]["data/epoch"] == pytest.approx(16 / 64)
-    names = sorted(path.name for path in (driver.folder / "checkpoints").iterdir())
-    assert names == ["step_000004", "step_000005"]
-    driver.assert_nothing_left()
+    names = sorted(path.name for path in (struck.driver.folder / "checkpoints").iterdir())
+    assert names == ["step_000008", "step_000009"]
 
 
 def test_the_same_run_is_the_same_to_the_bit(trained: Driver, inputs: Path) -> None:
-    """Against a run that was resumed (the test before this), on other servers, with other requests in flight at once."""
-    beside = ("rollout.servers=2", "rollout.concurrency=5", "train.save_every=null", "train.steps=5")
+    """Against one that was resumed and lost processes (the test before), on other servers, with other requests at once."""
+    beside = ("rollout.servers=2", "rollout.concurrency=5", "train.save_every=null", f"train.steps={STEPS}")
     again = start(inputs, "run.name=again", *TWO, *beside)
     code, _, error = again.finish()
     assert code == 0, error
@@ -104,9 +124,10 @@ def test_the_same_run_is_the_same_to_the_bit(trained: Driver, inputs: Path) -> N
         # All 16 of a step, in the order of their ids.
         return (driver.folder / "samples" / f"step_{step:06d}.jsonl").read_text()
 
-    assert [samples(again, step) for step in range(1, 6)] == [samples(trained, step) for step in range(1, 6)]
+    steps = range(1, STEPS + 1)
+    assert [samples(again, step) for step in steps] == [samples(trained, step) for step in steps]
     for mine, theirs in zip(again.metrics(), trained.metrics(), strict=True):
-        sampled = [name for name in set(mine) & set(theirs) if SAMPLED.match(name)]
+        sampled = [name for name in set(mine) & set(theirs) - COUNTS_OF_DEATHS if SAMPLED.match(name)]
         assert len(sampled) >= 20 or mine["step"] == 0
         assert {name: mine[name] for name in sampled} == {name: theirs[name] for name in sampled}
     weights = [(driver.folder / "hf" / "model.safetensors").read_bytes() for driver in (trained, again)]
