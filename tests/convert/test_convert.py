@@ -58,9 +58,9 @@ def assert_equal(found, expected):
 
 def stored(folder):
     """Every tensor of a checkpoint, read by torch alone."""
-    from megarl.training.checkpoint_files import stored_tensor
+    from megarl.training.checkpoint_files import stored_tensors
 
-    return {name: stored_tensor(folder, name, entry) for name, entry in read_manifest(folder).tensors.items()}
+    return dict(stored_tensors(folder, read_manifest(folder).tensors))
 
 
 @pytest.fixture(scope="module")
