@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+import megarl.cluster  # noqa: F401  (before a benchmark imports ray)
 from bench import (
     agent_load,
     bare_speed,
@@ -22,6 +23,7 @@ from bench import (
 from bench.support import measure
 from bench.support.measure import alternate, in_fresh_process, in_fresh_ranks, peak, ratios, summary
 from bench.support.training import QUICK, micro_batches, to_shard
+from tests.bench.fresh import facts, rank_facts
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +63,11 @@ def test_the_benchmark_runs_and_its_sides_agree(bench, loaded, monkeypatch, tmp_
 
 @pytest.mark.slow
 def test_processes_are_fresh_and_have_their_threads():
-    assert in_fresh_process(2, _facts) == (2, "2")
-    ranks = in_fresh_ranks(2, _rank, "x")
+    assert in_fresh_process(2, facts) == (2, "2")
+    ranks = in_fresh_ranks(2, rank_facts, "x")
     assert [rank for rank, _, _ in ranks] == ["x0", "x1"]
     assert len({os.getpid(), *(pid for _, pid, _ in ranks)}) == 3
     assert all(threads == 1 for _, _, threads in ranks)
-
-
-def _facts():
-    import torch
-
-    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-
-def _rank(rank, text):
-    return f"{text}{rank}", os.getpid(), _facts()[0]
 
 
 def test_a_peak_counts_what_is_gone_when_the_block_ends():
