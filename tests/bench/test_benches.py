@@ -1,8 +1,8 @@
 """The benchmarks run, at sizes that prove nothing, and what decides on their exit codes is right."""
 
 import json
-import multiprocessing
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,14 +24,7 @@ from bench.support import measure
 from bench.support.measure import alternate, in_fresh_process, in_fresh_ranks, peak, ratios, summary
 from bench.support.training import QUICK, micro_batches, to_shard
 from tests.bench.fresh import facts, rank_facts
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """Makes copies of a process that has loaded Megatron: no seconds of these runs are looked at."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.loaded"])
-    return context
+from tools import make_tiny_model
 
 
 @pytest.mark.slow
@@ -54,6 +47,8 @@ def loaded():
 def test_the_benchmark_runs_and_its_sides_agree(bench, loaded, monkeypatch, tmp_path):
     if bench is not layer_memory:  # it replaces parts of torch before Megatron is loaded
         monkeypatch.setattr(measure, "get_context", lambda _: loaded)
+    # The tool in this process: another would load torch and transformers anew.
+    monkeypatch.setattr(agent_load, "call", lambda tool, option, folder: make_tiny_model.main(out=Path(folder)))
     bench.main(quick=True, out=tmp_path)  # exits where the numbers of its sides differ
     [path] = tmp_path.glob("*.json")
     result = json.loads(path.read_text())

@@ -1,5 +1,6 @@
-"""`python -m tests.cuda_paths.fake_ranks torch|fused`: what CUDA's ranks build and run, without a device; one JSON line.
+"""`python -m tests.cuda_paths.fake_ranks`: what CUDA's ranks build and run, without a device; one JSON line, by kind of layers.
 
+Each kind has a process of its own, a copy of this one, which meets Megatron there.
 fused: Megatron's own Transformer Engine layers, over a fake of that package with the real one's names and signatures
 (tests/support/fake_transformer_engine.py). torch: our layers, as CUDA has them where Transformer Engine is not installed.
 `built`: every role of every recipe of a real model, on torch's meta device, at ranks that together hold every part of it; the
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
+import multiprocessing
 import tempfile
 import time
 import traceback
@@ -61,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
 }
 ROLE = "actor"
+KINDS = ("fused", "torch")
 
 
 def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
@@ -204,9 +206,9 @@ def fake_groups() -> None:
     dist.new_group = quiet
 
 
-def main() -> None:
+def look(kind: str) -> dict[str, Any]:
     """Build on meta, then run on the CPU."""
-    fused = sys.argv[1] == "fused"
+    fused = kind == "fused"
     package = fake_transformer_engine.install() if fused else None
     fake_groups()
     megatron_cpu.CPU = torch.device("meta")
@@ -215,8 +217,15 @@ def main() -> None:
     megatron_cpu.CPU = torch.device("cpu")
     with tempfile.TemporaryDirectory() as root:
         ran = run_all(Path(root)) if fused else {}
+    return {"built": built, "ran": ran, "used": sorted(package.used) if package else []}
+
+
+def main() -> None:
+    """Say what both kinds do."""
+    with multiprocessing.get_context("fork").Pool(len(KINDS), maxtasksperchild=1) as pool:
+        found = dict(zip(KINDS, pool.map(look, KINDS, chunksize=1), strict=True))
     print()
-    print(json.dumps({"built": built, "ran": ran, "used": sorted(package.used) if package else []}))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
