@@ -123,7 +123,9 @@ def build(config: ModelConfig, layout: Layout, platform: Platform) -> dict[str, 
 
 
 def build_all(platform: Platform) -> dict[str, Any]:
-    """What each case's ranks hold, or why they cannot be built."""
+    """What each case's ranks hold, or why they cannot be built. What is the same for many of them is made once."""
+    from megatron.core import parallel_state
+
     from megarl.models import hf_weights
 
     found: dict[str, Any] = {}
@@ -133,7 +135,15 @@ def build_all(platform: Platform) -> dict[str, Any]:
     def rules_once(*given: Any, **options: Any) -> tuple[Any, ...]:
         return tuple(made(*given, **options))
 
-    with patch.object(hf_weights, "rules", rules_once):
+    ranks_of = functools.cache(parallel_state.generate_masked_orthogonal_rank_groups)
+
+    def ranks_once(world_size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
+        return [list(ranks) for ranks in ranks_of(world_size, tuple(sizes), tuple(mask))]
+
+    with (
+        patch.object(hf_weights, "rules", rules_once),
+        patch.object(parallel_state, "generate_masked_orthogonal_rank_groups", ranks_once),
+    ):
         for name, config, layout in cases():
             start = time.monotonic()
             found[name] = attempt(functools.partial(build, config, layout, platform))
@@ -200,8 +210,11 @@ def fake_groups() -> None:
     new_group = dist.new_group
 
     def quiet(ranks: Any = None, *_: Any, **options: Any) -> Any:
-        fake = dist.get_backend() == "fake"
-        return new_group(ranks, backend="fake") if fake else new_group(ranks, **options)
+        if dist.get_backend() != "fake":
+            return new_group(ranks, **options)
+        if ranks is not None and dist.get_rank() not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER  # as torch says it, which makes something of each group before
+        return new_group(ranks, backend="fake")
 
     dist.new_group = quiet
 
