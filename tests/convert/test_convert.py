@@ -198,6 +198,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_under_the_final_name(hf, for
         end = time.monotonic() + 120
         while not list(content.glob("*.distcp")):
             assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
         children = psutil.Process(process.pid).children()  # the janitor among them
         ranks = [child.pid for child in children if "megarl.convert.worker" in child.cmdline()]
         process.send_signal(signal.SIGKILL)
@@ -245,6 +246,7 @@ def test_a_rank_that_dies_is_shown_and_the_others_are_ended(hf, tmp_path):
         while len(children) < 2:
             assert process.poll() is None and time.monotonic() < end
             children = psutil.Process(process.pid).children()
+            time.sleep(0.01)
         os.kill(children[1].pid, signal.SIGKILL)
         error = process.communicate(timeout=60)[1]
     finally:
