@@ -22,13 +22,11 @@ from tests.support.forked_ranks import forked_ranks
 from tests.training.invariance import BOUND, MODELS, Difference, measure
 from tests.training.invariance_cases import (
     ADAM_EPS,
-    ALL_CASES,
-    BALANCED,
     BUDGET,
     CONTROLS,
     LENGTHS,
     NUM_STEPS,
-    TOGETHER,
+    THOROUGH,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +166,7 @@ def problems(differences: list[Difference], errors: str) -> list[str]:
     ]
     found += [f"not seen: {item.case}" for item in differences if item.kind == "control" and item.largest <= BOUND]
     names = {(item.kind, item.case) for item in differences}
-    expected = len(ALL_CASES) + len(TOGETHER) + len(BALANCED) + len(CONTROLS)
+    expected = sum(map(len, (THOROUGH.cases, THOROUGH.together, THOROUGH.balanced, CONTROLS)))
     found += [f"{expected - len(names)} cases are missing"] if len(names) < expected else []
     return found + ([errors] if errors else [])
 

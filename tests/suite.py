@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 PYTEST = (sys.executable, "-m", "pytest", "-m", "not gpu")
-UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a killed run has printed is there
+# What a killed run has printed is there. What one process has compiled, pytest's own form of the tests with it, serves others,
+# also where Python is told to write no bytecode: each worker and half a dozen processes of every run load the same.
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}
 WORKER_BYTES = 6 * 2**30  # what the largest runs of tests hold: three nodes with their ranks and servers
 
 FAILED = 1  # pytest's exit code where tests failed
@@ -58,10 +60,8 @@ def main(words: list[str], cache: Path = CACHE) -> int:
 
 
 def _run(command: list[str]) -> int:
-    return subprocess.run(command, cwd=ROOT, env=os.environ | UNBUFFERED, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=False).returncode
 
 
 if __name__ == "__main__":
-    # Every run of a test starts half a dozen processes, which compile megarl anew where Python is told to write no bytecode.
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "megarl", "tests"], check=True)
     sys.exit(main(sys.argv[1:]))

@@ -109,9 +109,8 @@ class Struck:
     @classmethod
     def begin(cls, folder: Path, name: str, setting: Sequence[str], *words: str) -> Struck:
         """Start it. words: of this start alone, as of one that goes on with a run."""
-        (folder / "runs" / name / "logs" / PHASE_FILE).unlink(
-            missing_ok=True
-        )  # what the last life did is not what this one does
+        # What the last life did is not what this one does.
+        (folder / "runs" / name / "logs" / PHASE_FILE).unlink(missing_ok=True)
         return cls(folder, name, setting, start(folder, f"run.name={name}", *setting, *words))
 
     @property

@@ -170,12 +170,11 @@ def _section(kind: type[S], raw: Any, folder: Path) -> S:
 
 
 def _stored(folder: Path, hf: Path) -> Iterator[tuple[str, Tensor]]:
-    from megarl.training.checkpoint_files import stored_tensor
+    from megarl.training.checkpoint_files import stored_tensors
     from megarl.training.manifest import read_model_config
 
     rows = read_model_config(hf).vocab_size
-    for name, entry in read_manifest(folder).tensors.items():
-        tensor = stored_tensor(folder, name, entry)
+    for name, tensor in stored_tensors(folder, read_manifest(folder).tensors):
         yield name, tensor[:rows] if name.endswith(VOCABULARY) else tensor
 
 

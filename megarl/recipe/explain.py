@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -38,7 +39,7 @@ class Schema:
     """A recipe's schema as a tree of JSON schema nodes, with look-ups by path."""
 
     def __init__(self, kind: type[BaseModel]) -> None:
-        self._root = kind.model_json_schema()
+        self._root = _json_schema(kind)
         self._definitions = self._root.get("$defs", {})
 
     def node(self, keys: Keys) -> dict[str, Any] | None:
@@ -116,6 +117,11 @@ class Schema:
         words += [f"that matches {node['pattern']}"] if "pattern" in node else []
         kind = node.get("format") or node.get("type", "")
         return " ".join([_TYPES.get(kind, "something else"), " and ".join(words)]).strip()
+
+
+@cache  # it takes longer than all else that is said of a wrong recipe
+def _json_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    return kind.model_json_schema()
 
 
 def _kinds(node: dict[str, Any]) -> dict[str, str]:

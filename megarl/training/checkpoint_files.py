@@ -10,6 +10,7 @@ Import only after `models.bootstrap.prepare_megatron`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,27 @@ class RankStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         return entries
 
 
-def stored_tensor(folder: Path, name: str, entry: TensorEntry) -> torch.Tensor:
-    """One whole tensor of a checkpoint, on the host; in this process alone, and no other tensor is read."""
-    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    load({name: tensor}, storage_reader=FileSystemReader(str(folder)), no_dist=True)
-    return tensor
+class _Reader(FileSystemReader):
+    """Reads the metadata once: it names every tensor, and would be read again for each of them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What torch asks for at each load."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
+def stored_tensors(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors of a checkpoint, one after the other, on the host; in this process alone, and no other tensor is read."""
+    reader = _Reader(folder)
+    for name, entry in entries.items():
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        load({name: tensor}, storage_reader=reader, no_dist=True)
+        yield name, tensor
 
 
 def common_state(folder: Path) -> dict[str, Any]:

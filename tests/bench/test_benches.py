@@ -1,12 +1,13 @@
 """The benchmarks run, at sizes that prove nothing, and what decides on their exit codes is right."""
 
 import json
-import multiprocessing
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import megarl.cluster  # noqa: F401  (before a benchmark imports ray)
 from bench import (
     agent_load,
     bare_speed,
@@ -22,14 +23,8 @@ from bench import (
 from bench.support import measure
 from bench.support.measure import alternate, in_fresh_process, in_fresh_ranks, peak, ratios, summary
 from bench.support.training import QUICK, micro_batches, to_shard
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    """Makes copies of a process that has loaded Megatron: no seconds of these runs are looked at."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.loaded"])
-    return context
+from tests.bench.fresh import facts, rank_facts
+from tools import make_tiny_model
 
 
 @pytest.mark.slow
@@ -52,6 +47,8 @@ def loaded():
 def test_the_benchmark_runs_and_its_sides_agree(bench, loaded, monkeypatch, tmp_path):
     if bench is not layer_memory:  # it replaces parts of torch before Megatron is loaded
         monkeypatch.setattr(measure, "get_context", lambda _: loaded)
+    # The tool in this process: another would load torch and transformers anew.
+    monkeypatch.setattr(agent_load, "call", lambda tool, option, folder: make_tiny_model.main(out=Path(folder)))
     bench.main(quick=True, out=tmp_path)  # exits where the numbers of its sides differ
     [path] = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
@@ -61,21 +58,11 @@ def test_the_benchmark_runs_and_its_sides_agree(bench, loaded, monkeypatch, tmp_
 
 @pytest.mark.slow
 def test_processes_are_fresh_and_have_their_threads():
-    assert in_fresh_process(2, _facts) == (2, "2")
-    ranks = in_fresh_ranks(2, _rank, "x")
+    assert in_fresh_process(2, facts) == (2, "2")
+    ranks = in_fresh_ranks(2, rank_facts, "x")
     assert [rank for rank, _, _ in ranks] == ["x0", "x1"]
     assert len({os.getpid(), *(pid for _, pid, _ in ranks)}) == 3
     assert all(threads == 1 for _, _, threads in ranks)
-
-
-def _facts():
-    import torch
-
-    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-
-def _rank(rank, text):
-    return f"{text}{rank}", os.getpid(), _facts()[0]
 
 
 def test_a_peak_counts_what_is_gone_when_the_block_ends():

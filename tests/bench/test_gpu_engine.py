@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import gpu_engine
-from bench.gpu_engine import SHAPES, SIZES, Cell, cells, fitted, measured, write_config
+from bench.gpu_engine import SHAPES, SIZES, Cell, cells, fitted, measured, run_cell, write_config
 from megarl.core.platform import get_platform
 from megarl.models.known_configs import FOLDER
 from megarl.placement.workload import read_model
@@ -18,7 +21,22 @@ GIB = 2**30
 CUDA = get_platform("cuda")
 
 
+@pytest.fixture
+def engines_as_copies(loaded: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of the engine in copies of a process that has loaded it; the other has a process of its own."""
+    start = gpu_engine.in_a_process
+
+    def run(cell: Cell, words: list[str], timeout_s: float) -> dict[str, Any]:
+        if cell.kind != "engine":
+            return start(cell, words, timeout_s)
+        with ProcessPoolExecutor(1, mp_context=loaded) as pool:
+            return pool.submit(run_cell, cell, SHAPES["tiny"], get_platform("cpu")).result(timeout_s)
+
+    monkeypatch.setattr(gpu_engine, "in_a_process", run)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("engines_as_copies")
 def test_every_cell_has_its_line(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     gpu_engine.main(platform="cpu", shapes="tiny", minutes=5, out=out)  # exits where one has no figures

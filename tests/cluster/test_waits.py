@@ -65,16 +65,35 @@ class Helper:
         raise ZeroDivisionError("a bug")
 
 
+@pytest.fixture(scope="module")
+def started(runtime: Runtime) -> Iterator[dict[int, Worker]]:
+    """Those that are there for the next test."""
+    made: dict[int, Worker] = {}
+    yield made
+    for worker in made.values():
+        ray.kill(worker.handle)
+
+
 @pytest.fixture
-def workers(runtime: Runtime) -> Iterator[list[Worker]]:
-    made = []
-    for index in range(2):
+def workers(runtime: Runtime, started: dict[int, Worker]) -> Iterator[list[Worker]]:
+    """Two that are at nothing; a test may leave them dead, or at something."""
+    for index in {0, 1} - started.keys():
         spec = ProcessSpec(f"helper {index} {time.time_ns()}", runtime.logs)
         handle = ray.remote(Helper).options(num_cpus=0).remote(spec)
-        made.append(Worker(handle, spec, ray.get(handle.facts.remote())))
-    yield made
-    for worker in made:
-        ray.kill(worker.handle)
+        started[index] = Worker(handle, spec, ray.get(handle.facts.remote()))
+    yield [started[index] for index in (0, 1)]
+    for index, worker in list(started.items()):
+        if not answers(worker):
+            ray.kill(worker.handle)
+            del started[index]
+
+
+def answers(worker: Worker) -> bool:
+    """Whether it is at nothing else."""
+    try:
+        return bool(ray.get(worker.handle.facts.remote(), timeout=0.5))
+    except ray.exceptions.RayError:
+        return False
 
 
 @pytest.fixture

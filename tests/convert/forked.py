@@ -1,6 +1,6 @@
-"""Conversions whose ranks are copies of a process that has loaded Megatron: for what comes of them, not for the command line.
+"""Conversions in this process whose ranks are copies of one that has loaded Megatron: for what comes of them.
 
-As the module of such a rank: <rank> <file of the job> <file for its messages>
+Not for how processes start and end. As the module of such a rank: <rank> <file of the job> <file for its messages>
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 
+from megarl import cli
 from megarl.convert import convert, processes, worker
 from megarl.convert.convert import Outcome, Settings, make_layout
 from megarl.convert.job import Job, Message, parse_message
@@ -22,10 +25,10 @@ from tests.support.platforms import chosen
 
 
 class Conversions:
-    """Makes them, in a folder for what the ranks are told and say."""
+    """Makes them, in a folder for what the ranks are told and say. module: what a rank does."""
 
-    def __init__(self, ranks: Ranks, folder: Path) -> None:
-        self._ranks, self._folder = ranks, folder
+    def __init__(self, ranks: Ranks, folder: Path, module: str = "tests.convert.forked") -> None:
+        self._ranks, self._folder, self._module = ranks, folder, module
 
     def run_ranks(
         self, job: Job, listen: Callable[[Message], None], poll: Callable[[], None], *, timeout_s: float
@@ -36,7 +39,7 @@ class Conversions:
         told, said = self._folder / "job.json", self._folder / "messages"
         told.write_text(job.dump())
         said.write_text("")
-        words = "tests.convert.forked", job.layout.world_size, told, said
+        words = self._module, job.layout.world_size, told, said
         assert self._ranks.run(*words, log=self._folder / "log") == ""
         for line in said.read_text().splitlines():
             listen(parse_message(line))
@@ -57,6 +60,21 @@ class Conversions:
     def reshard(self, source: Path, target: Path, **axes: Any) -> Outcome:
         """As `megarl convert reshard --verify`."""
         return convert.reshard(source, target, make_layout(**axes), Settings(verify=True), _console())
+
+    def command(self, *words: object) -> tuple[int, str, str]:
+        """`megarl convert` with these words: the exit code, and what it printed to its two outputs."""
+        code, out, error = 0, io.StringIO(), io.StringIO()
+        with (
+            patch.object(convert, "run_ranks", self.run_ranks),
+            patch.object(sys, "argv", ["megarl", "convert", *map(str, words)]),
+            redirect_stdout(out),
+            redirect_stderr(error),
+        ):
+            try:
+                cli.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+        return code, out.getvalue(), " ".join(error.getvalue().split())
 
 
 def _console() -> Console:

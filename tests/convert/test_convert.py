@@ -58,9 +58,9 @@ def assert_equal(found, expected):
 
 def stored(folder):
     """Every tensor of a checkpoint, read by torch alone."""
-    from megarl.training.checkpoint_files import stored_tensor
+    from megarl.training.checkpoint_files import stored_tensors
 
-    return {name: stored_tensor(folder, name, entry) for name, entry in read_manifest(folder).tensors.items()}
+    return dict(stored_tensors(folder, read_manifest(folder).tensors))
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +70,20 @@ def moe(tmp_path_factory):
     return write_tiny_model(folder, "qwen3_moe", vocab_size=VOCAB, num_hidden_layers=4, mlp_only_layers=[0])
 
 
-@pytest.fixture
-def forked(ranks, tmp_path_factory, monkeypatch):
+@pytest.fixture(scope="module")
+def forked(ranks, tmp_path_factory):
     """Conversions in this process, but for their ranks."""
     conversions = Conversions(ranks, tmp_path_factory.mktemp("forked"))
-    monkeypatch.setattr(convert_module, "run_ranks", conversions.run_ranks)
-    return conversions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert_module, "run_ranks", conversions.run_ranks)
+        yield conversions
 
 
 @pytest.fixture(scope="module")
-def mcore(hf, tmp_path_factory):
+def mcore(hf, forked, tmp_path_factory):
     """The dense model as a checkpoint of one rank."""
     folder = tmp_path_factory.mktemp("mcore") / "model"
-    convert("hf-to-mcore", hf, folder)
+    assert forked.command("hf-to-mcore", hf, folder)[0] == 0
     return folder
 
 
@@ -120,20 +121,12 @@ def test_dtypes_go_over_layouts_and_come_back(forked, tmp_path):
     assert "quantization_config" not in parsed((tmp_path / "hf" / "config.json").read_text())
 
 
-LIE = """
-from megarl.models import hf_read
-honest = hf_read.HfReader._stored
-def lying(self, info):  # reads each tensor one element late, as one does who believes a wrong offset
-    return honest(self, info) if info.shape[0] < 3 else honest(self, info).roll(1)
-hf_read.HfReader._stored = lying
-"""
-
-
 @slow
-def test_verify_sees_what_the_reader_gets_wrong(hf, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(LIE)
-    words = ("hf-to-mcore", hf, tmp_path / "x", "--verify", "--json")
-    out, _ = convert(*words, code=1, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+def test_verify_sees_what_the_reader_gets_wrong(hf, ranks, tmp_path):
+    (tmp_path / "forked").mkdir()
+    lying = Conversions(ranks, tmp_path / "forked", "tests.convert.lying")
+    code, out, _ = lying.command("hf-to-mcore", hf, tmp_path / "x", "--verify", "--json")
+    assert code == 1
     assert len(parsed(out)["differences"]) == len(tensors(hf)) and not (tmp_path / "x").exists()
 
 
@@ -184,20 +177,20 @@ def test_training_state_goes_over_expert_parallel_sizes_and_back_bit_for_bit(ran
 
 
 @slow
-def test_momentum_goes_over_expert_parallel_sizes(rank, moe, tmp_path):
+def test_momentum_goes_over_expert_parallel_sizes(rank, moe, forked, tmp_path):
     sgd = Optimizer(name="sgd", lr=1e-2, momentum=0.9)
     rank.build("actor", RoleSpec(moe, "float32", optimizer=sgd, total_steps=6, objective=POLICY))
     step(rank, 0)
     (tmp_path / "one").mkdir()
     rank.save("actor", tmp_path / "one")
-    convert("reshard", tmp_path / "one", tmp_path / "two", "--ep", "2", "--verify")
+    assert forked.command("reshard", tmp_path / "one", tmp_path / "two", "--ep", "2", "--verify")[0] == 0
     found = stored(tmp_path / "two")
     assert_equal(found, stored(tmp_path / "one"))
     assert sum(tensor.abs().sum() for name, tensor in found.items() if "momentum_buffer" in name) > 0
 
 
 @slow
-def test_a_conversion_that_is_killed_leaves_nothing_under_the_final_name(hf, tmp_path):
+def test_a_conversion_that_is_killed_leaves_nothing_under_the_final_name(hf, forked, tmp_path):
     command = [*CONVERT, "hf-to-mcore", str(hf), str(tmp_path / "x"), "--tp", "2", "--verify"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     content = tmp_path / ".tmp-x" / "content"
@@ -205,6 +198,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_under_the_final_name(hf, tmp
         end = time.monotonic() + 120
         while not list(content.glob("*.distcp")):
             assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
         children = psutil.Process(process.pid).children()  # the janitor among them
         ranks = [child.pid for child in children if "megarl.convert.worker" in child.cmdline()]
         process.send_signal(signal.SIGKILL)
@@ -213,7 +207,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_under_the_final_name(hf, tmp
         process.wait()
     assert len(ranks) == 2 and ended(ranks)
     assert [path.name for path in tmp_path.iterdir()] == [".tmp-x"]
-    convert("hf-to-mcore", hf, tmp_path / "x")
+    assert forked.command("hf-to-mcore", hf, tmp_path / "x")[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
@@ -236,9 +230,9 @@ def test_a_conversion_that_takes_too_long_is_ended(hf, tmp_path):
 
 
 @slow
-def test_mistakes_are_one_paragraph_and_exit_code_2(hf, tmp_path):
-    _, error = convert("hf-to-mcore", hf, tmp_path / "x", "--tp", "3", code=2)
-    assert "cannot be for this model: tp 3 does not divide 4 attention heads" in error
+def test_mistakes_are_one_paragraph_and_exit_code_2(hf, forked, tmp_path):
+    code, _, error = forked.command("hf-to-mcore", hf, tmp_path / "x", "--tp", "3")
+    assert code == 2 and "cannot be for this model: tp 3 does not divide 4 attention heads" in error
     assert "Traceback" not in error and list(tmp_path.iterdir()) == []
 
 
@@ -252,6 +246,7 @@ def test_a_rank_that_dies_is_shown_and_the_others_are_ended(hf, tmp_path):
         while len(children) < 2:
             assert process.poll() is None and time.monotonic() < end
             children = psutil.Process(process.pid).children()
+            time.sleep(0.01)
         os.kill(children[1].pid, signal.SIGKILL)
         error = process.communicate(timeout=60)[1]
     finally:
@@ -262,12 +257,12 @@ def test_a_rank_that_dies_is_shown_and_the_others_are_ended(hf, tmp_path):
 
 
 @slow
-def test_a_damaged_source_is_refused(mcore, tmp_path):
+def test_a_damaged_source_is_refused(mcore, forked, tmp_path):
     shutil.copytree(mcore, tmp_path / "mcore")
     flip(tmp_path / "mcore" / "__0_0.distcp", at=5000)
-    _, error = convert("mcore-to-hf", tmp_path / "mcore", tmp_path / "x", code=2)
-    assert "is damaged: __0_0.distcp has other content than was written" in error
-    convert("inspect", tmp_path / "mcore", code=1)
+    code, _, error = forked.command("mcore-to-hf", tmp_path / "mcore", tmp_path / "x")
+    assert code == 2 and "is damaged: __0_0.distcp has other content than was written" in error
+    assert forked.command("inspect", tmp_path / "mcore")[0] == 1
 
 
 def test_a_layout_has_as_few_ranks_as_it_needs():

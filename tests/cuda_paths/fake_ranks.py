@@ -1,5 +1,6 @@
-"""`python -m tests.cuda_paths.fake_ranks torch|fused`: what CUDA's ranks build and run, without a device; one JSON line.
+"""`python -m tests.cuda_paths.fake_ranks`: what CUDA's ranks build and run, without a device; one JSON line, by kind of layers.
 
+Each kind has a process of its own, a copy of this one, which meets Megatron there.
 fused: Megatron's own Transformer Engine layers, over a fake of that package with the real one's names and signatures
 (tests/support/fake_transformer_engine.py). torch: our layers, as CUDA has them where Transformer Engine is not installed.
 `built`: every role of every recipe of a real model, on torch's meta device, at ranks that together hold every part of it; the
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
+import multiprocessing
 import tempfile
 import time
 import traceback
@@ -61,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
 }
 ROLE = "actor"
+KINDS = ("fused", "torch")
 
 
 def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
@@ -121,7 +123,9 @@ def build(config: ModelConfig, layout: Layout, platform: Platform) -> dict[str, 
 
 
 def build_all(platform: Platform) -> dict[str, Any]:
-    """What each case's ranks hold, or why they cannot be built."""
+    """What each case's ranks hold, or why they cannot be built. What is the same for many of them is made once."""
+    from megatron.core import parallel_state
+
     from megarl.models import hf_weights
 
     found: dict[str, Any] = {}
@@ -131,7 +135,15 @@ def build_all(platform: Platform) -> dict[str, Any]:
     def rules_once(*given: Any, **options: Any) -> tuple[Any, ...]:
         return tuple(made(*given, **options))
 
-    with patch.object(hf_weights, "rules", rules_once):
+    ranks_of = functools.cache(parallel_state.generate_masked_orthogonal_rank_groups)
+
+    def ranks_once(world_size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
+        return [list(ranks) for ranks in ranks_of(world_size, tuple(sizes), tuple(mask))]
+
+    with (
+        patch.object(hf_weights, "rules", rules_once),
+        patch.object(parallel_state, "generate_masked_orthogonal_rank_groups", ranks_once),
+    ):
         for name, config, layout in cases():
             start = time.monotonic()
             found[name] = attempt(functools.partial(build, config, layout, platform))
@@ -198,15 +210,18 @@ def fake_groups() -> None:
     new_group = dist.new_group
 
     def quiet(ranks: Any = None, *_: Any, **options: Any) -> Any:
-        fake = dist.get_backend() == "fake"
-        return new_group(ranks, backend="fake") if fake else new_group(ranks, **options)
+        if dist.get_backend() != "fake":
+            return new_group(ranks, **options)
+        if ranks is not None and dist.get_rank() not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER  # as torch says it, which makes something of each group before
+        return new_group(ranks, backend="fake")
 
     dist.new_group = quiet
 
 
-def main() -> None:
+def look(kind: str) -> dict[str, Any]:
     """Build on meta, then run on the CPU."""
-    fused = sys.argv[1] == "fused"
+    fused = kind == "fused"
     package = fake_transformer_engine.install() if fused else None
     fake_groups()
     megatron_cpu.CPU = torch.device("meta")
@@ -215,8 +230,15 @@ def main() -> None:
     megatron_cpu.CPU = torch.device("cpu")
     with tempfile.TemporaryDirectory() as root:
         ran = run_all(Path(root)) if fused else {}
+    return {"built": built, "ran": ran, "used": sorted(package.used) if package else []}
+
+
+def main() -> None:
+    """Say what both kinds do."""
+    with multiprocessing.get_context("fork").Pool(len(KINDS), maxtasksperchild=1) as pool:
+        found = dict(zip(KINDS, pool.map(look, KINDS, chunksize=1), strict=True))
     print()
-    print(json.dumps({"built": built, "ran": ran, "used": sorted(package.used) if package else []}))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -93,17 +93,18 @@ def exported(
 
 def written(pieces: Any, rank: int, folder: Path) -> dict[str, torch.Tensor]:
     """What all ranks write into the same memory, as rank 0 finds it there."""
-    found = {}
-    for number, bucket in enumerate(pieces.buckets):
-        file, size = folder / f"bucket {number}", bucket[-1].start + bucket[-1].nbytes
-        if rank == 0:
-            file.write_bytes(b"\xff" * size)  # NaN where nobody writes
-        dist.barrier()
-        flat = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+    sizes = [bucket[-1].start + bucket[-1].nbytes for bucket in pieces.buckets]
+    if rank == 0:
+        (folder / "buckets").write_bytes(b"\xff" * sum(sizes))  # NaN where nobody writes
+    dist.barrier()
+    flats = torch.from_file(str(folder / "buckets"), shared=True, size=sum(sizes), dtype=torch.uint8).split(sizes)
+    for number, flat in enumerate(flats):
         pieces.write(number, flat)
-        dist.barrier()
-        found |= {entry.name: entry.of(flat).clone() for entry in bucket}
-    return found if rank == 0 else {}
+    dist.barrier()
+    if rank != 0:
+        return {}
+    filled = zip(pieces.buckets, flats, strict=True)
+    return {entry.name: entry.of(flat).clone() for bucket, flat in filled for entry in bucket}
 
 
 def main() -> None:

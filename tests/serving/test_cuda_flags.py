@@ -95,6 +95,7 @@ def forms(name: str) -> dict[str, Asked]:
     made = dict(FORMS)
     if serves_fp8(model, own_spec(name).tp):
         made["fp8"] = FP8
+        made["fp8, deterministic"] = replace(FP8, differs={**FP8.differs, "deterministic": True})
     if model.family in FAMILIES:
         lora = served_lora(model, LoraSettings(16, 32, ("linear_qkv", "linear_proj")))
         made["adapters"] = Asked({**SLEEPS, "lora": lora}, {"enable_lora": True, "max_lora_rank": 16})
@@ -122,7 +123,7 @@ def answers() -> dict[str, Any]:
     for name in NAMES:
         own = own_spec(name)
         asked |= {f"{name} {form}": replace(own, **each.differs) for form, each in forms(name).items()}
-    assert {form for name in NAMES for form in forms(name)} >= {"fp8", "adapters"}
+    assert {form for name in NAMES for form in forms(name)} >= {"fp8", "fp8, deterministic", "adapters"}
     asked |= {what: replace(own_spec(NAMES[0]), **differs) for what, (differs, _) in REFUSED.items()}
     words = {name: spec.words(CUDA, "127.0.0.1", 30000) for name, spec in asked.items()}
     told = subprocess.run(

@@ -87,17 +87,29 @@ def test_a_function_is_compiled_when_it_is_called_and_not_before(monkeypatch: py
     assert compiled[1:] == ["more {}", "Identity {}"]
 
 
-def test_a_server_loads_no_more_than_it_serves_with() -> None:
-    """Megatron and torch's compiler are installed beside it, and seconds of every start."""
-    code = (
-        "import sys\nfrom megarl.serving import sglang_cpu\nsglang_cpu.load()\n"
-        "unwanted = {'megatron', 'wandb', 'scipy', 'torch._inductor.compile_fx'}\n"
-        "print('loaded', *sorted(unwanted & set(sys.modules)))\nimport scipy, megatron.core"
-    )
+@pytest.fixture(scope="module")
+def loaded() -> list[str]:
+    """What a process says that has loaded what a server serves with."""
+    code = """
+import multiprocessing, os, sys
+from megarl.serving import sglang_cpu
+sglang_cpu.load()
+sglang_cpu.fork_children()
+unwanted = {'megatron', 'wandb', 'scipy', 'torch._inductor.compile_fx'}
+print("loaded", *sorted(unwanted & set(sys.modules)))
+multiprocessing.set_start_method("spawn", force=True)
+print(multiprocessing.get_start_method(), len(os.listdir("/proc/self/task")))
+import scipy, megatron.core
+"""
     env = {**os.environ, **get_platform("cpu").env}
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1].split() == ["loaded"]
+    return run.stdout.splitlines()[-2:]
+
+
+def test_a_server_loads_no_more_than_it_serves_with(loaded: list[str]) -> None:
+    """Megatron and torch's compiler are installed beside it, and seconds of every start."""
+    assert loaded[0].split() == ["loaded"]
 
 
 def murmur(blocks: list[int]) -> int:
@@ -163,15 +175,9 @@ first.close(); second.close()
 
 
 @pytest.mark.slow
-def test_the_loaded_server_has_one_thread_and_its_children_are_copies() -> None:
-    code = (
-        "import multiprocessing, os; from megarl.serving import sglang_cpu; "
-        "sglang_cpu.load(); sglang_cpu.fork_children(); multiprocessing.set_start_method('spawn', force=True); "
-        "print(multiprocessing.get_start_method(), len(os.listdir('/proc/self/task')))"
-    )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+def test_the_loaded_server_has_one_thread_and_its_children_are_copies(loaded: list[str]) -> None:
     # A copy of a process with threads could wait for ever for what one of them held.
-    assert told.stdout.split() == ["fork", "1"]
+    assert loaded[1].split() == ["fork", "1"]
 
 
 def test_what_asks_for_cuda_of_torch_is_answered() -> None:

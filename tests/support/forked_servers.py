@@ -117,10 +117,9 @@ def _unused() -> tuple[str, ...]:
     """Of SGLang's models those that no tiny model is of."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from tests.support.tiny import CONFIGS
+    from tests.support.tiny import CONFIGS, tiny_config
 
-    kinds: list[Any] = list(CONFIGS.values())
-    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type] for kind in kinds]
+    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[tiny_config(family).model_type] for family in CONFIGS]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": names}))
         return server_models.unused_models(Path(folder))

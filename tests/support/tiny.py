@@ -7,29 +7,17 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    set_seed,
-)
 
+# The names of transformers' configs; its modules, which are seconds of a core, are loaded where a model is made.
 CONFIGS = {
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "deepseek_v3": DeepseekV3Config,
-    "gemma3": Gemma3TextConfig,
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "mixtral": "MixtralConfig",
+    "deepseek_v3": "DeepseekV3Config",
+    "gemma3": "Gemma3TextConfig",
 }
 # What a family has beside the common sizes; small enough for a CPU, and every feature at work.
 OWN: dict[str, dict[str, Any]] = {
@@ -95,6 +83,8 @@ WORDS = (
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     """The config of a small model."""
+    import transformers
+
     settings: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -113,13 +103,15 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family in ("qwen2", "deepseek_v3"):
         settings.pop("head_dim")
-    return CONFIGS[family](**settings)
+    return getattr(transformers, CONFIGS[family])(**settings)
 
 
 def write_tiny_model(
     folder: Path, family: str = "qwen3", *, seed: int = 0, tokenizer: bool = True, **overrides: Any
 ) -> Path:
     """Write a random model of that family and, if asked for, a tokenizer of one token a character; returns the folder."""
+    from transformers import AutoModelForCausalLM, set_seed
+
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32)
     with torch.no_grad():
@@ -140,6 +132,8 @@ write_tiny_qwen = write_tiny_model
 
 def write_tokenizer(folder: Path) -> None:
     """One token a character, after the special ones."""
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {word: index for index, word in enumerate(dict.fromkeys([*SPECIAL, *WORDS]))}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")

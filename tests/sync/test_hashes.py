@@ -110,9 +110,9 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[dict[str, Any]]]]] = [
     (
         "qwen3",
         {"vocab_size": 130, "num_hidden_layers": 4},
-        {1: [{}], 2: [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}, {"cp": 2}], 4: [{"tp": 2, "pp": 2}]},
+        {1: [{}], 2: [{"pp": 2, "vpp": 2}, {"cp": 2}], 4: [{"tp": 2, "pp": 2}]},
     ),
-    ("qwen3_moe", EXPERTS, {2: [{"tp": 2, "ep": 2, "sequence_parallel": True}, {"etp": 2}], 4: [{"ep": 2, "etp": 2}]}),
+    ("qwen3_moe", EXPERTS, {2: [{"tp": 2, "ep": 2, "sequence_parallel": True}], 4: [{"ep": 2, "etp": 2}]}),
 ]
 
 

@@ -154,7 +154,7 @@ async def paused(
 def test_a_request_that_a_sync_held_goes_on_with_the_new_weights_from_the_token_that_its_spans_say(
     served: Pool, sender: Sender, mode: Literal["in_place", "retract"]
 ) -> None:
-    prompt, longest = [5, 6, 7, 8], 600
+    prompt, longest = [5, 6, 7, 8], 400
     old, new = HfModel(served.model), HfModel(served.model)
     new.perturb(5)
     server = served.servers[0].endpoint

@@ -31,18 +31,17 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("dense", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"pp": 2, "last_stage_layers": 1}, {"cp": 2}, {}],
     ("dense", 4): [
         {"tp": 4, **SP},
-        {"tp": 2, "cp": 2, **SP},
         {"tp": 2, **SP},
         {"pp": 2, "vpp": 2, "tp": 2, **SP},
     ],
     ("tied", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}],
-    ("deep", 2): [{"pp": 2, "vpp": 3}, {"pp": 2, "vpp": 2, "first_stage_layers": 2}],
+    ("deep", 2): [{"pp": 2, "vpp": 2, "first_stage_layers": 2}],
     ("deep", 4): [{"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1}],
     ("local", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}],
-    ("moe", 2): [{"tp": 2, **SP, "ep": 2}, {"tp": 2, **SP, "etp": 2}, {"cp": 2, "ep": 2}, {"ep": 2}, {"etp": 2}],
+    ("moe", 2): [{"tp": 2, **SP, "ep": 2}, {"tp": 2, **SP, "etp": 2}, {"cp": 2, "ep": 2}, {"etp": 2}],
     ("moe", 4): [{"ep": 2, "etp": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}, {"pp": 2, "cp": 2, "ep": 2}],
     ("critic", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
-    ("reward", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
+    ("reward", 2): [{"cp": 2}],  # its head is the critic's
     ("preference", 2): [{"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
 }
@@ -54,6 +53,7 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
         {"cp": 4},
         {"pp": 4},
         {},
+        {"tp": 2, "cp": 2, **SP},
         {"tp": 2, "pp": 2},
         {"pp": 2},
         {"cp": 2},
@@ -61,8 +61,9 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
         {"pp": 2, "vpp": 2, "cp": 2},
     ],
     ("tied", 4): [{"tp": 2, **SP, "pp": 2}, {"pp": 2}],
+    ("deep", 2): [{"pp": 2, "vpp": 3}],
     ("local", 4): [{"tp": 2, **SP, "cp": 2}],
-    ("moe", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}, {}],
+    ("moe", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {}],
     ("moe", 4): [
         {"ep": 4},
         {"ep": 2},
@@ -75,7 +76,7 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ],
     ("critic", 2): [{"tp": 2}, {"pp": 2}, {}],
     ("critic", 4): [{"tp": 2, **SP, "pp": 2}, {"cp": 2, "pp": 2}],
-    ("reward", 2): [{}],
+    ("reward", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("reward", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("preference", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
@@ -104,11 +105,46 @@ CASES = [*(Case(model, ONE) for model in MODELS), *_cases(LAYOUTS), *RECOMPUTED]
 ALL_CASES = [*CASES, *_cases(MORE_LAYOUTS), *MORE_RECOMPUTED]
 
 
+# Experts with the loss that balances them. It is one for each micro-batch, and counts padding: here no sequence needs any,
+# and the reference is one rank with the same micro-batches.
+BALANCE_COEF, BALANCE_MICRO_BATCHES = 0.1, 2
+BALANCE_MINI = examples([-(-length // 8) * 8 for length in LENGTHS], VOCAB)
+_EVERYDAY_BALANCED: dict[tuple[str, int], list[Sizes]] = {
+    ("moe", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "etp": 2}, {"pp": 2}, {"cp": 2, "ep": 2}],
+    ("moe", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}],
+}
+_MORE_BALANCED: dict[tuple[str, int], list[Sizes]] = {
+    ("moe", 2): [{"ep": 2}],
+    ("moe", 4): [{"tp": 2, **SP, "cp": 2}, {"tp": 2, **SP, "ep": 4}],
+}
+BALANCED = _cases(_EVERYDAY_BALANCED)
+
+# Roles of different layouts in the same processes, called in turn. The last is frozen.
+TOGETHER: list[tuple[Case, ...]] = [
+    (
+        Case("dense", Layout(pp=2, vpp=2, world_size=4)),
+        Case("tied", Layout(tp=2, pp=2, world_size=4, sequence_parallel=True)),
+        Case("deep", Layout(cp=4, world_size=4)),
+    ),
+]
+_MORE_TOGETHER: list[tuple[Case, ...]] = [
+    (Case("dense", Layout(tp=2, world_size=2)), Case("dense", Layout(pp=2, world_size=2))),
+]
+TOGETHER_MICRO_BATCHES = 4
+
+
+def together_name(cases: tuple[Case, ...]) -> str:
+    """All roles of a process."""
+    return " with ".join(map(str, cases))
+
+
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured of each case. minis: the mini-batches, one a step. micro_batches: in how many each is taken."""
+    """How much is measured. minis: the mini-batches, one a step. micro_batches: in how many a case takes each."""
 
     cases: list[Case]
+    balanced: list[Case]
+    together: list[tuple[Case, ...]]
     minis: list[list[Example]]
     micro_batches: Callable[[Case], tuple[int, ...]]
 
@@ -118,42 +154,14 @@ def _cuts(case: Case) -> tuple[int, ...]:
     return MICRO_BATCHES if case.layout.pp > 1 or case.layout == ONE else MICRO_BATCHES[-1:]
 
 
-EVERYDAY = Extent(CASES, MINIS[:2], _cuts)  # the second step has the optimizer's state of the first
-THOROUGH = Extent(ALL_CASES, MINIS, lambda _: MICRO_BATCHES)
-
-# Experts with the loss that balances them. It is one for each micro-batch, and counts padding: here no sequence needs any,
-# and the reference is one rank with the same micro-batches.
-BALANCE_COEF, BALANCE_MICRO_BATCHES = 0.1, 2
-BALANCE_MINI = examples([-(-length // 8) * 8 for length in LENGTHS], VOCAB)
-BALANCED = [
-    Case("moe", Layout(world_size=ranks, **sizes))
-    for ranks, sizes in (
-        (2, {"tp": 2, **SP}),
-        (2, {"tp": 2, **SP, "etp": 2}),
-        (2, {"pp": 2}),
-        (2, {"cp": 2, "ep": 2}),
-        (2, {"ep": 2}),
-        (4, {"tp": 2, **SP, "cp": 2}),
-        (4, {"tp": 2, **SP, "ep": 4}),
-        (4, {"tp": 2, **SP, "pp": 2, "ep": 2}),
-    )
-]
-
-# Roles of different layouts in the same processes, called in turn. The last is frozen.
-TOGETHER: list[tuple[Case, ...]] = [
-    (Case("dense", Layout(tp=2, world_size=2)), Case("dense", Layout(pp=2, world_size=2))),
-    (
-        Case("dense", Layout(pp=2, vpp=2, world_size=4)),
-        Case("tied", Layout(tp=2, pp=2, world_size=4, sequence_parallel=True)),
-        Case("deep", Layout(cp=4, world_size=4)),
-    ),
-]
-TOGETHER_MICRO_BATCHES = 4
-
-
-def together_name(cases: tuple[Case, ...]) -> str:
-    """All roles of a process."""
-    return " with ".join(map(str, cases))
+EVERYDAY = Extent(CASES, BALANCED, TOGETHER, MINIS[:2], _cuts)  # the second step has the optimizer's state of the first
+THOROUGH = Extent(
+    ALL_CASES,
+    [*BALANCED, *_cases(_MORE_BALANCED)],
+    [*_MORE_TOGETHER, *TOGETHER],
+    MINIS,
+    lambda _: MICRO_BATCHES,
+)
 
 
 @dataclass(frozen=True)

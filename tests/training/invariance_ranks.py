@@ -40,12 +40,10 @@ from tests.training.invariance_cases import (
     BALANCE_COEF,
     BALANCE_MICRO_BATCHES,
     BALANCE_MINI,
-    BALANCED,
     CONTROLS,
     EVERYDAY,
     SCORED,
     THOROUGH,
-    TOGETHER,
     TOGETHER_MICRO_BATCHES,
     Extent,
     scored_shard,
@@ -207,10 +205,10 @@ def run_cases(world: World, reference: Reference) -> None:
         for micro_batches, found in world.alone(case).items() if case.layout.world_size == size else ():
             reference.setdefault(case.model, found)
             report("alone", str(case), case, micro_batches, found)
-    for cases in TOGETHER:
+    for cases in world.extent.together:
         for case, found in zip(cases, world.together(cases), strict=True) if cases[0].layout.world_size == size else ():
             report("together", together_name(cases), case, TOGETHER_MICRO_BATCHES, found)
-    for case in BALANCED:
+    for case in world.extent.balanced:
         if size == 1:
             num = BALANCE_MICRO_BATCHES * case.layout.dp
             reference[balance_of(num)] = world.balance(replace(case, layout=Layout()), num)
