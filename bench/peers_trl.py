@@ -66,10 +66,10 @@ PARTS = ("generate", "logprobs", "update", "rest")
 
 
 def environment() -> dict[str, str]:
-    """Both sides choose their threads themselves; TRL gets what megarl sets for its ranks of memory and of waiting threads."""
+    """Both sides choose their threads, and how these wait, themselves; TRL gets what megarl sets for its ranks of memory."""
     variables = {**os.environ, **get_platform("cpu").env, "HF_HUB_OFFLINE": "1"}
-    del variables["OMP_NUM_THREADS"]
-    return variables
+    # TRL is a single process, whose threads lose by not spinning.
+    return {name: value for name, value in variables.items() if not name.startswith("OMP_")}
 
 
 def trl_python() -> Path:

@@ -54,7 +54,17 @@ def _suits(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(rows), _dense(weight).t(), bias, "none", [], "")
+    (m, k), n = rows.shape, weight.shape[1]
+    # oneDNN is handed the first factor in rows alone. A weight's gradient has it in columns, as long as the micro-batch:
+    # where that is the smaller copy, the other factor is laid out anew, and the product itself.
+    if bias is None and not rows.is_contiguous() and n * (k + m) < m * k:
+        return _linear(weight.t().contiguous(), rows, None).t().contiguous()
+    return _linear(_dense(rows), weight.t(), bias)
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """rows: [M, K], weight: [N, K] -> [M, N]."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, _dense(weight), bias, "none", [], "")
     return product
 
 

@@ -100,8 +100,8 @@ def fill_defaults(recipe: R) -> R:
     What nothing reads is at its default, wherever a preset said otherwise: nobody downstream has to ask. An advantage
     that asks for values has a critic. Samples of older weights are weighed where nothing else is said
     (sampling_rules.correction_by_default). Where SGLang cannot size its cache by itself, rollout.kv_tokens holds
-    rollout.max_running_requests whole samples. On a CPU a forward pass has fewer tokens where nothing is said
-    (Platform.micro_batch_tokens), if whole samples are within them.
+    rollout.max_running_requests whole samples. On a CPU a forward pass has fewer tokens where nothing is said: as many
+    times Platform.micro_batch_tokens as a whole sample takes.
     """
     unread = unread_keys(recipe)
     for key in unread:
@@ -123,9 +123,12 @@ def fill_defaults(recipe: R) -> R:
 
 def _with_micro_batch(recipe: Recipe) -> Recipe:
     fewer = get_platform(recipe.cluster.platform).micro_batch_tokens
-    if fewer is None or fewer < longest_sample(recipe) or "micro_batch_tokens" in recipe.actor.model_fields_set:
+    if fewer is None or "micro_batch_tokens" in recipe.actor.model_fields_set:
         return recipe
-    return recipe.model_copy(update={"actor": recipe.actor.model_copy(update={"micro_batch_tokens": fewer})})
+    tokens = fewer * -(-longest_sample(recipe) // fewer)
+    if tokens >= recipe.actor.micro_batch_tokens:
+        return recipe
+    return recipe.model_copy(update={"actor": recipe.actor.model_copy(update={"micro_batch_tokens": tokens})})
 
 
 def _with_default(section: Any, keys: list[str]) -> Any:

@@ -83,7 +83,7 @@ class Actor(Section):
     )
     micro_batch_tokens: PositiveInt = Field(
         16384,
-        description="most tokens of one forward pass, on one data-parallel rank; default on cpu: 4096, if samples fit",
+        description="most tokens of one forward pass, on one data-parallel rank; on cpu 2048 or a multiple, as samples need",
     )
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
     recompute: Recompute = Field(

@@ -257,9 +257,15 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         if deterministic:
             _allow_attention()
         else:
-            pack = importlib.import_module("megarl.serving.sglang_cpu_linear").pack
-            importlib.import_module("megarl.serving.sglang_cpu_attention").install(pack)
+            importlib.import_module("megarl.serving.sglang_cpu_attention").install(_prepare)
         gc.freeze()
+
+
+def _prepare(model: Any) -> Callable[[], None]:
+    """Have a loaded model's layers computed as suits a CPU; what is returned has to be called when a pass begins."""
+    importlib.import_module("megarl.serving.sglang_cpu_linear").pack(model)
+    begin: Callable[[], None] = importlib.import_module("megarl.serving.sglang_cpu_layers").shorten(model)
+    return begin
 
 
 def fork_children() -> None:

@@ -28,15 +28,17 @@ from megarl.serving.sglang_cpu_rows import Decoder, Step
 class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """SGLang's torch_native backend, which decodes all requests of a batch in a few calls a layer."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, begin_pass: Callable[[], None]) -> None:
         super().__init__(runner)
         pool = self.token_to_kv_pool
+        self._begin_pass = begin_pass
         self._decoder = Decoder(pool.size) if type(pool) is MHATokenToKVPool else None
         self._step: Step | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Called by SGLang before a forward pass."""
         super().init_forward_metadata(forward_batch)
+        self._begin_pass()
         self._step = None
         if self._decoder is None or forward_batch.forward_mode.is_idle():
             return
@@ -66,11 +68,13 @@ def _plain(layer: Any) -> bool:
     return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and (window is None or window < 0)
 
 
-def install(prepare: Callable[[Any], object]) -> None:
-    """Let SGLang's own registry answer with this backend; prepare: is given the model, which is loaded by then."""
+def install(prepare: Callable[[Any], Callable[[], None]]) -> None:
+    """Let SGLang's own registry answer with this backend.
+
+    prepare: is given the model, which is loaded by then; what it returns is called before each pass.
+    """
 
     def make(runner: Any) -> BatchedAttention:
-        prepare(runner.model)
-        return BatchedAttention(runner)
+        return BatchedAttention(runner, prepare(runner.model))
 
     register_attention_backend("torch_native")(make)

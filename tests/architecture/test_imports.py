@@ -47,6 +47,7 @@ SGLANG_MODULES = {
     "megarl.serving.launcher",
     "megarl.serving.sglang_cpu",
     "megarl.serving.sglang_cpu_attention",
+    "megarl.serving.sglang_cpu_layers",
     "megarl.serving.sglang_cpu_linear",
     "megarl.serving.sglang_cpu_kernels",
     "megarl.serving.sglang_flags",

@@ -358,10 +358,12 @@ def test_the_cache_size_is_computed_where_the_server_cannot(recipe_file: Path) -
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["cluster.platform=cpu"], 4096),
+        (["cluster.platform=cpu"], 2048),
         (["cluster.platform=cuda"], 16384),
         (["cluster.platform=cpu", "actor.micro_batch_tokens=16384"], 16384),
-        (["cluster.platform=cpu", "data.max_prompt_tokens=4096"], 16384),  # a sample of 4160 tokens
+        (["cluster.platform=cpu", "data.max_prompt_tokens=4096"], 6144),  # a sample of 4160 tokens
+        (["cluster.platform=cpu", "data.max_prompt_tokens=4032"], 4096),
+        (["cluster.platform=cpu", "data.max_prompt_tokens=16300"], 16384),
     ],
 )
 def test_a_forward_pass_has_fewer_tokens_on_a_cpu(recipe_file, words, wanted):
