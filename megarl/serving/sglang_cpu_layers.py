@@ -87,7 +87,7 @@ def shorten(model: torch.nn.Module) -> Callable[[], None]:
     rotations = []
     for layer in model.modules():
         if type(layer) is RMSNorm and _plain_norm(layer):
-            layer._forward_method = Norm(layer)
+            layer._forward_method = Norm(layer)  # type: ignore[assignment]
         elif isinstance(layer, RotaryEmbedding) and _plain_rotation(layer):
             rotations.append(Rotation(layer))
             layer._forward_method = rotations[-1]
