@@ -3,12 +3,13 @@
     python -m bench.cpu_step
 
 The step is that of bench/peers_trl's second comparison: a random 12M model in float32 that ends responses by chance (mean 300
-tokens, at most 768), 64 samples. A server of the run's own settings is asked by a bare client: once for one token of each
-sample, which is prefill, and once for whole responses. The lengths that come back are what HF generate is held against, and
-what an engine of one rank is given: log-probs, then an update, timed by forward, backward and optimizer. Last, a whole run with
-the recipe's defaults: what its step takes beyond the parts is the gap. A part's bound is the longest of its multiplications at
-this machine's own matmul rate, and its bytes at the rate at which all cores read memory (weights once a pass, keys and values
-once a token, what Adam reads and writes); processes use all cores. Seconds are for 1,000 response tokens.
+tokens, at most 768), 64 samples. As many servers as the run starts, of its own settings, are asked by a bare client: once for
+one token of each sample, which is prefill, and once for whole responses. The lengths that come back are what HF generate is
+held against, and what an engine of one rank is given: log-probs, then an update, timed by forward, backward and optimizer.
+Last, a whole run with the recipe's defaults: what its step takes beyond the parts is the gap. A part's bound is the longest of
+its multiplications at this machine's own matmul rate, and its bytes at the rate at which all cores read memory (weights once a
+pass, keys and values once a token, what Adam reads and writes); processes use all cores. Seconds are for 1,000 response
+tokens.
 Exit code 0 only where no part is faster than its bound: else the bound was measured on a machine that was busy.
 """
 
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -45,7 +47,9 @@ from megarl.data.prompts import load_prompts
 from megarl.models.config import ModelConfig
 from megarl.models.flops import forward_flops, train_flops
 from megarl.models.hf_config import load_model_config
+from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.run.cores import share_cores
 from megarl.run.server_spec import server_spec
 from megarl.serving.client import ServerClient
 from megarl.serving.process import start_all
@@ -81,6 +85,11 @@ class Need:
         sides = {"arithmetic": self.flops / rates.flops_s, "memory": self.num_bytes / rates.bytes_s}
         bound = max(sides, key=lambda side: sides[side])
         return sides[bound], bound
+
+
+def together(needs: Sequence[Need]) -> Need:
+    """What several servers need, each of its own."""
+    return Need(sum(need.flops for need in needs), sum(need.num_bytes for need in needs))
 
 
 def measure_rates() -> Rates:
@@ -133,15 +142,26 @@ def engine_needs(config: ModelConfig, lengths: Sequence[int], passes: int) -> di
 
 
 @contextmanager
-def served(made: Recipe, folder: Path) -> Iterator[ServerProcess]:
-    """The run's own server, with the threads that a run gives it."""
-    spec = server_spec(made, threads=len(os.sched_getaffinity(0)))
-    server = ServerProcess("server 0", spec, get_platform("cpu"), ProcessPlace(folder / "logs", KEY, temp=folder))
+def served(made: Recipe, folder: Path) -> Iterator[list[ServerProcess]]:
+    """The run's own servers, with the threads that a run gives them."""
+    platform, count = get_platform("cpu"), made.rollout.num_servers
+    spec = server_spec(made, threads=platform.threads(count))
+    place = ProcessPlace(folder / "logs", KEY, temp=folder)
+    servers = [ServerProcess(f"server {index}", spec, platform, place) for index in range(count)]
     try:
-        start_all([server], START_S)
-        yield server
+        start_all(servers, START_S)
+        yield servers
     finally:
-        server.stop()
+        for server in servers:
+            server.stop()
+
+
+async def ask_all(
+    servers: Sequence[ServerProcess], shares: Sequence[Sequence[list[int]]], longest: int
+) -> tuple[float, list[list[int]]]:
+    """Each server its share, at the same time: seconds of the slowest, and tokens of each response."""
+    answers = await asyncio.gather(*(ask(*pair, longest) for pair in zip(servers, shares, strict=True)))
+    return max(seconds for seconds, _ in answers), [lengths for _, lengths in answers]
 
 
 async def ask(server: ServerProcess, prompts: Sequence[list[int]], longest: int) -> tuple[float, list[int]]:
@@ -270,7 +290,7 @@ def table(found: dict[str, Any]) -> list[dict[str, Any]]:
     run, of = found["run"], {row["part"]: row["s"] for row in rows}
     per = 1000 / run["tokens"]
     gaps = {
-        "gap: a run's rollout beyond its server's": run["rollout"] * per - of["prefill"] - of["decode"],
+        "gap: a run's rollout beyond its servers'": run["rollout"] * per - of["prefill"] - of["decode"],
         "gap: a run's log-probs beyond the engine's": (run["logprobs"] * per - of["log-probs"])
         if run["logprobs"]
         else 0.0,
@@ -308,27 +328,36 @@ def measure(folder: Path, size: Size, repeats: int) -> dict[str, Any]:
     train = make_prompts(folder / "data", size)
     file = folder / "recipe.json"  # JSON is YAML
     file.write_text(json.dumps(recipe(folder, size, "float32")))
-    made = Recipe.model_validate(json.loads(file.read_text()))
+    made = share_cores(load_recipe(file)).recipe
     config = load_model_config(made.model.path)
     chosen = load_prompts(train, load_tokenizer(made.model.path), made.data).prompts[: size.prompts]
-    prompts = [prompt.token_ids.tolist() for prompt in chosen for _ in range(size.samples)]
-    with served(made, folder) as server:
-        asyncio.run(ask(server, prompts[::-1], 2))  # warm
-        prefill_s, _ = asyncio.run(ask(server, prompts, 1))
-        whole_s, responses = asyncio.run(ask(server, prompts, size.longest))
+    # Samples of a prompt are one server's, as in a run.
+    parts = [chosen[first :: made.rollout.num_servers] for first in range(made.rollout.num_servers)]
+    shares = [[prompt.token_ids.tolist() for prompt in part for _ in range(size.samples)] for part in parts]
+    with served(made, folder) as servers:
+        asyncio.run(ask_all(servers, [share[::-1] for share in shares], 2))  # warm
+        prefill_s, _ = asyncio.run(ask_all(servers, shares, 1))
+        whole_s, answered = asyncio.run(ask_all(servers, shares, size.longest))
+    prompts, responses = list(chain(*shares)), list(chain(*answered))
     others = in_fresh_process(cores, hf_generate, made.model.path, prompts, size.longest)
     lengths = [len(prompt) + count for prompt, count in zip(prompts, responses, strict=True)]
     engine = in_fresh_process(cores, run_engine, made.model.path, lengths, repeats)
     run = run_steps(folder, size)
     needs = {
-        "prefill": prefill_need(config, [len(prompt.token_ids) for prompt in chosen]),
-        "decode": decode_need(config, [len(prompt) for prompt in prompts], responses),
+        "prefill": together([prefill_need(config, [len(prompt.token_ids) for prompt in part]) for part in parts]),
+        "decode": together(
+            [
+                decode_need(config, [len(prompt) for prompt in share], lengths)
+                for share, lengths in zip(shares, answered, strict=True)
+            ]
+        ),
         **engine_needs(config, lengths, engine["passes"]),
     }
     tokens = sum(responses)
     found: dict[str, Any] = {
         "size": asdict(size),
         "cores": cores,
+        "servers": len(shares),
         "tokens": tokens,
         "rates": asdict(rates),
         "needs": {part: asdict(need) for part, need in needs.items()},
@@ -336,7 +365,7 @@ def measure(folder: Path, size: Size, repeats: int) -> dict[str, Any]:
         "run": run,
         "generation": {
             "a run": run["tokens"] / run["rollout"],
-            "bare server": tokens / whole_s,
+            "bare servers": tokens / whole_s,
             "HF generate": others["tokens"] / others["seconds"],
         },
         "passes": {"decode": int(np.max(responses)) - 1, "engine": engine["passes"]},
