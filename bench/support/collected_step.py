@@ -10,6 +10,7 @@ has to clear; later ones find it there.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -194,7 +195,7 @@ def step_recipe(folder: Path, size: Size) -> Recipe:
     """Of a step of all the samples."""
     return Recipe.model_validate(
         {
-            "run": {"dir": folder, "name": "run"},
+            "run": {"dir": folder, "name": f"run-{os.getpid()}"},  # each writes samples of its own
             "model": {"path": folder},
             "data": {"train": folder / "train.jsonl", "shuffle": False},
             "rollout": {

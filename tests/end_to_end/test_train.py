@@ -1,6 +1,6 @@
 """`megarl train` from the command line, on two tensor-parallel ranks: what a run leaves, and how it goes on.
 
-It goes on under three of the kills of docs/kills.md, others each day: `kill -9` of any process in any phase changes nothing.
+It goes on under two of the kills of docs/kills.md, others each day: `kill -9` of any process in any phase changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GRADED = f"reward.fn=bench.support.killed_runs:{graded.__name__}"
 TWO = ("cluster.devices=2", "actor.parallel.tp=2", "rollout.deterministic=true", GRADED, f"eval.every={EVERY}")
 NAME, SETTING = "trained", ("report.wandb={}", f"train.save_every={EVERY}", *TWO)
 FIRST_STEPS, STEPS = 3, 9
-NUM_KILLS = 3  # of a day
+NUM_KILLS = 2  # of a day
 SAMPLED = re.compile(r"(actor|critic|reward|rollout|eval|data)/")
 COUNTS_OF_DEATHS = {"rollout/server_restarts", "rollout/groups_lost"}
 
