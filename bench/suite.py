@@ -20,6 +20,7 @@ GOAL_S = 20 * 60
 FILE = re.compile(r" *(\d+) +(\d+) (tests/\S+)")
 ALL = re.compile(r" *(\d+) +(\d+) all (\d+), within (\d+) s")
 PASSED = re.compile(r"(\d+) passed")
+FAILED = re.compile(r"(\d+) failed")
 
 
 def read(text: str) -> dict[str, Any]:
@@ -28,7 +29,9 @@ def read(text: str) -> dict[str, Any]:
     if whole is None:
         raise ValueError("the suite ended before it told what its files took")
     of_files, cpu_s, num_files, seconds = map(int, whole.groups())
-    passed = PASSED.search(text, whole.end())
+    # The first pass over all files; those that failed in it are tried again after that.
+    summary = next((line for line in text[whole.end() :].splitlines() if PASSED.search(line)), "")
+    passed, failed = PASSED.search(summary), FAILED.search(summary)
     return {
         "goal_s": GOAL_S,
         "seconds": seconds,
@@ -36,6 +39,7 @@ def read(text: str) -> dict[str, Any]:
         "of_files_s": of_files,
         "num_files": num_files,
         "passed": int(passed[1]) if passed else 0,
+        "failed": int(failed[1]) if failed else 0,
         "longest": [[name, int(each_s), int(each_cpu_s)] for each_s, each_cpu_s, name in FILE.findall(text)],
     }
 

@@ -270,8 +270,8 @@ def sandbox(result: Result) -> str:
 def suite(result: Result) -> str:
     longest = ", ".join(f"{name.removeprefix('tests/')} {cpu_s}" for name, _, cpu_s in result["longest"][:5])
     return (
-        f"{result['passed']:,} tests of {result['num_files']} files in {result['seconds'] / 60:.1f} minutes, "
-        f"{result['cpu_s']:,} processor seconds; most by {longest}"
+        f"{result['passed']:,} tests (and {result['failed']} that failed) of {result['num_files']} files in "
+        f"{result['seconds'] / 60:.1f} minutes, {result['cpu_s']:,} processor seconds; most by {longest}"
     )
 
 

@@ -14,7 +14,7 @@ from megarl.run.begin import say
 
 # Seen on two cores with the model, prompts and lengths of bench/peers_trl, rounded down; START_S by `python -m bench.start`.
 LAYER_PASS_S = 0.003  # of a layer of a small model, to decode a token of each of some thirty requests
-SAVED = 0.25  # of that, by a second server: what a server does between products is work for one core
+SAVED = 0.2  # of that, by a second server: what a server does between products is work for one core
 START_S = 6.0  # that one more server takes of a core to start
 MOST = 4  # more were never tried
 FEWEST_REQUESTS = 32  # of a step, for a server: few end soon, and then all but one server waits

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary positions of SGLang on a CPU, in a third of the operations that its plain torch code takes.
+"""RMSNorm and rotary positions of SGLang on a CPU, in fewer calls of torch than its own code makes.
 
 A decode step is a few rows a layer: each operation costs its dispatch more than its arithmetic. Sines and cosines are
 looked up once a pass and not once a layer. Layers with options that are not covered here keep SGLang's own code.
@@ -33,6 +33,10 @@ class Norm:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x: [..., hidden_size] -> the same, and the sum with the residual where there is one. Called by SGLang."""
         weight, epsilon = self._layer.weight, self._layer.variance_epsilon
+        others = (each for each in (residual, post_residual_addition) if each is not None)
+        if any(each.dtype != x.dtype for each in (weight, *others)):
+            normed: Tensor | tuple[Tensor, Tensor] = self._layer.forward_native(x, residual, post_residual_addition)
+            return normed
         if residual is None:
             return rms_norm(x.contiguous(), self._shape, weight, epsilon)
         x = x + residual

@@ -32,7 +32,7 @@ def test_what_the_suite_says_is_read() -> None:
     found = read("\n".join(["noise 12 passed", *terminal.lines, "1 failed, 41 passed in 99.0s", "1 passed in 2s"]))
     assert found["longest"] == [["tests/end_to_end/test_long.py", 61, 40], ["tests/core/test_a.py", 3, 2]]
     assert (found["seconds"], found["cpu_s"], found["of_files_s"], found["num_files"]) == (100, 42, 64, 2)
-    assert found["passed"] == 41
+    assert (found["passed"], found["failed"]) == (41, 1)
 
 
 def test_a_suite_that_was_ended_says_nothing() -> None:

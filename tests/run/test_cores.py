@@ -50,7 +50,7 @@ def test_a_server_a_core_where_it_pays(place, model_folder, overrides, cores, me
 
 def test_the_limit_is_what_a_start_takes(place, model_folder):
     model = load_model_config(model_folder)
-    per_step = 512 * model.num_layers * 0.003 * 0.25
+    per_step = 512 * model.num_layers * 0.003 * 0.2
     for steps, wanted in ((int(START_S / per_step), 1), (int(START_S / per_step) + 1, 2)):
         recipe = load_recipe(place.recipe, [*LONG, f"train.steps={steps}"]).recipe
         assert servers_for(recipe, model, 2, 24 * GIB) == wanted

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-from megarl.core.platform import get_platform
+from tests.serving.alone import run_alone
 
 # In a process of its own: SGLang's modules stay where they were imported.
 SCRIPT = """
@@ -37,6 +33,10 @@ for dtype in TOLERANCES:
     same(norm(x, residual, more), norm.forward_native(x, residual, more), dtype)
     gaps = torch.randn(7, 80).to(dtype)[:, ::2]
     same([norm(gaps)], [norm.forward_native(gaps)], dtype)
+    wide = x.float() if dtype is torch.bfloat16 else x.double()  # mixed: as SGLang has it
+    assert torch.equal(norm(wide), norm.forward_native(wide)), "mixed"
+    for mine, native in zip(norm(x, residual.double()), norm.forward_native(x, residual.double())):
+        assert torch.equal(mine, native) and mine.dtype == native.dtype, "mixed residual"
     norm.weight.data.normal_()  # as by a sync
     same([norm(x)], [norm.forward_native(x)], dtype)
 
@@ -79,13 +79,4 @@ print("done")
 
 
 def test_numbers_are_those_of_sglang_s_own_code() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **get_platform("cpu").env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split()[-1] == "done"
+    run_alone(SCRIPT)

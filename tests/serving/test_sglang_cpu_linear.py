@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-from megarl.core.platform import get_platform
+from tests.serving.alone import run_alone
 
 # In a process of its own: SGLang's modules stay where they were imported. Prints what it found, a word each.
 SCRIPT = """
@@ -67,13 +63,4 @@ print("done")
 
 
 def test_products_are_those_of_the_weights_last_loaded() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **get_platform("cpu").env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split()[-1] == "done"
+    run_alone(SCRIPT)
