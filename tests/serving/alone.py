@@ -1,23 +1,59 @@
-"""Runs a script in a process of its own, as a rank or server would have its environment: what it imports stays there."""
+"""`python -m tests.serving.alone MODULE...`: loads what a server serves with, says what that was, and runs modules' `main`.
+
+Each module in a copy of the process, which costs nothing, where loading SGLang costs seconds: what one changes there no other
+sees. Prints one JSON object: `loaded`, and by the module's name what went wrong in it, if anything.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import traceback
 
-from megarl.core.platform import get_platform
+UNWANTED = ("megatron", "wandb", "scipy", "torch._inductor.compile_fx")
 
 
-def run_alone(script: str) -> None:
-    """The script has to come to its end, where it prints `done`."""
-    found = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **get_platform("cpu").env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split()[-1] == "done"
+def wrong_in(module: str) -> str:
+    """What the module's `main` ends with in a copy of this process; nothing where all is well."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        told = b"ended by itself"
+        try:
+            importlib.import_module(module).main()
+            told = b""
+        except BaseException:
+            told = traceback.format_exc().encode()
+        finally:
+            os.write(writer, b"it came to its end\n" + told)
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as answer:
+        text = answer.read()
+    os.wait()
+    begun, _, problem = text.partition("\n")
+    return problem if begun else "its process died"
+
+
+def main() -> None:
+    from megarl.serving import sglang_cpu
+
+    sglang_cpu.load()
+    sglang_cpu.fork_children()
+    unwanted = [name for name in UNWANTED if name in sys.modules]
+    multiprocessing.set_start_method("spawn", force=True)
+    loaded = {
+        "unwanted": unwanted,
+        "children": multiprocessing.get_start_method(),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+    found = {module: wrong_in(module) for module in sys.argv[1:]}
+    for name in ("scipy", "megatron.core"):  # kept away from the server alone
+        importlib.import_module(name)
+    print(json.dumps({"loaded": loaded, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.core.platform import get_platform
 from megarl.serving import sglang_cpu, sglang_cpu_kernels
 from megarl.serving.sglang_cpu import StandInFinder, StandInModule
 
@@ -87,31 +85,6 @@ def test_a_function_is_compiled_when_it_is_called_and_not_before(monkeypatch: py
     assert compiled[1:] == ["more {}", "Identity {}"]
 
 
-@pytest.fixture(scope="module")
-def loaded() -> list[str]:
-    """What a process says that has loaded what a server serves with."""
-    code = """
-import multiprocessing, os, sys
-from megarl.serving import sglang_cpu
-sglang_cpu.load()
-sglang_cpu.fork_children()
-unwanted = {'megatron', 'wandb', 'scipy', 'torch._inductor.compile_fx'}
-print("loaded", *sorted(unwanted & set(sys.modules)))
-multiprocessing.set_start_method("spawn", force=True)
-print(multiprocessing.get_start_method(), len(os.listdir("/proc/self/task")))
-import scipy, megatron.core
-"""
-    env = {**os.environ, **get_platform("cpu").env}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()[-2:]
-
-
-def test_a_server_loads_no_more_than_it_serves_with(loaded: list[str]) -> None:
-    """Megatron and torch's compiler are installed beside it, and seconds of every start."""
-    assert loaded[0].split() == ["loaded"]
-
-
 def murmur(blocks: list[int]) -> int:
     """MurmurHash3_x86_32 of whole blocks with seed 0, after the published algorithm, in plain Python."""
     state = 0
@@ -172,12 +145,6 @@ first.close(); second.close()
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     # Of each piece one mapping is its maker's.
     assert told.stdout.splitlines() == ["[True, 2]", "[0, 1, 2]"]
-
-
-@pytest.mark.slow
-def test_the_loaded_server_has_one_thread_and_its_children_are_copies(loaded: list[str]) -> None:
-    # A copy of a process with threads could wait for ever for what one of them held.
-    assert loaded[1].split() == ["fork", "1"]
 
 
 def test_what_asks_for_cuda_of_torch_is_answered() -> None:

@@ -1,17 +1,17 @@
-"""Linear layers with their copy for oneDNN: the numbers of the plain weights, as of the last load that has ended."""
+"""Linear layers with their copy for oneDNN: the numbers of the plain weights, as of the last load that has ended.
+
+For a process that has loaded SGLang (alone.py).
+"""
 
 from __future__ import annotations
 
-from tests.serving.alone import run_alone
-
-# In a process of its own: SGLang's modules stay where they were imported. Prints what it found, a word each.
-SCRIPT = """
+import pytest
 import torch
-from torch.nn.functional import linear
-from megarl.serving import sglang_cpu
-sglang_cpu.install()
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from torch.nn.functional import linear
+
 from megarl.serving import sglang_cpu_linear
+
 
 class Layer(torch.nn.Module):
     def __init__(self, dtype):
@@ -19,20 +19,14 @@ class Layer(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(24, 40).to(dtype), requires_grad=False)
         self.quant_method = UnquantizedLinearMethod()
 
+
 def close(layer, weight, rows, bias=None):
     x = torch.randn(*rows, 40).to(weight.dtype)
-    torch.testing.assert_close(layer.quant_method.apply(layer, x, bias), linear(x, weight, bias), rtol=2e-2, atol=1e-5 if
-        weight.dtype == torch.float32 else 5e-2)
+    atol = 1e-5 if weight.dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(layer.quant_method.apply(layer, x, bias), linear(x, weight, bias), rtol=2e-2, atol=atol)
 
-def refused(*arguments):
-    try:
-        close(*arguments)
-    except AssertionError:
-        return True
-    return False
 
-torch.manual_seed(0)
-for dtype in (torch.float32, torch.bfloat16):
+def check_loads(dtype):
     layer = Layer(dtype)
     model = torch.nn.Sequential(layer, torch.nn.Linear(2, 2))
     assert sglang_cpu_linear.pack(model) == 1, "packed"
@@ -42,7 +36,8 @@ for dtype in (torch.float32, torch.bfloat16):
     old = layer.weight.clone()
     layer.weight.data.copy_(torch.randn(24, 40))
     close(layer, old, (9,))  # nothing said that the weights changed
-    assert refused(layer, layer.weight, (9,))
+    with pytest.raises(AssertionError):
+        close(layer, layer.weight, (9,))
     layer.quant_method.restore_weights_before_loading(layer)
     close(layer, layer.weight, (9,))
     layer.weight.data.copy_(torch.randn(24, 40))
@@ -51,16 +46,15 @@ for dtype in (torch.float32, torch.bfloat16):
     close(layer, layer.weight, (9,))
     assert layer.quant_method._packed is not None
 
-layer = Layer(torch.float32)
-sglang_cpu_linear.MOST_BYTES = layer.weight.nbytes - 1
-assert sglang_cpu_linear.pack(layer) == 0, "too large"
-assert type(layer.quant_method) is UnquantizedLinearMethod
-half = Layer(torch.float16)
-sglang_cpu_linear.MOST_BYTES = 10**6
-assert sglang_cpu_linear.pack(half) == 0, "float16"
-print("done")
-"""
 
-
-def test_products_are_those_of_the_weights_last_loaded() -> None:
-    run_alone(SCRIPT)
+def main():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_loads(dtype)
+    layer = Layer(torch.float32)
+    sglang_cpu_linear.MOST_BYTES = layer.weight.nbytes - 1
+    assert sglang_cpu_linear.pack(layer) == 0, "too large"
+    assert type(layer.quant_method) is UnquantizedLinearMethod
+    half = Layer(torch.float16)
+    sglang_cpu_linear.MOST_BYTES = 10**6
+    assert sglang_cpu_linear.pack(half) == 0, "float16"

@@ -1,0 +1,51 @@
+"""A process that has loaded SGLang as a CPU's server has: what is in it, and that its layers have SGLang's numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megarl.core.platform import get_platform
+
+# In processes of their own: SGLang's modules stay where they were imported.
+NORMS, LINEARS = "tests.serving.sglang_norms", "tests.serving.sglang_linears"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the process says of itself, and what went wrong in the copies of it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.serving.alone", NORMS, LINEARS],
+        env={**os.environ, **get_platform("cpu").env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def test_a_server_loads_no_more_than_it_serves_with(found: dict[str, Any]) -> None:
+    """Megatron and torch's compiler are installed beside it, and seconds of every start."""
+    assert found["loaded"]["unwanted"] == []
+
+
+@pytest.mark.slow
+def test_the_loaded_server_has_one_thread_and_its_children_are_copies(found: dict[str, Any]) -> None:
+    # A copy of a process with threads could wait for ever for what one of them held.
+    assert (found["loaded"]["children"], found["loaded"]["threads"]) == ("fork", 1)
+
+
+def test_norms_and_rotary_positions_have_the_numbers_of_sglang_s_own_code(found: dict[str, Any]) -> None:
+    assert found[NORMS] == ""
+
+
+def test_products_are_those_of_the_weights_last_loaded(found: dict[str, Any]) -> None:
+    assert found[LINEARS] == ""
