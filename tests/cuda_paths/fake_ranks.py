@@ -84,11 +84,14 @@ def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
 
 
 def covering(config: ModelConfig, layout: Layout) -> list[int]:
-    """Ranks that together have every stage with every share of the dense weights, and every share of the experts."""
+    """Ranks that together have every stage, every share of the dense weights, and every share of the experts.
+
+    Shares of different stages are cut alike: not every stage comes with every share.
+    """
     chosen, covered = [], set()
     for rank in range(layout.world_size):
         where = place(rank, layout)
-        parts: set[tuple[Any, ...]] = {("dense", where.pp, where.tp)}
+        parts: set[tuple[Any, ...]] = {("stage", where.pp), ("dense", where.tp)}
         if config.moe is not None:
             parts.add(("experts", where.ep, where.etp))
         if parts - covered:
