@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from tests.end_to_end.harness import Driver, start
 pytestmark = pytest.mark.slow
 
 PPO = (
-    "run.name=ppo",
     "algorithm.preset=ppo",
     "algorithm.kl_coef=0.1",
     "algorithm.kl_control.target=0.01",
@@ -27,11 +27,20 @@ PPO = (
     "critic.optimizer.lr=1e-3",
     "train.async_save=true",
 )
+# Elsewhere than in the run that was saved: the checkpoint is read at other layouts.
+APART = (
+    "actor.parallel.tp=1",
+    "critic.parallel.pp=1",
+    "placement.pools={a: {devices: 1, roles: [actor, reference]}, b: {devices: 1, roles: [critic, reward_model]}}",
+    # How a server batches would otherwise show in the last bit of its log-probs.
+    "rollout.deterministic=true",
+    "train.keep_last=1",
+)
 
 
 @pytest.fixture(scope="module")
 def trained(inputs: Path) -> Driver:
-    driver = start(inputs, *PPO)
+    driver = start(inputs, "run.name=ppo", *PPO)
     code, _, error = driver.finish()
     assert code == 0, error
     driver.assert_nothing_left()
@@ -53,48 +62,36 @@ def test_every_role_does_its_part(trained: Driver) -> None:
     assert coefficients[0] == 0.1 and coefficients[0] > coefficients[1] > coefficients[2]
 
 
-def test_checkpoints_hold_all_that_changes_and_a_run_goes_on_with_it(trained: Driver, inputs: Path) -> None:
-    newest = trained.folder / "checkpoints" / "step_000003"
-    assert {"actor", "critic", "reference"} <= {path.name for path in newest.iterdir()}
-    before = trained.metrics()
-    driver = start(inputs, *PPO, "train.steps=4", "--resume")
-    code, _, error = driver.finish()
-    assert code == 0, error
-    rows = driver.metrics()
-    assert rows[:4] == before and rows[4]["step"] == 4
-    # The actor has learned in step 3, and the reference is what it was refreshed to in step 2.
-    assert abs(rows[4]["reward/kl"]) > 1e-7
-    assert rows[4]["reward/kl_coef"] < before[3]["reward/kl_coef"]
-
-
-def test_a_critic_apart_learns_beside_the_next_rollout_and_to_the_bit_the_same(trained: Driver, inputs: Path) -> None:
-    """Where a step is saved, everybody is waited for in it: the run that saves each step is the one to compare with.
+def test_runs_go_on_with_all_that_was_saved_and_a_critic_apart_learns_beside_the_next_rollout(
+    trained: Driver, inputs: Path
+) -> None:
+    """To the bit what a run learns whose critic is waited for. Where a step is saved, everybody is waited for in it:
+    the run that saves each step is the one to compare with.
 
     Beside the critic is a reward model: the critic that was exported before.
     """
+    newest = trained.folder / "checkpoints" / "step_000003"
+    assert {"actor", "critic", "reference"} <= {path.name for path in newest.iterdir()}
     exported = trained.folder / "hf_critic"
     model = AutoModelForSequenceClassification.from_pretrained(exported)
     assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
-    rows = {}
+    scored = (f"reward_model.path={exported}", "reward_model.weight=0.5")
+    before, rows = trained.metrics(), {}
     for name, every in (("late", 100), ("waited_for", 1)):
-        driver = start(
-            inputs,
-            *(f"run.name={name}", f"train.save_every={every}", "train.steps=2", "rollout.prompts_per_step=2"),
-            *("algorithm.preset=ppo", "algorithm.kl_coef=0"),
-            *(f"reward_model.path={exported}", "reward_model.weight=0.5"),
-            *(
-                "cluster.devices=2",
-                "placement.pools={a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [critic, reward_model]}}",
-            ),
-            # How a server batches would otherwise show in the last bit of its log-probs.
-            *("rollout.deterministic=true", "train.keep_last=1"),
-        )
+        shutil.copytree(trained.folder, trained.folder.with_name(name))
+        more = (f"train.save_every={every}", "train.steps=5", "--resume", "--discard-journal")
+        driver = start(inputs, f"run.name={name}", *PPO, *APART, *scored, *more)
         code, _, error = driver.finish()
         assert code == 0, error
         driver.assert_nothing_left()
-        logs = {path.name for path in (driver.folder / "logs").glob("*rank_*.log")}
+        logs = {path.name for path in (driver.folder / "logs").glob("?_rank_*.log")}
         assert logs == {"a_rank_0.log", "b_rank_0.log"}
-        rows[name] = driver.metrics()[1:]
+        assert driver.metrics()[:4] == before
+        rows[name] = driver.metrics()[4:]
+        assert [row["step"] for row in rows[name]] == [4, 5]
+        # The actor has learned in step 3, and the reference is what it was refreshed to in step 2.
+        assert abs(rows[name][0]["reward/kl"]) > 1e-7
+        assert rows[name][0]["reward/kl_coef"] < before[3]["reward/kl_coef"]
     # What is waited for the critic's first update, if anything, counts in the second step.
     assert "perf/critic_s" not in rows["late"][0]
     assert all("perf/critic_s" in row for row in rows["waited_for"])
