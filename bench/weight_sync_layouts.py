@@ -69,7 +69,7 @@ def measured(model: str, ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
                 free_port(),
                 world_size,
                 sizes,
-                TRANSPORTS,
+                [TRANSPORTS] * len(sizes),
                 [str(path) for path in models],
                 [asdict(server) for server in servers],
                 str(folder),

@@ -38,7 +38,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Job:
-    """layouts: as `Layout` takes them, tried one by one with each transport. models: two of the same config, in turn.
+    """layouts: as `Layout` takes them, tried one by one. transports: those of each. models: two of the same config, in turn.
 
     servers: of ServerEndpoint. root: for what is exported, weight versions and the registry of shared memory; what was seen goes
     there, a line a sync (`ROWS`).
@@ -47,7 +47,7 @@ class Job:
     port: int
     world_size: int
     layouts: list[dict[str, Any]]
-    transports: list[str]
+    transports: list[list[str]]
     models: list[str]
     servers: list[dict[str, Any]]
     root: str
@@ -136,8 +136,8 @@ def main() -> None:
     rows = Path(job.root) / ROWS
     turn = len(rows.read_text().splitlines()) if rows.exists() else 0
     rank.rendezvous("127.0.0.1", job.port, TIMEOUT_S)
-    for sizes in job.layouts:
-        for transport in job.transports:
+    for sizes, transports in zip(job.layouts, job.transports, strict=True):
+        for transport in transports:
             check(job, rank, Layout(world_size=job.world_size, **sizes), transport, Path(job.models[turn % 2]))
             turn += 1
     rank.close()

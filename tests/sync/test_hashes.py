@@ -105,14 +105,23 @@ def test_servers_in_bfloat16_hold_what_rounding_makes_of_float32(copies: Copies,
         assert len(differing(server, model, torch.float32)) > 20
 
 
-# All layouts of tests/training/invariance_cases: bench/weight_sync_layouts.
-LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[dict[str, Any]]]]] = [
+# All layouts of tests/training/invariance_cases, each by every transport: bench/weight_sync_layouts. Here those with ranks
+# enough to tell the transports apart take all of them, the others some: each transport is that of two layouts at least.
+LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[tuple[dict[str, Any], list[str]]]]]] = [
     (
         "qwen3",
         {"vocab_size": 130, "num_hidden_layers": 4},
-        {1: [{}], 2: [{"pp": 2, "vpp": 2}, {"cp": 2}], 4: [{"tp": 2, "pp": 2}]},
+        {
+            1: [({}, ["shared_memory", "disk"])],
+            2: [({"pp": 2, "vpp": 2}, ["broadcast", DEVICES]), ({"cp": 2}, ["shared_memory"])],
+            4: [({"tp": 2, "pp": 2}, TRANSPORTS)],
+        },
     ),
-    ("qwen3_moe", EXPERTS, {2: [{"tp": 2, "ep": 2, "sequence_parallel": True}], 4: [{"ep": 2, "etp": 2}]}),
+    (
+        "qwen3_moe",
+        EXPERTS,
+        {2: [({"tp": 2, "ep": 2, "sequence_parallel": True}, ["disk"])], 4: [({"ep": 2, "etp": 2}, TRANSPORTS)]},
+    ),
 ]
 
 
@@ -122,7 +131,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[int, list[dict[str, Any]]]]] = [
 def test_servers_of_any_size_hold_the_export_of_any_layout(
     family: str,
     overrides: dict[str, Any],
-    layouts: dict[int, list[dict[str, Any]]],
+    layouts: dict[int, list[tuple[dict[str, Any], list[str]]]],
     ranks: Ranks,
     copies: Copies,
     tmp_path: Path,
@@ -134,16 +143,17 @@ def test_servers_of_any_size_hold_the_export_of_any_layout(
             job = Job(
                 free_port(),
                 world_size,
-                each,
-                TRANSPORTS,
+                [sizes for sizes, _ in each],
+                [transports for _, transports in each],
                 [str(model) for model in models],
                 [asdict(server) for server in servers],
                 str(tmp_path),
             )
             file, log = job.write(tmp_path / f"{world_size}.json"), tmp_path / f"{world_size}.log"
             assert ranks.run("tests.sync.hash_ranks", world_size, file, log=log) == ""
-        rows = (tmp_path / ROWS).read_text().splitlines()
-        assert len(rows) == len(TRANSPORTS) * sum(map(len, layouts.values()))
+        rows = [json.loads(row) for row in (tmp_path / ROWS).read_text().splitlines()]
+        wanted = [transport for each in layouts.values() for _, transports in each for transport in transports]
+        assert [row["transport"] for row in rows] == wanted
 
 
 def test_differences_name_tensor_rank_and_what_is_wrong() -> None:
