@@ -1,7 +1,8 @@
 """Stands in for `megarl train` where only the job around it is looked at: a driver that does what its folder says.
 
-python slurm_driver.py FOLDER: writes what it sees of its Ray to FOLDER/seen-RESTART.json; ends with the exit code in
-FOLDER/code, or, where there is none, waits for the request to stop at its first start and ends well at its second.
+python slurm_driver.py FOLDER: writes what it sees of its Ray to FOLDER/seen-RESTART.json, and waits at its first start for the
+request to stop: then it ends with the exit code in FOLDER/code, or, where there is none, stops as a run does. At its second start
+it ends well.
 """
 
 from __future__ import annotations
@@ -30,13 +31,11 @@ def main() -> int:
     partial = folder / f".seen-{restart}.json"
     partial.write_text(json.dumps(seen))
     partial.rename(folder / f"seen-{restart}.json")
+    if restart > 0:
+        return 0
+    signal.sigwait([signal.SIGUSR1])
     code = folder / "code"
-    if code.exists():
-        return int(code.read_text())
-    if restart == 0:
-        signal.sigwait([signal.SIGUSR1])
-        return STOPPED
-    return 0
+    return int(code.read_text()) if code.exists() else STOPPED
 
 
 if __name__ == "__main__":

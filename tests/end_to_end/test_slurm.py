@@ -18,14 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 JOB_S = 240.0
 OURS = ("-m megarl", "raylet", "gcs_server", "ray::", "ray.scripts", "sglang")
-SFT = """
-run: {{name: cancelled, dir: {folder}/runs}}
-cluster: {{platform: cpu, devices: 2}}
-model: {{path: {folder}/model, dtype: float32}}
-data: {{train: {folder}/data/sft.jsonl, max_tokens: 128}}
-actor: {{micro_batch_tokens: 512}}
-train: {{steps: 100000, batch_samples: 8}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +106,15 @@ def test_two_jobs_on_a_node_do_not_meet_and_their_exit_codes_are_the_drivers(
     for key in ("session", "token"):
         assert seen[0][key] != seen[1][key]
     assert [len(each["nodes"]) for each in seen] == [1, 1]
-    # Before a time limit, SLURM sends the signal that is sent here to one of them; the other is ended while it waits.
-    slurm.ask("scancel", "--batch", "--signal=USR1", jobs[0])
-    slurm.ask("scancel", jobs[1])
-    wait_for(slurm, jobs[1], "CANCELLED")
-    (first / "code").write_text("7")
-    wait_for(slurm, jobs[0], "FAILED")
-    assert (first / "seen-1.json").exists() and field(slurm, jobs[0], "Restarts") == "1"
-    assert field(slurm, jobs[0], "ExitCode") == "7:0"
+    # Before a time limit, SLURM sends the signal that is sent here: one stops as a run does, the other fails.
+    (second / "code").write_text("7")
+    for job in jobs:
+        slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    wait_for(slurm, jobs[1], "FAILED")
+    wait_for(slurm, jobs[0], "COMPLETED")
+    assert (first / "seen-1.json").exists()
+    assert [field(slurm, job, "Restarts") for job in jobs] == ["1", "0"]
+    assert [field(slurm, job, "ExitCode") for job in jobs] == ["0:0", "7:0"]
     events = [json.loads(line) for line in (first / "events.jsonl").read_text().splitlines()]
     start = ["started", "nodes ready", "driver ended", "nodes ended"]
     assert [(each["restart"], each["event"]) for each in events] == [
@@ -144,44 +137,37 @@ def test_a_node_that_does_not_come_is_named(slurm: SlurmCluster, tmp_path: Path)
     assert_nothing_left(slurm, *slurm.compute)
 
 
-def test_a_cancelled_run_leaves_nothing_on_any_node(slurm: SlurmCluster, inputs: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "sft.yaml"
-    recipe.write_text(SFT.format(folder=inputs))
-    run = inputs / "runs" / "cancelled"
-    done = slurm.megarl("submit", str(recipe), "--slurm", "--nodes=2", f"--temp={slurm.disk}")
-    assert done.returncode == 0, done.stderr
-    slurm.wait(lambda: bool(steps(run)), JOB_S)
-    again = slurm.megarl("submit", str(recipe), "--slurm", "--resume")
-    assert again.returncode == 2 and "has not ended" in again.stderr
-    assert "RUNNING" in slurm.megarl("status", str(run)).stdout
-    assert slurm.megarl("cancel", str(run)).returncode == 0
-    wait_for(slurm, job_of(run), "CANCELLED")
-    assert_nothing_left(slurm, *slurm.compute)
-
-
-def test_a_run_over_three_nodes_goes_on_after_one_lost_its_power(slurm: SlurmCluster, inputs: Path) -> None:
+def test_a_run_over_three_nodes_goes_on_after_one_lost_its_power_and_cancelled_leaves_nothing(
+    slurm: SlurmCluster, inputs: Path
+) -> None:
     recipe = inputs / "slurm.yaml"
     recipe.write_text(RECIPE.format(folder=inputs))
     run = inputs / "runs" / "slurm"
-    overrides = ("run.name=slurm", "cluster.devices=2", "train.steps=4", "train.save_every=1", "data.eval=null")
-    words = ("submit", str(recipe), *overrides, "--slurm", "--nodes=3", f"--temp={slurm.disk}", "--follow")
-    following = slurm.popen([sys.executable, "-m", "megarl", *words])
+    overrides = ("run.name=slurm", "cluster.devices=2", "train.steps=1000", "train.save_every=1", "data.eval=null")
+    words = ("submit", str(recipe), *overrides, "--slurm", "--nodes=3", f"--temp={slurm.disk}")
+    following = slurm.popen([sys.executable, "-m", "megarl", *words, "--follow"])
     try:
         slurm.wait(lambda: 2 in steps(run), JOB_S)
         found = {node.name: processes(node) for node in slurm.compute}
         ranks = [name for name, lines in found.items() if "ray::RankActor" in lines]
         servers = [name for name, lines in found.items() if "sglang_cpu" in lines]
         assert len(ranks) == 2 and len(servers) == 1 and not set(ranks) & set(servers), found
+        assert "RUNNING" in slurm.megarl("status", str(run)).stdout
         lost = slurm.node(ranks[1])
         lost.power_off()
         slurm.wait(lambda: "SLURM queues the job again" in log_of(run), JOB_S)
+        again = slurm.megarl(*words, "--resume")
+        assert again.returncode == 2 and "has not ended" in again.stderr
+        before = steps(run)[-1]
         slurm.restart(lost)
+        slurm.wait(lambda: steps(run)[-1] > before, JOB_S)
+        assert slurm.megarl("cancel", str(run)).returncode == 0
         out, err = following.communicate(timeout=JOB_S)
     finally:
         following.kill()
-    assert following.returncode == 0, (out, err, log_of(run))
+    # By SIGTERM, or by the SIGKILL that SLURM sends after it where the job is not quick.
+    assert following.returncode in (137, 143), (out, err, log_of(run))
     assert f"lost {lost.name}" in out
-    assert steps(run) == [0, 1, 2, 3, 4]
-    assert (run / "hf" / "config.json").exists()
-    assert field(slurm, job_of(run), "Restarts") == "1"
+    assert steps(run) == list(range(len(steps(run))))
+    assert field(slurm, job_of(run), "JobState") == "CANCELLED" and field(slurm, job_of(run), "Restarts") == "1"
     assert_nothing_left(slurm, *slurm.compute)
