@@ -122,13 +122,18 @@ BALANCED = _cases(_EVERYDAY_BALANCED)
 # Roles of different layouts in the same processes, called in turn. The last is frozen.
 TOGETHER: list[tuple[Case, ...]] = [
     (
-        Case("dense", Layout(pp=2, vpp=2, world_size=4)),
-        Case("tied", Layout(tp=2, pp=2, world_size=4, sequence_parallel=True)),
-        Case("deep", Layout(cp=4, world_size=4)),
+        Case("dense", Layout(pp=2, vpp=2, world_size=2)),
+        Case("tied", Layout(tp=2, world_size=2, sequence_parallel=True)),
+        Case("deep", Layout(cp=2, world_size=2)),
     ),
 ]
 _MORE_TOGETHER: list[tuple[Case, ...]] = [
     (Case("dense", Layout(tp=2, world_size=2)), Case("dense", Layout(pp=2, world_size=2))),
+    (
+        Case("dense", Layout(pp=2, vpp=2, world_size=4)),
+        Case("tied", Layout(tp=2, pp=2, world_size=4, sequence_parallel=True)),
+        Case("deep", Layout(cp=4, world_size=4)),
+    ),
 ]
 TOGETHER_MICRO_BATCHES = 4
 
