@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 
@@ -9,12 +10,17 @@ import pytest
 
 from megarl.core.errors import MegarlError
 from tests.docs.pages import DOCS, ROOT
-from tools.list_messages import CLASSES, messages, render
+from tools.list_messages import CLASSES, Message, messages, render
 
 PAGE = (DOCS / "errors.md").read_text()
-MESSAGES = tuple(messages(ROOT / "megarl"))
 # Put together of parts, so that no place in the code has it whole; the page's own examples show the first.
 COMPOSED = ("Unknown key ...", "There is no ... at ...", "this machine makes no sandbox: ...")
+
+
+@functools.cache
+def all_messages() -> tuple[Message, ...]:
+    """Read when a test asks: every worker of the suite loads this file, and one of them runs it."""
+    return tuple(messages(ROOT / "megarl"))
 
 
 def rows() -> Iterator[list[str]]:
@@ -49,7 +55,7 @@ def matches(text: str, message: str) -> bool:
 def test_a_message_of_the_page_is_one_of_the_code(text: str, error: str | None) -> None:
     if text in COMPOSED:
         return
-    found = {each.error for each in MESSAGES if matches(text, each.text)}
+    found = {each.error for each in all_messages() if matches(text, each.text)}
     assert found, text
     assert error is None or error in found
 
@@ -63,7 +69,7 @@ def test_the_exit_codes_are_those_of_the_classes() -> None:
 
 def test_every_class_is_in_the_list_of_all_messages() -> None:
     page = render(ROOT / "megarl")
-    assert len(MESSAGES) > 200
-    assert {each.error for each in MESSAGES} == {name for name in CLASSES if f"| {name} |" in page}
+    assert len(all_messages()) > 200
+    assert {each.error for each in all_messages()} == {name for name in CLASSES if f"| {name} |" in page}
     assert all(issubclass(error, MegarlError) for error in CLASSES.values())
     assert "&lt;...&gt;: there is no such data file (&lt;...&gt;)." in page
