@@ -163,7 +163,10 @@ class Offload:
         for part in _ordered(parts):
             if part not in self._offloaded:
                 freed += self._sleep(part)
-        return_free_memory(self._platform)
+        # A device's allocator keeps what any operation has freed, and servers may need it. A host's heap goes back with
+        # what sleeps, and once a step (`Rank.watched`): fresh pages cost more than arithmetic on them.
+        if freed or self._platform.has_device_memory:
+            return_free_memory(self._platform)
         return freed
 
     def wake(self, parts: Iterable[Part] = PARTS) -> int:

@@ -18,7 +18,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout, is_lead
 from megarl.core.loading import as_if_missing, without_collection
 from megarl.core.metrics import Operation
-from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes
+from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes, return_free_memory
 from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
@@ -230,6 +230,9 @@ class Rank:
         yield
         name = f"{role}/{operation}"
         self._peaks[name] = max(peak_bytes(self.platform), self._peaks.get(name, 0))
+        # What one pass has freed serves the next; it goes back once a step, before others work.
+        if operation == "update" or not self._losses:
+            return_free_memory(self.platform)
 
     def take_peaks(self) -> dict[str, int]:
         """Peak bytes of each `role/operation` since the last call: of the device where it has its own, else resident."""
