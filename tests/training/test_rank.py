@@ -56,6 +56,21 @@ def test_the_exported_folder_is_the_trained_model(rank, spec, folder, tmp_path, 
     torch.testing.assert_close(torch.tensor(rank.logprobs("actor", shard)[0][0]), scored, atol=bounds.logprob, rtol=0)
 
 
+def test_freed_memory_goes_back_once_a_step_or_after_each_pass_where_nothing_learns(rank, spec, folder, monkeypatch):
+    returned = []
+    monkeypatch.setattr("megarl.training.rank.return_free_memory", lambda platform: returned.append(platform.name))
+    [shard], [columns] = shards([examples([9, 17], VOCAB)])
+    rank.build("reference", RoleSpec(folder, "float32"))
+    rank.logprobs("reference", shard)
+    assert len(returned) == 1
+    rank.build("actor", spec)
+    rank.logprobs("actor", shard)
+    rank.logprobs("reference", shard)
+    assert len(returned) == 1
+    rank.update("actor", shard, columns)
+    assert len(returned) == 2
+
+
 def test_a_rank_can_close_and_meet_again(rank, folder, platform):
     again = Rank(0, 1, platform.name, seed=1)
     rank.close()
