@@ -164,7 +164,7 @@ class Offload:
             if part not in self._offloaded:
                 freed += self._sleep(part)
         # A device's allocator keeps what any operation has freed, and servers may need it. A host's heap goes back with
-        # what sleeps, and once a step (`Rank.watched`): fresh pages cost more than arithmetic on them.
+        # what sleeps, and where `Rank` says: fresh pages cost more than arithmetic on them.
         if freed or self._platform.has_device_memory:
             return_free_memory(self._platform)
         return freed

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 EXPORT_BUCKET_BYTES = 512 * 2**20
 # What a role holds on a device (training/offload.py).
 PARTS: tuple[Part, ...] = ("grads", "params", "optimizer")
+# Where a rank learns, these come before its update.
+BEFORE_UPDATE: tuple[Operation, ...] = ("logprobs", "values")
 
 
 class Rank:
@@ -119,6 +121,7 @@ class Rank:
         self._engines[role] = Engine(config, spec, groups, self.platform, self.seed, self._progress)
         if spec.objective is not None:
             self._losses[role] = build_loss(spec.objective, self.groups_of(spec.layout).sum_over_context)
+        return_free_memory(self.platform)  # what loading took
 
     def _leave_unused_groups(self, wanted: Layout) -> None:
         """Close the groups of layouts that no role has any more."""
@@ -230,8 +233,8 @@ class Rank:
         yield
         name = f"{role}/{operation}"
         self._peaks[name] = max(peak_bytes(self.platform), self._peaks.get(name, 0))
-        # What one pass has freed serves the next; it goes back once a step, before others work.
-        if operation == "update" or not self._losses:
+        # What such a pass has freed serves the update that follows it; else others may need it.
+        if operation not in BEFORE_UPDATE or not self._losses:
             return_free_memory(self.platform)
 
     def take_peaks(self) -> dict[str, int]:

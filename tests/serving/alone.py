@@ -10,16 +10,19 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 
 UNWANTED = ("megatron", "wandb", "scipy", "torch._inductor.compile_fx")
+LONGEST_S = 100
 
 
 def wrong_in(module: str) -> str:
     """What the module's `main` ends with in a copy of this process; nothing where all is well."""
     reader, writer = os.pipe()
     if os.fork() == 0:
+        signal.alarm(LONGEST_S)  # it does not outlive who waits for it
         told = b"ended by itself"
         try:
             importlib.import_module(module).main()

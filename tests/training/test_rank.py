@@ -56,20 +56,24 @@ def test_the_exported_folder_is_the_trained_model(rank, spec, folder, tmp_path, 
     torch.testing.assert_close(torch.tensor(rank.logprobs("actor", shard)[0][0]), scored, atol=bounds.logprob, rtol=0)
 
 
-def test_freed_memory_goes_back_once_a_step_or_after_each_pass_where_nothing_learns(rank, spec, folder, monkeypatch):
+def test_what_a_pass_has_freed_is_kept_for_the_update_that_follows(rank, spec, folder, tmp_path, monkeypatch):
     returned = []
     monkeypatch.setattr("megarl.training.rank.return_free_memory", lambda platform: returned.append(platform.name))
     [shard], [columns] = shards([examples([9, 17], VOCAB)])
+
+    def returns(call, *arguments):
+        returned.clear()
+        call(*arguments)
+        return len(returned)
+
     for role in ("actor", "reference"):  # the rank is other tests' too: its actor may learn
-        rank.build(role, RoleSpec(folder, "float32"))
-    rank.logprobs("reference", shard)
-    assert len(returned) == 1
+        assert returns(rank.build, role, RoleSpec(folder, "float32")) == 1
+    assert returns(rank.logprobs, "reference", shard) == 1, "nothing learns here"
     rank.build("actor", spec)
-    rank.logprobs("actor", shard)
-    rank.logprobs("reference", shard)
-    assert len(returned) == 1
-    rank.update("actor", shard, columns)
-    assert len(returned) == 2
+    assert returns(rank.logprobs, "actor", shard) == returns(rank.logprobs, "reference", shard) == 0
+    assert returns(rank.update, "actor", shard, columns) == 1
+    (tmp_path / "saved").mkdir()
+    assert returns(rank.save, "actor", tmp_path / "saved") == 1
 
 
 def test_a_rank_can_close_and_meet_again(rank, folder, platform):
