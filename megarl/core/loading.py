@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -31,3 +33,39 @@ def as_if_missing(package: str) -> Iterator[None]:
         yield
     finally:
         del sys.modules[package]
+
+
+@contextmanager
+def distributions_as_asked() -> Iterator[None]:
+    """Who asks within which distribution each package is of gets a mapping that looks a package up when it is asked for it.
+
+    transformers asks as it loads, and reads what every installed distribution consists of, to look up a few.
+    """
+    at_once = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = _AsAsked
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = at_once
+
+
+class _AsAsked(dict[str, list[str]]):
+    """Names of distributions by package. Where none has the package's own name, all are read after all."""
+
+    _all = staticmethod(importlib.metadata.packages_distributions)
+
+    def __missing__(self, package: str) -> list[str]:
+        try:
+            self[package] = [importlib.metadata.distribution(package).name]
+        except importlib.metadata.PackageNotFoundError:
+            self.update(self._all())
+        if package not in self:
+            raise KeyError(package)
+        return self[package]
+
+    def get(self, package: str, default: Any = None) -> Any:
+        """As of a dict, whether it was asked for before or not."""
+        try:
+            return self[package]
+        except KeyError:
+            return default

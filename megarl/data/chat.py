@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.errors import TemplateRefusalError, UserError
-from megarl.core.loading import as_if_missing, without_collection
+from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
 from megarl.core.types import TokenArray
 from megarl.data.rows import Row, json_type
 
@@ -55,7 +55,7 @@ def _auto_tokenizer() -> Any:
     before = os.environ.get(told)
     os.environ[told] = "1"
     try:
-        with without_collection(), as_if_missing("torch"):
+        with without_collection(), distributions_as_asked(), as_if_missing("torch"):
             from transformers import AutoTokenizer
     finally:
         if before is None:

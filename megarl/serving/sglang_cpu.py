@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from megarl.core.loading import as_if_missing, without_collection
+from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
 
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -245,7 +245,7 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
     SGLang has a debugger that looks into Megatron wherever that is installed, and transformers losses for pictures that take
     scipy: without the two a server is up seconds earlier.
     """
-    with without_collection(), as_if_missing("megatron"), as_if_missing("scipy"):
+    with without_collection(), distributions_as_asked(), as_if_missing("megatron"), as_if_missing("scipy"):
         compile_late()
         install(deterministic=deterministic)
         importlib.import_module("sglang.srt.entrypoints.http_server")

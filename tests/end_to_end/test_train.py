@@ -1,6 +1,6 @@
 """`megarl train` from the command line, on two tensor-parallel ranks: what a run leaves, and how it goes on.
 
-It goes on under two of the kills of docs/kills.md, others each day: `kill -9` of any process in any phase changes nothing.
+It goes on under one of the kills of docs/kills.md, another each day: `kill -9` of any process in any phase changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GRADED = f"reward.fn=bench.support.killed_runs:{graded.__name__}"
 TWO = ("cluster.devices=2", "actor.parallel.tp=2", "rollout.deterministic=true", GRADED, f"eval.every={EVERY}")
 NAME, SETTING = "trained", ("report.wandb={}", f"train.save_every={EVERY}", *TWO)
 FIRST_STEPS, STEPS = 3, 9
-NUM_KILLS = 2  # of a day
+TRIES = 2  # kills of a day: a phase may be over before the process was found in it
 SAMPLED = re.compile(r"(actor|critic|reward|rollout|eval|data)/")
 COUNTS_OF_DEATHS = {"rollout/server_restarts", "rollout/groups_lost"}
 
@@ -91,16 +91,17 @@ def test_a_run_that_exists_is_not_overwritten_and_is_resumed_whatever_dies_then(
     assert code == 2 and "--resume" in error
     before = trained.metrics()
     everything = [Cell(kind, phase) for kind in KINDS for phase in PHASES]
-    chosen = random.Random(date.today().toordinal()).sample(everything, NUM_KILLS)
+    chosen = random.Random(date.today().toordinal()).sample(everything, TRIES)
     setting = (*SETTING, f"train.steps={STEPS}", "rollout.max_restarts=99")
     struck = Struck.begin(inputs, NAME, setting, "--resume")
     try:
-        missed = strike_all(struck, chosen, FIRST_STEPS + 1, STEPS)
+        missed = strike_all(struck, chosen[:1], FIRST_STEPS + 1, STEPS)
+        if missed:
+            missed = strike_all(struck, chosen[1:], struck.driver.metrics()[-1]["step"] + 1, STEPS)
         struck.finish()
     finally:
         struck.driver.end()
-    # One may not come about: a phase was over before the process was found in it.
-    assert len(struck.cells) + len(missed) == NUM_KILLS and len(missed) <= 1, missed
+    assert len(struck.cells) == 1, missed
     rows = struck.driver.metrics()
     assert rows[: len(before)] == before
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
@@ -110,7 +111,7 @@ def test_a_run_that_exists_is_not_overwritten_and_is_resumed_whatever_dies_then(
     # 4 of 64 prompts a step: the cursor went on where it was.
     assert rows[4]["data/epoch"] == pytest.approx(16 / 64)
     names = sorted(path.name for path in (struck.driver.folder / "checkpoints").iterdir())
-    assert names == ["step_000008", "step_000009"]
+    assert names == [f"step_{step:06d}" for step in (STEPS - 1, STEPS)]
 
 
 def test_the_same_run_is_the_same_to_the_bit(trained: Driver, inputs: Path) -> None:
