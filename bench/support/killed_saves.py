@@ -211,9 +211,9 @@ def live(folder: Path, model: Path, last: int, async_save: bool, watch: Watch) -
             rank.update(ROLE, shard, columns)
             data.step = step
             said.write(json.dumps({"step": step, "digest": digest(rank)}) + "\n")
-            recorder.end_of(step, {})
             watch.begin()
             recorder.save(State(step, step))
+            recorder.end_of(step, {})
             if not async_save:
                 watch.end()
         recorder.finish()

@@ -45,8 +45,9 @@ class Recorder:
     """Records metrics and commits checkpoints for the loop.
 
     A step's line is written once all that was expected of it has come: lines in the order of the steps, those up to a
-    checkpoint before it is committed. What is asked of roles on a line's account is asked as its step ends, so that it
-    does not have to wait for what they begin afterwards.
+    checkpoint, its own step's too, before it is committed: a run that goes on from it would never write them. What is
+    asked of roles on a line's account is asked as its step ends, so that it does not have to wait for what they begin
+    afterwards.
 
     roles: what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load().
     data: where samples come from: state(), load_state(). take_peaks: asks for bytes by role and operation since the last call.
@@ -75,6 +76,7 @@ class Recorder:
     def end_of(self, step: int, metrics: Metrics, failure: str = "") -> None:
         """A step is done: write its line, and those before it, where all that was expected of them is there.
 
+        Then commit the checkpoint that it has written, unless that is still being written.
         failure: what is said of samples without a response or a grade.
         """
         self._lines.append(Line(step, metrics, failure, self._expected.pop(step, []), self.take_peaks()))
@@ -82,6 +84,8 @@ class Recorder:
             self._saving.finishing = [role.finish_save() for role in self.roles]
         while self._lines and all(coming.poll() is not None for coming in self._lines[0].coming):
             self._write(self._lines.popleft())
+        if self._saving is not None and not self.async_save:
+            self.finish()
 
     def _write(self, line: Line) -> None:
         """Write one step's metrics everywhere. A checkpoint of an earlier step has had that long to be written."""
@@ -106,7 +110,10 @@ class Recorder:
         self.console.step(line.step, metrics, failure)
 
     def save(self, state: State) -> None:
-        """Commit a checkpoint, or begin one that the next step commits. All that was expected until then comes first."""
+        """Write a checkpoint, which the end of the step commits, or begin one, which the next step does.
+
+        All that was expected until then comes first.
+        """
         self.finish()
         content = {"weight_version": state.weight_version, "data": self.data.state()}
         folders = self.checkpoints.begin(state.step, [role.name for role in self.roles])
@@ -114,8 +121,6 @@ class Recorder:
             for role in self.roles:
                 role.save(folders[role.name], wait=not self.async_save)
         self._saving = Saving(state.step, content)
-        if not self.async_save:
-            self._commit()
 
     def stopping(self) -> bool:
         """Whether the run is to end with this step."""

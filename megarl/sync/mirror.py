@@ -89,8 +89,8 @@ class Mirror:
         self._check_space(newest)
         temporary = self.folder / f".{secrets.token_hex(8)}"
         files = temporary / self.store.model
-        files.mkdir(parents=True)
         since = {} if held is None else self._since(held)
+        files.mkdir(parents=True)
         try:
 
             def make(file: StoredFile) -> None:

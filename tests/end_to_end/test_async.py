@@ -89,7 +89,7 @@ def back(driver: Driver) -> set[str]:
 def kills_and_freezes_cost_nothing_but_time_and_a_killed_rank_ends_the_run(driver: Driver, step: int) -> None:
     """From this step on, one a step. All random, and many more: bench/chaos.py."""
     plans = [
-        chaos.Plan(step + index, (victim,), number, index / len(STRIKES))
+        chaos.Plan(step + index, (victim,), number, which=0.0)  # the oldest: not the one that has just come back
         for index, (victim, number) in enumerate(STRIKES)
     ]
     strikes = chaos.strike_all(driver, plans)

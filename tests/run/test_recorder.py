@@ -74,11 +74,22 @@ def test_a_checkpoint_waits_for_all_that_its_step_and_earlier_ones_expect(async_
         recorder.finish()
         assert calls[6:] == [("save", State(2, 3)), ("wait", "of 3"), ("record", 3)]
     else:
-        assert calls == [*before, ("save", State(2, 3)), ("record", 2)]
+        assert calls == [*before, ("record", 2), ("save", State(2, 3))], "who goes on from it finds its step's line"
         recorder.finish()
         assert calls[5:] == [("wait", "of 3"), ("record", 3)]
     recorder.finish()
     assert calls[-1] == ("record", 3), "nothing is done twice"
+
+
+def test_nothing_is_committed_of_a_step_whose_line_cannot_be_written() -> None:
+    """A rank may die once the checkpoint is whole: a run that went on from it would never write the line."""
+    calls: list[Any] = []
+    recorder = recorder_of(Told(calls))
+    recorder.save(State(1, 1))
+    recorder.take_peaks = lambda: Slow("of ranks", calls, error=MegarlError("rank 1 died"))
+    with pytest.raises(MegarlError, match="rank 1 died"):
+        recorder.end_of(1, {})
+    assert calls == [("wait", "of ranks")]
 
 
 def test_nothing_is_committed_of_a_step_that_was_not_learned_from() -> None:
