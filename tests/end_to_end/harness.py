@@ -29,6 +29,7 @@ START_S = 300.0  # beyond the run's own deadline for a start, whose error says m
 POLL_S = 0.1
 LOG_LINES = 40
 
+SLOWLY = "reward.fn=tests.end_to_end.rewards:share_of_digits_slowly"
 RECIPE = """
 run: {{name: run, dir: {folder}/runs}}
 cluster: {{platform: cpu}}

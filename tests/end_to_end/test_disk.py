@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from megarl.sync.store import Store
-from tests.end_to_end.harness import Driver, is_server, kill, own_words, pasted
+from tests.end_to_end.harness import SLOWLY, Driver, is_server, kill, own_words, pasted
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("data.eval=null", "train.save_every=1000", "report.samples=0", "train.steps=1000", "sync.transport=disk")
+SMALL = ("data.eval=null", "train.save_every=1000", "report.samples=0", "train.steps=1000", "sync.transport=disk", SLOWLY)
 CUT = ("cluster.devices=2", "actor.parallel.tp=2", "reference.parallel.tp=2")
 SERVERS = ("rollout.servers=2", "rollout.max_restarts=3", "sync.bucket_mb=1")
 

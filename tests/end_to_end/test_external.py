@@ -15,7 +15,7 @@ from megarl.serving.client import ServerClient
 from megarl.serving.process import free_port, start_all
 from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
-from tests.end_to_end.harness import Driver, assert_says_how_to_go_on
+from tests.end_to_end.harness import SLOWLY, Driver, assert_says_how_to_go_on
 from tests.support.forked_servers import Copies
 from tests.support.served import START_S
 from tests.support.turnstile import Turnstile
@@ -50,7 +50,7 @@ def test_servers_of_somebody_else_come_and_go_and_outlive_two_runs(
     versions_are_read_where_they_are_written(launch, kept, tmp_path / "shared")
     with Turnstile(kept.endpoint.url, free_port()) as gate:
         urls = f"rollout.servers={{urls: ['{killed.endpoint.url}', '{gate.url}'], key_env: SOMEBODYS_KEY}}"
-        setting = ("run.name=external", urls, *STALE, *SMALL, "train.steps=1000")
+        setting = ("run.name=external", urls, *STALE, *SMALL, "train.steps=1000", SLOWLY)
         driver = launch(*setting)
         driver.wait_for(lambda row: row["step"] >= 2 and row["sync/servers"] == 2)
         # One cannot be reached: the run goes on with the other, and with both once it can be again.
