@@ -148,8 +148,8 @@ def test_one_step_reads_like_the_algorithm() -> None:
         ("wait", "actor's update"),
         ("push", 6),
         ("evaluate", 3, 6),
-        ("save", State(3, 6)),
         ("record", 3),
+        ("save", State(3, 6)),
     ]
     assert end == State(3, 6)
     wanted = {"reward/mean", "reward/kl", "actor/loss", "sync/weight_version", "eval/accuracy", "perf/step_s"}
@@ -198,7 +198,7 @@ def test_a_critic_on_devices_of_its_own_learns_while_the_next_step_is_generated(
     assert order_of(calls) == [
         *(("next", 1), *asks, *learns, ("push", 1)),
         *(("next", 2), *asks, WAIT, *learns, ("push", 2), ("record", 1)),
-        *(("next", 3), *asks, WAIT, *learns, ("push", 3), ("record", 2), WAIT, ("save", State(3, 3)), ("record", 3)),
+        *(("next", 3), *asks, WAIT, *learns, ("push", 3), ("record", 2), WAIT, ("record", 3), ("save", State(3, 3))),
     ]
     waited = ["perf/critic_s" in told.metrics[step] for step in (1, 2, 3)]
     assert waited == [False, True, True], "its seconds count in the step that waits for it"
@@ -229,7 +229,7 @@ def test_a_critic_that_fails_beside_the_next_rollout_ends_the_run_in_that_step()
 
 def test_a_request_to_stop_waits_for_a_critic_apart() -> None:
     calls, told, _ = run(State(), stop_after=1, at_once=False, critic=Critic())
-    assert [call[:2] for call in calls[-3:]] == [WAIT, ("save", State(1, 1)), ("record", 1)]
+    assert [call[:2] for call in calls[-3:]] == [WAIT, ("record", 1), ("save", State(1, 1))]
     assert "critic/loss" in told.metrics[1]
 
 

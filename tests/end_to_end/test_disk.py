@@ -14,7 +14,14 @@ from tests.end_to_end.harness import SLOWLY, Driver, is_server, kill, own_words,
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("data.eval=null", "train.save_every=1000", "report.samples=0", "train.steps=1000", "sync.transport=disk", SLOWLY)
+SMALL = (
+    "data.eval=null",
+    "train.save_every=1000",
+    "report.samples=0",
+    "train.steps=1000",
+    "sync.transport=disk",
+    SLOWLY,
+)
 CUT = ("cluster.devices=2", "actor.parallel.tp=2", "reference.parallel.tp=2")
 SERVERS = ("rollout.servers=2", "rollout.max_restarts=3", "sync.bucket_mb=1")
 
