@@ -54,7 +54,17 @@ def test_samples_of_several_versions_and_a_resume_that_goes_on_with_what_was_und
     """The first run is ended by Ctrl-C; the one that goes on loses processes that come back, and then a rank, which ends it."""
     # Few at a time, so that some are still being answered when a step ends.
     few = ("rollout.max_running_requests=2", "rollout.max_restarts=100", "cluster.max_recoveries=0")
-    setting = ("run.name=beside", *SMALL, *IN_PLACE, *TWO, *EVALUATED, *few, "train.save_every=3", "train.steps=1000", SLOWLY)
+    setting = (
+        "run.name=beside",
+        *SMALL,
+        *IN_PLACE,
+        *TWO,
+        *EVALUATED,
+        *few,
+        "train.save_every=3",
+        "train.steps=1000",
+        SLOWLY,
+    )
     driver = launch(*setting)
     driver.wait_for_step(5)
     os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all that it has started
