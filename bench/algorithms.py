@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.support.measure import write
+from bench.support.measure import no_options, write
 from megarl.algorithms.advantage import group_advantages
 from megarl.algorithms.correction import importance_ratios, truncate
 from megarl.algorithms.returns import gae, whiten
@@ -140,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.support.measure import write
+from bench.support.measure import no_options, write
 from megarl.data.deal import deal
 
 SAMPLES, RANKS, LONGEST, DRAWS = 16384, 128, 16384, 10
@@ -69,4 +69,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

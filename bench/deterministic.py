@@ -30,7 +30,8 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import load_prompts
 from megarl.recipe.schema import Data
 from megarl.rollout.seeds import request_seed
-from megarl.serving.client import Generation, ServerClient
+from megarl.serving.answers import Generation
+from megarl.serving.client import ServerClient
 from megarl.serving.process import process_tree, start_all
 from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.support import seen_parts as parts
 from bench.support import seen_runs as runs
-from bench.support.measure import RESULTS
+from bench.support.measure import RESULTS, no_options
 
 HEAD = """# Measured
 
@@ -134,4 +134,5 @@ def _machine(host: dict[str, Any]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     print(render(), end="")

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from bench.support.measure import no_options
 from megarl.core.versions import installed
 from tests.support.forked_ranks import forked_ranks
 from tests.training.invariance import BOUND, MODELS, Difference, measure
@@ -192,4 +193,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.support.hybridflow import COLOCATE, Finding
+from bench.support.measure import no_options
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.search import Result, search
 from megarl.placement.tables import build_tables
@@ -52,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -3,8 +3,9 @@
     python -m bench.rollout_overhead
 
 Both sides ask the same server for the same prompts with the same sampling and the same number of requests in flight.
-The bare client posts to the server and reads the answers. megarl's side is Collector.generate: through the router, with
-grading in another process, filters, sample files, and packing into shards. Calls alternate; tokens a second of the whole
+The bare client posts to the server and reads the answers. megarl's side is a step of the coordinator and of one collector,
+both in this process: through the router, with grading in another process, filters, journal, and packing into shards. Calls
+alternate; tokens a second of the whole
 call; the ratio is the median over pairs of neighbouring calls, so that a machine that slows down meanwhile does not
 favour a side, and comes with a bootstrap interval. Greedy outputs of both are checked to be equal. Exit code 0 only where
 the whole interval is at or above 0.95: a machine that is busy with something else proves nothing.
@@ -38,6 +39,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout.collector import Collector
+from megarl.rollout.coordinator import Coordinator
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
 from megarl.serving.router import RouterProcess, RouterSpec
@@ -49,6 +51,7 @@ from tools.make_tiny_model import make_tiny_model
 RESULTS = Path(__file__).parent / "results" / "rollout_overhead.json"
 TARGET = 0.95
 KEY = "bench"
+VERSION = 1  # of the server's weights
 START_S = 300.0
 
 
@@ -65,12 +68,12 @@ class Measured:
         return self.tokens / self.seconds
 
 
-def make_recipe(folder: Path, model: Path, data: Path, *, prompts: int, samples: int, tokens: int) -> Recipe:
+def make_recipe(folder: Path, data: Path, *, prompts: int, samples: int, tokens: int, steps: int) -> Recipe:
     """As a run on this machine would be."""
     return Recipe.model_validate(
         {
             "run": {"dir": folder, "name": "bench"},
-            "model": {"path": model, "dtype": "float32"},
+            "model": {"path": folder / "model", "dtype": "float32"},
             "data": {"train": data, "max_prompt_tokens": 64, "shuffle": False},
             "rollout": {
                 "prompts_per_step": prompts,
@@ -78,7 +81,7 @@ def make_recipe(folder: Path, model: Path, data: Path, *, prompts: int, samples:
                 "max_response_tokens": tokens,
                 "kv_tokens": 65536,
             },
-            "train": {"steps": 1},
+            "train": {"steps": steps},
         }
     )
 
@@ -101,13 +104,15 @@ async def bare(server: ServerEndpoint, prompts: tuple[Prompt, ...], recipe: Reci
     return Measured(sum(counts), time.monotonic() - began)
 
 
-async def through_megarl(collector: Collector, step: int) -> Measured:
+async def through_megarl(coordinator: Coordinator, collector: Collector, step: int) -> Measured:
     """One step's samples, graded and packed."""
     began = time.monotonic()
-    _, info = await collector.generate(step, 0)
+    await coordinator.release(VERSION)
+    plan = await coordinator.next(step, VERSION)
+    await collector.part(plan.parts[0])
     seconds = time.monotonic() - began
-    assert info.metrics["rollout/failed"] == 0, info.metrics
-    return Measured(info.response_tokens, seconds)
+    assert plan.info.metrics["rollout/failed"] == 0, plan.info.metrics
+    return Measured(plan.info.response_tokens, seconds)
 
 
 async def greedy_equal(server: ServerEndpoint, router: ServerEndpoint, prompts: tuple[Prompt, ...], tokens: int) -> int:
@@ -125,27 +130,32 @@ async def measure(
     """Interleave both sides; the first call of each warms up and is not counted."""
     chosen = prompts.prompts
     equal = await greedy_equal(server, router, chosen, recipe.rollout.max_response_tokens)
+    tokenizer = load_tokenizer(recipe.model.path)
     collector = Collector(
         recipe,
-        model=load_model_config(recipe.model.path),
         prompts=prompts,
         eval_prompts=(),
         client=ServerClient(router),
         graders=Graders.open(recipe.reward),
-        num_shards=1,
+        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
     )
-    await collector.start()
+    model, data = load_model_config(recipe.model.path), await collector.start()
+    coordinator = Coordinator(recipe, [collector], data, model=model, num_shards=1, beside=False)
     sides: dict[str, list[Measured]] = {"bare": [], "megarl": []}
     async with ServerClient(server) as control:
+        await control.set_weight_version(VERSION)
         for repeat in range(repeats + 1):
             # Who goes first alternates: a machine that warms up or slows down must favour neither.
             for side in ("bare", "megarl") if repeat % 2 else ("megarl", "bare"):
                 await control.flush_cache()
                 measured = await (
-                    bare(server, chosen, recipe) if side == "bare" else through_megarl(collector, repeat + 1)
+                    bare(server, chosen, recipe)
+                    if side == "bare"
+                    else through_megarl(coordinator, collector, repeat + 1)
                 )
                 if repeat:
                     sides[side].append(measured)
+    await coordinator.close()
     await collector.close()
     rates = {side: [one.rate for one in measured] for side, measured in sides.items()}
     pairs = [mine / theirs for mine, theirs in zip(rates["megarl"], rates["bare"], strict=True)]
@@ -214,9 +224,8 @@ def main(
         folder = Path(name)
         make_tiny_model(folder / "model", layers=layers)
         make_arithmetic(folder / "data")
-        recipe = make_recipe(
-            folder, folder / "model", folder / "data" / "train.jsonl", prompts=prompts, samples=samples, tokens=tokens
-        )
+        train = folder / "data" / "train.jsonl"
+        recipe = make_recipe(folder, train, prompts=prompts, samples=samples, tokens=tokens, steps=repeats + 1)
         everything = load_prompts(recipe.data.train, load_tokenizer(recipe.model.path), recipe.data)
         chosen = PromptSet(everything.prompts[:prompts], everything.num_dropped, everything.longest_tokens)
         place = ProcessPlace(folder / "logs", KEY, temp=folder)

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.support.measure import write
+from bench.support.measure import no_options, write
 from bench.support.rollout_simulation import Driver, World, lengths_of, make_recipe
 from bench.support.virtual_time import run_virtual
 from megarl.rollout.tasks import GroupTask
@@ -107,4 +107,5 @@ def main(*, quick: bool = False, out: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.support.measure import write
+from bench.support.measure import no_options, write
 from megarl.core.platform import get_platform
 from megarl.recipe.roles import ServerPart
 from megarl.serving.client import ServerClient
@@ -96,4 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    no_options(__doc__)
     main()

@@ -22,6 +22,7 @@ from bench.support.measure import write
 from megarl.core.layout import Layout
 from megarl.serving.process import free_port
 from tests.support.forked_ranks import Ranks, forked_ranks
+from tests.support.forked_servers import Copies, forked_servers
 from tests.sync.hash_ranks import ROWS, Job
 from tests.sync.test_hashes import TRANSPORTS, servers_of, write_model
 from tests.training.invariance import MODELS
@@ -53,13 +54,13 @@ def layouts_of(model: str) -> dict[int, list[Layout]]:
     return found
 
 
-def measured(model: str, ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
+def measured(model: str, ranks: Ranks, copies: Copies, folder: Path) -> list[dict[str, Any]]:
     """One model at all its layouts."""
     family, overrides = MODELS[model]
     models = [write_model(folder / f"model {seed}", family, seed=seed, **overrides) for seed in (1, 2)]
     start = write_model(folder / "start", family, seed=3, **overrides)
     layouts, seen = layouts_of(model), list[str]()
-    with servers_of(folder, start, TPS) as servers:
+    with servers_of(copies, folder, start, TPS) as servers:
         for world_size, each in layouts.items():
             # Without their size, which the job has.
             sizes = [{**asdict(layout)} for layout in each]
@@ -108,10 +109,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SERVED, default=SERVED)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with forked_ranks() as ranks:
+    with forked_ranks() as ranks, forked_servers() as copies:
         for model in options.models:
             with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-                rows += measured(model, ranks, Path(folder))
+                rows += measured(model, ranks, copies, Path(folder))
             print(f"{model}: {sum(row['tensors'] > 0 for row in rows if row['model'] == model)} equal", flush=True)
     equal = all(row["tensors"] for row in rows)
     if options.models == SERVED:

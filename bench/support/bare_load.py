@@ -39,7 +39,7 @@ class BareLoads:
 def bare_loads(rank: int, port: int, folder: Path, sent_bytes: int, shared_bytes: int, repeats: int) -> BareLoads:
     """Each of two ranks' part. sent_bytes, shared_bytes: of the buckets of a broadcast, and in shared memory."""
     from safetensors.torch import load_file
-    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
     load = _sglang_load(folder) if rank == 1 else None
     timeout = timedelta(seconds=WAIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform as host
@@ -23,6 +24,12 @@ RESULTS = Path(__file__).parent.parent / "results"
 PACKAGES = ("torch", "megatron-core", "transformers")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def no_options(description: str | None) -> None:
+    """Answer `--help`, and refuse whatever else is given to a benchmark of which nothing can be chosen."""
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=description, formatter_class=form).parse_args()
 
 
 def in_fresh_process(threads: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
