@@ -100,8 +100,8 @@ bubblewrap: ## Install bubblewrap, which code of a model is run in (as root, on 
 test: slurm bubblewrap lint ## All checks and all tests, several files at a time; 20 minutes on two cores are the aim
 	$(ONE_THREAD) $(BIN)/python -m tests.suite
 
-test-fast: bubblewrap $(INSTALLED) ## The tests that start no servers; under 2 minutes
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not slow and not gpu"
+test-fast: bubblewrap $(INSTALLED) ## The tests that start no servers; 5 minutes on two cores
+	$(ONE_THREAD) $(BIN)/python -m tests.suite -q -m "not slow and not gpu"
 
 lint: $(INSTALLED) ## Formatting, linter, types
 	$(BIN)/ruff format --check .
