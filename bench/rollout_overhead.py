@@ -5,10 +5,9 @@
 Both sides ask the same server for the same prompts with the same sampling and the same number of requests in flight.
 The bare client posts to the server and reads the answers. megarl's side is a step of the coordinator and of one collector,
 both in this process: through the router, with grading in another process, filters, journal, and packing into shards. Calls
-alternate; tokens a second of the whole
-call; the ratio is the median over pairs of neighbouring calls, so that a machine that slows down meanwhile does not
-favour a side, and comes with a bootstrap interval. Greedy outputs of both are checked to be equal. Exit code 0 only where
-the whole interval is at or above 0.95: a machine that is busy with something else proves nothing.
+alternate; tokens a second of the whole call; the ratio is the median over pairs of neighbouring calls, so that a machine that
+slows down meanwhile does not favour a side, and comes with a bootstrap interval. Greedy outputs of both are checked to be
+equal. Exit code 0 only where the whole interval is at or above 0.95: a machine that is busy with something else proves nothing.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def as_if_missing(package: str) -> Iterator[None]:
 
 @contextmanager
 def distributions_as_asked() -> Iterator[None]:
-    """Who asks within which distribution each package is of gets a mapping that looks a package up when it is asked for it.
+    """Within, `importlib.metadata.packages_distributions` gives a mapping that looks a package up when it is asked for it.
 
-    transformers asks as it loads, and reads what every installed distribution consists of, to look up a few.
+    transformers calls it as it loads, which reads the records of all that is installed, and looks up few packages or none.
     """
     at_once = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = _AsAsked
