@@ -26,6 +26,10 @@ PHASE_COLORS = (BLUE, SKY, PURPLE, YELLOW, ORANGE, GREEN, RED, "#8C6D31")
 INK, FAINT = "#333333", "#DDDDDD"
 COLUMNS = 3
 CURVE_FILE = "curve.png"
+# Inches. matplotlib would find out what fits by drawing everything once more, and take as long for it again.
+WIDTH, HEIGHT = 5.2, 3.8  # of a panel with what is around it
+LEFT, RIGHT, ABOVE, BELOW = 0.6, 0.5, 0.35, 1.35  # of its axes: tick labels, title, and a legend of five lines
+TITLE = 0.4
 
 
 @dataclass(frozen=True)
@@ -129,14 +133,15 @@ def _save(drawings: list[Callable[[Any], None]], title: str, target: Path) -> No
     from matplotlib.figure import Figure
 
     num_rows = max(1, -(-len(drawings) // COLUMNS))
-    figure = Figure(figsize=(5.2 * COLUMNS, 3.5 * num_rows + 0.5), layout="constrained")
+    width, height = WIDTH * COLUMNS, HEIGHT * num_rows + TITLE
+    figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.008, ha="left", fontsize=14, fontweight="bold", color=INK)
-    grid = figure.subplots(num_rows, COLUMNS, squeeze=False)
-    for axes, draw in zip(grid.flat, drawings, strict=False):
-        draw(axes)
-    for axes in grid.flat[len(drawings) :]:
-        axes.set_axis_off()
+    figure.text(LEFT / width, 1 - TITLE / height, title, va="bottom", fontsize=14, fontweight="bold", color=INK)
+    for number, draw in enumerate(drawings):
+        row, column = divmod(number, COLUMNS)
+        low = HEIGHT * (num_rows - 1 - row) + BELOW
+        inches = (WIDTH * column + LEFT, low, WIDTH - LEFT - RIGHT, HEIGHT - ABOVE - BELOW)
+        draw(figure.add_axes(tuple(inch / of for inch, of in zip(inches, (width, height) * 2, strict=True))))
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110, facecolor="white")
 
@@ -204,7 +209,15 @@ def _draw_phases(axes: Any, rows: list[Row]) -> None:
 def _legend(axes: Any, **options: Any) -> None:
     """Below the panel, where no line can pass under it."""
     axes.legend(
-        **options, loc="upper left", bbox_to_anchor=(-0.02, -0.16), ncols=3, fontsize=9, frameon=False, labelcolor=INK
+        **options,
+        **{
+            "loc": "upper left",
+            "bbox_to_anchor": (-0.02, -0.16),
+            "ncols": 3,
+            "columnspacing": 1.2,
+            "handlelength": 1.5,
+        },
+        **{"fontsize": 9, "frameon": False, "labelcolor": INK},
     )
 
 
