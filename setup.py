@@ -55,9 +55,10 @@ setup(
     extras_require={
         # On a CPU, SGLang's CUDA-only dependencies are left out: install requirements/cpu.lock with --no-deps.
         "cpu": ["wandb"],
-        # Transformer Engine: the newest that megatron-core 0.16.1 names; requirements/sources.txt has the same.
+        # Transformer Engine: the newest that megatron-core 0.16.1 names; requirements/sources.txt has the same. Its
+        # core is of one CUDA, the pinned torch's; its part for torch is built against the torch that is there.
         # NVIDIA Apex is built from source: PyPI's `apex` is an unrelated package and must not be named here.
-        "gpu": [f"sglang=={PINNED['sglang']}", "transformer-engine[pytorch]==2.11.0", "wandb"],
+        "gpu": [f"sglang=={PINNED['sglang']}", "transformer-engine[core_cu13,pytorch]==2.11.0", "wandb"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil"],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

@@ -131,7 +131,7 @@ def passes(case: Case, layers: int, recompute: Recompute) -> tuple[int, int]:
                 )
             for parameter in chunk.parameters():  # its gradient is summed elsewhere, and let go of
                 parameter.register_post_accumulate_grad_hook(lambda done: setattr(done, "grad", None))
-            packed = packed_params(torch.tensor(ends, dtype=torch.int32))
+            packed = packed_params(torch.tensor(ends, dtype=torch.int32), case.cp)
             given = torch.empty(local // case.tp, 1, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
             tokens, positions = torch.zeros(1, local, dtype=torch.int64), torch.zeros(1, local, dtype=torch.int64)
             chunk.set_input_tensor(given)

@@ -22,7 +22,7 @@ from megarl.cluster.services import RayDiedError
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.log import get_logger
 from megarl.core.log_tail import own_words
-from megarl.core.out_of_memory import OutOfMemory
+from megarl.core.out_of_memory import OutOfMemory, device_memory_advice
 from megarl.core.progress import read_progress
 from megarl.core.timing import PhaseTimer
 
@@ -229,7 +229,8 @@ class Waiter:
             if isinstance(cause, MegarlError):
                 raise type(cause)(f"{phase} ({role}), {worker.name}: {cause}") from None
             raise MegarlError(
-                f"{phase} ({role}) failed on {worker.name}: {type(cause).__name__}: {cause}\n--- its trace:\n{error}"
+                f"{phase} ({role}) failed on {worker.name}: {type(cause).__name__}: {cause}\n"
+                f"{device_memory_advice(cause)}--- its trace:\n{error}"
                 f"\n--- end of {worker.spec.log}:\n{own_words(worker.spec.log)}"
             ) from error
         except RayActorError as error:

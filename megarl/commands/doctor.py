@@ -1,6 +1,6 @@
 """`megarl doctor`: says what a machine has for megarl, against the pinned versions, and what each missing part costs.
 
-Nothing heavy is imported: versions come from package metadata, modules from where they would be found.
+Nothing heavy is imported here: versions come from package metadata, modules from where they would be found.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +27,8 @@ from megarl.core.versions import installed, matches, pins
 BOTH: tuple[PlatformName, ...] = ("cpu", "cuda")
 APEX_USEFUL: tuple[PlatformName, ...] = ("cuda",)
 GIB = 2**30
+LOAD_S = 300.0
+COMPILERS = ("cc", "gcc", "clang")
 
 
 class Level(StrEnum):
@@ -65,7 +68,8 @@ class Part:
     """A package that a run uses.
 
     needed: platforms that cannot run without it. exact: platforms that cannot run on another version than the pinned.
-    cost: what its absence costs where it is useful.
+    cost: what its absence costs where it is useful. loads: module that has to load where it is useful; it may not, though it is
+    installed.
     """
 
     distribution: str
@@ -74,6 +78,7 @@ class Part:
     needed: tuple[PlatformName, ...] = ()
     exact: tuple[PlatformName, ...] = ()
     useful: tuple[PlatformName, ...] = BOTH
+    loads: str = ""
 
 
 PARTS = (
@@ -91,6 +96,7 @@ PARTS = (
         "transformer_engine",
         "Megatron's own layers and torch's attention: slower, no FP8, no context-parallel attention",
         useful=("cuda",),
+        loads="transformer_engine.pytorch",
     ),
 )
 
@@ -101,6 +107,7 @@ def diagnose(platform: Platform | None = None) -> Diagnosis:
     wanted = pins()
     findings = [_python(), *_devices(platform)]
     findings += [_part(part, platform.name, wanted.get(part.distribution)) for part in PARTS]
+    findings += [_compiler()] if platform.has_device_memory else []
     findings += [_apex(platform.name), _wandb_key(), _ray()]
     if not wanted:
         cost = "versions cannot be checked: install megarl with `pip install -e .`"
@@ -180,7 +187,30 @@ def _part(part: Part, platform: PlatformName, pin: str | None) -> Finding:
         hard = platform in part.exact
         cost = "the CPU adapter is written for that version only" if hard else "not the version that was tested"
         return Finding(part.distribution, Level.FATAL if hard else Level.NOTE, version, wanted, cost)
+    if part.loads and platform in part.useful and (trouble := load_trouble(part.loads)):
+        cost = f"it does not load, and no rank starts: {trouble}. Build it against this torch, or uninstall it"
+        return Finding(part.distribution, Level.FATAL, version, wanted, cost)
     return Finding(part.distribution, Level.OK, version, wanted)
+
+
+def load_trouble(module: str) -> str:
+    """Why a module does not load, in a process of its own: the last line that it says; empty where it does."""
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it took over {LOAD_S:g} s"
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def _compiler() -> Finding:
+    """Triton compiles what starts its kernels, and torch what Megatron and SGLang have it compile."""
+    asked = os.environ.get("CC")
+    found = next(filter(None, map(shutil.which, [asked] if asked else COMPILERS)), None)
+    if found:
+        return Finding("C compiler", Level.OK, found)
+    cost = "kernels that Triton compiles do not start: Megatron's fused ones, SGLang's. Install gcc or clang, or set CC"
+    return Finding("C compiler", Level.NOTE, "none", "gcc or clang", cost)
 
 
 def _apex(platform: PlatformName) -> Finding:

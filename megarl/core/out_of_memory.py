@@ -1,4 +1,4 @@
-"""Whether the kernel has ended processes of this machine because its memory was full, or a container's bound was reached."""
+"""Memory that ran out: a machine's or a container's, for which the kernel ends processes, and a device's: what to do then."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 
 COUNTS = Path("/proc/vmstat")
+# torch's own error, and what the libraries below it say.
+DEVICE_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def kills(counts: Path = COUNTS) -> int:
@@ -39,3 +41,14 @@ class OutOfMemory:
             f"The kernel's out-of-memory killer has ended {ended} process{'es' * (ended > 1)} here since the run began "
             f"(now {memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free); dmesg says which."
         )
+
+
+def device_memory_advice(error: BaseException) -> str:
+    """What to do where a device's memory ran out, as a line of its own; empty where it did not."""
+    if not any(word in f"{type(error).__name__}: {error}" for word in DEVICE_MEMORY):
+        return ""
+    return (
+        "The device's memory is full. What takes less: a smaller actor.micro_batch_tokens, actor.recompute=full, more tensor or "
+        "pipeline parallel (actor.parallel), actor.offload and rollout.offload, a smaller share for servers on the same "
+        "devices (rollout.server_args=[--mem-fraction-static, '0.2']). `megarl plan RECIPE` predicts each.\n"
+    )

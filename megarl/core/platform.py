@@ -42,6 +42,33 @@ CPU_ENV = {
 
 
 @dataclass(frozen=True)
+class Conflict:
+    """An environment variable under which a run would break where it holds the word. why: goes on a sentence."""
+
+    variable: str
+    word: str
+    why: str
+
+
+_SEGMENTS = "weights reach servers on the same device by memory handles, which expandable segments do not have"
+CUDA_CONFLICTS = (
+    Conflict("PYTORCH_ALLOC_CONF", "expandable_segments:True", _SEGMENTS),
+    Conflict("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _SEGMENTS),
+    Conflict(
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+        "1",
+        "Ray would then show every rank all devices: all take the first",
+    ),
+)
+# Megatron's overlap of tensor-parallel communication relies on kernels that run in the order in which they were launched.
+CUDA_ENV = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Its ranks share devices with the run's, each of which holds what it holds.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
+
+
+@dataclass(frozen=True)
 class Platform:
     """What one kind of machine needs.
 
@@ -52,7 +79,7 @@ class Platform:
     deterministic_server_args: those of one whose answers must not depend on what else it answers.
     deterministic_attention: its attention backends; most_deterministic_tp: its largest tensor-parallel size, if there is one.
     lora_server_args: those of one that takes LoRA adapters.
-    env: variables that every rank and server starts with.
+    env: variables that every rank and server starts with. conflicts: with what a user's own environment may have.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
     enough to stay in memory that is at hand, since fresh pages cost more than arithmetic.
     micro_batch_tokens: most tokens of a forward pass where the recipe says nothing; None: its own default. On a CPU fewer, for
@@ -60,7 +87,7 @@ class Platform:
     needs_kv_tokens: SGLang cannot size its KV cache from free memory there and has to be told.
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
-    serves_fp8: SGLang can serve FP8 weights there.
+    serves_fp8: SGLang can serve FP8 weights there. serves_float32: float32 ones, by the attention that it chooses.
     fuses_shared_experts: SGLang may hold shared experts among the others there.
     tensor_hash: the function by which SGLang hashes weights there. pads_weights: its ranks' shares of weights are filled up with
     zeros to even sizes.
@@ -88,10 +115,12 @@ class Platform:
     adapts_megatron: bool = False
     returns_routing: bool = True
     serves_fp8: bool = True
+    serves_float32: bool = False
     fuses_shared_experts: bool = True
     tensor_hash: TensorHash = "tiles"
     pads_weights: bool = False
     has_device_memory: bool = True
+    conflicts: tuple[Conflict, ...] = ()
 
     def threads(self, together: int) -> int | None:
         """Threads of each of so many processes that compute at the same time; None where that is no question."""
@@ -113,13 +142,19 @@ class Platform:
         return {}
 
 
+def visible_cuda_devices() -> list[str]:
+    """The NVIDIA devices that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [entry.strip() for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+    found = [node.name[len("nvidia") :] for node in Path("/dev").glob("nvidia[0-9]*")]
+    return [str(index) for index in range(sum(name.isdigit() for name in found))]
+
+
 @cache
 def cuda_device_count() -> int:
     """Number of NVIDIA devices that this process may use, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    return len([node for node in Path("/dev").glob("nvidia[0-9]*") if node.name[len("nvidia") :].isdigit()])
+    return len(visible_cuda_devices())
 
 
 def _installed(module: str) -> bool:
@@ -157,6 +192,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             adapts_megatron=True,
             returns_routing=False,
             serves_fp8=False,
+            serves_float32=True,
             lora_server_args=("--lora-backend", "torch_native"),
             fuses_shared_experts=False,
             tensor_hash="sha256",
@@ -176,7 +212,8 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         deterministic_server_args=("--enable-deterministic-inference",),
         # SGLang 0.5.21: those with cached prefixes among its DETERMINISTIC_ATTENTION_BACKEND_CHOICES.
         deterministic_attention=("fa3", "fa4", "triton"),
-        env={},
+        env=CUDA_ENV,
+        conflicts=CUDA_CONFLICTS,
         has_transformer_engine=_installed("transformer_engine"),
         has_apex=_installed("apex") and _installed("amp_C"),
     )
@@ -230,6 +267,7 @@ def return_free_memory(platform: Platform) -> None:
     if platform.name == "cuda":
         import torch
 
+        torch.cuda.ipc_collect()  # what other processes had opened, and have let go of
         torch.cuda.empty_cache()
         return
     import ctypes

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib
 
+from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
 
 
 def prepare_megatron(platform: Platform) -> None:
-    """Make megatron-core usable in this process; repeatable. Call it before any import of megatron."""
+    """Make megatron-core usable in this process; repeatable. Call it before any import of megatron.
+
+    Raises MegarlError where Transformer Engine is installed and does not load.
+    """
+    if platform.has_transformer_engine:
+        _load_transformer_engine()
     if platform.adapts_megatron:
         from megarl.models import cpu_matmul, megatron_cpu
 
@@ -22,3 +28,16 @@ def prepare_megatron(platform: Platform) -> None:
         from megarl.models import megatron_torch_adam
 
         megatron_torch_adam.install()
+
+
+def _load_transformer_engine() -> None:
+    """Megatron would go on without it, and be asked for its layers; or pass on an error that says nothing of it."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (
+        Exception
+    ) as error:  # of its parts that are built on the machine: ImportError, FileNotFoundError, RuntimeError, OSError
+        raise MegarlError(
+            f"Transformer Engine is installed and does not load: {type(error).__name__}: {error}. Build it against this torch "
+            "(requirements/README.md says how), or uninstall it: Megatron's layers with torch's attention are used then."
+        ) from error

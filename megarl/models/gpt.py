@@ -35,7 +35,7 @@ def transformer_config(
     aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's own description of the model: no dropout, softmax in float32, exact token-level loss normalisation."""
-    fused = uses_transformer_engine(config, platform)
+    fused = uses_transformer_engine(config, platform, dtype)
     fused_activation = fused and config.activation == "silu"
     make = TransformerConfig if config.mla is None else MLATransformerConfig
     return make(
@@ -192,7 +192,7 @@ def build_gpt(
     for stage, layers in enumerate(stage_layers(layout, config.num_layers)[rank]):
         chunk = GPTModel(
             config=settings,
-            transformer_layer_spec=stage_spec(config, layers, platform),
+            transformer_layer_spec=stage_spec(config, layers, platform, dtype),
             vocab_size=config.padded_vocab_size(layout.tp),
             max_sequence_length=config.max_positions,
             pre_process=rank == 0 and stage == 0,
@@ -247,15 +247,18 @@ def _hold_padding(token: int, module: Any, given: tuple[Tensor], output: Tensor)
     return torch.where(padding[..., None], output.detach(), output)
 
 
-def packed_params(cu_seqlens: Tensor) -> PackedSeqParams:
-    """Megatron's description of sequences packed end to end. cu_seqlens: [S + 1] int32, from 0 to T."""
+def packed_params(cu_seqlens: Tensor, cp: int = 1) -> PackedSeqParams:
+    """Megarl's sequences, packed end to end, as Megatron describes them. cu_seqlens: [S + 1] int32, from 0 to T."""
     longest = int(cu_seqlens.diff().max())
+    # Transformer Engine cuts the padded bounds over context-parallel ranks, and would hold them to the others in each layer,
+    # waiting for the device, to learn that they are the same.
+    padded = cu_seqlens if cp > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens,
-        cu_seqlens_kv_padded=cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

@@ -54,18 +54,22 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
         return output
 
 
-def uses_transformer_engine(config: ModelConfig, platform: Platform) -> bool:
+def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype) -> bool:
     """Whether the layers are Transformer Engine's.
 
-    It has neither sandwich norms nor rotations that differ by layer, and its kernels want values no wider than keys.
+    It has neither sandwich norms nor rotations that differ by layer, and its kernels want values no wider than keys. In float32
+    its products are TF32's, whatever torch is told, and it has no attention under context parallel (2.11).
     """
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
-    return platform.has_transformer_engine and not (config.sandwich_norms or config.local_rope or wide_values)
+    cannot = config.sandwich_norms or config.local_rope or wide_values or dtype == torch.float32
+    return platform.has_transformer_engine and not cannot
 
 
-def stage_spec(config: ModelConfig, layers: range, platform: Platform) -> TransformerBlockSubmodules:
+def stage_spec(
+    config: ModelConfig, layers: range, platform: Platform, dtype: torch.dtype
+) -> TransformerBlockSubmodules:
     """The layers of one virtual stage. layers: their global indices."""
-    if uses_transformer_engine(config, platform):
+    if uses_transformer_engine(config, platform, dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules([_fused_layer(config, index) for index in layers], layer_norm=TENorm)

@@ -58,9 +58,9 @@ def run_profile(out: Path, servers: int, deadline_s: float) -> None:
     console = Console()
     devices = num_local_devices(platform)
     with tempfile.TemporaryDirectory(prefix="megarl-profile-") as folder:
-        found = measure(
-            platform, devices or HOST_RANKS, min(servers, devices or servers), Path(folder), deadline_s, console
-        )
+        # One device is left to the rank that sends the servers its weights, where there are more.
+        most = servers if devices is None else max(1, devices - 1)
+        found = measure(platform, devices or HOST_RANKS, min(servers, most), Path(folder), deadline_s, console)
     fitted = fit_cluster(_table(name, devices or HOST_RANKS, platform), found)
     out.write_text(cluster_file(fitted))
     for line in (*error_words(fitted), f"written to {out}: megarl plan RECIPE --cluster {out}"):

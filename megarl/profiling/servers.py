@@ -9,10 +9,10 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.core.platform import Platform
+from megarl.core.platform import Platform, visible_cuda_devices
 from megarl.profiling.job import Dtype
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
@@ -64,10 +64,17 @@ class Pool:
 def serving(
     model: Path, dtype: Dtype, platform: Platform, count: int, folder: Path, deadline_s: float
 ) -> Iterator[Pool]:
-    """Servers of a model, and a router that knows none of them yet; all ended on leaving. folder: for logs."""
+    """Servers of a model, and a router that knows none of them yet; all ended on leaving. folder: for logs.
+
+    Each has a device of its own, behind the rank's; the only one, where there is one.
+    """
     place = ProcessPlace(folder / "logs", secrets.token_hex(16), temp=folder)
-    spec = ServerSpec(model, dtype, max_running_requests=MAX_RUNNING, kv_tokens=CACHE_TOKENS)
-    servers = tuple(ServerProcess(f"server {index}", spec, platform, place) for index in range(count))
+    devices = visible_cuda_devices() if platform.has_device_memory else []
+    shares = len(devices) == 1
+    spec = ServerSpec(model, dtype, max_running_requests=MAX_RUNNING, kv_tokens=CACHE_TOKENS, shares_devices=shares)
+    own = devices if shares else devices[1:]
+    places = [replace(place, env={"CUDA_VISIBLE_DEVICES": device}) for device in own] or [place] * count
+    servers = tuple(ServerProcess(f"server {index}", spec, platform, places[index]) for index in range(count))
     router = RouterProcess(RouterSpec(), place)
     start_all([*servers, router], deadline_s)
     try:

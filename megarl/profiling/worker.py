@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.core.layout import Layout, dp_rank
-from megarl.core.platform import Platform, finish_copies, get_platform
+from megarl.core.platform import Platform, finish_copies, get_platform, visible_cuda_devices
 from megarl.core.types import Column, Prompt, Sample, Shard, Status
 from megarl.data.pack import column_like, pack
 from megarl.models.hf_config import load_model_config
@@ -40,7 +40,7 @@ def measure(rank: int, job: Job) -> Measured:
     platform = get_platform(job.platform)
     os.environ.update(platform.env)
     if platform.has_device_memory:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_cuda_devices()[rank]
     own = Rank(rank, job.world_size, job.platform, seed=1)
     own.rendezvous("127.0.0.1", job.port, job.deadline_s)
     try:

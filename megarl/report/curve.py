@@ -140,8 +140,8 @@ def _save(drawings: list[Callable[[Any], None]], title: str, target: Path) -> No
     for number, draw in enumerate(drawings):
         row, column = divmod(number, COLUMNS)
         low = HEIGHT * (num_rows - 1 - row) + BELOW
-        inches = (WIDTH * column + LEFT, low, WIDTH - LEFT - RIGHT, HEIGHT - ABOVE - BELOW)
-        draw(figure.add_axes(tuple(inch / of for inch, of in zip(inches, (width, height) * 2, strict=True))))
+        left, across, up = WIDTH * column + LEFT, WIDTH - LEFT - RIGHT, HEIGHT - ABOVE - BELOW
+        draw(figure.add_axes((left / width, low / height, across / width, up / height)))
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110, facecolor="white")
 

@@ -17,7 +17,8 @@ from megarl.placement.workload import read_model
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.begin import DRIVER_LOG, say
-from megarl.run.preflight import check_devices, preflight_eval
+from megarl.run.devices import check_devices
+from megarl.run.preflight import preflight_eval
 
 
 def run_eval(path: Path, overrides: list[str]) -> None:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from megarl.agents.check import check_agent
 from megarl.core.errors import UserError
-from megarl.core.platform import Platform, get_platform, num_local_devices
-from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.core.platform import Platform
 from megarl.core.types import TokenArray
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, check_rows, load_prompts
@@ -36,10 +35,11 @@ from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
-from megarl.recipe.sampling_rules import check_beside, staleness_notes
+from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
+from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.servers_check import check_server_layout, check_servers
 from megarl.training.run_checkpoints import Checkpoints
 
@@ -103,7 +103,7 @@ def preflight(
 
 def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: bool) -> Preflight:
     plan, platform = check_start(recipe, resume=resume, here=here)
-    _check_beside(recipe, platform, here=here)
+    check_room_beside(recipe, platform, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data, answered=recipe.agent is None)
     model = _check_generation(recipe)
@@ -236,35 +236,6 @@ def _check_report(recipe: AnyRecipe) -> None:
         raise UserError(
             "report.wandb is set, but wandb is not installed. Install it (pip install wandb), or leave report.wandb out."
         )
-
-
-def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
-    """The platform, if it has the devices that the recipe asks for. Raises UserError.
-
-    here: off where the devices are other machines', as they are for a run that joins a Ray which runs.
-    """
-    platform = get_platform(recipe.cluster.platform)
-    there = _local_devices(platform, here=here)
-    wanted = recipe.cluster.devices
-    if there is not None and there < wanted:
-        fewer = f"Set it to at most {there}, make more visible," if there else "Make some visible,"
-        raise UserError(
-            f"cluster.devices is {wanted}, and this machine shows {there or 'no'} {platform.name} devices. "
-            f"{fewer} or set cluster.platform to cpu."
-        )
-    return platform
-
-
-def _local_devices(platform: Platform, *, here: bool) -> int | None:
-    """This machine's, where they are all that the run has; None where nobody knows yet."""
-    return num_local_devices(platform) if here and RAY_ADDRESS_VARIABLE not in os.environ else None
-
-
-def _check_beside(recipe: Recipe, platform: Platform, *, here: bool) -> None:
-    """Devices for ranks and servers, where both work at once. Raises UserError."""
-    there, servers = _local_devices(platform, here=here), recipe.rollout.server_devices
-    few = there is not None and platform.has_device_memory and there < recipe.cluster.devices + servers
-    check_beside(recipe, beside=not few)
 
 
 def _check_generation(recipe: Recipe) -> ModelConfig:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 KEY = "rollout.servers"
 OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
+ATTENTION = "--attention-backend"
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -43,6 +44,7 @@ def check_servers(
     own_weights: they have to have the model's own weights still.
     """
     check_server_args(recipe.rollout.server_args, platform)
+    _check_dtype(recipe, platform)
     _check_layers(model)
     if not own_weights:
         lora_at_servers(recipe, model)
@@ -80,6 +82,25 @@ def lora_at_servers(recipe: Recipe, model: ModelConfig) -> ServedLora | None:
     if lora is None or recipe.sync.lora != "adapters":
         return None
     return served_lora(model, LoraSettings(lora.rank, lora.alpha, lora.targets))
+
+
+def _check_dtype(recipe: Recipe, platform: Platform) -> None:
+    """Whether the run's own servers can compute in the model's dtype. Raises UserError.
+
+    SGLang 0.5.21 chooses its attention without a look at it: FlashAttention 3 on Hopper, which takes no float32.
+    """
+    chosen = any(word.split("=")[0] == ATTENTION for word in recipe.rollout.server_args)
+    if (
+        recipe.model.dtype == "float32"
+        and not platform.serves_float32
+        and recipe.rollout.external is None
+        and not chosen
+    ):
+        raise UserError(
+            f"`model.dtype` is float32, and on {platform.name} SGLang's attention computes in 16 bits alone. Set model.dtype to "
+            f"bfloat16; or name a kernel that takes float32 in rollout.server_args ({ATTENTION} ...); or set cluster.platform "
+            "to cpu."
+        )
 
 
 def _check_layers(model: ModelConfig) -> None:

@@ -274,8 +274,11 @@ def train_session(
         lora = lora_at_servers(recipe, checked.model)
         launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter, lora, pool)
         ranks = _start_pools(runtime, recipe, waiter)
+        # A server takes a share of what it finds free, and ends where others take of that meanwhile.
+        first = runtime.platform.has_device_memory and any(slot.shared for slot in slots)
+        rollout = launching.ready() if first else None
         roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
-        rollout = launching.ready()
+        rollout = rollout or launching.ready()
         pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
         session = TrainSession(roles, rollout, sync, critic)

@@ -159,8 +159,14 @@ class SendGroup:
         self._backend = None
 
 
-def connect(name: str, rank: int, world_size: int, place: MeetingPlace, backend: BackendName) -> SendGroup:
-    """Connect to members that have all arrived; blocks. Raises RuntimeError where a connection cannot be made."""
+def connect(
+    name: str, rank: int, world_size: int, place: MeetingPlace, backend: BackendName, limit_s: float
+) -> SendGroup:
+    """Connect to members that have all arrived; blocks. Raises RuntimeError where a connection cannot be made.
+
+    limit_s: longer than anybody waits for a broadcast. NCCL takes no limit of a single one, and its watchdog ends the process
+    of whoever waits longer: it is the last to notice.
+    """
     device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
     assert place.store is not None
     # The names that SGLang's own init_custom_process_group and torch's _new_process_group_helper put in front of keys.
@@ -168,7 +174,7 @@ def connect(name: str, rank: int, world_size: int, place: MeetingPlace, backend:
     if backend == "gloo":
         return SendGroup(dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=CONNECT_S)))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=CONNECT_S)
+    options._timeout = timedelta(seconds=limit_s)
     return SendGroup(dist.ProcessGroupNCCL(store, rank, world_size, options))
 
 

@@ -128,7 +128,9 @@ class Member:
                 return False
             time.sleep(ARRIVAL_POLL_S)
         index = members.index(self.rank)
-        self._groups[sender] = connect(attempt.group(sender), index, world_size, place, attempt.backend)
+        limit_s = attempt.seconds + self.grace_s + self.join_s
+        name = attempt.group(sender)
+        self._groups[sender] = connect(name, index, world_size, place, attempt.backend, limit_s)
         return True
 
     def _await_stragglers(self, place: MeetingPlace) -> None:

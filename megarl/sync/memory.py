@@ -61,14 +61,21 @@ class NodeMemory:
     """One piece of shared memory, which rank 0 makes, all writers write into and all servers read from.
 
     writers: the ranks that hold the model's first copy, all on the servers' node. registry: file with the names of shared
-    memory that is removed when the run ends. control: the trainer ranks' own process group; None where there is one rank.
+    memory that is removed when the run ends. device: of this rank. control: the trainer ranks' own process group, which takes
+    tensors of it; None where there is one rank.
     """
 
     def __init__(
-        self, *, rank: int, writers: Collection[int], registry: Path, control: dist.ProcessGroup | None = None
+        self,
+        *,
+        rank: int,
+        writers: Collection[int],
+        registry: Path,
+        device: str,
+        control: dist.ProcessGroup | None = None,
     ) -> None:
         assert 0 in writers, writers
-        self._rank, self._writes = rank, rank in writers
+        self._rank, self._writes, self._device = rank, rank in writers, device
         self._registry, self._control = registry, control
         self._segment: Segment | None = None
         self.size = 0
@@ -98,7 +105,7 @@ class NodeMemory:
             except Exception as error:  # raised below: the others wait for this rank's word first
                 trouble = error
         if self._control is not None:
-            failed = torch.tensor([int(trouble is not None)])
+            failed = torch.tensor([int(trouble is not None)], device=self._device)
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._control)
             if failed.item():
                 reasons: list[str | None] = [None] * dist.get_world_size(self._control)

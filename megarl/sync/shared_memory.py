@@ -44,8 +44,8 @@ class SharedMemorySender:
     """The sending end. Every rank of the trainer makes one and calls `send`; rank 0 leads.
 
     memory: that buckets take turns in. bucket_bytes: two such buckets are taken of it. control: the trainer ranks' own process
-    group, which tells them which bucket is next; None where there is one rank. timeout_s: longest sync. join_s: how long a
-    server may take for one bucket, beside what its bytes take.
+    group, which tells them which bucket is next; None where there is one rank. device: of this rank, whose tensors the group
+    takes. timeout_s: longest sync. join_s: how long a server may take for one bucket, beside what its bytes take.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class SharedMemorySender:
         memory: Memory,
         bucket_bytes: int,
         timeout_s: float,
+        device: str,
         control: dist.ProcessGroup | None = None,
         join_s: float = JOIN_S,
     ) -> None:
-        self._rank = rank
+        self._rank, self._device = rank, device
         self._memory = memory
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -149,7 +150,7 @@ class SharedMemorySender:
         """Rank 0's word which bucket is next, on every rank; what the others pass is not heard."""
         if self._control is None:
             return number
-        word = torch.tensor([number])
+        word = torch.tensor([number], device=self._device)
         dist.broadcast(word, src=0, group=self._control)
         return int(word.item())
 

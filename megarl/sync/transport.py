@@ -136,7 +136,7 @@ class SharedMemory(_LeavesNothing):
 class SharedDevices(_LeavesNothing):
     """The `Transport` over memory of devices that servers share with ranks: the rank beside each puts whole buckets together.
 
-    receivers: the servers, each with the ranks beside it. nodes: of every rank.
+    receivers: the servers, each with the ranks beside it. nodes: of every rank. is_kept: the memory, from sync to sync.
     """
 
     def __init__(
@@ -146,8 +146,11 @@ class SharedDevices(_LeavesNothing):
         bucket_bytes: int,
         nodes: tuple[int, ...],
         receivers: tuple[Receiver, ...],
+        *,
+        is_kept: bool,
     ) -> None:
         self.sender: SharedMemorySender = sender
+        self._is_kept = is_kept
         self._rank, self._bucket_bytes, self._nodes, self._receivers = rank, bucket_bytes, nodes, receivers
         self._plan: SyncPlan | None = None
 
@@ -160,7 +163,11 @@ class SharedDevices(_LeavesNothing):
             if self._plan is None or self._plan.trainer != trainer:
                 self._plan = plan_sync(trainer, self._receivers, "shared_memory", bucket_limit(self._bucket_bytes))
             pieces = PlannedPieces(gatherer, self._plan, self._rank)
-            return self.sender.send(pieces, version, servers, flush_cache=flush_cache)
+            try:
+                return self.sender.send(pieces, version, servers, flush_cache=flush_cache)
+            finally:
+                if not self._is_kept:
+                    self.sender.close()
 
 
 class Disk(_LeavesNothing):
@@ -217,7 +224,9 @@ def make_transport(
         deltas = not sending.versions.in_place
         writer = DiskSender(rank=rank, store=store, whole_bytes=whole_bytes, deltas=deltas, control=control)
         return Disk(writer, sending.bucket_bytes, planned)
-    memory: Memory = NodeMemory(rank=rank, writers=sending.writers, registry=registry, control=control)
+    memory: Memory = NodeMemory(
+        rank=rank, writers=sending.writers, registry=registry, device=platform.device, control=control
+    )
     if sending.beside:
         hosts = {receiver.name: receiver.ranks for receiver in sending.beside}
         memory = DeviceMemory(rank=rank, hosts=hosts, make=make, control=control)
@@ -226,10 +235,12 @@ def make_transport(
         memory=memory,
         bucket_bytes=sending.bucket_bytes,
         timeout_s=sending.timeout_s,
+        device=platform.device,
         control=control,
     )
     if sending.beside:
-        return SharedDevices(shared, rank, sending.bucket_bytes, sending.nodes, sending.beside)
+        is_kept = not platform.has_device_memory  # a device's is for training meanwhile
+        return SharedDevices(shared, rank, sending.bucket_bytes, sending.nodes, sending.beside, is_kept=is_kept)
     return SharedMemory(shared, sending.bucket_bytes)
 
 

@@ -1,8 +1,8 @@
 """What a rank waits for: its last collectives, from torch's flight recorder, written down when a signal asks for them.
 
-A rank that waits in a collective runs no Python in its main thread; a thread of its own answers. The recorder is torch's own, for
-gloo and NCCL alike, and always on; NCCL was never run. This module imports torch only where it answers: the driver reads here
-what to ask with.
+A rank that waits in a collective runs no Python in its main thread; a thread of its own answers. The recorders are torch's own,
+one for gloo and one for NCCL, and always on; NCCL was never run. This module imports torch only where it answers: the driver
+reads here what to ask with.
 """
 
 from __future__ import annotations
@@ -39,8 +39,16 @@ def _answer(read: int, file: Path) -> None:
     recorder: Any = importlib.import_module("torch._C._distributed_c10d")  # its stubs leave the recorder out
     while True:
         if ASK_SIGNAL in os.read(read, 64):
-            found = json.loads(recorder._dump_fr_trace_json())["entries"]
-            file.write_text("\n".join(told(found, time.time_ns())) + "\n")
+            file.write_text("\n".join(told(recorded(recorder), time.time_ns())) + "\n")
+
+
+def recorded(recorder: Any) -> list[dict[str, Any]]:
+    """What both recorders have, oldest first. recorder: torch's module, which lacks NCCL's where torch was built without."""
+    found = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(recorder, name, None):
+            found += json.loads(dump()).get("entries", [])
+    return sorted(found, key=lambda entry: int(entry["time_created_ns"]))
 
 
 def told(entries: Sequence[Mapping[str, Any]], now_ns: int) -> list[str]:

@@ -29,6 +29,7 @@ from megarl.core.platform import Platform, finish_copies, return_free_memory
 Part = Literal["grads", "params", "optimizer"]
 PARTS: tuple[Part, ...] = ("grads", "params", "optimizer")
 PIECE_BYTES = 8 * 2**20
+PINNED_BYTES = 2**28
 
 
 class Host(Protocol):
@@ -42,21 +43,32 @@ class Host(Protocol):
 
 
 class MemoryHost:
-    """Host memory beside the device's. It is kept for the next time: pinning costs more than copying."""
+    """Host memory beside the device's. It is kept for the next time: pinning costs more than copying.
 
-    def __init__(self, *, pinned: bool = True) -> None:
-        """pinned: locked in memory, so that copies run at the full speed of the link."""
-        self._pinned = pinned
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+    It is taken in parts of a power of two, and grows by more of them: torch rounds pinned memory up to one, up to twice as much,
+    and gives back none that it has pinned.
+    """
+
+    def __init__(self, *, pinned: bool = True, part_bytes: int = PINNED_BYTES) -> None:
+        """pinned: locked in memory, so that copies run at the full speed of the link. part_bytes: of a part; the last is less."""
+        self._pinned, self._part_bytes = pinned, part_bytes
+        self._buffers: list[Tensor] = []
 
     def put(self, blocks: Sequence[Tensor]) -> None:
         """Copy to the host."""
-        total = sum(block.numel() for block in blocks)
-        if self._buffer.numel() < total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one, before a larger one is taken
-            self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
+        self._hold(sum(block.numel() for block in blocks))
         for block, kept in self._pairs(blocks):
             kept.copy_(block, non_blocking=True)
+
+    def _hold(self, total: int) -> None:
+        """Have memory for so many bytes."""
+        left = total - sum(buffer.numel() for buffer in self._buffers)
+        if left > 0 and self._buffers and self._buffers[-1].numel() < self._part_bytes:
+            left += self._buffers.pop().numel()
+        while left > 0:
+            size = min(left, self._part_bytes)
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+            left -= size
 
     def get(self, blocks: Sequence[Tensor]) -> None:
         """Copy to the device."""
@@ -64,10 +76,16 @@ class MemoryHost:
             block.copy_(kept, non_blocking=True)
 
     def _pairs(self, blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        start = 0
+        """Pieces of the blocks, each with its place on the host."""
+        buffers = iter(self._buffers)
+        room = torch.empty(0, dtype=torch.uint8)
         for block in blocks:
-            yield block, self._buffer[start : start + block.numel()]
-            start += block.numel()
+            start = 0
+            while start < block.numel():
+                room = room if room.numel() else next(buffers)
+                size = min(block.numel() - start, room.numel())
+                yield block[start : start + size], room[:size]
+                start, room = start + size, room[size:]
 
 
 class FileHost:

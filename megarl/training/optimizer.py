@@ -75,6 +75,8 @@ class Stepper:
             for member in self.optimizer.chained_optimizers:
                 # Megatron leaves this empty for SGD, and calls it to load a checkpoint.
                 member.init_state_fn = _init_momentum
+        for member in self.optimizer.chained_optimizers:
+            _spare_memory(member.optimizer)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -177,6 +179,16 @@ def _optimizer_config(section: Optimizer, dtype: torch.dtype) -> Any:
         params_dtype=dtype,
         use_distributed_optimizer=is_distributed(section),
     )
+
+
+def _spare_memory(optimizer: torch.optim.Optimizer | None) -> None:
+    """Let torch's own optimizers, where there is no fused one, take one parameter after another.
+
+    On a device they would take all at once, with a temporary as large as all of a moment.
+    """
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if "foreach" in group:
+            group["foreach"] = False
 
 
 def _init_momentum(optimizer: torch.optim.SGD, config: Any = None) -> None:

@@ -49,7 +49,7 @@ def run_schedule(
     iterators = [iter(fed) for _ in chunks]
     results: list[Any] = schedule(
         # Logits stay in the model's dtype: the log-prob casts them chunk by chunk.
-        forward_step_func=_forward_step(evaluate, prepare, {"fp32_output": False} if config.bf16 else {}),
+        forward_step_func=_forward_step(evaluate, prepare, layout.cp, {"fp32_output": False} if config.bf16 else {}),
         data_iterator=iterators if layout.vpp > 1 else iterators[0],
         model=list(chunks) if layout.vpp > 1 else chunks[0],
         num_microbatches=len(fed),
@@ -63,7 +63,7 @@ def run_schedule(
     return results[: len(batches)]
 
 
-def _forward_step(evaluate: Evaluate, prepare: Prepare | None, options: dict[str, Any]) -> Callable[..., Any]:
+def _forward_step(evaluate: Evaluate, prepare: Prepare | None, cp: int, options: dict[str, Any]) -> Callable[..., Any]:
     def forward_step(iterator: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(iterator)
         if prepare is not None:
@@ -72,7 +72,7 @@ def _forward_step(evaluate: Evaluate, prepare: Prepare | None, options: dict[str
             batch.tokens[None],
             batch.positions[None],
             None,
-            packed_seq_params=packed_params(batch.cu_seqlens),
+            packed_seq_params=packed_params(batch.cu_seqlens, cp),
             **options,
         )
 

@@ -71,6 +71,23 @@ def test_a_missing_part_that_a_run_needs_is_fatal_and_says_its_cost(monkeypatch:
     assert not diagnosis.can_run
 
 
+def test_transformer_engine_has_to_load_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part for torch is built on the machine, and may be of another torch."""
+    pretend(monkeypatch, {"transformer-engine": "2.11.0"})
+    finding = find(diagnose(CUDA), "transformer-engine")
+    assert finding.level is Level.FATAL and "No module named 'transformer_engine'" in finding.cost
+    assert find(diagnose(CPU), "transformer-engine").level is Level.OK
+    assert doctor.load_trouble("json") == ""
+
+
+def test_a_compiler_is_looked_for_where_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", {"clang": "/usr/bin/clang"}.get)
+    assert find(diagnose(CUDA), "C compiler").found == "/usr/bin/clang"
+    monkeypatch.setenv("CC", "mycc")
+    assert find(diagnose(CUDA), "C compiler").level is Level.NOTE
+    assert not [each for each in diagnose(CPU).findings if each.part == "C compiler"]
+
+
 def test_a_missing_optional_part_costs_something_but_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"wandb": None, "math-verify": None})
     diagnosis = diagnose(CPU)

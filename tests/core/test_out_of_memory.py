@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.core.out_of_memory import OutOfMemory, kills
+import torch
+
+from megarl.core.out_of_memory import OutOfMemory, device_memory_advice, kills
 
 
 def test_kills_since_the_run_began_are_told(tmp_path: Path) -> None:
@@ -21,3 +23,11 @@ def test_kills_since_the_run_began_are_told(tmp_path: Path) -> None:
 def test_a_kernel_that_does_not_count_says_nothing(tmp_path: Path) -> None:
     assert kills(tmp_path / "none") == 0 and OutOfMemory(tmp_path / "none").told() == ""
     assert kills() >= 0
+
+
+def test_a_full_device_is_told_from_other_errors() -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    for error in (full, RuntimeError(f"a task failed: {full}"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")):
+        advice = device_memory_advice(error)
+        assert "actor.micro_batch_tokens" in advice and "megarl plan" in advice and advice.endswith("\n")
+    assert device_memory_advice(RuntimeError("CUDA error: an illegal memory access was encountered")) == ""

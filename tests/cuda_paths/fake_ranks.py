@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,12 +167,27 @@ def run_all(root: Path) -> dict[str, Any]:
     kinds[False].platform = cpu
     kinds[False].rendezvous("127.0.0.1", kinds[False].free_port(), 60.0)
     kinds[True]._timeout_s = 60.0  # the process has joined itself
-    for family, differs in FAMILIES.items():
-        write_tiny_model(root / family, family, **differs)
-        for way, settings in RUNS.items():
-            found[f"{family}: {way}"] = attempt(functools.partial(compare, kinds, root / family, settings))
+    with in_float32_too():
+        for family, differs in FAMILIES.items():
+            write_tiny_model(root / family, family, **differs)
+            for way, settings in RUNS.items():
+                found[f"{family}: {way}"] = attempt(functools.partial(compare, kinds, root / family, settings))
     kinds[False].close()
     return found
+
+
+@contextmanager
+def in_float32_too() -> Iterator[None]:
+    """Transformer Engine's layers also where it would compute in TF32: what stands in for it computes in float32."""
+    from megarl.models import gpt, layer_spec
+
+    real = layer_spec.uses_transformer_engine
+
+    def uses(config: ModelConfig, platform: Platform, dtype: torch.dtype) -> bool:
+        return real(config, platform, torch.bfloat16)
+
+    with patch.object(gpt, "uses_transformer_engine", uses), patch.object(layer_spec, "uses_transformer_engine", uses):
+        yield
 
 
 def compare(kinds: dict[bool, Rank], folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -184,6 +184,14 @@ def test_the_longest_sequence_and_not_the_pack_bounds_positions() -> None:
     assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (7, 7, "thd")
 
 
+def test_padded_bounds_are_given_where_context_parallel_cuts_them() -> None:
+    """Transformer Engine holds them to the others in each layer, which waits for the device; it cuts them for its ranks."""
+    bounds = torch.tensor([0, 4, 8], dtype=torch.int32)
+    assert packed_params(bounds).cu_seqlens_q_padded is None and packed_params(bounds).cu_seqlens_kv_padded is None
+    both = packed_params(bounds, cp=2)
+    assert both.cu_seqlens_q_padded is bounds and both.cu_seqlens_kv_padded is bounds
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
 def test_parameters_have_the_dtype_asked_for(family: str, dtype: torch.dtype, one_rank: Groups, tmp_path: Path) -> None:
@@ -283,11 +291,12 @@ def test_transformer_engine_is_used_where_it_can(
     family: str, overrides: dict[str, Any], uses: bool, tmp_path: Path
 ) -> None:
     config = load_model_config(write_tiny_model(tmp_path, family, **overrides))
-    assert uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE) == uses
-    assert not uses_transformer_engine(config, WITHOUT)
+    assert uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE, torch.bfloat16) == uses
+    assert not uses_transformer_engine(config, WITHOUT, torch.bfloat16)
+    assert not uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE, torch.float32), "its float32 is TF32"
 
 
 def test_what_transformer_engine_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     config = replace(load_model_config(write_tiny_model(tmp_path, "deepseek_v3")), norm_eps=1e-5)
     with pytest.raises(UserError, match="rms_norm_eps 1e-05 cannot be built with Transformer Engine"):
-        stage_spec(config, range(3), WITH_TRANSFORMER_ENGINE)
+        stage_spec(config, range(3), WITH_TRANSFORMER_ENGINE, torch.bfloat16)

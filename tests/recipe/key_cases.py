@@ -294,7 +294,8 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm":
 
 # Configurations by name: overrides over the base recipe.
 _KL, _PPO = "algorithm.kl_coef=0.1", "algorithm.preset=ppo"
-_TWO, _MOE, _CUDA = "cluster.devices=2", f"model.path={ROOT}/moe", "cluster.platform=cuda"
+_TWO, _MOE = "cluster.devices=2", f"model.path={ROOT}/moe"
+_CUDA = ["cluster.platform=cuda", "model.dtype=bfloat16"]
 _SCORED, _TEACHER = f"reward_model.path={ROOT}/scored", f"teacher.path={ROOT}/dense2"
 _HELD_OUT = f"data.eval={ROOT}/prompts2.jsonl"
 _GRADERS = (
@@ -358,7 +359,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "tools and room": ["rollout.max_response_tokens=62", "data.max_prompt_tokens=450", *_TOOLS],
         "experts": [_MOE],
         "latent attention": [f"model.path={ROOT}/latent"],
-        "experts on cuda": [_MOE, _CUDA],
+        "experts on cuda": [_MOE, *_CUDA],
         "held out": [_HELD_OUT],
         "asynchronous": _ASYNCHRONOUS,
         "asynchronous, in place": [*_ASYNCHRONOUS, "rollout.in_flight=in_place"],
@@ -376,8 +377,9 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "scored": [_SCORED],
         "scored tokens": [_SCORED, "algorithm.advantage=gae"],
         "saves": ["train.save_every=1"],
-        "cuda": [_CUDA],
-        "bfloat16 on cuda": [_CUDA, "model.dtype=bfloat16", f"model.path={ROOT}/wide"],
+        "bfloat16": ["model.dtype=bfloat16"],
+        "cuda": _CUDA,
+        "bfloat16 on cuda": [*_CUDA, f"model.path={ROOT}/wide"],
         "wandb": ["report.wandb={}"],
         "searched": [_SEARCH],
         "searched, critic and scores": [_PPO, _KL, _SCORED, _SEARCH],
@@ -438,6 +440,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     **dict.fromkeys(("agent.command", "agent.processes", "agent.workers"), ("plain",)),
     "agent.mcp": ("plain", "tools and room"),
     "agent.credit": ("plain", "agent", "agent by tokens"),
+    "cluster.platform": ("plain", "bfloat16"),
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched", "external servers"),
     "sync": ("plain", "over the disk"),

@@ -189,7 +189,12 @@ def value_at(section: Any, names: Sequence[str]) -> Any:
 def test_what_a_platform_goes_through_in_vain_is_said_at_the_start(runs: Runs, key: str, platform: str) -> None:
     notes = {}
     for name in ("cpu", "cuda"):
-        overrides = [f"cluster.platform={name}", f"{key}={VALUES['train'][key][0]}"]
+        overrides = [
+            "run.name=new",
+            "model.dtype=bfloat16",
+            f"cluster.platform={name}",
+            f"{key}={VALUES['train'][key][0]}",
+        ]
         recipe = load_recipe(runs.root / "train.yaml", overrides).recipe
         notes[name] = [line for line in preflight(recipe, here=False).lines() if line.startswith(key)]
     assert {name: bool(lines) for name, lines in notes.items()} == {name: name == platform for name in notes}

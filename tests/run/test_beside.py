@@ -28,7 +28,7 @@ def test_servers_without_devices_of_their_own_only_carry_over(
     told = []
 
     def run(*overrides: str, name: str) -> Book:
-        words = ["cluster.platform=cuda", f"run.name={name}", *overrides]
+        words = ["cluster.platform=cuda", "model.dtype=bfloat16", f"run.name={name}", *overrides]
         return driver.run(Recipe, tmp_path / "train.yaml", words, tmp_path)
 
     for overrides in ([STALE], [f"data.eval={tmp_path}/prompts2.jsonl", "eval.overlap=true"]):

@@ -11,7 +11,6 @@ from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.run.evaluate import beside
 from megarl.run.preflight import (
     Preflight,
-    check_devices,
     check_run_folder,
     preflight,
     preflight_eval,
@@ -205,14 +204,3 @@ def test_logs_of_a_start_that_failed_do_not_take_the_name(tmp_path: Path) -> Non
     (tmp_path / "logs").mkdir()
     (tmp_path / "recipe.yaml").touch()
     check_run_folder(tmp_path, 1, resume=False)
-
-
-def test_more_devices_than_the_machine_shows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 2)
-    recipe = load_recipe(place.recipe, ["cluster.platform=cuda", "cluster.devices=4"]).recipe
-    with pytest.raises(UserError, match=r"cluster\.devices is 4, and this machine shows 2 cuda devices"):
-        check_devices(recipe)
-    assert check_devices(load_recipe(place.recipe, ["cluster.devices=4"]).recipe).name == "cpu"
-    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 0)
-    with pytest.raises(UserError, match=r"shows no cuda devices\. Make some visible, or set cluster\.platform to cpu"):
-        check_devices(recipe)

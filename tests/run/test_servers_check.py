@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.core.platform import get_platform
+from megarl.core.platform import Platform, get_platform
 from megarl.core.versions import pins
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
 from megarl.run.plan import PlanOptions, run_plan
-from megarl.run.servers_check import _check_hashes, check_servers, model_name
+from megarl.run.servers_check import _check_dtype, _check_hashes, check_servers, model_name
 from megarl.serving import external
 from megarl.serving.external import ExternalPool, ModelFacts
 from tests.support.bad_input import Place, good_place
@@ -116,6 +116,21 @@ def test_fp8_is_for_trainers_with_servers_that_can_hold_it(place: Place) -> None
     ):
         with pytest.raises(UserError, match=says):
             check_servers(recipe, model, platform, own_weights=evaluates)
+
+
+def test_float32_is_for_servers_whose_attention_takes_it(place: Place) -> None:
+    """SGLang does not look at the dtype when it chooses FlashAttention, which has none of 32 bits."""
+    cpu, cuda = get_platform("cpu"), get_platform("cuda")
+
+    def check(platform: Platform, *overrides: str) -> None:
+        _check_dtype(load_recipe(place.recipe, overrides).recipe, platform)
+
+    check(cpu, "model.dtype=float32")
+    check(cuda, "model.dtype=bfloat16")
+    check(cuda, "model.dtype=float32", "rollout.server_args=[--attention-backend, triton]")
+    check(cuda, "model.dtype=float32", "rollout.servers.urls=[http://127.0.0.1:1]")
+    with pytest.raises(UserError, match=r"`model\.dtype` is float32.*Set model\.dtype to bfloat16"):
+        check(cuda, "model.dtype=float32")
 
 
 def test_hashes_of_shared_experts_are_for_servers_that_keep_them_apart(place: Place) -> None:

@@ -83,7 +83,7 @@ def forked_ranks() -> Iterator[Ranks]:
 def _rank(rank: int, module: str, words: list[str], log: str) -> None:
     """What a rank's process does."""
     if chosen().has_device_memory:
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        devices = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[rank] if len(devices) > rank else str(rank)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)

@@ -9,6 +9,7 @@ NCCL take none of the host. Memory of the device is counted. What it cannot show
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import sys
@@ -272,12 +273,27 @@ def _of_objects(function: Callable[..., Any], mode: OnOneDevice) -> Callable[...
     return call
 
 
+def also_in_threads(asked: DeviceArguments, dispatch: OnOneDevice) -> None:
+    """Let what asyncio gives to threads meet the device, too: torch's modes are of one thread."""
+    to_thread = asyncio.to_thread
+
+    def with_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            with asked, dispatch:
+                return function(*args, **kwargs)
+
+        return to_thread(call)
+
+    asyncio.to_thread = with_modes  # type: ignore[assignment]
+
+
 @contextmanager
 def pretended() -> Iterator[None]:
     """Within the block there is a device."""
     asked = DeviceArguments()
     dispatch = OnOneDevice(asked)
     install(dispatch)
+    also_in_threads(asked, dispatch)
     with asked, dispatch:
         yield
 

@@ -105,7 +105,7 @@ def test_every_rank_says_which_one_could_not_write_and_why(
     why = str(trouble) if isinstance(trouble, MegarlError) else "ValueError: odd"
 
     def one(rank: int) -> Exception | None:
-        mine: Any = NodeMemory(rank=rank, writers=(0, 1, 2), registry=tmp_path / "registry", control=rank)  # type: ignore[arg-type]
+        mine: Any = NodeMemory(rank=rank, writers=(0, 1, 2), registry=tmp_path / "registry", device="cpu", control=rank)  # type: ignore[arg-type]
         mine._segment = Remembered()
         mine.fill(BrokenOn(None), 0, 0)
         try:

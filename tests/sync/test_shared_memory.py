@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port
+from megarl.sync.memory import NodeMemory
 from megarl.sync.ring import bucket_limit, ring_bytes
 from megarl.sync.segments import Segment
 from megarl.sync.session import SyncReport
+from megarl.sync.shared_memory import SharedMemorySender
 from tests.sync.receiver import Receiver
 from tests.sync.test_broadcast import (
     NUM_BYTES,
@@ -48,6 +51,30 @@ def send(sender: SharedBuckets, version: int, *receivers: Receiver) -> SyncRepor
     report = sender.send(buckets, version, [receiver.endpoint for receiver in receivers])
     assert report is not None
     return report
+
+
+@pytest.fixture
+def everyone() -> Iterator[dist.ProcessGroup]:
+    """The group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_ranks_tell_each_other_by_tensors_of_their_own_device(
+    everyone: dist.ProcessGroup, device: str, tmp_path: Path
+) -> None:
+    """NCCL takes none of the host's: test_pretend_device runs this on a device that is not there."""
+    memory = NodeMemory(rank=0, writers=(0,), registry=tmp_path / "registry", device=device, control=everyone)
+    sender = SharedMemorySender(
+        rank=0, memory=memory, bucket_bytes=1 << 20, timeout_s=20.0, device=device, control=everyone
+    )
+    receiver = Receiver("server 0")
+    with serving(receiver):
+        report = sender.send(Written(list(buckets())), 1, [receiver.endpoint])
+    sender.close()
+    assert report is not None and report.ok == ("server 0",), report
+    assert holds(receiver, 1)
 
 
 def test_all_ranks_of_all_servers_read_all_weights_sync_after_sync(sender: SharedBuckets, tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ class SharedBuckets(OneRank):
     ) -> None:
         self.sender: SharedMemorySender = SharedMemorySender(
             rank=0,
-            memory=NodeMemory(rank=0, writers=(0,), registry=registry),
+            memory=NodeMemory(rank=0, writers=(0,), registry=registry, device="cpu"),
+            device="cpu",
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
             join_s=join_s,

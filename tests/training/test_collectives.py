@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from megarl.cluster.look import collectives_of
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.process import ProcessFacts, ProcessSpec
-from megarl.training.collectives import told
+from megarl.training.collectives import recorded, told
 
 SECOND = 10**9
 STUCK = """
@@ -44,6 +45,34 @@ def entry(name: str, number: int, *, seconds: float, retired: bool, **more: Any)
         "state": "scheduled",
         **more,
     }
+
+
+class Recorders:
+    """torch's module where it was built with NCCL, which has a recorder of its own."""
+
+    def _dump_fr_trace_json(self) -> str:
+        return json.dumps(
+            {
+                "entries": [
+                    entry("gloo:barrier", 1, seconds=1, retired=True),
+                    entry("gloo:all_reduce", 2, seconds=3, retired=True),
+                ]
+            }
+        )
+
+    def _dump_nccl_trace_json(self) -> str:
+        return json.dumps({"entries": [entry("nccl:broadcast", 1, seconds=2, retired=False)]})
+
+
+class WithoutNccl:
+    def _dump_fr_trace_json(self) -> str:
+        return "{}"
+
+
+def test_both_recorders_are_asked() -> None:
+    found = [each["profiling_name"] for each in recorded(Recorders())]
+    assert found == ["gloo:barrier", "nccl:broadcast", "gloo:all_reduce"]
+    assert recorded(WithoutNccl()) == []
 
 
 def test_what_has_not_ended_is_told_last() -> None:

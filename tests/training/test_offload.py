@@ -262,7 +262,9 @@ def test_memory_of_the_process_goes_down(groups):
     assert held_bytes(PLATFORM) - asleep > 0.9 * freed
 
 
-@pytest.mark.parametrize("make_host", [FileHost, lambda: MemoryHost(pinned=False)])
+@pytest.mark.parametrize(
+    "make_host", [FileHost, lambda: MemoryHost(pinned=False), lambda: MemoryHost(pinned=False, part_bytes=2**14)]
+)
 def test_hosts_keep_bytes_whatever_their_number(make_host):
     random = np.random.default_rng(0)
     host = make_host()
@@ -274,6 +276,26 @@ def test_hosts_keep_bytes_whatever_their_number(make_host):
             block.zero_()
         host.get(blocks)
         assert _equal(blocks, wanted)
+
+
+def test_host_memory_grows_by_parts_and_never_by_a_copy(monkeypatch):
+    """torch rounds pinned memory up to a power of two, and gives none back: only a last part may be taken anew."""
+    taken, empty = [], torch.empty
+
+    def counted(size, **options):
+        taken.append(size)
+        return empty(size, **options)
+
+    host = MemoryHost(pinned=False, part_bytes=64)
+    for size in (150, 40, 200, 200):
+        block = torch.arange(size, dtype=torch.uint8)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", counted)
+            host.put([block])
+        back = torch.zeros_like(block)
+        host.get([back])
+        assert torch.equal(back, block)
+    assert [size for size in taken if size] == [64, 64, 22, 64, 8]
 
 
 def test_memory_of_the_host_serves_as_well(groups):

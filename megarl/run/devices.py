@@ -1,0 +1,50 @@
+"""Whether a run has the devices that it asks for, and an environment in which these work."""
+
+from __future__ import annotations
+
+import os
+
+from megarl.core.errors import UserError
+from megarl.core.platform import Platform, get_platform, num_local_devices
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.recipe.sampling_rules import check_beside
+from megarl.recipe.schema import AnyRecipe, Recipe
+
+
+def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
+    """The platform, if it has the devices that the recipe asks for. Raises UserError.
+
+    here: off where the devices are other machines', as they are for a run that joins a Ray which runs.
+    """
+    platform = get_platform(recipe.cluster.platform)
+    there = _local_devices(platform, here=here)
+    wanted = recipe.cluster.devices
+    if there is not None and there < wanted:
+        fewer = f"Set it to at most {there}, make more visible," if there else "Make some visible,"
+        raise UserError(
+            f"cluster.devices is {wanted}, and this machine shows {there or 'no'} {platform.name} devices. "
+            f"{fewer} or set cluster.platform to cpu."
+        )
+    _check_environment(platform)
+    return platform
+
+
+def _check_environment(platform: Platform) -> None:
+    """Whether a variable of this environment, which all processes of a run inherit, breaks the platform. Raises UserError."""
+    for conflict in platform.conflicts:
+        if conflict.word in os.environ.get(conflict.variable, ""):
+            raise UserError(
+                f"The environment has {conflict.variable}={os.environ[conflict.variable]}, and {conflict.why}. Unset it."
+            )
+
+
+def _local_devices(platform: Platform, *, here: bool) -> int | None:
+    """This machine's, where they are all that the run has; None where nobody knows yet."""
+    return num_local_devices(platform) if here and RAY_ADDRESS_VARIABLE not in os.environ else None
+
+
+def check_room_beside(recipe: Recipe, platform: Platform, *, here: bool) -> None:
+    """Devices for ranks and servers, where both work at once. Raises UserError."""
+    there, servers = _local_devices(platform, here=here), recipe.rollout.server_devices
+    few = there is not None and platform.has_device_memory and there < recipe.cluster.devices + servers
+    check_beside(recipe, beside=not few)

@@ -1,0 +1,30 @@
+"""Which devices a process may use, as CUDA names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.core.platform import get_platform, visible_cuda_devices
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("0,1", ["0", "1"]),
+        ("3, 5", ["3", "5"]),
+        ("GPU-8932f937", ["GPU-8932f937"]),
+        ("", []),
+        ("-1", []),
+        ("2,", ["2"]),
+    ],
+)
+def test_devices_are_named_as_the_environment_names_them(
+    monkeypatch: pytest.MonkeyPatch, visible: str, found: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_cuda_devices() == found
+
+
+def test_what_servers_on_shared_devices_need_is_in_their_environment() -> None:
+    """SGLang's ranks compare their free memory and refuse to start where it differs: it does beside a run's ranks."""
+    assert all(get_platform(name).env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0" for name in ("cpu", "cuda"))

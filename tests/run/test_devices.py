@@ -1,0 +1,49 @@
+"""Devices that a run asks for, and what of a user's environment would break them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.run.devices import check_devices
+from tests.support.bad_input import Place, good_place
+from tests.support.tiny import write_tiny_qwen
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return good_place(tmp_path_factory.mktemp("place"), write_tiny_qwen(tmp_path_factory.mktemp("model")))
+
+
+def test_more_devices_than_the_machine_shows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 2)
+    recipe = load_recipe(place.recipe, ["cluster.platform=cuda", "cluster.devices=4"]).recipe
+    with pytest.raises(UserError, match=r"cluster\.devices is 4, and this machine shows 2 cuda devices"):
+        check_devices(recipe)
+    assert check_devices(load_recipe(place.recipe, ["cluster.devices=4"]).recipe).name == "cpu"
+    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"shows no cuda devices\. Make some visible, or set cluster\.platform to cpu"):
+        check_devices(recipe)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "memory handles"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", "memory handles"),
+        ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1", "show every rank all devices"),
+    ],
+)
+def test_variables_that_break_a_run_on_devices_are_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, why: str
+) -> None:
+    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 2)
+    on_cuda, on_cpu = (load_recipe(place.recipe, [f"cluster.platform={name}"]).recipe for name in ("cuda", "cpu"))
+    check_devices(on_cuda)
+    monkeypatch.setenv(variable, value)
+    check_devices(on_cpu)
+    with pytest.raises(UserError, match=f"The environment has {variable}={value}, and .*{why}.*Unset it"):
+        check_devices(on_cuda)
+    monkeypatch.setenv(variable, value.replace("True", "False").replace("1", "0"))
+    check_devices(on_cuda)
