@@ -3,7 +3,7 @@
 The stubs are real Ray actors that receive and return shards and columns of the real size through the object store, and
 compute nothing. Everything else is the run's own: loop, handles, waits. One command:
 
-    python bench/driver_overhead.py
+    python -m bench.driver_overhead
 
 Driver seconds are the step's wall time outside of waits for others, and the driver process's CPU time, waits included:
 the stricter of the two is held against the seconds of a step. A control tells growth with the samples from what merely a
