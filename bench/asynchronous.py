@@ -225,7 +225,7 @@ def show(turns: dict[str, list[dict[str, Any]]], ratios: dict[str, list[float]])
     for name, found in turns.items():
 
         def median(key: str, found: list[dict[str, Any]] = found) -> float:
-            return statistics.median(one[key] for one in found)
+            return float(statistics.median(one[key] for one in found))
 
         phases = [statistics.median(one["phases"][phase] for one in found) for phase in PHASES]
         table.add_row(

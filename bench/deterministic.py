@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bench.support.measure import ratios, summary, write
 from megarl.core.platform import get_platform
-from megarl.core.types import IntArray
+from megarl.core.types import TokenArray
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import load_prompts
 from megarl.recipe.schema import Data
@@ -42,7 +42,7 @@ SIDES = {"default": False, "deterministic": True}
 START_S = 300.0
 BYTES_A_TOKEN = 12  # of an answer: the token and its log-prob
 
-Request = tuple[IntArray, Sampling]
+Request = tuple[TokenArray, Sampling]
 Answers = dict[int, bytes]
 
 

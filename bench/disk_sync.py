@@ -25,9 +25,11 @@ from rich.table import Table
 from bench.support.measure import in_fresh_process, write
 from bench.weight_sync import BUCKET_BYTES, DEADLINE_S, MB, answers, model_at
 from megarl.core.platform import get_platform
+from megarl.models.hf_dtypes import ModelDtype
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 
+NUM_BYTES: dict[ModelDtype, int] = {"float32": 4, "bfloat16": 2}  # of a number
 RATES = (1e-6, 1e-5, 1e-4)
 WARM_STEPS = 3  # before the first version: Adam's first step moves every weight by the whole rate
 STEPS = 2  # versions of differences a rate
@@ -128,12 +130,12 @@ def loaded(server: ServerEndpoint, files: Path, version: int) -> float:
     return asyncio.run(load())
 
 
-def measured(folder: Path, num_bytes: int, dtypes: Sequence[str]) -> list[dict[str, Any]]:
+def measured(folder: Path, num_bytes: int, dtypes: Sequence[ModelDtype]) -> list[dict[str, Any]]:
     """All rows; a server's start for each dtype, and then a step and a few seconds a version."""
     rows = []
     for dtype in dtypes:
-        model = model_at(folder / f"model {dtype}", num_bytes * 4 // {"float32": 4, "bfloat16": 2}[dtype], 0)
-        spec = ServerSpec(model, dtype, kv_tokens=1024, context_length=512)  # type: ignore[arg-type]
+        model = model_at(folder / f"model {dtype}", num_bytes * 4 // NUM_BYTES[dtype], 0)
+        spec = ServerSpec(model, dtype, kv_tokens=1024, context_length=512)
         server = ServerProcess("server", spec, get_platform(), ProcessPlace(folder / "logs", "key-of-the-bench"))
         server.start()
         try:
@@ -173,7 +175,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=300)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", choices=[*NUM_BYTES], default=[*NUM_BYTES])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         rows = measured(Path(temporary), options.megabytes * MB, options.dtypes)

@@ -3,7 +3,7 @@
 The stubs are real Ray actors that receive and return shards and columns of the real size through the object store, and
 compute nothing. Everything else is the run's own: loop, handles, waits. One command:
 
-    python bench/driver_overhead.py
+    python -m bench.driver_overhead
 
 Driver seconds are the step's wall time outside of waits for others, and the driver process's CPU time, waits included:
 the stricter of the two is held against the seconds of a step. A control tells growth with the samples from what merely a
@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -35,7 +36,7 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.layout import Layout
 from megarl.core.pending import Finished
 from megarl.core.platform import get_platform
-from megarl.core.protocols import Handles, State
+from megarl.core.protocols import Coming, Handles, State
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import BatchInfo, Block, EvalResult, FloatArray, ShardPlan
 from megarl.data.blocks import memory_of
@@ -127,7 +128,8 @@ class StubRollout:
 
     def next(self, step: int, weight_version: int) -> Batch:
         info, plan, block = self.worker.handle.generate.options(num_returns=3).remote(step, weight_version)
-        return Batch((plan,), ((block,),), self._wait(info))
+        found: BatchInfo = self._wait(info)
+        return Batch((plan,), ((block,),), found)
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
         parts = [part for column in columns.values() for shard in column for part in shard]
@@ -138,7 +140,7 @@ class StubRollout:
     def evaluate(self, step: int, weight_version: int) -> Finished[EvalResult]:
         raise AssertionError("this recipe has no held-out rows")
 
-    def _wait(self, ref: object) -> object:
+    def _wait(self, ref: Any) -> Any:
         return self.waiter.wait([Call(self.worker, ref)], phase="stub", role="rollout", deadline_s=60)[0]
 
 
@@ -155,6 +157,9 @@ class StubRecorder:
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
     last_cpu: float = field(default_factory=time.process_time)
+
+    def expect(self, step: int, coming: Coming) -> None:
+        raise AssertionError("this recipe has neither a critic nor held-out rows")
 
     def end_of(self, step: int, metrics: dict[str, float], failure: str = "") -> None:
         now = time.process_time()

@@ -118,8 +118,8 @@ def peaks(shapes: Shapes, platform: Platform) -> dict[str, float]:
     """FLOP/s of the largest product; bytes/s within the device, and to and from locked memory of the host."""
     import torch
 
-    width, options = shapes.product, {"dtype": torch.bfloat16, "device": platform.device}
-    left, right, out = (torch.randn(width, width, **options) for _ in range(3))
+    width = shapes.product
+    left, right, out = (torch.randn(width, width, dtype=torch.bfloat16, device=platform.device) for _ in range(3))
     block = torch.zeros(shapes.copied, dtype=torch.uint8, device=platform.device)
     beside = torch.empty_like(block)
     host = torch.zeros(shapes.copied, dtype=torch.uint8, pin_memory=platform.has_device_memory)
@@ -156,7 +156,7 @@ def planned(config: ModelConfig, cell: Cell, recompute: Recompute, platform: Pla
 
 def fitted(config: ModelConfig, cell: Cell, platform: Platform) -> tuple[ModelConfig, Recompute]:
     """As many layers as the plan fits into the device, without recompute where at least half of them stay; else with it."""
-    room, found = SHARE * device_bytes(platform), (replace(config, num_layers=1), "full")
+    room = SHARE * device_bytes(platform)
     modes: tuple[tuple[Recompute, int], ...] = (("none", config.num_layers // 2), ("full", 1))
     for recompute, fewest in modes:
         for layers in range(config.num_layers, fewest - 1, -1):
@@ -164,7 +164,7 @@ def fitted(config: ModelConfig, cell: Cell, platform: Platform) -> tuple[ModelCo
             held = planned(cut, cell, recompute, platform, trained=True)
             if held.state[0] + held.working[0] <= room:
                 return cut, recompute
-    return found  # type: ignore[return-value]
+    return replace(config, num_layers=1), "full"
 
 
 def write_config(folder: Path, cell: Cell, layers: int | None = None) -> ModelConfig:

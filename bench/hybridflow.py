@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.support.hybridflow import COLOCATE, FINDINGS, Outcome, Pricing, Software, outcome, their_cluster
+from megarl.recipe.section import Recompute
 
 RESULT = Path(__file__).parent / "results" / "hybridflow.json"
 # Lowest and highest of each rate (placement/devices.py says what they are), drawn evenly on a logarithmic scale. Generation is
@@ -49,7 +50,7 @@ RANGES = {
 # The same of what no table has: share of the network, GiB of a process, seconds of dispatch for each device.
 OTHERS = {"network": (0.5, 2.0), "process_gib": (1.0, 8.0), "dispatch_s": (1e-5, 2e-2)}
 MICRO_TOKENS = (2048, 4096, 8192, 16384)
-RECOMPUTE = (("none",), ("full",), ("none", "full"))
+RECOMPUTE: tuple[tuple[Recompute, ...], ...] = (("none",), ("full",), ("none", "full"))
 LEFT_OUT: Mapping[str, Mapping[str, bool]] = {
     "as the paper describes it": {},
     "stages wait for each other": {"late_critic": False},
@@ -64,11 +65,19 @@ def draw(numbers: random.Random) -> Software:
     def between(low: float, high: float) -> float:
         return math.exp(numbers.uniform(math.log(low), math.log(high)))
 
+    values = {name: between(*bounds) for name, bounds in (RANGES | OTHERS).items()}
+    return software(values, numbers.choice(MICRO_TOKENS), numbers.choice(RECOMPUTE))
+
+
+def software(values: Mapping[str, float], micro_tokens: int, recompute: tuple[Recompute, ...]) -> Software:
+    """Of what `figures` gives, under all of the paper's rules."""
     return Software(
-        rates={name: between(*bounds) for name, bounds in RANGES.items()},
-        **{name: between(*bounds) for name, bounds in OTHERS.items()},
-        micro_tokens=numbers.choice(MICRO_TOKENS),
-        recompute=numbers.choice(RECOMPUTE),
+        rates={name: values[name] for name in RANGES},
+        network=values["network"],
+        process_gib=values["process_gib"],
+        dispatch_s=values["dispatch_s"],
+        micro_tokens=micro_tokens,
+        recompute=recompute,
     )
 
 
@@ -82,7 +91,9 @@ def step(numbers: random.Random, best: Software) -> Software:
     return replace(
         best,
         rates={name: values[name] for name in RANGES},
-        **{name: values[name] for name in OTHERS},
+        network=values["network"],
+        process_gib=values["process_gib"],
+        dispatch_s=values["dispatch_s"],
         micro_tokens=new.micro_tokens if numbers.random() < 0.1 else best.micro_tokens,
         recompute=new.recompute if numbers.random() < 0.1 else best.recompute,
     )
@@ -118,7 +129,7 @@ def ours() -> Software:
     """The rates of our own table, and of what it lacks the middle of the range."""
     rates = vars(their_cluster(16).rates)
     others = {name: math.sqrt(low * high) for name, (low, high) in OTHERS.items()}
-    return Software({name: rates[name] for name in RANGES}, **others, micro_tokens=4096, recompute=RECOMPUTE[-1])
+    return software(rates | others, 4096, RECOMPUTE[-1])
 
 
 def climb(found: list[tuple[Outcome, Software]], steps: int, seed: int) -> tuple[Outcome, Software]:

@@ -145,7 +145,7 @@ def passes(case: Case, layers: int, recompute: Recompute) -> tuple[int, int]:
 
 def measure(case: Case) -> dict[str, tuple[float, float]]:
     """By recompute: what one layer keeps, and what its backward pass takes beside what all layers keep."""
-    found = {}
+    found: dict[str, tuple[float, float]] = {}
     for mode in MODES:
         (two, _), (three, peak) = passes(case, 2, mode), passes(case, 3, mode)
         found[mode] = float(three - two), float(peak - three)
@@ -154,7 +154,7 @@ def measure(case: Case) -> dict[str, tuple[float, float]]:
 
 def predict(case: Case) -> dict[str, tuple[float, float]]:
     """The same, as the planner counts it."""
-    found = {}
+    found: dict[str, tuple[float, float]] = {}
     for mode in MODES:
         choice = one_layout(case.layout, case.tokens, mode)
         counting = Counting(

@@ -86,12 +86,7 @@ ROWS = (
     Row("hybridflow", "HybridFlow's 16 published winners ([placement](placement.md))", parts.hybridflow),
     Row("plan", "limits of the search for PPO's five roles", parts.plan),
     Row("placements", "the first of four named placements, same rollouts", parts.placements),
-    Row(
-        "submit",
-        "90 s from `megarl submit` to the first token, SLURM over three nodes (namespaces)",
-        parts.submit,
-        "python bench/submit.py",
-    ),
+    Row("submit", "90 s from `megarl submit` to the first token, SLURM over three nodes (namespaces)", parts.submit),
     Row("balance", "lower bounds, 16,384 samples over 128 ranks", parts.balance),
     Row("header_fuzz", "the safetensors library, on files with broken headers", parts.header_fuzz),
     Row("memory_predicted", "the engine's own live bytes ([placement](placement.md))", parts.memory_predicted),

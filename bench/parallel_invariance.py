@@ -167,7 +167,7 @@ def problems(differences: list[Difference], errors: str) -> list[str]:
     ]
     found += [f"not seen: {item.case}" for item in differences if item.kind == "control" and item.largest <= BOUND]
     names = {(item.kind, item.case) for item in differences}
-    expected = sum(map(len, (THOROUGH.cases, THOROUGH.together, THOROUGH.balanced, CONTROLS)))
+    expected = len(THOROUGH.cases) + len(THOROUGH.together) + len(THOROUGH.balanced) + len(CONTROLS)
     found += [f"{expected - len(names)} cases are missing"] if len(names) < expected else []
     return found + ([errors] if errors else [])
 

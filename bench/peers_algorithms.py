@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ from megarl.algorithms.advantage import (
     remax_advantages,
     rloo_advantages,
 )
-from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.kl import KlKind, kl_estimate
 from megarl.algorithms.policy_loss import cispo_loss, clipped_policy_loss, gspo_loss
 from megarl.algorithms.ragged import spread
 from megarl.algorithms.reduce import Reduction, sample_weights
@@ -94,7 +95,9 @@ class Batch:
     def ragged(self, table: np.ndarray) -> np.ndarray:
         """[T] of [N, longest]; 0 outside of the mask."""
         sizes = np.diff(self.cu_seqlens)
-        return np.concatenate([row[:size] for row, size in zip(table, sizes, strict=True)]) * self.mask
+        rows = [row[:size] for row, size in zip(table, sizes, strict=True)]
+        column: np.ndarray = np.concatenate(rows) * self.mask
+        return column
 
 
 def make_batch(size: Size, seed: int = 0) -> Batch:
@@ -164,7 +167,7 @@ def our_losses(batch: Batch) -> dict[str, Callable[[], tuple[np.ndarray, np.ndar
     def learn(name: str, mode: Reduction, compute: Callable[[torch.Tensor], Any]) -> tuple[np.ndarray, np.ndarray]:
         given = tensors[name].clone().requires_grad_()
         loss = (compute(given).loss * weights(mode)).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         assert given.grad is not None
         return loss.detach().numpy(), given.grad.numpy()
 
@@ -194,8 +197,13 @@ def our_losses(batch: Batch) -> dict[str, Callable[[], tuple[np.ndarray, np.ndar
 def our_penalties(batch: Batch) -> dict[str, Callable[[], np.ndarray]]:
     """By verl's name: [T]."""
     new, old = (torch.from_numpy(batch.columns[name]) for name in ("logprobs", "old_logprobs"))
-    kinds = ("k1", "k2", "k3", "abs")
-    return {f"KL {kind}": lambda kind=kind: kl_estimate(new, old, kind).numpy() * batch.mask for kind in kinds}  # type: ignore[misc]
+    kinds: tuple[KlKind, ...] = ("k1", "k2", "k3", "abs")
+
+    def penalty(kind: KlKind) -> np.ndarray:
+        found: np.ndarray = kl_estimate(new, old, kind).numpy() * batch.mask
+        return found
+
+    return {f"KL {kind}": partial(penalty, kind) for kind in kinds}
 
 
 def few(batch: Batch) -> float:
@@ -299,12 +307,13 @@ def verl_side(batch: Batch, repeats: int) -> dict[str, np.ndarray]:
         **{"gamma": GAMMA, "lam": LAM, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
         **{"dual_clip": DUAL_CLIP, "value_clip": VALUE_CLIP},
     }
+    given |= {name: np.array(value) for name, value in settings.items()}
     with tempfile.TemporaryDirectory() as folder:
         asked, found = Path(folder) / "batch.npz", Path(folder) / "found.npz"
-        np.savez(asked, **given, **{name: np.float64(value) for name, value in settings.items()})
-        script = Path(__file__).parent / "support" / "verl_algorithms.py"
+        np.savez(asked, allow_pickle=False, **given)
         done = subprocess.run(
-            [sys.executable, str(script), str(asked), str(found), str(repeats)],
+            [sys.executable, "-m", "bench.support.verl_algorithms", str(asked), str(found), str(repeats)],
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(verl_folder()), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

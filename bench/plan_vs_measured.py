@@ -1,8 +1,8 @@
 """Predicted beside measured on this machine: placements of 2 and 4 ranks that really run, and the search's own pick.
 
     megarl profile --out bench/results/plan_vs_measured.yaml      # on a quiet machine, about a minute
-    python bench/plan_vs_measured.py --only dp2 tp2               # measures these; without --only, all, some minutes
-    python bench/plan_vs_measured.py --only                       # compares and draws what has been measured so far
+    python -m bench.plan_vs_measured --only dp2 tp2               # measures these; without --only, all, some minutes
+    python -m bench.plan_vs_measured --only                       # compares and draws what has been measured so far
 
 The rates come from the profile, which knows neither the model nor the runs; the lengths of the samples are those that each run
 met, for they are what it had to do and not how fast it was. The model has random weights: its answers mostly go to the limit.

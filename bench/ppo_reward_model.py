@@ -45,6 +45,11 @@ def draw(rows: list[dict[str, Any]], target: Path) -> None:
     figure.savefig(target, dpi=110)
 
 
+def ends(values: list[float]) -> dict[str, float]:
+    """Means of the first and of the last steps."""
+    return {"before": statistics.mean(values[:ENDS]), "after": statistics.mean(values[-ENDS:])}
+
+
 def main(
     folder: Annotated[Path, typer.Option(help="of bench/reward_model")] = ROOT / ".cache" / "reward_model",
     seed: Annotated[int, typer.Option(help="of the run")] = 1,
@@ -56,24 +61,25 @@ def main(
     rows = metrics(folder / NAME)
     steps = [row for row in rows if row["step"]]
     scores, right = ([row[name] for row in steps] for name in ("reward/model_score", "reward/by/math/mean"))
+    score, right_in_training = ends(scores), ends(right)
+    held_out = accuracy(rows)
     result = {
-        "score": {"before": statistics.mean(scores[:ENDS]), "after": statistics.mean(scores[-ENDS:])},
-        "right_in_training": {"before": statistics.mean(right[:ENDS]), "after": statistics.mean(right[-ENDS:])},
-        "held_out_accuracy": accuracy(rows),
+        "score": score,
+        "right_in_training": right_in_training,
+        "held_out_accuracy": held_out,
         "scores": scores,
         "seconds": seconds,
     }
     table = Table(title=f"PPO against the reward model, {seconds:.0f} s")
     for column in ("", "before", "after"):
         table.add_column(column, justify="right")
-    for name, ends in (("score", result["score"]), ("right answers in training", result["right_in_training"])):
-        table.add_row(name, f"{ends['before']:.3f}", f"{ends['after']:.3f}")
-    held_out = result["held_out_accuracy"]
+    for name, both in (("score", score), ("right answers in training", right_in_training)):
+        table.add_row(name, f"{both['before']:.3f}", f"{both['after']:.3f}")
     table.add_row("right answers, held out", f"{held_out[0]:.3f}", f"{held_out[max(held_out)]:.3f}")
     Console().print(table)
     write("ppo_reward_model", result, None)
     draw(steps, RESULTS / "ppo_reward_model.png")
-    sys.exit(result["score"]["after"] <= result["score"]["before"])
+    sys.exit(score["after"] <= score["before"])
 
 
 if __name__ == "__main__":

@@ -213,11 +213,10 @@ def main(
 ) -> None:
     """Plan the shipped recipes beside published runs."""
     published = read_rows()
-    rows = [
-        compare(each, run)
-        for each in shipped()
-        for run in (beside(each, published) or [None])  # type: ignore[list-item]
-    ]
+    rows = []
+    for each in shipped():
+        runs: list[Published] | list[None] = beside(each, published) or [None]
+        rows += [compare(each, run) for run in runs]
     print(table(rows))
     write("recipes_published", {"rows": rows}, out)
     if out is None:

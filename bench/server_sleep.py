@@ -61,12 +61,24 @@ async def measure(server: ServerProcess) -> dict[str, Any]:
     return {"mib": memory, "freed_mib": memory["awake"] - memory["offload"], "same_answers": same}
 
 
+def write_model(folder: Path) -> None:
+    write_tiny_model(
+        folder,
+        "qwen3",
+        num_hidden_layers=LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        head_dim=64,
+        num_attention_heads=HIDDEN // 64,
+        num_key_value_heads=HIDDEN // 64,
+        vocab_size=8192,
+    )
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "head_dim": 64}
-        heads = {"num_attention_heads": HIDDEN // 64, "num_key_value_heads": HIDDEN // 64}
-        write_tiny_model(folder / "model", "qwen3", **sizes, **heads, vocab_size=8192)
+        write_model(folder / "model")
         weights = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors")) / MIB
         platform = get_platform()
         # No sync brings the weights here: a server that really gave them back keeps a copy on the host.

@@ -1,6 +1,6 @@
 """Seconds from `megarl submit` to the first token of the first rollout, over three nodes of a real SLURM, part by part.
 
-    python bench/submit.py
+    python -m bench.submit
 
 The nodes are network namespaces of this machine and share its cores: what each part costs here is mostly importing, three
 or more times at once. The run is tiny, two ranks and a server on a node each, and its responses are one token long: the end
@@ -23,8 +23,6 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.support.measure import write
 from tests.end_to_end.harness import RECIPE

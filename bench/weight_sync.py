@@ -38,6 +38,7 @@ from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import free_port
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.sync.ring import bucket_limit
+from megarl.sync.sending import Sending, TransportName
 
 MB = 10**6
 HIDDEN, VOCABULARY = 1024, 8192
@@ -47,7 +48,7 @@ LAYOUTS = {
     "tp2": Layout(tp=2, sequence_parallel=True, world_size=2),
     "pp2": Layout(pp=2, world_size=2),
 }
-TRANSPORTS = ("shared_memory", "broadcast")
+TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "broadcast")
 BUCKET_BYTES = Sync().bucket_mb * 2**20  # as recipes have it by themselves
 BARE_BUCKET_BYTES = 64 * 2**20
 DEADLINE_S = 300.0
@@ -113,7 +114,6 @@ def syncs(
     rank: int, layout: Layout, port: int, models: Sequence[Path], server: ServerEndpoint, registry: Path, repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
     """One rank's part: each transport in turn sends the other model once, and the first so often; rank 0's reports."""
-    from megarl.sync.sending import Sending
     from megarl.sync.transport import make_transport
     from megarl.training.rank import Rank
     from megarl.training.spec import RoleSpec
@@ -126,7 +126,7 @@ def syncs(
     told: dict[str, list[dict[str, Any]]] = {}
     for name in TRANSPORTS:
         nodes, registries = (0,) * layout.world_size, (registry,) * layout.world_size
-        sending = Sending(name, first_copy(layout), nodes, registries, BUCKET_BYTES, DEADLINE_S)  # type: ignore[arg-type]
+        sending = Sending(name, first_copy(layout), nodes, registries, BUCKET_BYTES, DEADLINE_S)
         transport = make_transport(
             sending,
             rank=rank,

@@ -37,6 +37,7 @@ from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts
 from megarl.placement.tables import has_head, held_bytes
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TRAINED, Workload
+from megarl.recipe.section import Recompute
 
 NODE, NODE_BYTES_S = 8, 200e9 / 8
 # Weights into servers on the same devices, bytes a second: the paper has no figure of it.
@@ -151,7 +152,7 @@ class Software:
     rates: dict[str, float]
     network: float
     micro_tokens: int
-    recompute: tuple[str, ...]
+    recompute: tuple[Recompute, ...]
     process_gib: float
     dispatch_s: float
     late_critic: bool = True
@@ -270,7 +271,7 @@ class Pricing:
 
     def _price_role(self, role: str, devices: int) -> Priced:
         config, trained, software = self._work.models[role], role in TRAINED, self._software
-        kinds = [RECOMPUTE.index(kind) for kind in software.recompute] if trained else [0]  # type: ignore[arg-type]
+        kinds = [RECOMPUTE.index(kind) for kind in software.recompute] if trained else [0]
         rows = [
             (devices, tp, pp, 1, 1, software.micro_tokens, kind, 1, 0, 0)
             for tp, pp, kind in product((8,) if trained else (1, 2, 4, 8), (1, 2, 4, 8), kinds)

@@ -19,12 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from megarl.core.pending import Finished
 from megarl.core.protocols import State
 from megarl.core.stop import StopRequest
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
 from megarl.recipe.run import Cluster
+from megarl.report.console import RunConsole
+from megarl.report.writers import Writers
 from megarl.run.recorder import Recorder
 from megarl.training.manifest import MANIFEST
 from megarl.training.rank import Rank
@@ -156,16 +160,6 @@ class Position:
         self.step = int(state["position"])
 
 
-class Silent:
-    """A console and writers that show nothing."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nowhere."""
-
-    def step(self, step: int, metrics: Mapping[str, float], failure: str) -> None:
-        """Nothing."""
-
-
 def digest(rank: Rank) -> str:
     """Of all weights, bit by bit."""
     sums = hashlib.sha256()
@@ -188,10 +182,10 @@ def live(folder: Path, model: Path, last: int, async_save: bool, watch: Watch) -
     rank.rendezvous("127.0.0.1", rank.free_port(), timeout_s=30)
     objective = PolicyObjective(Algorithm())
     rank.build(ROLE, RoleSpec(model, "float32", optimizer=Optimizer(lr=1e-3), total_steps=100_000, objective=objective))
-    checkpoints, data, silent = Checkpoints(folder / CHECKPOINTS, KEEP), Position(), Silent()
+    checkpoints, data = Checkpoints(folder / CHECKPOINTS, KEEP), Position()
     recorder = Recorder(
-        silent,  # type: ignore[arg-type]
-        silent,  # type: ignore[arg-type]
+        Writers(),
+        RunConsole("saves", last, Console(quiet=True)),
         checkpoints,
         [Actor(rank)],
         data,

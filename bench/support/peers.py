@@ -50,7 +50,7 @@ def make_model(folder: Path, size: Size) -> int:
         kv_heads=size.kv_heads,
         context=size.longest + 64,
     )
-    weights = load_file(folder / "model.safetensors")
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     end = make_tokenizer().convert_tokens_to_ids(END)
     # What no layer writes stays as the embedding made it.

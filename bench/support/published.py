@@ -36,7 +36,7 @@ from megarl.placement.lengths import ASSUMED_SPREAD, Lengths, assumed_lengths, c
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.rates import Rates
 from megarl.placement.sizes import model_sizes
-from megarl.placement.space import Layouts, Servers, one_layout
+from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
 from megarl.placement.workload import ACTOR, ROLLOUT, Workload
 
 ROWS = Path(__file__).parent.parent / "published" / "rows.csv"
@@ -175,12 +175,13 @@ class Row:
         )
 
     def layout(self, micro: str) -> Layouts:
-        sizes = {name: int(self.values[name]) for name in ("tp", "pp", "cp", "ep")}
+        tp, pp, cp, ep, devices = (int(self.values[name]) for name in ("tp", "pp", "cp", "ep", "devices"))
         longest = LONGEST_PROMPT + int(self.values["max_response"])
         # Published of one device; ours are of one data-parallel rank, and hold the longest sample.
-        tokens = max(int(self.values[micro] or 0) * int(self.values["cp"]), longest)
-        layout = Layout(**sizes, world_size=int(self.values["devices"]))
-        return one_layout(layout, tokens, self.values["recompute"])  # type: ignore[arg-type]
+        tokens = max(int(self.values[micro] or 0) * cp, longest)
+        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, world_size=devices)
+        [recompute] = [kind for kind in RECOMPUTE if kind == self.values["recompute"]]
+        return one_layout(layout, tokens, recompute)
 
     def servers(self) -> Servers:
         devices, tp = (np.array([int(self.values[name])]) for name in ("devices", "server_tp"))

@@ -1,4 +1,6 @@
-"""verl's side of bench/peers_algorithms, in a process that has verl: `python verl_algorithms.py BATCH.npz FOUND.npz REPEATS`.
+"""verl's side of bench/peers_algorithms, in a process that has verl.
+
+    python -m bench.support.verl_algorithms BATCH.npz FOUND.npz REPEATS
 
 Calls verl's own functions on padded tensors [samples, longest] and writes what they return, with the fastest seconds of each.
 """
@@ -7,14 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from seconds import fastest  # beside this file
 from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
+
+from bench.support.seconds import fastest
 
 Numbers = dict[str, np.ndarray]
 
@@ -74,16 +78,13 @@ def losses(batch: dict[str, Any]) -> dict[str, Callable[[], tuple[torch.Tensor, 
         "GSPO": ("gspo", "seq-mean-token-mean"),
         "CISPO": ("cispo", "token-mean"),
     }
-    found: dict[str, Any] = {name: lambda form=form: policy(*form) for name, form in forms.items()}
-    return found | {"value": value}
+    return {**{name: partial(policy, *form) for name, form in forms.items()}, "value": value}
 
 
 def penalties(batch: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
     """By name: estimates of the KL."""
-    return {
-        f"KL {kind}": lambda kind=kind: core_algos.kl_penalty(batch["logprobs"], batch["old_logprobs"], kind)
-        for kind in ("k1", "k2", "k3", "abs")
-    }
+    new, old = batch["logprobs"], batch["old_logprobs"]
+    return {f"KL {kind}": partial(core_algos.kl_penalty, new, old, kind) for kind in ("k1", "k2", "k3", "abs")}
 
 
 def main() -> None:
@@ -99,8 +100,8 @@ def main() -> None:
         parts = result if isinstance(result, tuple) else (result,)
         for number, part in enumerate(parts):
             found[f"{name}/{number}"] = part.numpy()
-        found[f"{name}/seconds"] = np.float64(seconds)
-    np.savez(sys.argv[2], **found)
+        found[f"{name}/seconds"] = np.array(seconds)
+    np.savez(sys.argv[2], allow_pickle=False, **found)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from torch.nn.functional import linear
 
 MOST_BYTES = 2 * 2**30  # of all copies: a larger model keeps its memory
 ROWS = 32  # of the products that the layout is chosen for
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -63,8 +62,13 @@ def pack(model: torch.nn.Module) -> int:
     return len(layers)
 
 
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN lays out weights of it on this CPU: those of bfloat16 need AVX-512, or what came after it."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _suits(layer: torch.nn.Module) -> bool:
     weight = getattr(layer, "weight", None)
     if type(getattr(layer, "quant_method", None)) is not UnquantizedLinearMethod or weight is None:
         return False
-    return weight.dtype in DTYPES and weight.dim() == 2 and bool(weight.is_contiguous())
+    return _packs(weight.dtype) and weight.dim() == 2 and bool(weight.is_contiguous())
