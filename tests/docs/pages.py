@@ -127,7 +127,8 @@ def give(line: str, folder: Path) -> str:
 def _dry(arguments: list[str], folder: Path) -> str:
     command, recipe, *overrides = arguments
     resume = "--resume" in overrides
-    overrides = [each for each in overrides if not each.startswith("--")]
+    # The actors have devices; a page speaks to who has none.
+    overrides = ["cluster.platform=cpu", *(each for each in overrides if not each.startswith("--"))]
     temp = folder / "temp"
     temp.mkdir(exist_ok=True)
     try:
