@@ -111,9 +111,13 @@ _GEMMA3_ONLY: Only = MappingProxyType(
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window="upper", window_switch=True, only=_QWEN2_ONLY),
-        "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, window="upper", window_switch=True),
-        "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, moe=QWEN3_MOE, window="all", window_switch=True),
+        "Qwen2ForCausalLM": Family(
+            "qwen2", qkv_bias=True, window="upper", window_switch=True, window_default=4096, only=_QWEN2_ONLY
+        ),
+        "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, window="upper", window_switch=True, window_default=4096),
+        "Qwen3MoeForCausalLM": Family(
+            "qwen3_moe", qk_norm=True, moe=QWEN3_MOE, window="all", window_switch=True, window_default=4096
+        ),
         "LlamaForCausalLM": Family("llama"),
         "MistralForCausalLM": Family("mistral", window="all", window_default=4096),
         "MixtralForCausalLM": Family("mixtral", moe=MIXTRAL, window="all", theta=1e6),

@@ -19,14 +19,20 @@ LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
 
 def read_rope(fields: Fields, default_theta: float) -> Rope:
     """Rotary positions of a model whose layers all have the same. Raises UserError."""
-    part = fields.part("rope_parameters")
-    return _rope(fields, part if part.raw else fields.part("rope_scaling"), fields.get("rope_theta", default_theta))
+    # Where somebody has put one beside the other, transformers hears the older.
+    part = fields.part("rope_scaling")
+    return _rope(fields, part if part.raw else fields.part("rope_parameters"), fields.get("rope_theta", default_theta))
 
 
 def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]:
     """Those of global layers, and those of local ones. Raises UserError."""
     if (parameters := fields.part("rope_parameters")).get("full_attention") or parameters.get("sliding_attention"):
         everywhere, local = parameters.part("full_attention"), parameters.part("sliding_attention")
+        if fields.part("rope_scaling").raw:
+            raise UserError(
+                f"{fields.path} has rope_scaling beside rope_parameters, which says how both kinds of layers rotate. Put the "
+                "scaling into rope_parameters.full_attention, and remove rope_scaling."
+            )
     else:
         everywhere, local = fields.part("rope_scaling"), Fields({}, fields.path)
     ropes = (

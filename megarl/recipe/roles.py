@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Recompute, Section, UserPath
+from megarl.recipe.section import Decay, Fraction, PositiveFloat, PositiveInt, Recompute, Section, UserPath
 
 
 class Parallel(Section):
@@ -30,8 +30,8 @@ class Optimizer(Section):
         "adam", description="adam: Apex or Transformer Engine's fused one where present, torch's otherwise"
     )
     lr: PositiveFloat = Field(1e-6, description="peak learning rate")
-    beta1: Fraction = Field(0.9, description="Adam's first moment")
-    beta2: Fraction = Field(0.95, description="Adam's second moment")
+    beta1: Decay = Field(0.9, description="Adam's first moment")
+    beta2: Decay = Field(0.95, description="Adam's second moment")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.0, description="decoupled weight decay; not on norms and biases"

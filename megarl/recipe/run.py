@@ -15,7 +15,9 @@ class Run(Section):
 
     name: str = Field("run", description="folder name of the run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: UserPath = Field(Path("runs"), strict=False, description="folder that holds all runs")
-    seed: Annotated[int, Field(ge=0)] = Field(1, description="seed of the data order and of everything else random")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        1, description="seed of the data order and of everything else random"
+    )
 
     @property
     def folder(self) -> Path:

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.log import get_logger
 
 METRICS_FILE = "metrics.jsonl"
+SHOWN = 5
 Row = dict[str, Any]
+
+log = get_logger(__name__)
 
 
 def read_history(file: Path) -> list[Row]:
@@ -19,14 +23,18 @@ def read_history(file: Path) -> list[Row]:
     Raises UserError where the file is missing or another line is not a row.
     """
     if not file.is_file():
-        raise UserError(f"{file} does not exist: a run writes it into its folder from its first step on.")
+        what = "is not a file" if file.exists() else "does not exist"
+        raise UserError(f"{file} {what}: a run writes it into its folder from its first step on.")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
             break
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # bytes that are no text, and numbers of thousands of digits, among them
             raise UserError(f"{file}, line {number} is not JSON ({error}). Remove that line, or the file.") from None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(f'{file}, line {number} is not a row of metrics: it must be an object with a whole "step".')
@@ -35,8 +43,17 @@ def read_history(file: Path) -> list[Row]:
 
 
 def trim_history(file: Path, last_step: int) -> None:
-    """Keep the rows up to last_step, and drop what a run wrote after the checkpoint that is gone on from."""
-    rows = [row for row in read_history(file) if row["step"] <= last_step] if file.exists() else []
+    """Keep the rows up to last_step, one a step, and drop what a run wrote after the checkpoint that is gone on from.
+
+    Rows that are missing are told: nothing but tables and pictures needs them.
+    """
+    found = {row["step"]: row for row in read_history(file)} if file.exists() else {}
+    rows = [found[step] for step in sorted(found) if step <= last_step]
+    if missing := sorted({*range(1, last_step + 1)} - found.keys()):
+        shown = ", ".join(map(str, missing[:SHOWN])) + (
+            f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        )
+        log.warning("%s has no line of step %s: the run goes on without", file, shown)
     temporary = file.with_name(f".{file.name}.tmp")
     with temporary.open("w", encoding="utf-8") as out:
         out.writelines(json.dumps(row) + "\n" for row in rows)

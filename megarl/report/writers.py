@@ -35,7 +35,7 @@ class MetricWriter(Protocol):
 
 
 class JsonlWriter:
-    """metrics.jsonl: a line a step, on its way to the disk as soon as written. Values that are not finite are null."""
+    """metrics.jsonl: a line a step, on the disk before its step's checkpoint is. Values that are not finite are null."""
 
     def __init__(self, file: Path, resumed_step: int | None = None) -> None:
         """resumed_step: go on after this step, dropping later lines; None begins anew."""
@@ -49,6 +49,7 @@ class JsonlWriter:
         values = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from megarl.core.errors import StoppedError
+from megarl.core.errors import StoppedError, UserError
 from megarl.core.log import setup_logging
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.stop import StopRequest
@@ -26,7 +26,8 @@ from megarl.report.console import RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE
 from megarl.report.writers import Writers, open_writers
-from megarl.run.ending import ending
+from megarl.run.ending import ending, says_full
+from megarl.run.lock import check_unlocked, locked
 from megarl.run.preflight import CHECKPOINTS, check_start
 from megarl.run.recorder import Recorder
 from megarl.training.run_checkpoints import Checkpoints, Committed
@@ -59,15 +60,16 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
     recipe = loaded.recipe
     folder = recipe.run.folder
     checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
-    committed = checkpoints.latest() if resume else None
-    save_recipe(loaded, folder)
-    out = Console()
-    for line in lines:
-        out.print(line, highlight=False, soft_wrap=True)
-    with ending(loaded, checkpoints, again) as early, ExitStack() as stack:
+    with _taken(folder), ending(loaded, checkpoints, again) as early, ExitStack() as stack:
+        committed = checkpoints.latest() if resume else None
+        out = Console()
+        for line in lines:
+            out.print(line, highlight=False, soft_wrap=True)
         stop = stack.enter_context(StopRequest())
-        stack.callback(setup_logging(folder / DRIVER_LOG).close)
-        writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
+        with _written(folder):
+            save_recipe(loaded, folder)
+            stack.callback(setup_logging(folder / DRIVER_LOG).close)
+            writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
 
@@ -83,8 +85,33 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
             raise
 
 
+@contextmanager
+def _taken(folder: Path) -> Iterator[None]:
+    """Within the block, the run's folder is this process's. Raises UserError where it is another's."""
+    with ExitStack() as stack:
+        with _written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+        yield
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """What the system refuses of a run's first files is the user's to mend. Raises UserError; of a full disk what it says."""
+    try:
+        yield
+    except OSError as error:
+        if says_full(error):
+            raise
+        raise UserError(
+            f"The run's folder {folder} cannot be written to: {error.filename or folder}: {error.strerror}. Mend what is "
+            "there, or choose another folder by run.name=... or run.dir=..."
+        ) from error
+
+
 def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
     """Whether the run starts from a checkpoint. go_on: where there is one; an earlier start without one is forgotten."""
+    check_unlocked(folder)
     checkpoints = folder / CHECKPOINTS
     if not go_on or any(checkpoints.glob("step_*")):
         return resume or go_on
@@ -131,11 +158,11 @@ def end(recorder: Recorder, state: State, recipe: AnyRecipe) -> None:
 
 
 def finish(run: Open, model: Any, recipe: AnyRecipe) -> None:
-    """The HF folder, the picture and the table."""
+    """The picture, the HF folder and the table. Where the HF folder is, nothing is left to do: it comes last."""
     folder = recipe.run.folder
+    draw_curve(folder / METRICS_FILE, folder / CURVE)
     with run.timer.phase("export"):
-        model.export(recipe.model.path.resolve(), (folder / EXPORT).resolve())
         if recipe.actor.lora is not None:
             model.export_adapters((folder / ADAPTER).resolve())
-    draw_curve(folder / METRICS_FILE, folder / CURVE)
+        model.export(recipe.model.path.resolve(), (folder / EXPORT).resolve())
     run.console.finish(run.timer, folder / METRICS_FILE, export=folder / EXPORT, curve=folder / CURVE)

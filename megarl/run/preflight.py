@@ -182,6 +182,7 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
                 f"{folder} has already done {done} steps, and train.steps is {steps}: nothing is left to do. "
                 "Raise train.steps to go on."
             )
+        _check_writable(folder)
         return
     found = [name for name in RESULTS if (folder / name).exists()]
     if found:

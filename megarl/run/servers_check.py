@@ -32,6 +32,7 @@ KEY = "rollout.servers"
 OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ATTENTION = "--attention-backend"
+SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -45,7 +46,7 @@ def check_servers(
     """
     check_server_args(recipe.rollout.server_args, platform)
     _check_dtype(recipe, platform)
-    _check_layers(model)
+    _check_layers(model, longest_sample(recipe))
     if not own_weights:
         lora_at_servers(recipe, model)
     _check_quantization(recipe, model, platform, own_weights=own_weights)
@@ -103,12 +104,19 @@ def _check_dtype(recipe: Recipe, platform: Platform) -> None:
         )
 
 
-def _check_layers(model: ModelConfig) -> None:
-    """Whether SGLang builds the layers that the model has. Raises UserError.
+def _check_layers(model: ModelConfig, longest: int) -> None:
+    """Whether SGLang builds the layers that the model has. longest: tokens of a sample. Raises UserError.
 
-    0.5.21 reads neither mlp_only_layers nor decoder_sparse_step (models/qwen3_moe.py: every layer is sparse): weights of a dense
-    layer would go nowhere, and experts that nothing fills would answer.
+    0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py):
+    they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen3_moe.py: every layer is
+    sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
     """
+    if model.window is not None and model.window < longest and model.family not in SLIDING_FAMILIES:
+        raise UserError(
+            f"`model.path`: the model attends to the last {model.window} tokens (sliding_window in its config.json), and SGLang "
+            f"to all of them: what it generates beyond is not the model's. Samples have up to {longest} tokens: make "
+            f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window}, or take a model without a window."
+        )
     dense = sorted(set(range(model.num_layers)) - model.moe_layers)
     if model.family == "qwen3_moe" and model.moe is not None and dense:
         raise UserError(

@@ -114,8 +114,8 @@ def _train(
 
 def _finish(run: Open, roles: Mapping[str, Role], recipe: Recipe) -> None:
     """What the run leaves: the policy's HF folder, and the critic's where there is one."""
-    finish(run, roles["actor"], recipe)
     if recipe.critic is not None:
         with run.timer.phase("export"):
             source = (recipe.critic.path or recipe.model.path).resolve()
             roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
+    finish(run, roles["actor"], recipe)
