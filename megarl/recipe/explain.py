@@ -112,8 +112,13 @@ class Schema:
         if each := node.get("items") or node.get("additionalProperties"):
             value = "any value" if each is True else self._words(each)
             return f"a {'list of' if 'items' in node else 'section of names, each with'} {value}"
-        bounds = (("exclusiveMinimum", "over"), ("minimum", "at least"), ("maximum", "at most"))
-        words = [f"{word} {node[name]:g}" for name, word in bounds if name in node]
+        bounds = (
+            ("exclusiveMinimum", "over"),
+            ("minimum", "at least"),
+            ("maximum", "at most"),
+            ("exclusiveMaximum", "below"),
+        )
+        words = [f"{word} {node[name]:.10g}" for name, word in bounds if name in node]
         words += [f"that matches {node['pattern']}"] if "pattern" in node else []
         kind = node.get("format") or node.get("type", "")
         return " ".join([_TYPES.get(kind, "something else"), " and ".join(words)]).strip()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from megarl.core.errors import StoppedError, UserError
+from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.stop import StopRequest
@@ -26,7 +26,7 @@ from megarl.report.console import RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE
 from megarl.report.writers import Writers, open_writers
-from megarl.run.ending import ending, says_full
+from megarl.run.ending import ending, writing
 from megarl.run.lock import check_unlocked, locked
 from megarl.run.preflight import CHECKPOINTS, check_start
 from megarl.run.recorder import Recorder
@@ -66,7 +66,7 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
         stop = stack.enter_context(StopRequest())
-        with _written(folder):
+        with writing(folder):
             save_recipe(loaded, folder)
             stack.callback(setup_logging(folder / DRIVER_LOG).close)
             writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
@@ -89,24 +89,10 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
 def _taken(folder: Path) -> Iterator[None]:
     """Within the block, the run's folder is this process's. Raises UserError where it is another's."""
     with ExitStack() as stack:
-        with _written(folder):
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder))
         yield
-
-
-@contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """What the system refuses of a run's first files is the user's to mend. Raises UserError; of a full disk what it says."""
-    try:
-        yield
-    except OSError as error:
-        if says_full(error):
-            raise
-        raise UserError(
-            f"The run's folder {folder} cannot be written to: {error.filename or folder}: {error.strerror}. Mend what is "
-            "there, or choose another folder by run.name=... or run.dir=..."
-        ) from error
 
 
 def resumes(folder: Path, resume: bool, go_on: bool) -> bool:

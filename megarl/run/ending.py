@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import DiskFullError, DriftError, GradientError, MegarlError, RewindError
+from megarl.core.errors import DiskFullError, DriftError, GradientError, MegarlError, RewindError, UserError
 from megarl.core.exit_codes import REFUSED
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.load import Loaded, command_of
@@ -126,6 +126,20 @@ def _program() -> list[str]:
         return [sys.executable, "-m", "megarl"]
     found = shutil.which("megarl")
     return ["megarl"] if found is not None and Path(found).resolve() == called.resolve() else [str(called)]
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the system refuses of a run's first files is the user's to mend. Raises UserError; of a full disk what it says."""
+    try:
+        yield
+    except OSError as error:
+        if says_full(error):
+            raise
+        raise UserError(
+            f"The run's folder {folder} cannot be written to: {error.filename or folder}: {error.strerror}. Mend what is "
+            "there, or choose another folder by run.name=... or run.dir=..."
+        ) from error
 
 
 def says_full(error: BaseException) -> bool:

@@ -24,6 +24,7 @@ from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, read_history
 from megarl.rollout.journal import JOURNAL, forget
+from megarl.run.ending import writing
 from megarl.training.run_checkpoints import Committed
 
 MADE_WITH = "made_with.json"  # beside the samples
@@ -113,15 +114,19 @@ def check_journal(recipe: Recipe, *, discard: bool) -> None:
 
 
 def begin_journal(recipe: Recipe, *, keeps: bool) -> None:
-    """Write down what the journal is made with. keeps: what there is of one is this run's; else nothing is there afterwards."""
+    """Write down what the journal is made with. keeps: what there is of one is this run's; else nothing is there afterwards.
+
+    Raises UserError where it cannot be written.
+    """
     folder = recipe.run.folder / JOURNAL
     if not keeps:
         shutil.rmtree(folder, ignore_errors=True)
     if recipe.train.journal:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{MADE_WITH}.tmp"
-        temporary.write_text(json.dumps(made_with(recipe), indent=1))
-        temporary.replace(folder / MADE_WITH)
+        with writing(recipe.run.folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder / f".{MADE_WITH}.tmp"
+            temporary.write_text(json.dumps(made_with(recipe), indent=1))
+            temporary.replace(folder / MADE_WITH)
 
 
 def changes(folder: Path, before: Recipe, now: Recipe) -> list[str]:

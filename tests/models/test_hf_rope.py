@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from megarl.core.errors import UserError
 from megarl.models.config import Rope
@@ -68,6 +69,23 @@ def test_scaling_in_either_place(scaling: dict[str, Any], expected: Rope) -> Non
     assert read(rope_parameters={"rope_theta": 5e5, **scaling}) == expected
     old = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
     assert read(rope_theta=5e5, rope_scaling=old or None) == expected
+
+
+def test_the_older_key_is_heard_where_somebody_put_it_beside_the_newer() -> None:
+    """As transformers does: a config that it wrote, to which YaRN was added by hand."""
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": {"rope_type": "yarn", **YARN},
+    }
+    theirs = LlamaConfig(**POSITIONS, rope_theta=1e6, **both).rope_parameters
+    assert (theirs["rope_type"], theirs["rope_theta"]) == ("yarn", 1e6)
+    assert read(rope_theta=1e6, **both) == Rope(1e6, "yarn", factor=4.0, original_positions=1024)
+    layered = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    fields = Fields(
+        POSITIONS | {"rope_parameters": layered, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, PATH
+    )
+    with pytest.raises(UserError, match="rope_scaling beside rope_parameters"):
+        read_layered_rope(fields, 1e6)
 
 
 def test_the_base_is_the_familys_where_no_key_says() -> None:

@@ -37,6 +37,8 @@ def test_a_half_written_last_line_is_not_a_row(file: Path) -> None:
         ("{nonsense\n", "line 4 is not JSON"),
         ("[1]\n", "line 4 is not a row"),
         ('{"reward/mean": 1}\n', "line 4 is not a row"),
+        ('{"step": 3, "reward/mean": ' + "9" * 5000 + "}\n", "line 4 is not JSON"),
+        ("[" * 100_000 + "\n", "line 4 is not JSON"),
     ],
 )
 def test_broken_lines_are_named(file: Path, line: str, says: str) -> None:
@@ -48,6 +50,34 @@ def test_broken_lines_are_named(file: Path, line: str, says: str) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         read_history(tmp_path / "metrics.jsonl")
+
+
+def test_bytes_that_are_no_text_are_named(file: Path) -> None:
+    file.write_bytes(ROWS.encode() + b"\xff\xfe\n")
+    with pytest.raises(UserError, match="line 4 is not JSON"):
+        read_history(file)
+
+
+def test_a_folder_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a file"):
+        read_history(tmp_path)
+
+
+def test_lines_that_are_missing_are_told_and_of_two_the_later_is_kept(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_text(ROWS + '{"step": 1, "reward/mean": 0.75}\n{"step": 5}\n{"step": 12}\n')
+    trim_history(file, 11)
+    assert [(row["step"], row.get("reward/mean")) for row in read_history(file)] == [
+        (0, None),
+        (1, 0.75),
+        (2, None),
+        (5, None),
+    ]
+    assert f"{file} has no line of step 3, 4, 6, 7, 8 and 3 more" in caplog.text
+    caplog.clear()
+    trim_history(file, 2)
+    assert not caplog.text
 
 
 def test_trim_drops_what_came_after(file: Path) -> None:

@@ -12,6 +12,7 @@ from megarl.core.platform import Platform, get_platform
 from megarl.core.versions import pins
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
+from megarl.recipe.rules import longest_sample
 from megarl.run.plan import PlanOptions, run_plan
 from megarl.run.servers_check import _check_dtype, _check_hashes, check_servers, model_name
 from megarl.serving import external
@@ -145,6 +146,21 @@ def test_hashes_of_shared_experts_are_for_servers_that_keep_them_apart(place: Pl
     check("cuda", "sync.verify=hash", apart)
     with pytest.raises(UserError, match=r"`sync.verify`: on cuda .* Add --disable-shared-experts-fusion"):
         check("cuda", "sync.verify=hash")
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_window_that_samples_outgrow_is_what_sglang_does_not_keep_to(place: Place, *, evaluates: bool) -> None:
+    recipe = load_recipe(place.recipe, []).recipe
+    longest = longest_sample(recipe)
+
+    def check(family: str, **fields: object) -> None:
+        model = load_model_config(write_tiny_model(place.root / f"{family}-{len(fields)}", family, **fields))
+        check_servers(recipe, model, get_platform("cpu"), own_weights=evaluates)
+
+    check("mistral", sliding_window=longest)
+    check("gemma3", sliding_window=longest - 1)
+    with pytest.raises(UserError, match=rf"attends to the last {longest - 1} tokens .* at most {longest - 1}, or take"):
+        check("mistral", sliding_window=longest - 1, tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

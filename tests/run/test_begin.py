@@ -1,0 +1,66 @@
+"""The first files of a run, and the last: what cannot be written is named, and the HF folder comes last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.recipe.schema import Recipe
+from megarl.run.lock import locked
+from tests.support.dry import driver
+from tests.support.dry.actors import Book
+from tests.support.dry.world import write_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("world")
+    write_world(root)
+    return root
+
+
+def run(root: Path, name: str, *overrides: str, resume: bool = False) -> Book:
+    words: Sequence[str] = (f"run.name={name}", "cluster.platform=cpu", *overrides)
+    return driver.run(Recipe, root / "train.yaml", words, root, resume=resume)
+
+
+def test_the_policys_folder_is_written_last(world: Path) -> None:
+    """A run that has it has nothing left to do: killed before, it writes the others when it is gone on with."""
+    adapted = run(world, "adapted", "actor.lora={}")
+    told = [each[0] for each in adapted.told if str(each[0]).startswith("export")]
+    assert told == ["export adapters", "export"]
+    critic = run(world, "critic", "algorithm.preset=ppo")
+    assert [each[1] for each in critic.told if each[0] == "export"] == ["critic", "actor"]
+
+
+@pytest.mark.parametrize("name", ["logs", "journal", "metrics.jsonl"])
+def test_what_stands_in_the_place_of_a_runs_files_is_named(world: Path, name: str) -> None:
+    run_name = f"in_the_way_{name.partition('.')[0]}"
+    folder = world / "runs" / run_name
+    run(world, run_name, "train.save_every=1", "train.steps=2")
+    file = folder / name
+    if file.exists():
+        file.rename(file.with_name("moved"))
+    if "." in name:
+        file.mkdir()
+    else:
+        file.touch()
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match=r"cannot be written to|is not a file"):
+        run(world, run_name, "train.save_every=1", "train.steps=3", resume=True)
+    assert {path.name for path in before} <= {path.name for path in folder.rglob("*")}, "nothing is lost"
+
+
+def test_a_run_that_another_process_writes_is_left_alone(world: Path) -> None:
+    run(world, "taken", "train.save_every=1", "train.steps=2")
+    folder = world / "runs" / "taken"
+    rows = (folder / "metrics.jsonl").read_bytes()
+    with locked(folder), pytest.raises(UserError, match="is in use: process"):
+        run(world, "taken", "train.save_every=1", "train.steps=3", resume=True)
+    assert (folder / "metrics.jsonl").read_bytes() == rows
+    run(world, "taken", "train.save_every=1", "train.steps=3", resume=True)
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
