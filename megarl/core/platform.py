@@ -88,6 +88,7 @@ class Platform:
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
     serves_fp8: SGLang can serve FP8 weights there. serves_float32: float32 ones, by the attention that it chooses.
+    serves_latents: models with latent attention.
     fuses_shared_experts: SGLang may hold shared experts among the others there.
     tensor_hash: the function by which SGLang hashes weights there. pads_weights: its ranks' shares of weights are filled up with
     zeros to even sizes.
@@ -116,6 +117,7 @@ class Platform:
     returns_routing: bool = True
     serves_fp8: bool = True
     serves_float32: bool = False
+    serves_latents: bool = True
     fuses_shared_experts: bool = True
     tensor_hash: TensorHash = "tiles"
     pads_weights: bool = False
@@ -193,6 +195,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             returns_routing=False,
             serves_fp8=False,
             serves_float32=True,
+            serves_latents=False,
             lora_server_args=("--lora-backend", "torch_native"),
             fuses_shared_experts=False,
             tensor_hash="sha256",

@@ -46,7 +46,7 @@ def check_servers(
     """
     check_server_args(recipe.rollout.server_args, platform)
     _check_dtype(recipe, platform)
-    _check_layers(model, longest_sample(recipe))
+    _check_layers(model, platform, longest_sample(recipe))
     if not own_weights:
         lora_at_servers(recipe, model)
     _check_quantization(recipe, model, platform, own_weights=own_weights)
@@ -104,7 +104,7 @@ def _check_dtype(recipe: Recipe, platform: Platform) -> None:
         )
 
 
-def _check_layers(model: ModelConfig, longest: int) -> None:
+def _check_layers(model: ModelConfig, platform: Platform, longest: int) -> None:
     """Whether SGLang builds the layers that the model has. longest: tokens of a sample. Raises UserError.
 
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py):
@@ -116,6 +116,12 @@ def _check_layers(model: ModelConfig, longest: int) -> None:
             f"`model.path`: the model attends to the last {model.window} tokens (sliding_window in its config.json), and SGLang "
             f"to all of them: what it generates beyond is not the model's. Samples have up to {longest} tokens: make "
             f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window}, or take a model without a window."
+        )
+    if model.mla is not None and not platform.serves_latents:
+        raise UserError(
+            f"`model.path`: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
+            "ends at the first request (its torch attention takes no keys of another width than queries). Roles train on it: "
+            "`megarl sft`, `rm` and `dpo` start no servers. Generate on cuda, or take another model."
         )
     dense = sorted(set(range(model.num_layers)) - model.moe_layers)
     if model.family == "qwen3_moe" and model.moe is not None and dense:

@@ -82,9 +82,13 @@ class ServerSpec:
         if self.span is not None:
             flags += ["--nnodes", str(self.span.num_nodes), "--node-rank", str(self.span.node_rank)]
             flags += ["--dist-init-addr", self.span.meet]
+        settings = server_models.missing_settings(self.model)
         if self.quantized:
             # The folder's weights are of another form than those that come.
-            flags += ["--load-format", "dummy", "--json-model-override-args", json.dumps(quantization_settings())]
+            flags += ["--load-format", "dummy"]
+            settings |= quantization_settings()
+        if settings:
+            flags += ["--json-model-override-args", json.dumps(settings)]
         if self.lora is not None:
             flags += self.lora.flags()
         return [*flags, *self.extra]

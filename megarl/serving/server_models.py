@@ -1,4 +1,6 @@
-"""Which of SGLang's models a server has to load: by default it imports all, some 200 files. Reads them, imports none."""
+"""What a server has to be told of its model beside the folder: which of SGLang's 200 files of models it need not load (they are
+read, not imported), and what SGLang reads in a config and not every writer of it writes.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,21 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's own: modules of sglang.srt.models that are not imported
 ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  # what a module registers
+# Of configs as transformers 5 writes them (SGLang 0.5.21, models/deepseek_v2.py): experts in each layer behind the dense ones.
+MISSING: dict[str, dict[str, object]] = {
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+}
+
+
+def missing_settings(model: Path) -> dict[str, object]:
+    """What the config of this HF folder lacks and SGLang wants of its architecture, as transformers understands it."""
+    config = _config(model)
+    wanted = {key: value for name in config.get("architectures") or () for key, value in MISSING.get(name, {}).items()}
+    return {key: value for key, value in wanted.items() if key not in config}
 
 
 def unused_models(model: Path) -> tuple[str, ...]:
@@ -17,11 +31,16 @@ def unused_models(model: Path) -> tuple[str, ...]:
 
     None where no module registers one: what SGLang makes of such a model is for it to say, with all that it has.
     """
-    config = model / "config.json"
-    wanted = set(json.loads(config.read_text()).get("architectures") or ()) if config.exists() else set()
+    wanted = set(_config(model).get("architectures") or ())
     known = _known()
     used = {name for name, registered in known.items() if registered & wanted}
     return tuple(sorted(set(known) - used)) if used else ()
+
+
+def _config(model: Path) -> dict[str, Any]:
+    file = model / "config.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
 
 
 @cache

@@ -358,7 +358,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "tools alone": ["rollout.max_response_tokens=100", "data.max_prompt_tokens=340", *_TOOLS],
         "tools and room": ["rollout.max_response_tokens=62", "data.max_prompt_tokens=450", *_TOOLS],
         "experts": [_MOE],
-        "latent attention": [f"model.path={ROOT}/latent"],
+        "latent attention": [*_CUDA, f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, *_CUDA],
         "held out": [_HELD_OUT],
         "asynchronous": _ASYNCHRONOUS,

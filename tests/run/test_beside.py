@@ -41,3 +41,17 @@ def test_servers_without_devices_of_their_own_only_carry_over(
 
     book = run(STALE, "rollout.oversample=1.5", name="carried")
     assert [what for what in book.told if what[0] == "stopped"] == []
+
+
+@pytest.mark.parametrize(("devices", "first"), [(1, "rollout"), (2, "actor")], ids=["shared", "apart"])
+def test_servers_on_ranks_devices_have_measured_what_is_free_before_a_role_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int, first: str
+) -> None:
+    """SGLang takes a share of what it finds free as it starts, and ends where that becomes less meanwhile."""
+    write_world(tmp_path)
+    monkeypatch.setattr(driver, "DEVICES", devices)
+    words = ["cluster.platform=cuda", "model.dtype=bfloat16"]
+    told = driver.run(Recipe, tmp_path / "train.yaml", words, tmp_path).told
+    waits = [what[1:3] for what in told if what[0] == "wait"]
+    order = sorted([("start", "rollout"), ("build", "actor")], key=waits.index)
+    assert order[0][1] == first

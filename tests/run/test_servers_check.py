@@ -163,6 +163,14 @@ def test_a_window_that_samples_outgrow_is_what_sglang_does_not_keep_to(place: Pl
         check("mistral", sliding_window=longest - 1, tie_word_embeddings=False)
 
 
+def test_latents_are_served_where_sglang_attends_to_them(place: Place) -> None:
+    recipe = load_recipe(place.recipe, ["model.dtype=bfloat16"]).recipe
+    model = load_model_config(write_tiny_model(place.root / "latent", "deepseek_v3"))
+    check_servers(recipe, model, get_platform("cuda"))
+    with pytest.raises(UserError, match=r"DeepseekV3ForCausalLM has latent attention.*Generate on cuda"):
+        check_servers(recipe, model, get_platform("cpu"))
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_experts_in_some_layers_only_are_what_sglang_does_not_build(place: Place, *, evaluates: bool) -> None:
     recipe = load_recipe(place.recipe, []).recipe

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import DeepseekV3Config
 
 from megarl.models.families import FAMILIES
 from megarl.serving import server_models
 from megarl.serving.server import ServerSpec
-from megarl.serving.server_models import VARIABLE, unused_models
+from megarl.serving.server_models import VARIABLE, missing_settings, unused_models
 
 
 def folder(tmp_path: Path, **config: object) -> Path:
@@ -41,3 +42,17 @@ def test_where_a_user_asks_for_more_all_are_loaded(tmp_path: Path, monkeypatch: 
     assert ServerSpec(model, "float32", extra=("--speculative-algorithm", "EAGLE")).env() == {}
     monkeypatch.setenv(VARIABLE, "gemma")
     assert ServerSpec(model, "float32").env() == {}
+
+
+def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(tmp_path: Path) -> None:
+    """transformers 5 leaves out of DeepSeek-V3's what is the same in all of them."""
+    model = folder(tmp_path, architectures=["DeepseekV3ForCausalLM"], moe_layer_freq=2)
+    found = missing_settings(model)
+    assert found == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    config = DeepseekV3Config()
+    assert not any(hasattr(config, key) for key in server_models.MISSING["DeepseekV3ForCausalLM"])
+    flags = ServerSpec(model, "bfloat16").flags("127.0.0.1", 1)
+    assert json.loads(flags[flags.index("--json-model-override-args") + 1]) == found
+    both = ServerSpec(model, "bfloat16", quantized=True).flags("127.0.0.1", 1)
+    assert json.loads(both[both.index("--json-model-override-args") + 1]).keys() == {*found, "quantization_config"}
+    assert "--json-model-override-args" not in ServerSpec(tmp_path / "none", "bfloat16").flags("127.0.0.1", 1)

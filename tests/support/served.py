@@ -83,7 +83,8 @@ def serving(folder: Path, platform: Platform, num_servers: int = 1) -> Iterator[
     servers = [ServerProcess(f"server {index}", spec, platform, place) for index in range(num_servers)]
     router = RouterProcess(RouterSpec(), place)
     try:
-        start_all([router, *servers], START_S)
+        # Kernels are compiled at the first start on a device.
+        start_all([router, *servers], START_S * (3 if platform.has_device_memory else 1))
         for server in servers:
             router.add(server.endpoint)
         yield Pool(servers, router, model, place)
