@@ -19,7 +19,7 @@ from typing import Any
 
 from megarl.core.checksums import FileSum, file_damage, sum_files
 from megarl.core.disk import sync, sync_tree
-from megarl.core.errors import UserError, naming
+from megarl.core.errors import MegarlError, UserError, naming
 from megarl.core.json_file import read_object
 from megarl.core.log import get_logger
 from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest
@@ -63,13 +63,19 @@ class Checkpoints:
     keep_every: int | None = None
 
     def begin(self, step: int, roles: Iterable[str]) -> dict[str, Path]:
-        """An empty folder for each role's files, under a name that no resume looks at; `commit` makes a checkpoint of it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """An empty folder for each role's files, under a name that no resume looks at; `commit` makes a checkpoint of it.
+
+        Raises MegarlError where it cannot be made.
+        """
         temporary = self._temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
         folders = {role: (temporary / role).resolve() for role in roles}
-        for folder in folders.values():
-            folder.mkdir(parents=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in folders.values():
+                folder.mkdir(parents=True)
+        except OSError as error:
+            raise MegarlError(f"The checkpoint of step {step} cannot be written into {self.folder}: {error}") from error
         return folders
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:

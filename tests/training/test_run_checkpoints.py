@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.core.errors import UserError
+from megarl.core.errors import MegarlError, UserError
 from megarl.training import run_checkpoints
 from megarl.training.run_checkpoints import MARKER, Checkpoints, step_damage
 
@@ -227,3 +227,9 @@ def test_one_that_is_harmed_anywhere_is_refused_or_is_what_it_was(tmp_path: Path
         path.write_bytes(whole)
     assert refused > 250, "a bit of the marker's blanks may be another"
     assert checkpoints.latest().step == 2
+
+
+def test_a_folder_that_takes_no_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(MegarlError, match=rf"The checkpoint of step 3 cannot be written into {tmp_path}/checkpoints: "):
+        Checkpoints(tmp_path / "checkpoints", keep_last=1).begin(3, ["actor"])
