@@ -60,10 +60,10 @@ CUDA_CONFLICTS = (
         "Ray would then show every rank all devices: all take the first",
     ),
 )
-# Megatron's overlap of tensor-parallel communication relies on kernels that run in the order in which they were launched.
 CUDA_ENV = {
+    # Megatron's overlap of tensor-parallel communication relies on kernels that run in the order in which they were launched.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # Its ranks share devices with the run's, each of which holds what it holds.
+    # SGLang's ranks share devices with the run's, each of which holds what it holds.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
 

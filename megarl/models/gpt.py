@@ -248,7 +248,7 @@ def _hold_padding(token: int, module: Any, given: tuple[Tensor], output: Tensor)
 
 
 def packed_params(cu_seqlens: Tensor, cp: int = 1) -> PackedSeqParams:
-    """Megarl's sequences, packed end to end, as Megatron describes them. cu_seqlens: [S + 1] int32, from 0 to T."""
+    """Megatron's description of sequences packed end to end. cu_seqlens: [S + 1] int32, from 0 to T. cp: ranks of each."""
     longest = int(cu_seqlens.diff().max())
     # Transformer Engine cuts the padded bounds over context-parallel ranks, and would hold them to the others in each layer,
     # waiting for the device, to learn that they are the same.

@@ -112,7 +112,7 @@ def test_what_is_read_is_what_a_gpu_installs(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(setuptools, "setup", lambda **settings: given.update(settings))
     exec((ROOT / "setup.py").read_text(), {"__name__": "setup"})
     version = PackageSource(*TRANSFORMER_ENGINE).version
-    assert f"transformer-engine[pytorch]=={version}" in given["extras_require"]["gpu"]
+    assert f"transformer-engine[core_cu13,pytorch]=={version}" in given["extras_require"]["gpu"]
 
 
 def test_a_source_that_is_not_there_says_what_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

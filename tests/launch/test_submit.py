@@ -15,7 +15,7 @@ from tests.support.bad_input import Place, good_place
 from tests.support.tiny import write_tiny_model
 
 ON_CPUS = SlurmOptions()
-GPUS = ("cluster.platform=auto", "cluster.devices=14", "rollout.tp=2")
+GPUS = ("cluster.platform=auto", "model.dtype=bfloat16", "cluster.devices=14", "rollout.tp=2")
 
 
 @pytest.fixture(scope="module")
