@@ -27,8 +27,8 @@ INK, FAINT = "#333333", "#DDDDDD"
 COLUMNS = 3
 CURVE_FILE = "curve.png"
 # Inches. matplotlib would find out what fits by drawing everything once more, and take as long for it again.
-WIDTH, HEIGHT = 5.2, 3.8  # of a panel with what is around it
-LEFT, RIGHT, ABOVE, BELOW = 0.6, 0.5, 0.35, 1.35  # of its axes: tick labels, title, and a legend of five lines
+WIDTH, HEIGHT = 5.3, 3.8  # of a panel with what is around it
+LEFT, RIGHT, ABOVE, BELOW = 0.75, 0.5, 0.35, 1.35  # of its axes: tick labels, title, and a legend of five lines
 TITLE = 0.4
 
 
@@ -178,6 +178,7 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
             steps, values, color=line.color, label=line.label, marker=marker, markersize=4.5, linewidth=1.8
         )
     _dress(axes, panel.title)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 4))
     if panel.log:
         _whole_decades(axes, [value for line in panel.lines for value in series(rows, line.name)[1] if value > 0])
     if panel.unit_range and all(0 <= value <= 1 for line in panel.lines for value in series(rows, line.name)[1]):

@@ -30,7 +30,7 @@ def read_history(file: Path) -> list[Row]:
         if not line.endswith(b"\n"):
             break
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8"))
         except (
             ValueError,
             RecursionError,

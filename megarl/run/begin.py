@@ -27,12 +27,13 @@ from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE
 from megarl.report.writers import Writers, open_writers
 from megarl.run.ending import ending, writing
+from megarl.run.exported import EXPORT, note_export, note_older_export
 from megarl.run.lock import check_unlocked, locked
 from megarl.run.preflight import CHECKPOINTS, check_start
 from megarl.run.recorder import Recorder
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
-EXPORT, ADAPTER, CURVE, DRIVER_LOG = "hf", "adapter", "curve.png", "logs/driver.log"
+ADAPTER, CURVE, DRIVER_LOG = "adapter", "curve.png", "logs/driver.log"
 PHASE = f"logs/{PHASE_FILE}"
 
 R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
@@ -68,6 +69,8 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
         stop = stack.enter_context(StopRequest())
         with writing(folder):
             save_recipe(loaded, folder)
+            if committed is not None:
+                note_older_export(folder, committed.step)
             stack.callback(setup_logging(folder / DRIVER_LOG).close)
             writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
         stack.callback(writers.close)
@@ -97,12 +100,15 @@ def _taken(folder: Path) -> Iterator[None]:
 
 def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
     """Whether the run starts from a checkpoint. go_on: where there is one; an earlier start without one is forgotten."""
-    check_unlocked(folder)
     checkpoints = folder / CHECKPOINTS
-    if not go_on or any(checkpoints.glob("step_*")):
-        return resume or go_on
-    shutil.rmtree(checkpoints, ignore_errors=True)
-    (folder / METRICS_FILE).unlink(missing_ok=True)
+    with writing(folder):
+        check_unlocked(folder)
+        if not go_on or any(checkpoints.glob("step_*")):
+            return resume or go_on
+        if folder.is_dir():
+            with locked(folder):
+                shutil.rmtree(checkpoints, ignore_errors=True)
+                (folder / METRICS_FILE).unlink(missing_ok=True)
     return False
 
 
@@ -151,4 +157,5 @@ def finish(run: Open, model: Any, recipe: AnyRecipe) -> None:
         if recipe.actor.lora is not None:
             model.export_adapters((folder / ADAPTER).resolve())
         model.export(recipe.model.path.resolve(), (folder / EXPORT).resolve())
+    note_export(folder, run.checkpoints.committed()[-1].step)
     run.console.finish(run.timer, folder / METRICS_FILE, export=folder / EXPORT, curve=folder / CURVE)

@@ -137,8 +137,8 @@ def writing(folder: Path) -> Iterator[None]:
         if says_full(error):
             raise
         raise UserError(
-            f"The run's folder {folder} cannot be written to: {error.filename or folder}: {error.strerror}. Mend what is "
-            "there, or choose another folder by run.name=... or run.dir=..."
+            f"The run's folder {folder} cannot be written to: {error.filename or folder}: {error.strerror or error}. Mend "
+            "what is there, or choose another folder by run.name=... or run.dir=..."
         ) from error
 
 

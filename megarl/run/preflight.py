@@ -40,6 +40,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
 from megarl.run.devices import check_devices, check_room_beside
+from megarl.run.exported import EXPORT, exported_step
 from megarl.run.servers_check import check_server_layout, check_servers
 from megarl.training.run_checkpoints import Checkpoints
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from megarl.serving.external import ExternalPool
 
 CHECKPOINTS = "checkpoints"
-EXPORTED = "hf/config.json"  # the last thing that a run does
 # What a run leaves once it has done something; logs of a start that failed are not worth keeping a name for.
 RESULTS = ("metrics.jsonl", CHECKPOINTS, "hf")
 
@@ -177,10 +177,10 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
     """A new run needs a folder without results, a resumed one a checkpoint and steps left. Raises UserError."""
     if resume:
         done = Checkpoints(folder / CHECKPOINTS, keep_last=1).latest().step
-        if done >= steps and (folder / EXPORTED).exists():
+        if done >= steps and exported_step(folder, done) == done:
             raise UserError(
                 f"{folder} has already done {done} steps, and train.steps is {steps}: nothing is left to do. "
-                "Raise train.steps to go on."
+                f"Raise train.steps to go on; to have its models written anew, remove {folder / EXPORT}."
             )
         _check_writable(folder)
         return

@@ -24,10 +24,12 @@ from megarl.placement.workload import read_model
 from megarl.recipe.agent import PARSERS
 from megarl.rollout.asking import Asker
 from megarl.rollout.gate import Gate
-from megarl.run.begin import EXPORT
+from megarl.run.exported import EXPORT, exported_step
+from megarl.run.preflight import CHECKPOINTS
 from megarl.serving.call_parser import CallParser
 from megarl.serving.client import ServerClient
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from megarl.training.run_checkpoints import Checkpoints
 
 Dtype = Literal["float32", "bfloat16"]
 KV_TOKENS = 65536  # where SGLang cannot size its cache itself
@@ -88,6 +90,13 @@ def run_serve(settings: ServeSettings) -> None:
 def servable(path: Path) -> Path:
     """The HF folder at a path: itself, or that of a run. Raises UserError where there is none."""
     if (path / EXPORT / "config.json").exists():
+        newest = max((each.step for each in Checkpoints(path / CHECKPOINTS, keep_last=1).committed()), default=0)
+        step = exported_step(path, newest)
+        if newest and step != newest:
+            raise UserError(
+                f"{path / EXPORT} is of step {step}, and the run has gone on to step {newest} since. Serve {path / EXPORT} "
+                f"itself, or the newest: megarl convert mcore-to-hf {path} exported, and megarl serve exported."
+            )
         return path / EXPORT
     source = find_source(path)
     if source.kind == "hf":

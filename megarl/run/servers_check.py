@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KEY = "rollout.servers"
 OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
-ATTENTION = "--attention-backend"
+ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
@@ -90,7 +90,7 @@ def _check_dtype(recipe: Recipe, platform: Platform) -> None:
 
     SGLang 0.5.21 chooses its attention without a look at it: FlashAttention 3 on Hopper, which takes no float32.
     """
-    chosen = any(word.split("=")[0] == ATTENTION for word in recipe.rollout.server_args)
+    chosen = any(word.split("=")[0].endswith(ATTENTION) for word in recipe.rollout.server_args)
     if (
         recipe.model.dtype == "float32"
         and not platform.serves_float32
@@ -99,8 +99,8 @@ def _check_dtype(recipe: Recipe, platform: Platform) -> None:
     ):
         raise UserError(
             f"`model.dtype` is float32, and on {platform.name} SGLang's attention computes in 16 bits alone. Set model.dtype to "
-            f"bfloat16; or name a kernel that takes float32 in rollout.server_args ({ATTENTION} ...); or set cluster.platform "
-            "to cpu."
+            "bfloat16; or name a kernel that takes float32 in rollout.server_args (--attention-backend ...); or set "
+            "cluster.platform to cpu."
         )
 
 
@@ -111,11 +111,11 @@ def _check_layers(model: ModelConfig, platform: Platform, longest: int) -> None:
     they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen3_moe.py: every layer is
     sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
     """
-    if model.window is not None and model.window < longest and model.family not in SLIDING_FAMILIES:
+    if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
             f"`model.path`: the model attends to the last {model.window} tokens (sliding_window in its config.json), and SGLang "
             f"to all of them: what it generates beyond is not the model's. Samples have up to {longest} tokens: make "
-            f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window}, or take a model without a window."
+            f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window + 1}, or take a model without a window."
         )
     if model.mla is not None and not platform.serves_latents:
         raise UserError(

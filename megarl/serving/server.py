@@ -22,6 +22,7 @@ from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
 # SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
 # that, and a training step lasts longer: the first requests of the next step would be sent into closed connections.
 KEEP_ALIVE_S = 3600
+OVERRIDES = "--json-model-override-args"
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,17 @@ class ServerSpec:
         if self.span is not None:
             flags += ["--nnodes", str(self.span.num_nodes), "--node-rank", str(self.span.node_rank)]
             flags += ["--dist-init-addr", self.span.meet]
+        extra, own = _split_overrides(self.extra)
         settings = server_models.missing_settings(self.model)
         if self.quantized:
             # The folder's weights are of another form than those that come.
             flags += ["--load-format", "dummy"]
             settings |= quantization_settings()
-        if settings:
-            flags += ["--json-model-override-args", json.dumps(settings)]
+        if settings | own:
+            flags += [OVERRIDES, json.dumps(settings | own)]
         if self.lora is not None:
             flags += self.lora.flags()
-        return [*flags, *self.extra]
+        return [*flags, *extra]
 
     def env(self) -> dict[str, str]:
         """Variables for what is served: of SGLang's own models those that it need not load."""
@@ -110,6 +112,20 @@ class ServerSpec:
             *(platform.lora_server_args if self.lora is not None else ()),
             *self.flags(host, port),
         ]
+
+
+def _split_overrides(words: tuple[str, ...]) -> tuple[list[str], dict[str, object]]:
+    """A user's flags without changes of the model's config, and these: of a flag that comes twice SGLang hears the last alone."""
+    rest: list[str] = []
+    own: dict[str, object] = {}
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name == OVERRIDES:
+            own |= json.loads(value if equals else next(left))
+        else:
+            rest.append(word)
+    return rest, own
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def missing_settings(model: Path) -> dict[str, object]:
     """What the config of this HF folder lacks and SGLang wants of its architecture, as transformers understands it."""
     config = _config(model)
     wanted = {key: value for name in config.get("architectures") or () for key, value in MISSING.get(name, {}).items()}
-    return {key: value for key, value in wanted.items() if key not in config}
+    return {key: value for key, value in wanted.items() if config.get(key) is None}
 
 
 def unused_models(model: Path) -> tuple[str, ...]:

@@ -10,7 +10,9 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.recipe.schema import Recipe
-from megarl.run.lock import locked
+from megarl.run.exported import NOTE, exported_step
+from megarl.run.lock import LOCK, locked
+from megarl.run.serve import servable
 from tests.support.dry import driver
 from tests.support.dry.actors import Book
 from tests.support.dry.world import write_world
@@ -64,3 +66,39 @@ def test_a_run_that_another_process_writes_is_left_alone(world: Path) -> None:
     assert (folder / "metrics.jsonl").read_bytes() == rows
     run(world, "taken", "train.save_every=1", "train.steps=3", resume=True)
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_a_folder_of_a_runs_earlier_end_is_not_taken_for_the_newest(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended at step 2, was lengthened, and died behind its last checkpoint: it has its models to write still."""
+    folder = world / "runs" / "longer"
+    run(world, "longer", "train.save_every=1", "train.steps=2")
+    (folder / "hf").mkdir()  # no rank writes here
+    (folder / "hf" / "config.json").touch()
+    assert exported_step(folder, 2) == 2
+    (folder / NOTE).unlink()  # as an earlier version leaves it
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr("megarl.run.begin.finish", killed)
+        patch.setattr("megarl.run.train.finish", killed)
+        run(world, "longer", "train.save_every=1", "train.steps=3", resume=True)
+    assert exported_step(folder, 3) == 2
+    with pytest.raises(UserError, match="is of step 2, and the run has gone on to step 3 since"):
+        servable(folder)
+    run(world, "longer", "train.save_every=1", "train.steps=3", resume=True)
+    assert exported_step(folder, 3) == 3 and servable(folder) == folder / "hf"
+    with pytest.raises(UserError, match="nothing is left to do"):
+        run(world, "longer", "train.save_every=1", "train.steps=3", resume=True)
+
+
+def killed(*_: object) -> None:
+    raise RuntimeError("killed")
+
+
+def test_a_lock_that_cannot_be_had_is_named(world: Path) -> None:
+    run(world, "odd_lock", "train.save_every=1", "train.steps=2")
+    lock = world / "runs" / "odd_lock" / LOCK
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(UserError, match=r"cannot be written to: .*/\.lock"):
+        run(world, "odd_lock", "train.save_every=1", "train.steps=3", resume=True)

@@ -9,6 +9,7 @@ from megarl.core.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.run.evaluate import beside
+from megarl.run.exported import note_export
 from megarl.run.preflight import (
     Preflight,
     check_run_folder,
@@ -195,6 +196,11 @@ def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").touch()
     with pytest.raises(UserError, match=r"already done 5 steps, and train\.steps is 5"):
+        check_run_folder(tmp_path, 5, resume=True)
+    note_export(tmp_path, 4)  # it was lengthened, and died before its end
+    check_run_folder(tmp_path, 5, resume=True)
+    note_export(tmp_path, 5)
+    with pytest.raises(UserError, match=r"already done 5 steps.* remove .*/hf\."):
         check_run_folder(tmp_path, 5, resume=True)
     with pytest.raises(UserError, match=r"already holds a run \(checkpoints, hf\)"):
         check_run_folder(tmp_path, 6, resume=False)

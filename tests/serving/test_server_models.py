@@ -56,3 +56,11 @@ def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(
     both = ServerSpec(model, "bfloat16", quantized=True).flags("127.0.0.1", 1)
     assert json.loads(both[both.index("--json-model-override-args") + 1]).keys() == {*found, "quantization_config"}
     assert "--json-model-override-args" not in ServerSpec(tmp_path / "none", "bfloat16").flags("127.0.0.1", 1)
+    mine = ("--json-model-override-args", '{"rope_theta": 5, "moe_layer_freq": 3}', "--log-requests")
+    merged = ServerSpec(model, "bfloat16", extra=mine).flags("127.0.0.1", 1)
+    assert json.loads(merged[merged.index("--json-model-override-args") + 1]) == found | {
+        "rope_theta": 5,
+        "moe_layer_freq": 3,
+    }
+    assert merged.count("--json-model-override-args") == 1 and merged[-1] == "--log-requests"
+    assert ServerSpec(model, "bfloat16", extra=("=".join(mine[:2]), mine[2])).flags("127.0.0.1", 1) == merged

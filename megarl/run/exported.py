@@ -1,0 +1,33 @@
+"""Of which step a run's HF folder is: a run that was lengthened, and died before its end, has one of an earlier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megarl.core.json_file import read_object
+
+EXPORT = "hf"
+NOTE = "exported.json"
+
+
+def note_export(folder: Path, step: int) -> None:
+    """Write down that the HF folder in this run's folder is of this step."""
+    temporary = folder / f".{NOTE}.tmp"
+    temporary.write_text(json.dumps({"step": step}))
+    temporary.replace(folder / NOTE)
+
+
+def note_older_export(folder: Path, step: int) -> None:
+    """The same, where there is an HF folder and nothing says of which step it is: as runs of earlier versions have left it."""
+    if (folder / EXPORT / "config.json").exists() and not (folder / NOTE).exists():
+        note_export(folder, step)
+
+
+def exported_step(folder: Path, newest: int) -> int | None:
+    """The step of the HF folder in this run's folder; None where there is none. newest: of its checkpoints. Raises UserError."""
+    if not (folder / EXPORT / "config.json").exists():
+        return None
+    if not (folder / NOTE).exists():
+        return newest
+    return int(read_object(folder / NOTE, f"Remove it, and {folder / EXPORT}: `--resume` writes both.").get("step", -1))
