@@ -31,10 +31,8 @@ def read_history(file: Path) -> list[Row]:
             break
         try:
             row = json.loads(line.decode("utf-8"))
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # bytes that are no text, and numbers of thousands of digits, among them
+        # Bytes that are no text, and numbers of thousands of digits, are ValueErrors, too.
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number} is not JSON ({error}). Remove that line, or the file.") from None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(f'{file}, line {number} is not a row of metrics: it must be an object with a whole "step".')

@@ -12,7 +12,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 
 
 def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
-    """The platform, if it has the devices that the recipe asks for. Raises UserError.
+    """The platform, if it has the devices that the recipe asks for, and nothing here that breaks it. Raises UserError.
 
     here: off where the devices are other machines', as they are for a run that joins a Ray which runs.
     """
