@@ -6,6 +6,9 @@
   - `torch.distributed.all_to_all_single` takes split sizes given as tensors (the MoE dispatcher leaves them on the CPU);
   - `torch.distributed.all_gather` and `reduce_scatter` take parts of different lengths, as NCCL does and gloo does not
     (the MoE dispatcher under expert-tensor parallel).
+Gradients and parameters of a data-parallel group of one rank do not go through gloo: it would copy them in threads of its own,
+each with OpenMP threads of its own, and where a process has more of these than cores, libgomp lets them sleep at each pause
+(`GOMP_SPINCOUNT`): a step of one rank on two cores takes 1.3 times as long.
 The real torch gets two changes only: Tensor.cuda returns the tensor (it could only raise here), and Tensor.type answers
 `torch.cuda.FloatTensor` to Megatron's optimizers, which accept nothing else, and the truth to everybody else.
 """
@@ -120,6 +123,7 @@ def install() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = namespace  # type: ignore[attr-defined]
     _adapt_random_states()
+    _adapt_buffers()
     _adapt_tensor()
 
 
@@ -138,6 +142,24 @@ def _adapt_random_states() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
+
+def _adapt_buffers() -> None:
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, name, _between_several(getattr(buffers, name)))
+
+
+def _between_several(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, input: torch.Tensor, *, group: Any, **options: Any) -> Any:
+        if group.size() > 1:
+            return collective(output, input, group=group, **options)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return None
+
+    return call
 
 
 def _adapt_tensor() -> None:

@@ -25,6 +25,13 @@ def test_devices_are_named_as_the_environment_names_them(
     assert visible_cuda_devices() == found
 
 
+def test_ranks_wait_for_one_another_without_sleeping_and_servers_sleep() -> None:
+    cpu = get_platform("cpu")
+    assert int(cpu.env["GOMP_SPINCOUNT"]) > 0
+    assert all((cpu.env | cpu.server_env(tp))["GOMP_SPINCOUNT"] == "0" for tp in (1, 2))
+    assert get_platform("cuda").server_env(2) == {}
+
+
 def test_what_servers_on_shared_devices_need_is_in_their_environment() -> None:
     """SGLang's ranks compare their free memory and refuse to start where it differs: it does beside a run's ranks."""
     assert all(get_platform(name).env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0" for name in ("cpu", "cuda"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import megatron.core.optimizer.optimizer as megatron_optimizer
 import megatron.core.parallel_state as megatron_state
@@ -37,6 +38,34 @@ def test_only_megatrons_optimizers_are_told_that_a_tensor_is_of_cuda() -> None:
     assert told == "torch.cuda.BFloat16Tensor"
     assert tensor.type() == "torch.BFloat16Tensor"
     assert tensor.type(torch.float32).dtype == torch.float32
+
+
+ONE_RANK = """
+import sys
+from pathlib import Path
+
+from bench.support.training import Size, micro_batches, one_rank, role, to_shard, write_model
+
+import torch
+
+size = Size(layers=1, hidden=128, vocab=512, sequences=4, micro_batches=1)
+shard, columns = to_shard(micro_batches(size))
+with one_rank() as rank:
+    torch.set_num_threads(2)
+    rank.build("actor", role(write_model(Path(sys.argv[1]), size)))
+    rank.update("actor", shard, columns)
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    # gloo has two of the former for each of the latter; what such a thread starts has its name.
+    print("threads", names.count("pt_gloo_runloop"), 2 * names.count("gloo_tcp_loop"))
+"""
+
+
+def test_gloos_threads_have_no_threads_of_openmp_where_a_group_is_one_rank(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_RANK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    _, found, of_gloo = next(line for line in done.stdout.splitlines() if line.startswith("threads")).split()
+    assert int(found) == int(of_gloo) > 0
 
 
 def test_streams_and_events_have_nothing_to_wait_for() -> None:
