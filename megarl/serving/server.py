@@ -18,11 +18,11 @@ from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.serving import server_models
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.serving.server_flags import OVERRIDES, split_overrides
 
 # SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
 # that, and a training step lasts longer: the first requests of the next step would be sent into closed connections.
 KEEP_ALIVE_S = 3600
-OVERRIDES = "--json-model-override-args"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ServerSpec:
         if self.span is not None:
             flags += ["--nnodes", str(self.span.num_nodes), "--node-rank", str(self.span.node_rank)]
             flags += ["--dist-init-addr", self.span.meet]
-        extra, own = _split_overrides(self.extra)
+        extra, own = split_overrides(self.extra)
         settings = server_models.missing_settings(self.model)
         if self.quantized:
             # The folder's weights are of another form than those that come.
@@ -112,20 +112,6 @@ class ServerSpec:
             *(platform.lora_server_args if self.lora is not None else ()),
             *self.flags(host, port),
         ]
-
-
-def _split_overrides(words: tuple[str, ...]) -> tuple[list[str], dict[str, object]]:
-    """A user's flags without changes of the model's config, and these: of a flag that comes twice SGLang hears the last alone."""
-    rest: list[str] = []
-    own: dict[str, object] = {}
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name == OVERRIDES:
-            own |= json.loads(value if equals else next(left))
-        else:
-            rest.append(word)
-    return rest, own
 
 
 @dataclass(frozen=True)

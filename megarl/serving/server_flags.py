@@ -14,14 +14,46 @@ from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 
 KEY = "rollout.server_args"
+OVERRIDES = "--json-model-override-args"
 DEADLINE_S = 300.0  # a few seconds of one core; many more where the disk is cold
 
 
+def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """A user's flags without changes of the model's config, and these: of a flag that comes twice SGLang hears the last alone.
+
+    Raises UserError where such a change is no JSON object.
+    """
+    rest: list[str] = []
+    own: dict[str, object] = {}
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name == OVERRIDES:
+            own |= _json_object(value if equals else next(left, ""))
+        else:
+            rest.append(word)
+    return rest, own
+
+
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"`{KEY}`: {OVERRIDES} is followed by {text[:80]!r}. It takes a JSON object of keys of the model's config.json, "
+            """as '{"rope_theta": 500000.0}'."""
+        )
+    return found
+
+
 def check_server_args(words: Sequence[str], platform: Platform) -> None:
-    """Whether the SGLang that is installed takes these flags. Raises UserError with what its parser says.
+    """Whether the SGLang that is installed takes these flags. Raises UserError with what its parser says, and `split_overrides`'.
 
     Where no SGLang is installed, as on a machine that only submits, nothing can be said.
     """
+    split_overrides(words)
     if not words or importlib.util.find_spec("sglang") is None:
         return
     command = [sys.executable, "-m", "megarl.serving.sglang_flags", platform.server_module, json.dumps(list(words))]

@@ -22,3 +22,13 @@ def test_a_flag_that_sglang_does_not_know_is_refused_with_the_nearest() -> None:
 def test_without_flags_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.serving.server_flags.subprocess.run", None)
     check_server_args((), get_platform("cpu"))
+
+
+@pytest.mark.parametrize("value", ["{rope_theta: 5}", "[1]", "5", ""])
+def test_changes_of_a_config_that_are_no_json_object_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.serving.server_flags.subprocess.run", None)
+    for words in (["--json-model-override-args", value], [f"--json-model-override-args={value}"]):
+        with pytest.raises(
+            UserError, match=r"`rollout\.server_args`: --json-model-override-args .* takes a JSON object"
+        ):
+            check_server_args(words, get_platform("cpu"))
