@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
+from megarl.core.transformers_models import models_as_remembered
 from megarl.core.types import TokenArray
 from megarl.data.rows import Row, json_type
 
@@ -55,7 +56,7 @@ def _auto_tokenizer() -> Any:
     before = os.environ.get(told)
     os.environ[told] = "1"
     try:
-        with without_collection(), distributions_as_asked(), as_if_missing("torch"):
+        with without_collection(), distributions_as_asked(), models_as_remembered(), as_if_missing("torch"):
             from transformers import AutoTokenizer
     finally:
         if before is None:

@@ -33,6 +33,7 @@ def fit(
     *,
     rounds: int = ROUNDS,
     limits: Mapping[str, float] | None = None,
+    enough: float = _ENOUGH,
 ) -> Cluster:
     """The cluster with these rates moved until predictions agree with measurements best.
 
@@ -40,7 +41,7 @@ def fit(
     logarithms with reweighted residuals; a weak pull keeps rates that the measurements hardly know where they were.
 
     names: of rates, all above 0. pairs: predicted and measured seconds under a cluster. limits: a rate's largest value;
-    1 for shares of a peak where nothing is said.
+    1 for shares of a peak where nothing is said. enough: the share of the loss that a round has to win for another to follow.
     """
     tops = np.array([(limits or {}).get(name, 1.0 if name in SHARES else math.inf) for name in names])
     start = np.minimum(np.log([getattr(cluster.rates, name) for name in names]), np.log(tops))
@@ -68,7 +69,7 @@ def fit(
                 at, off, best, damping = there, new, value, damping / 5
                 break
             damping *= 5
-        if before - best < _ENOUGH * before:
+        if before - best < enough * before:
             break
     return with_rates(cluster, dict(zip(names, map(float, np.exp(at)), strict=True)))
 

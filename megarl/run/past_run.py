@@ -39,6 +39,10 @@ SOMETIMES = ("eval", "save")
 BETWEEN = "between stages"
 # Fewer lengths than this say too little of a distribution's tail.
 FEWEST_LENGTHS = 64
+# Fewer steps than this, the first apart, say too little of a placement to advise another.
+FEWEST_STEPS = 4
+# What the rates still have to win in a round of calibrating: a placement is advised for a twentieth.
+_ENOUGH = 0.01
 # Another placement is worth a line where it is predicted to take less than this share of the time.
 WORTH = 0.95
 _TRAINING = ("matmul", "layer_s", "micro_s", "update_s")
@@ -49,13 +53,14 @@ _SERVING = ("decode_layer_s", "decode_s", "request_s", "serving")
 class PastRun:
     """A run as it was: recipe, workload with the lengths that it met, and median seconds of its steps by a plan's phases.
 
-    The first step is left out where there are more: caches are cold in it.
+    The first step is left out where there are more: caches are cold in it. steps: how many the medians are of.
     """
 
     folder: Path
     recipe: Recipe
     workload: Workload
     seconds: Mapping[str, float]
+    steps: int
 
     @property
     def step_s(self) -> float:
@@ -78,7 +83,7 @@ def read_run(folder: Path) -> PastRun:
     seconds[BETWEEN] = max(0.0, whole - sum(seconds.values()))
     prompts = _median(row["rollout/prompt_len_mean"] for row in steps)
     workload = recipe_workload(recipe, read_model(recipe.model.path), _lengths(folder, recipe, steps), prompts)
-    return PastRun(folder, recipe, workload, seconds)
+    return PastRun(folder, recipe, workload, seconds, len(steps))
 
 
 def _median(values: Iterable[float]) -> float:
@@ -123,10 +128,10 @@ def calibrated(run: PastRun, cluster: Cluster) -> Cluster:
     )
     cluster = replace(cluster, rates=rates)
     names = [name for name in (*_TRAINING, *_SERVING) if getattr(rates, name) > 0]
-    cluster = fit(cluster, [name for name in names if name in _TRAINING], pairs("prepare", "train"))
+    cluster = fit(cluster, [name for name in names if name in _TRAINING], pairs("prepare", "train"), enough=_ENOUGH)
     if run.workload.staleness or run.recipe.rollout.external is not None:
         return cluster  # what the ranks waited for is not what servers on these devices take
-    return fit(cluster, [name for name in names if name in _SERVING], pairs("rollout"))
+    return fit(cluster, [name for name in names if name in _SERVING], pairs("rollout"), enough=_ENOUGH)
 
 
 def compare(run: PastRun, cluster: Cluster) -> Table:
@@ -147,11 +152,13 @@ def advice(folder: Path, cluster: Cluster | None = None) -> str | None:
     """A line where another placement on the run's own devices is predicted faster, calibrated by the run; else None.
 
     Placements of a synchronous run are compared with asynchronous ones as well (one version behind), and the other way
-    round.
+    round. A run of few steps has nothing to say.
 
     cluster: that it was on; default: by the table of devices. Raises UserError where nothing is known of it.
     """
     run = read_run(folder)
+    if run.steps < FEWEST_STEPS:
+        return None
     if run.recipe.rollout.external is not None:
         return None  # a search would place servers on the run's own devices
     known = calibrated(run, cluster or cluster_of_run(run))

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
+from megarl.core.transformers_models import models_as_remembered
 
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -245,7 +246,8 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
     SGLang has a debugger that looks into Megatron wherever that is installed, and transformers losses for pictures that take
     scipy: without the two a server is up seconds earlier.
     """
-    with without_collection(), distributions_as_asked(), as_if_missing("megatron"), as_if_missing("scipy"):
+    missing = (as_if_missing("megatron"), as_if_missing("scipy"))
+    with without_collection(), distributions_as_asked(), models_as_remembered(), missing[0], missing[1]:
         compile_late()
         install(deterministic=deterministic)
         importlib.import_module("sglang.srt.entrypoints.http_server")

@@ -18,7 +18,7 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
-from megarl.run.past_run import BETWEEN, advice, calibrated, cluster_of_run, compare, read_run
+from megarl.run.past_run import BETWEEN, FEWEST_STEPS, advice, calibrated, cluster_of_run, compare, read_run
 from tests.placement.samples import write_config
 
 MEASURED = {
@@ -30,6 +30,8 @@ MEASURED = {
     "perf/sync_s": 0.1,
     "perf/step_s": 2.44,
 }
+
+ENOUGH = FEWEST_STEPS + 1  # the first step is left out
 
 
 def run_folder(folder: Path, *overrides: str, rows: list[dict[str, float]] | None = None) -> Path:
@@ -87,7 +89,7 @@ def predicted_rows(folder: Path, overrides: tuple[str, ...], cluster: Cluster) -
     phases = predict_recipe(recipe, workload, cluster).phases
     names = {"rollout": "rollout", "prepare": "logprobs", "train": "update", "sync": "sync"}
     row = {f"perf/{name}_s": float(phases[phase]) for phase, name in names.items()}
-    return [{**row, "perf/step_s": float(sum(phases.values()))}] * 3
+    return [{**row, "perf/step_s": float(sum(phases.values()))}] * ENOUGH
 
 
 def test_advice_comes_where_another_placement_is_faster(tmp_path: Path) -> None:
@@ -99,12 +101,19 @@ def test_advice_comes_where_another_placement_is_faster(tmp_path: Path) -> None:
     assert "a step instead of" in said and f"--from-run {folder}" in said
 
 
+def test_a_run_of_few_steps_gives_no_advice(tmp_path: Path) -> None:
+    bad = ("cluster.devices=4", "actor.parallel.pp=2", "actor.parallel.tp=2", "actor.micro_batch_tokens=128")
+    write_config(tmp_path, layers=2, hidden=256, heads=8, ffn=768, vocab=320)
+    rows = predicted_rows(tmp_path, bad, host_cluster(4))
+    assert advice(run_folder(tmp_path, *bad, rows=rows[1:])) is None
+
+
 @pytest.mark.parametrize(("staleness", "way"), [(0, " with rollout.max_staleness=1: "), (1, " s: ")])
 def test_advice_compares_a_synchronous_run_with_asynchronous_ones(tmp_path: Path, staleness: int, way: str) -> None:
     """Four devices, of which two can generate while two train; the asynchronous run is advised of its own kind alone."""
     cluster = host_cluster(4)
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=12e9))
-    folder = run_folder(tmp_path, "cluster.devices=4", f"rollout.max_staleness={staleness}", rows=[MEASURED] * 3)
+    folder = run_folder(tmp_path, "cluster.devices=4", f"rollout.max_staleness={staleness}", rows=[MEASURED] * ENOUGH)
     said = advice(folder, cluster)
     assert said is not None and f"{way}" in said and "asynchronous: actor" in said
     assert said.endswith(" --max-staleness 1") == (staleness == 0)
