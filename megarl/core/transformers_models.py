@@ -2,7 +2,8 @@
 
 To know what its models export, transformers reads its 1,500 files of them at each import, and once more when its package of
 models is first asked: up to a second of a core, in every process that has a tokenizer. The answer stays the same between
-installations. Here it is kept in a file of the user's cache, and holds as long as each of those files has the size and the time that it had.
+installations. Here it is kept in a file of the user's cache, and holds as long as each of those files has the size and the
+time that it had.
 """
 
 from __future__ import annotations
