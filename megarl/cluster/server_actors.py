@@ -7,19 +7,22 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.core.errors import MegarlError
 from megarl.core.janitor import register_segments
 from megarl.core.platform import PlatformName, get_platform
 from megarl.core.process_state import Stopped, stopped
-from megarl.recipe.roles import ServerPart
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import ManagedProcess, process_tree
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.serving.vigil import Vigil
 from megarl.sync.fetch import Fetched, Fetcher, Order
+
+if TYPE_CHECKING:
+    from megarl.recipe.roles import ServerPart  # recipes take a moment to load, and these processes have none
 
 LOOK_S = 2.0  # between two looks at whether a process stands still
 ASK_S = 30.0  # most seconds between two questions whether it answers

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megarl.core.types import RECORD_BYTES, Block, FloatArray, IntArray, Record, RoutingArray, Sample
-from megarl.data.sft import Demonstration
+
+if TYPE_CHECKING:
+    from megarl.data.sft import Demonstration  # ranks have blocks, and read no rows
 
 # An expert that nobody chose: the routing of a token that is not known.
 UNKNOWN_EXPERT = -1

@@ -5,7 +5,6 @@ they make its micro-batches. What comes out does not depend on who held what. Fi
 where a shard has fewer sequences than micro-batches.
 
 A column of a shard travels as its owners read and write it: one flat float32 array for each, in the order of its block.
-
 Not for tensors or devices: arrays only.
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,8 +35,10 @@ from megarl.core.types import (
 )
 from megarl.data.blocks import UNKNOWN_EXPERT, joined, row_block, sample_block
 from megarl.data.deal import Dealt, deal_step
-from megarl.data.pairs import Pair
-from megarl.data.sft import Demonstration
+
+if TYPE_CHECKING:
+    from megarl.data.pairs import Pair
+    from megarl.data.sft import Demonstration
 
 # The `sample_index` of a filler's only sequence.
 FILLER_INDEX = -1

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from megarl.core.log import HIDDEN
+
+if TYPE_CHECKING:
+    import aiohttp  # where a call is made: loading it takes a moment, and most rewards call nobody
 
 ANSWER_SHOWN = 300  # characters of an answer that a failure shows
 LONGEST_PAUSE_S = 30.0
@@ -85,6 +86,8 @@ class JsonClient:
         return longest * random.uniform(0.5, 1.0)
 
     async def _once(self, data: bytes) -> Any:
+        import aiohttp
+
         try:
             # A redirect could take the key elsewhere: it is an answer like any other that is not 200.
             async with self._open().post(self.url, data=data, allow_redirects=False) as answer:
@@ -110,6 +113,8 @@ class JsonClient:
         return text.replace(self._key, HIDDEN) if self._key else text
 
     def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers={

@@ -77,10 +77,10 @@ def clip(spans: Iterable[VersionSpan], count: int) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(s.version, s.start, min(s.end, count)) for s in spans if s.start < count)
 
 
-def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
+def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = False) -> Generation:
     """The answer of /generate. where: the server and endpoint, for errors; num_prompt: tokens that were sent.
 
-    Raises AnswerError.
+    routed: whether the experts were asked for. Raises AnswerError.
     """
     answer, flat = _without_rows(body, where)
     token_ids = _token_ids(field(answer, "output_ids", list, where), where)
@@ -100,6 +100,12 @@ def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
     # A request that is ended while it waits in the server's queue is answered without these.
     counts = {"prompt_tokens": num_prompt, "cached_tokens": 0} | meta
     num_prompt = field(counts, "prompt_tokens", int, where, "meta_info.")
+    routing = _routing(meta.get("routed_experts"), num_prompt + len(token_ids) - 1, where)
+    if routed and routing is None and finish != "abort":
+        raise AnswerError(
+            f"{where} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
+            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
+        )
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -109,7 +115,7 @@ def read_generation(body: bytes, where: str, num_prompt: int) -> Generation:
         versions=_versions(meta, len(token_ids), where),
         prompt_tokens=num_prompt,
         cached_tokens=field(counts, "cached_tokens", int, where, "meta_info."),
-        routing=_routing(meta.get("routed_experts"), num_prompt + len(token_ids) - 1, where),
+        routing=routing,
         matched=matched if isinstance(matched, (int, str)) else None,
     )
 

@@ -10,20 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import aiohttp
 import numpy as np
 import orjson
 
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.log import get_logger
 from megarl.core.types import FloatArray, TokenArray
-from megarl.recipe.roles import ServerPart
 from megarl.serving import answers
-from megarl.serving.answers import Generation
+from megarl.serving.answers import Generation, read_generation
 from megarl.serving.deadline import deadline
 from megarl.serving.sampling import Sampling, prompt_key
+
+if TYPE_CHECKING:
+    import aiohttp  # where a call is made: loading it takes a moment, and many processes only hand endpoints on
+
+    from megarl.recipe.roles import ServerPart
 
 log = get_logger(__name__)
 
@@ -139,14 +142,16 @@ class ServerClient:
         async with deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
-                    return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
+                    return read_generation(
+                        await self._send("POST", "/generate", body), what, len(ids), sampling.routing
+                    )
                 except (ServerUnreachableError, ServerError) as error:
                     if not nobody_there(error):
                         raise
                     await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                     if gives_up():
                         raise
-            return _read(await self._send("POST", "/generate", body), what, len(ids), sampling)
+            return read_generation(await self._send("POST", "/generate", body), what, len(ids), sampling.routing)
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | TokenArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
@@ -351,6 +356,8 @@ class ServerClient:
         return f"{self.endpoint.name} ({self.endpoint.url}) {path}"
 
     def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
         if self._session is None:
             key = self.endpoint.api_key
             self._session = aiohttp.ClientSession(
@@ -368,6 +375,8 @@ class ServerClient:
             return await self._send("POST", path, orjson.dumps(body))
 
     async def _send(self, method: str, path: str, body: bytes | None) -> bytes:
+        import aiohttp
+
         try:
             headers = JSON if body is not None else None
             # A redirect would take prompts elsewhere, and of most kinds make a GET of a POST, which changes nothing.
@@ -385,14 +394,3 @@ class ServerClient:
             text = text[:ANSWER_SHOWN]
             raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
         return told
-
-
-def _read(body: bytes, what: str, num_prompt: int, sampling: Sampling) -> Generation:
-    """An answer of /generate, with all that was asked for. Raises AnswerError."""
-    generation = answers.read_generation(body, what, num_prompt)
-    if sampling.routing and generation.routing is None and generation.finish != "abort":
-        raise answers.AnswerError(
-            f"{what} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
-            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
-        )
-    return generation
