@@ -138,17 +138,13 @@ class Platform:
         return bool(self.offload_server_args)
 
     def server_env(self, tp: int) -> dict[str, str]:
-        """Variables that a server of this tensor-parallel size needs beside `env`, some in place of it."""
-        if self.name != "cpu":
+        """Variables that a server of this tensor-parallel size needs beside `env`."""
+        if self.name != "cpu" or tp == 1:
             return {}
-        # While it computes, its own other processes and those that it answers are busy: they need the core.
-        passive = {"GOMP_SPINCOUNT": "0"}
-        if tp == 1:
-            return passive
         # SGLang's CPU engine wants to be told which core each of its ranks runs on.
         cores = sorted(os.sched_getaffinity(0))
         bound = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
-        return {**passive, "SGLANG_CPU_OMP_THREADS_BIND": bound}
+        return {"SGLANG_CPU_OMP_THREADS_BIND": bound}
 
 
 def visible_cuda_devices() -> list[str]:

@@ -1,11 +1,14 @@
-"""How many servers a run on a CPU starts where its recipe leaves that open: as many as its cores keep busy."""
+"""How many servers a run on a CPU starts where its recipe leaves that open, and with how many threads each computes."""
 
 from __future__ import annotations
+
+import math
 
 import psutil
 
 from megarl.core.platform import get_platform
 from megarl.models.config import ModelConfig
+from megarl.models.flops import forward_flops
 from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded
 from megarl.recipe.sampling_rules import overlaps
@@ -19,6 +22,9 @@ START_S = 6.0  # that one more server takes of a core to start
 MOST = 4  # more were never tried
 FEWEST_REQUESTS = 32  # of a step, for a server: few end soon, and then all but one server waits
 PROCESS_BYTES = 2 * 2**30
+# FLOPs of a layer in one step of decoding, for each thread: with less, waiting for one another takes longer than it saves, and
+# one core is left to the server's other processes. Seen on two cores: 2e8 ran faster with one thread, 4e8 with two.
+THREAD_FLOPS = 2e8
 
 
 def servers_for(recipe: Recipe, model: ModelConfig, cores: int, memory_bytes: int) -> int:
@@ -31,6 +37,14 @@ def servers_for(recipe: Recipe, model: ModelConfig, cores: int, memory_bytes: in
     count = min(cores, MOST, requests // FEWEST_REQUESTS, memory_bytes // 2 // _server_bytes(recipe, model))
     decode_s = recipe.train.steps * rollout.max_response_tokens * model.num_layers * LAYER_PASS_S
     return count if count > 1 and decode_s * SAVED > START_S * (count - 1) else 1
+
+
+def server_threads(recipe: Recipe, model: ModelConfig, most: int) -> int:
+    """Threads of each server, up to `most`: as many as one step of all requests that it may have at once keeps busy."""
+    rollout, one = recipe.rollout, forward_flops(model, [1])
+    requests = math.ceil(rollout.prompts_per_step * rollout.samples_per_prompt / rollout.num_servers)
+    layer = (one.projections + one.mlp) / model.num_layers / rollout.tp
+    return min(most, math.ceil(layer * min(requests, rollout.max_running_requests) / THREAD_FLOPS))
 
 
 def _server_bytes(recipe: Recipe, model: ModelConfig) -> int:

@@ -30,10 +30,12 @@ from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.data.rows import data_files
 from megarl.models.lora_served import ADAPTER, ServedLora
+from megarl.placement.workload import read_model
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.sampling_rules import beside_ranks, check_beside, overlaps
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
+from megarl.run.cores import server_threads
 from megarl.run.kept import Kept
 from megarl.run.preflight import Preflight
 from megarl.run.recovery import goes_on
@@ -137,8 +139,11 @@ def _threads(runtime: Runtime, recipe: AnyRecipe) -> tuple[int | None, int | Non
     if overlaps(recipe):
         ranks = servers = ranks + servers
     own = runtime.threads(servers)
-    # Deterministic servers compute the same bits with one thread alone.
-    return runtime.threads(ranks), own and (1 if recipe.rollout.deterministic else own)
+    if own is not None and recipe.rollout.deterministic:
+        own = 1  # only then do they compute the same bits
+    elif own is not None and runtime.asked_threads is None:
+        own = server_threads(recipe, read_model(recipe.model.path), own)
+    return runtime.threads(ranks), own
 
 
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:

@@ -25,10 +25,10 @@ def test_devices_are_named_as_the_environment_names_them(
     assert visible_cuda_devices() == found
 
 
-def test_ranks_wait_for_one_another_without_sleeping_and_servers_sleep() -> None:
+def test_threads_wait_for_one_another_a_moment_without_sleeping() -> None:
     cpu = get_platform("cpu")
     assert int(cpu.env["GOMP_SPINCOUNT"]) > 0
-    assert all((cpu.env | cpu.server_env(tp))["GOMP_SPINCOUNT"] == "0" for tp in (1, 2))
+    assert not any("GOMP_SPINCOUNT" in cpu.server_env(tp) for tp in (1, 2))
     assert get_platform("cuda").server_env(2) == {}
 
 

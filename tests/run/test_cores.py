@@ -1,4 +1,4 @@
-"""A server a core only where that saves more than its start takes, and only where nobody said how many."""
+"""A server a core only where that saves more than its start takes, and only where nobody said how many; threads by their work."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from megarl.models.hf_config import load_model_config
+from megarl.placement.workload import read_model
 from megarl.recipe.load import load_recipe
-from megarl.run.cores import START_S, servers_for, share_cores
+from megarl.run.cores import START_S, server_threads, servers_for, share_cores
+from tests.placement.samples import write_config
 from tests.support.bad_input import Place, good_place
 from tests.support.tiny import write_tiny_qwen
 
@@ -76,3 +78,23 @@ def test_what_is_given_stays(place, given, capsys):
     loaded = load_recipe(place.recipe, [*LONG, given])
     assert share_cores(loaded) is loaded
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most", "wanted"),
+    [
+        ((), 8, 2),
+        ((), 1, 1),
+        (("rollout.samples_per_prompt=8",), 8, 3),
+        (("rollout.samples_per_prompt=8", "rollout.servers=2"), 8, 2),
+        (("rollout.samples_per_prompt=8", "rollout.max_running_requests=32"), 8, 1),
+        (("rollout.samples_per_prompt=8", "rollout.tp=2"), 8, 2),
+        (("rollout.prompts_per_step=1",), 8, 1),
+    ],
+)
+def test_a_thread_has_two_hundred_million_operations_of_a_layer(place, overrides, most, wanted):
+    """Of a token: attention 2 x 384 x 32 x (2 x 12 + 2 x 6), MLP 2 x 3 x 384 x 1152, together 3.54e6; of 64 requests 2.3e8."""
+    model = read_model(write_config(place.root, layers=2, hidden=384, heads=12, ffn=1152, vocab=320))
+    few = ("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "rollout.max_running_requests=200")
+    recipe = load_recipe(place.recipe, [*few, *overrides]).recipe
+    assert server_threads(recipe, model, most) == wanted

@@ -40,9 +40,17 @@ def test_all_cores_where_the_others_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], wanted: tuple[int, int]
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("megarl.run.cores.THREAD_FLOPS", 1.0)  # as if its model kept all of them busy
     write_world(tmp_path)
     recipe = load_recipe(tmp_path / "train.yaml", ["cluster.platform=cpu", *words], Recipe).recipe
     assert _threads(runtime(), recipe) == wanted
+
+
+def test_a_server_of_a_small_model_computes_with_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    write_world(tmp_path)
+    recipe = load_recipe(tmp_path / "train.yaml", ["cluster.platform=cpu"], Recipe).recipe
+    assert _threads(runtime(), recipe) == (8, 1)
 
 
 def test_what_the_driver_was_started_with_counts(tmp_path: Path) -> None:
