@@ -92,9 +92,8 @@ def remembering(read: Callable[..., Exports], models: Path) -> Callable[..., Exp
 
 
 def _remembered(read: Callable[[], Exports], models: Path) -> Exports:
-    files = _files(models)
     try:
-        path = _file_of(models)
+        files, path = _files(models), _file_of(models)
         text = path.read_bytes() if path.exists() else b""
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where this user is at home
         log.debug("what transformers' models export is not remembered: %s", error)
@@ -107,9 +106,11 @@ def _remembered(read: Callable[[], Exports], models: Path) -> Exports:
 
 
 def _file_of(models: Path) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # as good as none, says the specification of these variables
+        cache = Path.home() / ".cache"
     name = hashlib.blake2b(str(models).encode(), digest_size=8).hexdigest()
-    return Path(cache) / "megarl" / f"transformers_models_{name}.json"
+    return cache / "megarl" / f"transformers_models_{name}.json"
 
 
 def _files(models: Path) -> str:

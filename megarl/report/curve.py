@@ -30,6 +30,7 @@ CURVE_FILE = "curve.png"
 WIDTH, HEIGHT = 5.3, 3.8  # of a panel with what is around it
 LEFT, RIGHT, ABOVE, BELOW = 0.75, 0.5, 0.35, 1.35  # of its axes: tick labels, title, and a legend of five lines
 TITLE = 0.4
+LONGEST_NAME = 80  # characters of a run's name that stand above two columns of panels
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def draw_curve(metrics_file: Path, target: Path) -> None:
             drawings.append(partial(_draw_panel, panel=panel, rows=rows))
     if any("perf/step_s" in row for row in rows):
         drawings.append(partial(_draw_phases, rows=rows))
-    _save(drawings, f"{metrics_file.resolve().parent.name}, {rows[-1]['step'] if rows else 0} steps", target)
+    name = metrics_file.resolve().parent.name
+    name = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
+    _save(drawings, f"{name}, {rows[-1]['step'] if rows else 0} steps", target)
 
 
 def _save(drawings: list[Callable[[Any], None]], title: str, target: Path) -> None:

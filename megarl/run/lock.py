@@ -33,7 +33,7 @@ def locked(folder: Path) -> Iterator[None]:
             file.seek(0)
             raise UserError(
                 f"{folder} is in use: {file.read().strip() or 'another process'} writes this run. Wait until it has ended, end "
-                "it, or choose another folder by run.name=... or run.dir=..."
+                "it, or choose another folder by run.name=... or run.dir=... (of `megarl replay` by --out)."
             ) from None
         except OSError as error:
             if error.errno not in WITHOUT:

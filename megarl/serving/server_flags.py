@@ -15,6 +15,7 @@ from megarl.core.platform import Platform
 
 KEY = "rollout.server_args"
 OVERRIDES = "--json-model-override-args"
+SHORTEST = "--json"  # argparse takes the beginning of a flag for it, and no other of SGLang's begins so
 DEADLINE_S = 300.0  # a few seconds of one core; many more where the disk is cold
 
 
@@ -28,7 +29,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, object]]
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
-        if name == OVERRIDES:
+        if name.startswith(SHORTEST) and OVERRIDES.startswith(name):
             own |= _json_object(value if equals else next(left, ""))
         else:
             rest.append(word)

@@ -130,7 +130,7 @@ def test_without_a_place_for_it_everything_is_read(models: Path, monkeypatch: py
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "no/absolute/path")
     monkeypatch.setattr(Path, "home", homeless)
     assert remembering(read, models)(models) == read(str(models))
 

@@ -59,6 +59,17 @@ def test_short_odd_and_long_runs_are_drawn(tmp_path: Path, rows: list[Row]) -> N
     assert target.stat().st_size > 1000
 
 
+def test_a_long_name_ends_within_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr("megarl.report.curve._save", lambda drawings, title, target: titles.append(title))
+    for name in ("a" * 80, "a" * 81):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.3}\n')
+        draw_curve(folder / "metrics.jsonl", tmp_path / "curve.png")
+    assert titles == ["a" * 80 + ", 0 steps", "a" * 79 + "\N{HORIZONTAL ELLIPSIS}, 0 steps"]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
         draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")

@@ -27,7 +27,11 @@ def test_without_flags_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", ["{rope_theta: 5}", "[1]", "5", ""])
 def test_changes_of_a_config_that_are_no_json_object_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.serving.server_flags.subprocess.run", None)
-    for words in (["--json-model-override-args", value], [f"--json-model-override-args={value}"]):
+    for words in (
+        ["--json-model-override-args", value],
+        [f"--json-model-override-args={value}"],
+        ["--json-model", value],
+    ):
         with pytest.raises(
             UserError, match=r"`rollout\.server_args`: --json-model-override-args .* takes a JSON object"
         ):

@@ -64,3 +64,5 @@ def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(
     }
     assert merged.count("--json-model-override-args") == 1 and merged[-1] == "--log-requests"
     assert ServerSpec(model, "bfloat16", extra=("=".join(mine[:2]), mine[2])).flags("127.0.0.1", 1) == merged
+    for shorter in ("--json", "--json-model-override"):  # argparse takes those as well
+        assert ServerSpec(model, "bfloat16", extra=(shorter, *mine[1:])).flags("127.0.0.1", 1) == merged
