@@ -66,8 +66,10 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader  # who asks afterwards meets nobody new
         self._loader.exec_module(module)
-        models = Path(str(module.__file__)).parents[1] / "models"
-        module.define_import_structure = remembering(module.define_import_structure, models)  # type: ignore[attr-defined]
+        read = getattr(module, "define_import_structure", None)  # a release that has none is imported as it is
+        if read is not None:
+            models = Path(str(module.__file__)).parents[1] / "models"
+            module.define_import_structure = remembering(read, models)  # type: ignore[attr-defined]
 
 
 def remembering(read: Callable[..., Exports], models: Path) -> Callable[..., Exports]:

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from megarl.data.pairs import Pair
     from megarl.data.sft import Demonstration
 
-# The `sample_index` of a filler's only sequence.
-FILLER_INDEX = -1
+FILLER_INDEX = -1  # the `sample_index` of a filler's only sequence
 
 # A shard whose sequences all lie in one process.
 Packed = tuple[ShardPlan, Block]

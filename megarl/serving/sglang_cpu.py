@@ -246,8 +246,13 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
     SGLang has a debugger that looks into Megatron wherever that is installed, and transformers losses for pictures that take
     scipy: without the two a server is up seconds earlier.
     """
-    missing = (as_if_missing("megatron"), as_if_missing("scipy"))
-    with without_collection(), distributions_as_asked(), models_as_remembered(), missing[0], missing[1]:
+    with (
+        without_collection(),
+        distributions_as_asked(),
+        models_as_remembered(),
+        as_if_missing("megatron"),
+        as_if_missing("scipy"),
+    ):
         compile_late()
         install(deterministic=deterministic)
         importlib.import_module("sglang.srt.entrypoints.http_server")
