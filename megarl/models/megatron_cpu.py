@@ -9,8 +9,9 @@
 Gradients and parameters of a data-parallel group of one rank do not go through gloo: it would copy them in threads of its own,
 each with OpenMP threads of its own, and where a process has more of these than cores, libgomp lets them sleep at each pause
 (`GOMP_SPINCOUNT`): a step of one rank on two cores takes 1.3 times as long.
-The real torch gets two changes only: Tensor.cuda returns the tensor (it could only raise here), and Tensor.type answers
-`torch.cuda.FloatTensor` to Megatron's optimizers, which accept nothing else, and the truth to everybody else.
+The real torch gets two changes only: Tensor.cuda returns the tensor (it could only raise here); Tensor.type answers
+`torch.cuda.FloatTensor` to Megatron's optimizers, which accept nothing else, and the truth to everybody else; and torch's
+optimizers do without torch's compiler, which they load otherwise to have it leave them alone.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = namespace  # type: ignore[attr-defined]
+    _spare_compiler()
     _adapt_random_states()
     _adapt_buffers()
     _adapt_tensor()
@@ -136,6 +138,19 @@ def _import_without_compiling() -> None:
             importlib.import_module(f"megatron.core.{name}")
     finally:
         torch.compile = compile_
+
+
+def _spare_compiler() -> None:
+    """torch loads its compiler, a second of a core, when an optimizer is first used: to have it leave the optimizer alone.
+
+    Of most methods it keeps what the compiler made of them, which is the method itself here; `step` comes without gradients.
+    """
+    for method in vars(torch.optim.Optimizer).values():
+        if (plain := getattr(method, "__wrapped__", None)) is not None:
+            plain.__dynamo_disable = plain
+    kinds: tuple[Any, ...] = (torch.optim.Adam, torch.optim.SGD)
+    for kind in kinds:
+        kind.step = torch.no_grad()(kind.step.__wrapped__)
 
 
 def _adapt_random_states() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import megatron.core.parallel_state as megatron_state
 import pytest
 import torch
 
+from bench.support.training import Size, write_model
 from megarl.core.errors import MegarlError
 from megarl.core.platform import get_platform
 from megarl.models import bootstrap, megatron_cpu, megatron_torch_adam
@@ -41,31 +44,56 @@ def test_only_megatrons_optimizers_are_told_that_a_tensor_is_of_cuda() -> None:
 
 
 ONE_RANK = """
+import json
 import sys
 from pathlib import Path
 
-from bench.support.training import Size, micro_batches, one_rank, role, to_shard, write_model
+from bench.support.training import Size, micro_batches, one_rank, role, to_shard
 
 import torch
 
-size = Size(layers=1, hidden=128, vocab=512, sequences=4, micro_batches=1)
+size = Size(**json.loads(sys.argv[2]))
 shard, columns = to_shard(micro_batches(size))
 with one_rank() as rank:
     torch.set_num_threads(2)
-    rank.build("actor", role(write_model(Path(sys.argv[1]), size)))
+    rank.build("actor", role(Path(sys.argv[1])))
     rank.update("actor", shard, columns)
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     # gloo has two of the former for each of the latter; what such a thread starts has its name.
-    print("threads", names.count("pt_gloo_runloop"), 2 * names.count("gloo_tcp_loop"))
+    print("told", names.count("pt_gloo_runloop"), 2 * names.count("gloo_tcp_loop"), "torch._dynamo" in sys.modules)
 """
 
 
-def test_gloos_threads_have_no_threads_of_openmp_where_a_group_is_one_rank(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_RANK, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
-    )
-    _, found, of_gloo = next(line for line in done.stdout.splitlines() if line.startswith("threads")).split()
-    assert int(found) == int(of_gloo) > 0
+def test_a_step_starts_no_threads_of_openmp_beside_gloos_and_loads_no_compiler(tmp_path: Path) -> None:
+    size = Size(layers=1, hidden=128, vocab=512, sequences=4, micro_batches=1)
+    command = [sys.executable, "-c", ONE_RANK, str(write_model(tmp_path, size)), json.dumps(asdict(size))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    _, found, of_gloo, compiler = next(line for line in done.stdout.splitlines() if line.startswith("told")).split()
+    assert int(found) == int(of_gloo) > 0  # where a group is one rank
+    assert compiler == "False"
+
+
+def test_optimizers_step_without_torchs_compiler_as_with_it() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    kinds = ((torch.optim.SGD, {"momentum": 0.5}), (torch.optim.AdamW, {"weight_decay": 0.5}), (torch.optim.Adam, {}))
+    found = []
+    for kind, options in kinds:
+        with torch.no_grad():
+            weight.copy_(torch.tensor([1.0, -2.0]))
+        optimizer = kind([weight], lr=0.25, **options)
+        for gradient in ([4.0, -1.0], [4.0, -1.0]):
+            weight.grad = torch.tensor(gradient)
+            assert torch.is_grad_enabled()
+            optimizer.step()
+        assert torch.is_grad_enabled() and weight.grad is not None and weight.is_leaf and weight.requires_grad
+        optimizer.zero_grad()
+        assert weight.grad is None
+        found.append(weight.tolist())
+    # SGD: 4 and 1.5 times 4 are taken, a quarter of each. Adam: a step of 0.25 against the gradient's sign; AdamW after an
+    # eighth of the weight is gone.
+    assert found[0] == [1.0 - 1.0 - 1.5, -2.0 + 0.25 + 0.375]
+    assert found[1] == pytest.approx([(1 * 0.875 - 0.25) * 0.875 - 0.25, (-2 * 0.875 + 0.25) * 0.875 + 0.25], abs=1e-6)
+    assert found[2] == pytest.approx([0.5, -1.5], abs=1e-6)
 
 
 def test_streams_and_events_have_nothing_to_wait_for() -> None:
