@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.core.errors import MegarlError
-from megarl.core.janitor import register_segments
+from megarl.core.janitor import SHARED_MEMORY, register_segments
 from megarl.core.platform import PlatformName, get_platform
 from megarl.core.process_state import Stopped, stopped
 from megarl.serving.client import ServerClient, ServerEndpoint
@@ -88,9 +89,13 @@ class _Supervisor:
         self._process.start()
         ready = asyncio.create_task(asyncio.to_thread(self._process.wait_ready, deadline_s))
         known: set[str] = set()
+        there: set[str] = set()
         while not ready.done():
             # Also of one that is killed as it starts: its segments are found by its processes alone.
             await asyncio.wait([ready], timeout=REGISTER_S)
+            before, there = there, set(os.listdir(SHARED_MEMORY))
+            if there <= before and not ready.done():
+                continue  # nobody has made any: to look through all processes costs ten times as much
             names = set(self._process.shm_names())
             register_segments(self._registry, sorted(names - known))
             known |= names

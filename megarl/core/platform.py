@@ -68,6 +68,9 @@ CUDA_ENV = {
     # SGLang's ranks share devices with the run's, each of which holds what it holds.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
+# What both sides of a group that weights are broadcast in have to have the same. SGLang 0.5.21 takes these for its servers where
+# its environment says nothing, and NCCL others for the ranks: one side's handles of memory are then none to the other.
+CUDA_SHARED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         deterministic_server_args=("--enable-deterministic-inference",),
         # SGLang 0.5.21: those with cached prefixes among its DETERMINISTIC_ATTENTION_BACKEND_CHOICES.
         deterministic_attention=("fa3", "fa4", "triton"),
-        env=CUDA_ENV,
+        env=CUDA_ENV | {name: os.environ.get(name, value) for name, value in CUDA_SHARED.items()},
         conflicts=CUDA_CONFLICTS,
         has_transformer_engine=_installed("transformer_engine"),
         has_apex=_installed("apex") and _installed("amp_C"),

@@ -35,7 +35,7 @@ def transformer_config(
     aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's own description of the model: no dropout, softmax in float32, exact token-level loss normalisation."""
-    fused = uses_transformer_engine(config, platform, dtype)
+    fused = uses_transformer_engine(config, platform, dtype, layout.cp)
     fused_activation = fused and config.activation == "silu"
     make = TransformerConfig if config.mla is None else MLATransformerConfig
     return make(
@@ -192,7 +192,7 @@ def build_gpt(
     for stage, layers in enumerate(stage_layers(layout, config.num_layers)[rank]):
         chunk = GPTModel(
             config=settings,
-            transformer_layer_spec=stage_spec(config, layers, platform, dtype),
+            transformer_layer_spec=stage_spec(config, layers, platform, dtype, layout.cp),
             vocab_size=config.padded_vocab_size(layout.tp),
             max_sequence_length=config.max_positions,
             pre_process=rank == 0 and stage == 0,

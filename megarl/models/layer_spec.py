@@ -25,9 +25,19 @@ from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's, whose bias for the choice of experts stays float32 whatever the model is cast to."""
+    """Megatron's, whose bias for the choice of experts stays float32 whatever the model is cast to.
+
+    In a float32 model its products are torch's: Megatron takes Transformer Engine's wherever that is, which are TF32's.
+    """
 
     expert_bias: Tensor | None
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[..., hidden] to logits, [..., experts]."""
+        if input.dtype == torch.float32:
+            return torch.nn.functional.linear(input, self.weight, self.bias)
+        logits: Tensor = super().gating(input)
+        return logits
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         bias = self.expert_bias
@@ -54,22 +64,24 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
         return output
 
 
-def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype) -> bool:
+def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
     It has neither sandwich norms nor rotations that differ by layer, and its kernels want values no wider than keys. In float32
-    its products are TF32's, whatever torch is told, and it has no attention under context parallel (2.11).
+    its products are TF32's, whatever torch is told, and it has no attention under context parallel (2.11). That has no window
+    where keys and values go from rank to rank, which is how Megatron asks for it.
     """
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
-    cannot = config.sandwich_norms or config.local_rope or wide_values or dtype == torch.float32
+    window = config.window is not None and cp > 1
+    cannot = config.sandwich_norms or config.local_rope or wide_values or window or dtype == torch.float32
     return platform.has_transformer_engine and not cannot
 
 
 def stage_spec(
-    config: ModelConfig, layers: range, platform: Platform, dtype: torch.dtype
+    config: ModelConfig, layers: range, platform: Platform, dtype: torch.dtype, cp: int
 ) -> TransformerBlockSubmodules:
     """The layers of one virtual stage. layers: their global indices."""
-    if uses_transformer_engine(config, platform, dtype):
+    if uses_transformer_engine(config, platform, dtype, cp):
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules([_fused_layer(config, index) for index in layers], layer_norm=TENorm)

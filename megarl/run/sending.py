@@ -81,6 +81,8 @@ def sending_of(
         where.quantized,
         adapters,
         beside if transport == "shared_memory" else (),
+        # SGLang 0.5.21 fixes how many channels NCCL has in such a server, and NCCL wants as many on both sides.
+        through_host=recipe.rollout.deterministic and recipe.rollout.tp > 1,
     )
 
 

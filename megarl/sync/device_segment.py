@@ -19,7 +19,9 @@ from torch.multiprocessing import reductions
 from megarl.models.hf_pieces import Entry
 from megarl.sync.segments import Shared, described
 
-DEVICE = 6  # the place of the device's number among the arguments of torch's rebuild_cuda_tensor
+# Among the arguments of torch's rebuild_cuda_tensor: the place of the device's number, and of whether its event is waited for.
+DEVICE = 6
+WAITS = 14
 
 
 class DeviceSegment:
@@ -52,9 +54,13 @@ class DeviceSegment:
         return segment
 
     def share(self) -> tuple[Any, ...]:
-        """What one other rank opens it with: torch counts each, as `payload` says."""
+        """What one other rank opens it with: torch counts each, as `payload` says.
+
+        Without the event of this device that the other would wait for, whose own device is another: nothing is under way here.
+        """
+        torch.cuda.synchronize(self.flat.device)
         _, arguments = reductions.reduce_tensor(self.flat)
-        return tuple(arguments)
+        return (*arguments[:WAITS], False)
 
     def hide(self) -> None:
         """It has no name."""

@@ -44,8 +44,11 @@ class Memory(Protocol):
         """Take so much, anew. Raises SyncError where it is not to be had."""
         ...
 
-    def fill(self, pieces: Pieces, number: int, start: int) -> None:
-        """Write a bucket from byte `start` on; returns once all ranks have. Raises where this rank could not, or another."""
+    def fill(self, pieces: Pieces, number: int, start: int, readers: Collection[str]) -> None:
+        """Write a bucket from byte `start` on; returns once all ranks have. Raises where this rank could not, or another.
+
+        readers: names of the servers that are to be told of it.
+        """
         ...
 
     def payloads(self, server: ServerEndpoint, bucket: Sequence[Entry], start: int) -> list[str]:
@@ -96,7 +99,7 @@ class NodeMemory:
             self._segment = Segment.open(handle) if self._writes else None
         self.size = num_bytes
 
-    def fill(self, pieces: Pieces, number: int, start: int) -> None:
+    def fill(self, pieces: Pieces, number: int, start: int, readers: Collection[str]) -> None:
         """As `Memory` says."""
         trouble: Exception | None = None
         if self._segment is not None:
@@ -174,10 +177,11 @@ class DeviceMemory:
         self._share({}, trouble)
         self.size = num_bytes
 
-    def fill(self, pieces: Pieces, number: int, start: int) -> None:
+    def fill(self, pieces: Pieces, number: int, start: int, readers: Collection[str]) -> None:
         """As `Memory` says. Gathering is collective: a rank without a server takes part as well.
 
         A rank that cannot gather raises at once: the others wait for what it has, and would never come to hear of it.
+        Memory of a device is held until whoever has been given a handle has let go of it: a server that takes no part gets none.
         """
         pieces.write(number, torch.empty(0, dtype=torch.uint8) if self._memory is None else self._memory.flat[start:])
         trouble: Exception | None = None
@@ -185,7 +189,8 @@ class DeviceMemory:
         try:
             if self._memory is not None:
                 bucket = pieces.buckets[number]
-                told = {reader: self._memory.payload(bucket, start, num_readers=1) for reader in self._readers}
+                wanted = [reader for reader in self._readers if reader[0] in readers]
+                told = {reader: self._memory.payload(bucket, start, num_readers=1) for reader in wanted}
         except Exception as error:  # raised below: the others wait for this rank's word first
             trouble = error
         self._share(told, trouble)

@@ -55,15 +55,19 @@ class PeerMemory:
         self._held: dict[int, PeerSegment] = {}
         self._writers: dict[int, frozenset[int]] = {}
         self._taken: tuple[Mapping[int, int], Mapping[int, frozenset[int]]] = {}, {}
+        self._is_closed_to_others = False
 
     def take(self, sizes: Mapping[int, int], writers: Mapping[int, frozenset[int]]) -> None:
         """Have memory of these bytes on these ranks, into which those ranks write; collective unless it is as it was.
 
-        Where it is not to be had, or cannot be opened, those ranks send what they hold: rank 0 says in the log why.
+        Where it is not to be had, or cannot be opened, those ranks send what they hold: rank 0 says in the log why. What could
+        not be opened once is not tried again: a device's memory stays taken while somebody was given a handle to open it with.
         """
         if self._taken == (sizes, writers):
             return
         self.close()
+        if self._is_closed_to_others:
+            return
         reasons: Reasons = {}
         given: dict[int, Any] = {}
         if self._rank in sizes:
@@ -84,6 +88,7 @@ class PeerMemory:
             self._held[self._rank].hide()
         self._writers = {to: frozenset(each for each in who if to in found[each][0]) for to, who in writers.items()}
         self._taken = sizes, writers
+        self._is_closed_to_others = any(to != rank for rank, (_, reasons) in enumerate(found) for to in reasons)
         if self._rank == 0:
             _say([each for _, each in found])
 

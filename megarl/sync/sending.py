@@ -43,7 +43,7 @@ class Sending:
     registries: of the shared memory that is removed with the run, on each rank's node. bucket_bytes: most that is sent at once,
     but for a tensor that is larger. timeout_s: of one attempt. versions: where they go over the disk. quantized: linears of
     layers in FP8. adapters: the folder of LoRA adapters that are sent alone. beside: the servers, each with the ranks on its
-    devices, where they share the devices' memory.
+    devices, where they share the devices' memory. through_host: broadcasts go by gloo, whatever the ranks' own backend is.
     """
 
     transport: TransportName
@@ -56,6 +56,7 @@ class Sending:
     quantized: bool = False
     adapters: Path | None = None
     beside: tuple[Receiver, ...] = ()
+    through_host: bool = False
 
     @property
     def fetched(self) -> Versions | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,8 +81,8 @@ class SharedMemorySender:
         self._take_memory([size_of(bucket) for bucket in pieces.buckets])
         if self._rank == 0:
             return asyncio.run(self._lead(pieces, version, servers, flush_cache))
-        while (number := self._word(STOP)) != STOP:
-            self._memory.fill(pieces, number, self._turns[number].start)
+        while (word := self._word(STOP, servers))[0] != STOP:
+            self._fill(pieces, *word)
         return None
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class SharedMemorySender:
                     watch.lap("load")
                     if len(failures) == len(clients):
                         break
-                    await asyncio.to_thread(self._fill_next, pieces, number)
+                    await asyncio.to_thread(self._fill_next, pieces, number, servers, _without(clients, failures))
                     watch.lap("write")
                     num_bytes += sum(entry.nbytes for entry in bucket)
                     # Those before it are still being loaded.
@@ -119,7 +119,7 @@ class SharedMemorySender:
                 await loads.cancelled()
                 await everyone(clients, lambda client: client.close_weight_update(GRACE_S))
                 raise
-            self._word(STOP)
+            self._word(STOP, servers)
             failures |= await everyone(_without(clients, failures), lambda client: commit(client, version, end))
             watch.lap("commit")
         ok = tuple(server.name for server in servers if server.name not in failures)
@@ -142,17 +142,24 @@ class SharedMemorySender:
             for name, client in clients.items()
         }
 
-    def _fill_next(self, pieces: Pieces, number: int) -> None:
-        self._word(number)
-        self._memory.fill(pieces, number, self._turns[number].start)
+    def _fill_next(
+        self, pieces: Pieces, number: int, servers: Sequence[ServerEndpoint], readers: Collection[str]
+    ) -> None:
+        self._fill(pieces, *self._word(number, servers, readers))
 
-    def _word(self, number: int) -> int:
-        """Rank 0's word which bucket is next, on every rank; what the others pass is not heard."""
+    def _fill(self, pieces: Pieces, number: int, readers: Collection[str]) -> None:
+        self._memory.fill(pieces, number, self._turns[number].start, readers)
+
+    def _word(
+        self, number: int, servers: Sequence[ServerEndpoint], readers: Collection[str] = ()
+    ) -> tuple[int, Collection[str]]:
+        """Rank 0's word which bucket is next, and which of the servers read it, on every rank; the others' is not heard."""
         if self._control is None:
-            return number
-        word = torch.tensor([number], device=self._device)
+            return number, readers
+        word = torch.tensor([number, *(server.name in readers for server in servers)], device=self._device)
         dist.broadcast(word, src=0, group=self._control)
-        return int(word.item())
+        number, *reads = map(int, word.tolist())
+        return number, [server.name for server, read in zip(servers, reads, strict=True) if read]
 
     def _take_memory(self, sizes: Sequence[int]) -> None:
         """Have memory for these buckets to take turns in. It is kept: taking it costs as much as writing into it."""

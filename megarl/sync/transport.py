@@ -213,7 +213,7 @@ def make_transport(
             rank=rank,
             host=host,
             device=platform.device,
-            backend=platform.backend,
+            backend="gloo" if sending.through_host else platform.backend,
             timeout_s=sending.timeout_s,
             control=control,
         )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
@@ -19,7 +20,13 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.training.manifest import Manifest
 
 SHARDING = "fully_reshardable"
-METADATA = {"distrib_optim_sharding_type": SHARDING, "chained_optim_avoid_prefix": True}
+METADATA = {
+    "distrib_optim_sharding_type": SHARDING,
+    "chained_optim_avoid_prefix": True,
+    # Gathered in host memory, and on the first data-parallel rank alone, which is the one that writes it. Megatron otherwise
+    # puts a kind of state whole on every device, and all of it, 12 bytes a parameter, into the memory of every rank.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
 Group = dict[str, Any]
 T = TypeVar("T")
 
@@ -39,11 +46,12 @@ class OptimizerState:
         """Entries of a state to save; collective. weights: the model's own."""
         if self._optimizer is None:
             return {}
-        if not self._is_distributed:
-            for member in self._members:
+        for member in self._members:
+            if not isinstance(member.optimizer, torch.optim.Adam | torch.optim.AdamW):  # models/megatron_torch_adam.py
                 member.init_state_fn(
                     member.optimizer, member.config
                 )  # what the first step would make, before the first
+        if not self._is_distributed:
             return {"optimizer": self._whole(weights, is_loading=False)}
         states = self._states(weights, is_loading=False)
         return {
@@ -109,7 +117,9 @@ def _groups(state: Mapping[str, Any]) -> list[Group]:
 
 
 def _tensors(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {str(index): state["param_state"] for index, state in enumerate(states)}
+    """By the optimizers' order; without those whose state another rank saves."""
+    kept = {str(index): state["param_state"] for index, state in enumerate(states)}
+    return {name: tensors for name, tensors in kept.items() if tensors is not None}
 
 
 def _kind(group: Group) -> tuple[Any, ...]:

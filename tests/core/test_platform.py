@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.platform import get_platform, visible_cuda_devices
+from megarl.core.platform import CUDA_SHARED, get_platform, visible_cuda_devices
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,17 @@ def test_threads_wait_for_one_another_a_moment_without_sleeping() -> None:
     assert int(cpu.env["GOMP_SPINCOUNT"]) > 0
     assert not any("GOMP_SPINCOUNT" in cpu.server_env(tp) for tp in (1, 2))
     assert get_platform("cuda").server_env(2) == {}
+
+
+def test_what_ranks_and_servers_of_one_group_share_is_as_the_user_says_else_as_sglang_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in CUDA_SHARED:
+        monkeypatch.delenv(name, raising=False)
+    assert CUDA_SHARED.items() <= get_platform("cuda").env.items()
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    assert get_platform("cuda").env["NCCL_NVLS_ENABLE"] == "1" and get_platform("cuda").env["NCCL_CUMEM_ENABLE"] == "0"
+    assert not CUDA_SHARED.keys() & get_platform("cpu").env.keys()
 
 
 def test_what_servers_on_shared_devices_need_is_in_their_environment() -> None:

@@ -183,8 +183,8 @@ def in_float32_too() -> Iterator[None]:
 
     real = layer_spec.uses_transformer_engine
 
-    def uses(config: ModelConfig, platform: Platform, dtype: torch.dtype) -> bool:
-        return real(config, platform, torch.bfloat16)
+    def uses(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
+        return real(config, platform, torch.bfloat16, cp)
 
     with patch.object(gpt, "uses_transformer_engine", uses), patch.object(layer_spec, "uses_transformer_engine", uses):
         yield

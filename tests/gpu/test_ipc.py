@@ -56,7 +56,7 @@ def test_another_process_reads_what_was_put_on_the_device(platform: Platform, re
     for version in (1, 2, 3):
         for start in (0, BYTES // 2):
             pieces = Written([bucket(version, platform.device)])
-            memory.fill(pieces, 0, start)
+            memory.fill(pieces, 0, start, [SERVER.name])
             [payload] = memory.payloads(SERVER, pieces.buckets[0], start)
             assert ask(reader, payload) == {"wide": 1050.0 * version, "narrow": 3000.0 * version}
     memory.close()

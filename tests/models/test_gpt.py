@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +20,7 @@ from megarl.models.gpt import build_gpt, packed_params, transformer_config
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import load_hf_weights
-from megarl.models.layer_spec import stage_spec, uses_transformer_engine
+from megarl.models.layer_spec import Router, stage_spec, uses_transformer_engine
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
@@ -282,6 +284,7 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
     [
         ("qwen3", {}, True),
         ("mistral", {}, True),
+        ("mistral", {"sliding_window": 8}, True),
         ("deepseek_v3", {}, True),
         ("deepseek_v3", {"v_head_dim": 40}, False),
         ("gemma3", {}, False),
@@ -291,12 +294,25 @@ def test_transformer_engine_is_used_where_it_can(
     family: str, overrides: dict[str, Any], uses: bool, tmp_path: Path
 ) -> None:
     config = load_model_config(write_tiny_model(tmp_path, family, **overrides))
-    assert uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE, torch.bfloat16) == uses
-    assert not uses_transformer_engine(config, WITHOUT, torch.bfloat16)
-    assert not uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE, torch.float32), "its float32 is TF32"
+    assert uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE, torch.bfloat16, cp=1) == uses
+    assert not uses_transformer_engine(config, WITHOUT, torch.bfloat16, cp=1)
+    assert not uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE, torch.float32, cp=1), "its float32 is TF32"
+    under_cp = uses_transformer_engine(config, WITH_TRANSFORMER_ENGINE, torch.bfloat16, cp=2)
+    assert under_cp == (uses and config.window is None), "it has no window under context parallel"
+
+
+def test_a_float32_routers_products_are_torchs_wherever_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("Transformer Engine's float32 is TF32")
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", never)
+    weight, tokens = torch.randn(4, 8), torch.randn(3, 2, 8)
+    router: Any = SimpleNamespace(weight=weight, bias=torch.arange(4.0))
+    expected = torch.einsum("sbh,eh->sbe", tokens, weight) + torch.arange(4.0)
+    torch.testing.assert_close(Router.gating(router, tokens), expected)
 
 
 def test_what_transformer_engine_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     config = replace(load_model_config(write_tiny_model(tmp_path, "deepseek_v3")), norm_eps=1e-5)
     with pytest.raises(UserError, match="rms_norm_eps 1e-05 cannot be built with Transformer Engine"):
-        stage_spec(config, range(3), WITH_TRANSFORMER_ENGINE, torch.bfloat16)
+        stage_spec(config, range(3), WITH_TRANSFORMER_ENGINE, torch.bfloat16, cp=1)

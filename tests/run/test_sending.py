@@ -48,8 +48,27 @@ def test_what_ranks_hand_over_on_a_device_reaches_the_server_there(
     hosts = {receiver.name: receiver.ranks for receiver in sending.beside}
     memory = DeviceMemory(rank=1, hosts=hosts, make=lambda num_bytes: _Handles())
     memory.take(64)
-    memory.fill(_Nothing(), 0, 0)
+    memory.fill(_Nothing(), 0, 0, hosts)
     assert memory.payloads(actor._endpoint, (), 0) == ["handle"]
+
+
+@pytest.mark.parametrize(
+    ("tp", "deterministic", "through"), [(1, "true", False), (2, "false", False), (2, "true", True)]
+)
+def test_weights_go_through_the_host_to_servers_whose_nccl_is_fixed(
+    tp: int, deterministic: str, through: bool, tmp_path: Path
+) -> None:
+    """SGLang gives NCCL so many channels in them, and the ranks' has its own number."""
+    write_world(tmp_path)
+    own = (f"rollout.tp={tp}", f"rollout.deterministic={deterministic}", "rollout.kv_tokens=4096")
+    recipe = load_recipe(tmp_path / "train.yaml", ["cluster.platform=cuda", *own], Recipe).recipe
+    node = Node("node", "127.0.0.1", "0" * 56, tmp_path, 1 + tp)
+    mine, *others = (Slot(node, (str(device),), {}) for device in range(1 + tp))
+    runtime: Any = SimpleNamespace(platform=get_platform("cuda"), slots=(mine,), here=node)
+    checked: Any = SimpleNamespace(model=load_model_config(tmp_path / "dense"), external=None)
+    server = ServerSlot((Slot(node, tuple(slot.devices[0] for slot in others), {}),), shared=False)
+    sending = sending_of(runtime, recipe, checked, role_layouts(recipe)[ACTOR], [server])
+    assert (sending.transport, sending.through_host) == ("broadcast", through)
 
 
 class _Handles:

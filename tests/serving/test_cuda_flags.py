@@ -18,7 +18,7 @@ import pytest
 
 import megarl
 from megarl.core.errors import UserError
-from megarl.core.platform import CPU_ENV, get_platform
+from megarl.core.platform import CPU_ENV, CUDA_SHARED, get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
 from megarl.models.known_configs import known_config
@@ -156,6 +156,17 @@ def test_sglang_takes_every_form_of_a_recipes_servers(name: str, answers: dict[s
         if found != each.settled:
             otherwise[form] = (found, each.settled)
     assert problems == {} and otherwise == {}
+
+
+@pytest.mark.slow
+def test_a_server_has_the_nccl_that_the_ranks_have_or_is_not_reached_by_it(answers: dict[str, Any]) -> None:
+    """Both are in the group that weights are broadcast in, where one side's settings have to be the other's."""
+    fixed = {f"NCCL_{bound}_NCHANNELS" for bound in ("MIN", "MAX")}
+    for name, form in ((each, form) for each in NAMES for form in forms(each) if not not_on_hopper(each, form)):
+        nccl = answers[f"{name} {form}"]["nccl"]
+        assert {key: nccl[key] for key in CUDA_SHARED} == {key: CUDA.env[key] for key in CUDA_SHARED}
+        several = replace(own_spec(name), **forms(name)[form].differs).tp > 1 and "deterministic" in form
+        assert (fixed <= nccl.keys()) == several, form  # weights go to those through the host: run/sending.py
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ class Storages:
 
 
 STORAGES, ANYWHERE = Storages(), Storages()
+HOST_GROUPS: set[str] = set()
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -83,6 +84,12 @@ def is_device(value: Any) -> bool | None:
     if isinstance(value, str):
         return value.startswith("cuda") if value.startswith(("cuda", "cpu")) else None
     return value.type == "cuda" if isinstance(value, torch.device) and value.type != "meta" else None
+
+
+def of_host(given: Any) -> bool:
+    """Whether a collective's arguments name a group that was asked for gloo, among groups that are NCCL's."""
+    groups = [each for each in given if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+    return any(dist.ProcessGroup.unbox(each).group_name in HOST_GROUPS for each in groups)
 
 
 class OnOneDevice(TorchDispatchMode):
@@ -98,7 +105,7 @@ class OnOneDevice(TorchDispatchMode):
         name = func._schema.name
         here = [tensor for tensor in given if tensor.dim() and not STORAGES.has(tensor) and not ANYWHERE.has(tensor)]
         if name.startswith("c10d::"):
-            if here and not self.in_objects:
+            if here and not self.in_objects and not of_host(args):
                 raise RuntimeError(
                     f"No backend type associated with device type cpu ({name}: NCCL takes none of the host)"
                 )
@@ -239,6 +246,7 @@ def install(objects: OnOneDevice) -> None:
     platform.cuda_device_count = lambda: 1  # type: ignore[assignment]
     for name in OBJECTS:
         setattr(dist, name, _of_objects(getattr(dist, name), objects))
+    dist.new_group = _noting_host(dist.new_group)  # type: ignore[assignment]
     megatron_cpu.install()
     space: Any = importlib.import_module("megatron.core.parallel_state").torch
     for name in megatron_cpu.FACTORIES:
@@ -269,6 +277,16 @@ def _of_objects(function: Callable[..., Any], mode: OnOneDevice) -> Callable[...
             return function(*args, **kwargs)
         finally:
             mode.in_objects = before
+
+    return call
+
+
+def _noting_host(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = new_group(*args, **kwargs)
+        if kwargs.get("backend") == "gloo" and isinstance(group, dist.ProcessGroup):
+            HOST_GROUPS.add(group.group_name)
+        return group
 
     return call
 

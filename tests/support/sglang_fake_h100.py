@@ -1,14 +1,15 @@
 """`python -m tests.support.sglang_fake_h100`: how SGLang settles flags on a node of 8 H100, asked where there is none.
 
-Reads {name: words of the launcher} as JSON; prints {name: {"problem": text or null, "settled": {setting: value}}} as its last
-line. Everything is SGLang's own code, from the parser to the last check before processes start; fake is what it asks of the
-machine: whether there are devices, of what kind, with how much memory.
+Reads {name: words of the launcher} as JSON; prints as its last line {name: {"problem": text or null, "settled": {setting: value},
+"nccl": {variable: value}}}. Everything is SGLang's own code, from the parser to the last check before processes start; fake is
+what it asks of the machine: whether there are devices, of what kind, with how much memory.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 from megarl.serving import sglang_cpu
 
+ENGINE = "sglang.srt.entrypoints.engine"
 MEMORY = 80 * 2**30
 DEVICE = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132)
 CUDA = {
@@ -43,6 +45,7 @@ def become_h100() -> None:
     sglang_cpu.install()
     for module in ("server_args", "configs.model_config", "arg_groups.expert_pack_hook"):
         importlib.import_module(f"sglang.srt.{module}")
+    importlib.import_module(ENGINE)
     common: Any = importlib.import_module("sglang.srt.utils.common")
     importlib.import_module("sglang.srt.runtime_context").override_platform(**FACTS).install()
     torch: Any = importlib.import_module("torch")
@@ -64,7 +67,9 @@ def settle(words: list[str]) -> dict[str, Any]:
             settings = prepare_server_args(words)
             settings.resolve_once()
             settings.check_server_args()
-            return {"problem": None, "settled": settings.resolved_dict()}
+            importlib.import_module(ENGINE)._set_envs_and_config(settings)
+            nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+            return {"problem": None, "settled": settings.resolved_dict(), "nccl": nccl}
     except (Exception, SystemExit) as error:
         return {"problem": "".join(traceback.format_exception_only(error)), "settled": {}}
 

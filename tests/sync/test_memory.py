@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,30 @@ def test_a_rank_that_cannot_gather_does_not_wait_for_those_that_wait_for_it(monk
 
     monkeypatch.setattr(mine, "_share", share)
     with pytest.raises(MegarlError, match="out of memory"):
-        mine.fill(Broken(), 0, 0)
+        mine.fill(Broken(), 0, 0, ["server"])
+
+
+class Handles(OneDevice):
+    """A device's memory that is held once for each handle that was given out."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.given = 0
+
+    def payload(self, bucket: object, start: int, num_readers: int) -> str:
+        self.given += 1
+        return f"handle {self.given}"
+
+
+def test_handles_are_given_to_servers_that_take_part_alone() -> None:
+    held: list[Handles] = []
+    mine = DeviceMemory(
+        rank=1, hosts={"one": (0, 1), "two": (1, 1)}, make=lambda size: held.append(Handles(size)) or held[-1]
+    )
+    mine.take(64)
+    mine.fill(BrokenOn(None), 0, 0, ["two"])
+    two: Any = SimpleNamespace(name="two", tp=2)
+    assert mine.payloads(two, (), 0) == ["handle 1", "handle 2"] and held[0].given == 2
 
 
 class TalkingRanks:
@@ -107,9 +131,9 @@ def test_every_rank_says_which_one_could_not_write_and_why(
     def one(rank: int) -> Exception | None:
         mine: Any = NodeMemory(rank=rank, writers=(0, 1, 2), registry=tmp_path / "registry", device="cpu", control=rank)  # type: ignore[arg-type]
         mine._segment = Remembered()
-        mine.fill(BrokenOn(None), 0, 0)
+        mine.fill(BrokenOn(None), 0, 0, ())
         try:
-            mine.fill(BrokenOn(trouble if rank == 1 else None), 0, 0)
+            mine.fill(BrokenOn(trouble if rank == 1 else None), 0, 0, ())
         except Exception as error:
             return error
         return None

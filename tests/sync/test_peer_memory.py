@@ -123,6 +123,32 @@ def test_who_cannot_share_memory_sends_what_it_holds_and_the_log_says_why(
     assert said in record.getMessage() and "/dev/shm has no room" in record.getMessage()
 
 
+@pytest.mark.parametrize(("which", "tries"), [("open_", 1), ("make", 3)])
+def test_what_could_not_be_opened_is_not_taken_again(
+    which: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device each handle that nobody opens holds memory; a device that has no room now may have it next time."""
+    asked: list[int] = []
+
+    def refused(*_: Any) -> Any:
+        asked.append(1)
+        raise SyncError("invalid argument")
+
+    def made(rank: int) -> dict[str, Any]:
+        more = {which: refused} if rank == (0 if which == "make" else 1) else {}
+        return of_segments(tmp_path, rank, is_kept=False, **more)
+
+    def thrice(peers: PeerMemory, rank: int) -> list[Any]:
+        for _ in range(2):
+            peers.rest()
+            peers.take(SIZES, WRITERS)
+        return [peers.writers(to) for to in range(3)]
+
+    found = together(monkeypatch, made, thrice)
+    assert len(asked) == tries
+    assert found == [[frozenset(), frozenset(), frozenset() if which == "open_" else {0}]] * 3
+
+
 def test_one_rank_alone_asks_nobody() -> None:
     def never(_: Any) -> Any:
         raise AssertionError("nobody writes into it")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port
-from megarl.sync.memory import NodeMemory
+from megarl.sync.memory import NodeMemory, Pieces
 from megarl.sync.ring import bucket_limit, ring_bytes
 from megarl.sync.segments import Segment
 from megarl.sync.session import SyncReport
@@ -75,6 +76,33 @@ def test_ranks_tell_each_other_by_tensors_of_their_own_device(
     sender.close()
     assert report is not None and report.ok == ("server 0",), report
     assert holds(receiver, 1)
+
+
+class Readers(NodeMemory):
+    """Notes for whom each bucket is written."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.asked: list[tuple[str, ...]] = []
+
+    def fill(self, pieces: Pieces, number: int, start: int, readers: Collection[str]) -> None:
+        self.asked.append(tuple(readers))
+        super().fill(pieces, number, start, readers)
+
+
+def test_ranks_hear_which_servers_read_a_bucket(everyone: dist.ProcessGroup, device: str, tmp_path: Path) -> None:
+    """A handle that nobody opens would hold memory of a device for good."""
+    memory = Readers(rank=0, writers=(0,), registry=tmp_path / "registry", device=device, control=everyone)
+    sender = SharedMemorySender(
+        rank=0, memory=memory, bucket_bytes=1 << 20, timeout_s=20.0, device=device, control=everyone
+    )
+    receivers = [Receiver(f"server {number}") for number in range(3)]
+    with serving(*receivers):
+        break_begin(receivers[1])
+        report = sender.send(Written(list(buckets())), 1, [receiver.endpoint for receiver in receivers])
+    sender.close()
+    assert report is not None and report.ok == ("server 0", "server 2"), report
+    assert memory.asked == [("server 0", "server 2")] * 2
 
 
 def test_all_ranks_of_all_servers_read_all_weights_sync_after_sync(sender: SharedBuckets, tmp_path: Path) -> None:

@@ -61,6 +61,47 @@ def test_a_checkpoint_of_a_fresh_model_can_be_resumed(rank, folder, tmp_path, na
     assert steps(rank, [0]) == went_on
 
 
+class FakeFusedAdam(torch.optim.Optimizer):
+    """Keeps what the fused Adams do where they do: no state before the first step, and the step's number in the group."""
+
+    def __init__(self, params, *, lr, weight_decay, betas, eps, adam_w_mode):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        assert adam_w_mode
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state, gradient, (first, second) = self.state[parameter], parameter.grad, group["betas"]
+                average = state.setdefault("exp_avg", torch.zeros_like(parameter)).lerp_(gradient, 1 - first)
+                square = state.setdefault("exp_avg_sq", torch.zeros_like(parameter)).lerp_(gradient**2, 1 - second)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                root = (square / (1 - second ** group["step"])).sqrt() + group["eps"]
+                parameter -= group["lr"] * average / (1 - first ** group["step"]) / root
+
+
+@pytest.mark.host_only  # where a fused Adam is installed, it is what the other tests save
+def test_a_fused_adam_can_be_saved_before_and_after_its_first_step(rank, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.core.optimizer.Adam", FakeFusedAdam)
+    monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.Adam", FakeFusedAdam)
+    monkeypatch.setattr("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True)
+    monkeypatch.setattr("megatron.core.optimizer.distrib_optimizer.USING_TE_OPTIMIZER", True)
+    spec = RoleSpec(folder, "float32", optimizer=Optimizer(lr=1e-3), total_steps=6, objective=POLICY)
+    for name in ("fresh", "one"):
+        (tmp_path / name).mkdir()
+    rank.build("actor", spec)
+    rank.save("actor", tmp_path / "fresh")
+    first = steps(rank, [0])
+    rank.save("actor", tmp_path / "one")
+    second = steps(rank, [1])
+    for name, seeds, expected in (("fresh", [0], first), ("fresh", [0, 1], second), ("one", [1], second)):
+        rank.build("actor", spec)
+        rank.load("actor", tmp_path / name)
+        assert steps(rank, seeds) == expected
+
+
 def test_a_longer_run_lays_its_schedule_out_anew(rank, folder, tmp_path):
     optimizer = Optimizer(lr=1e-3, schedule="linear")
     rank.build("actor", RoleSpec(folder, "float32", optimizer=optimizer, total_steps=2, objective=POLICY))
