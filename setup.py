@@ -61,5 +61,5 @@ setup(
         "gpu": [f"sglang=={PINNED['sglang']}", "transformer-engine[core_cu13,pytorch]==2.11.0", "wandb"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil"],
     },
-    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+    entry_points={"console_scripts": ["megarl = megarl.cli:entry"]},
 )

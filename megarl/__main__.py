@@ -1,5 +1,5 @@
 """`python -m megarl` is the megarl command."""
 
-from megarl.cli import main
+from megarl.cli import entry
 
-main()
+entry()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -63,9 +66,26 @@ app.add_typer(submit.app)  # submit, status, logs, cancel
 
 
 def main() -> None:
-    """Entry point. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
+    """A command. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
     try:
         app(standalone_mode=True)
     except MegarlError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"megarl: {error.told()}", markup=False)
         sys.exit(error.exit_code)
+
+
+def entry() -> None:
+    """A process that is this command alone.
+
+    Where it has failed, and Ray was there, it ends at once: left while actors begin, Ray's threads crash as Python ends.
+    """
+    try:
+        main()
+    except SystemExit as end:
+        if not (isinstance(end.code, int) and end.code and "ray" in sys.modules):
+            raise
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # nobody reads any more
+                stream.flush()
+        os._exit(end.code)

@@ -8,9 +8,13 @@ from typing import Annotated, Literal
 import typer
 
 from megarl.commands.options import Overrides, RecipePath
+from megarl.core.errors import UserError
+
+READ_BY_SYNC = ("recipe", "overrides", "cluster", "device", "nodes", "devices_per_node", "from_run", "json", "sync")
 
 
 def plan(
+    ctx: typer.Context,
     recipe: RecipePath,
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help="YAML file of the devices to plan for.")] = None,
@@ -47,6 +51,7 @@ def plan(
     from megarl.run.plan import PlanOptions, choose_cluster, run_plan
     from megarl.run.plan_sync import run_plan_sync
 
+    _check_read(ctx)
     found = choose_cluster(cluster, device, nodes, devices_per_node, from_run)
     if sync:
         run_plan_sync(recipe, overrides or [], found, as_text=json)
@@ -68,3 +73,17 @@ def plan(
         html=html,
     )
     run_plan(recipe, overrides or [], found, options)
+
+
+def _check_read(ctx: typer.Context) -> None:
+    """Raise UserError for an option that nothing would read."""
+    given = [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
+    unread = [name for name in given if name not in READ_BY_SYNC] if "sync" in given else []
+    if unread:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
+        raise UserError(f"{names} cannot go with --sync, which shows how the recipe's own placement sends its weights.")
+    for name, needed in (("seed", "simulate"), ("response_spread", "response_mean")):
+        if name in given and not ctx.params[needed]:
+            raise UserError(
+                f"--{name.replace('_', '-')} is read with --{needed.replace('_', '-')} alone: give that as well."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,12 @@ def quickstart() -> None:
 
     for script, name in (("make_tiny_model.py", "model"), ("make_arithmetic.py", "data")):
         if not (INPUTS / name).exists():
-            command = [sys.executable, str(shipped("tools") / script), "--out", str(INPUTS / name)]
+            half = INPUTS / f".{name}"  # it has its name once it is whole
+            shutil.rmtree(half, ignore_errors=True)
+            command = [sys.executable, str(shipped("tools") / script), "--out", str(half)]
             if subprocess.run(command, check=False).returncode:
                 raise MegarlError(f"The quickstart's {name} could not be made; what failed is above.")
+            half.rename(INPUTS / name)
     for name in ("quickstart_sft", "quickstart"):
         if not (RECIPES / f"{name}.yaml").exists():
             copy_example(name, RECIPES)

@@ -15,7 +15,7 @@ from megarl.convert.processes import folder_bytes, run_ranks
 from megarl.convert.progress import ConversionProgress
 from megarl.convert.sizes import weight_bytes
 from megarl.convert.source import Source, require
-from megarl.convert.target import check_target, open_target
+from megarl.convert.target import check_target, followed, open_target
 from megarl.core.errors import UserError, naming
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
@@ -114,8 +114,10 @@ def _convert(
     settings: Settings,
     console: Console,
 ) -> Outcome:
-    if target.absolute() == source.folder.absolute():
-        raise UserError(f"{target} is the source. Name another folder.")
+    target = followed(target)
+    for each in (source.folder.resolve(), source.hf.resolve()):
+        if each == target or target in each.parents:
+            raise UserError(f"{target} {'is' if each == target else 'holds'} the source, {each}. Name another folder.")
     check_target(target, num_bytes, force=settings.force)
     verified: list[Message] = []
     with open_target(target) as output:

@@ -39,6 +39,14 @@ class Target:
         sync(self.path.parent)
 
 
+def followed(path: Path) -> Path:
+    """Where a target will lie: behind links, which stay. Raises UserError where they lead in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path} is a link that leads in a circle. Name another folder.") from error
+
+
 def check_target(path: Path, needed_bytes: int, *, force: bool) -> None:
     """Raise UserError, before anything is done, where a target exists, or has no room or no folder to lie in."""
     if path.exists() and not force:

@@ -148,7 +148,10 @@ def stage_layers(layout: Layout, num_layers: int) -> tuple[tuple[range, ...], ..
     counts = [given.get(stage, even) for stage in range(layout.pp)]
     if sum(counts) != num_layers or any(count < 1 or count % layout.vpp for count in counts):
         asked = f"{num_layers} layers cannot be assigned to {layout.pp} pipeline ranks of {layout.vpp} virtual stages"
-        uneven = f" with {given} layers fixed (rank: layers)" if given else ""
+        names = {0: "the first", layout.pp - 1: "the last"}
+        uneven = (
+            " with " + " and ".join(f"{count} on {names[stage]}" for stage, count in given.items()) if given else ""
+        )
         raise UserError(
             f"{asked}{uneven}: every rank needs a number of layers that {layout.vpp} divides, and all together "
             f"{num_layers}. Change pp or vpp, or set first_stage_layers and last_stage_layers."

@@ -7,6 +7,7 @@ each pool works. Same seed, same run. It does not model what a prediction does n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -51,6 +52,11 @@ class Played:
     busy_s: tuple[float, ...]
     failures: int
     lost_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        lists = {name: getattr(self, name).tolist() for name in ("step_s", "rollout_s", "tail_s")}
+        return {**lists, **{name: getattr(self, name) for name in ("total_s", "busy_s", "failures", "lost_s")}}
 
 
 def simulate(placement: PlacementPlan, workload: Workload, steps: int, conditions: Conditions) -> Played:

@@ -53,7 +53,8 @@ def copy_example(name: str, target: Path) -> list[Path]:
         raise UserError(f"megarl brings no recipe {name!r}.{hint} There are: {', '.join(names)}.")
     base = base_of(source)
     copies = {each: target / each.name for each in (source, base) if each is not None}
-    there = [str(copy) for copy in copies.values() if copy.exists()]
+    # Several build on the same: what is there already as it would be copied is in nobody's way.
+    there = [str(copy) for each, copy in copies.items() if copy.exists() and (each == source or not _same(each, copy))]
     if there or (target.exists() and not target.is_dir()):
         what = (
             f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} there already"
@@ -61,10 +62,19 @@ def copy_example(name: str, target: Path) -> list[Path]:
             else f"{target} is a file, and a folder is wanted"
         )
         raise UserError(f"{what}; nothing was copied. Name another folder: megarl recipe copy {name} FOLDER.")
-    target.mkdir(parents=True, exist_ok=True)
-    for each, copy in copies.items():
-        copy.write_bytes(each.read_bytes())
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for each, copy in copies.items():
+            copy.write_bytes(each.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or target} cannot be written: {error.strerror}. Name another folder."
+        ) from error
     return list(copies.values())
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _devices(recipe: AnyRecipe) -> str:

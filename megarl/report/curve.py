@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +133,9 @@ def draw_curve(metrics_file: Path, target: Path) -> None:
 
 
 def _save(drawings: list[Callable[[Any], None]], title: str, target: Path) -> None:
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        # matplotlib would make a folder of its own where the run's temporary files are, and miss it when Python ends.
+        os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "matplotlib"))
     # Figure without pyplot: no window system, no global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -53,10 +53,11 @@ class Open:
 
 
 @contextmanager
-def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -> Iterator[Open]:
+def opened(loaded: Loaded[R], lines: list[str], resume: bool, forgets: bool = False, again: str = "") -> Iterator[Open]:
     """The run's folder, log, writers and console; closed in the end, whatever happens.
 
-    Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with.
+    Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with. forgets:
+    what an earlier start left that came to no checkpoint, where this one goes on from none either.
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
@@ -68,6 +69,9 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
             out.print(line, highlight=False, soft_wrap=True)
         stop = stack.enter_context(StopRequest())
         with writing(folder):
+            if forgets and not resume:
+                shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+                (folder / METRICS_FILE).unlink(missing_ok=True)
             save_recipe(loaded, folder)
             if committed is not None:
                 note_older_export(folder, committed.step)
@@ -78,7 +82,8 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, again: str = "") -
 
         def on_phase(step: int | None, phase: str | None) -> None:
             console.phase(step, phase)
-            write_phase(folder / PHASE, step, phase)
+            with writing(folder):
+                write_phase(folder / PHASE, step, phase)
 
         early.timer = PhaseTimer(on_phase=on_phase, on_progress=console.progress)
         try:
@@ -99,17 +104,10 @@ def _taken(folder: Path) -> Iterator[None]:
 
 
 def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
-    """Whether the run starts from a checkpoint. go_on: where there is one; an earlier start without one is forgotten."""
-    checkpoints = folder / CHECKPOINTS
+    """Whether the run starts from a checkpoint. go_on: where there is one."""
     with writing(folder):
         check_unlocked(folder)
-        if not go_on or any(checkpoints.glob("step_*")):
-            return resume or go_on
-        if folder.is_dir():
-            with locked(folder):
-                shutil.rmtree(checkpoints, ignore_errors=True)
-                (folder / METRICS_FILE).unlink(missing_ok=True)
-    return False
+        return any((folder / CHECKPOINTS).glob("step_*")) if go_on else resume
 
 
 def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool]:
@@ -117,7 +115,7 @@ def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool
     folder = loaded.recipe.run.folder
     resume = resumes(folder, resume, go_on)
     if names_of(loaded.recipe):  # what can be refused without them is refused before anything is downloaded
-        check_start(loaded.recipe, resume=resume)
+        check_start(loaded.recipe, resume=resume, forgets=go_on)
     return localize(loaded, read_model, say, run=folder if resume else None), resume
 
 

@@ -111,12 +111,13 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     console.print(_words(lengths, seconds), highlight=False)
     if options.html is not None:
         options.html.write_text(page(plan))
+    played = simulate(plan.best, workload, options.simulate, options.conditions) if options.simulate else None
     if options.as_text:
-        Console().print_json(json.dumps(as_json(plan) | {"lengths": _as_json(lengths, seconds)}))
+        found = as_json(plan) | {"lengths": _as_json(lengths, seconds)}
+        Console().print_json(json.dumps(found | ({"simulation": played.as_json()} if played else {})))
     else:
         console.print(render(plan, explain=options.explain), highlight=False)
-    if options.simulate:
-        played = simulate(plan.best, workload, options.simulate, options.conditions)
+    if played is not None:
         console.print(render_simulation(played, plan.best), highlight=False)
 
 

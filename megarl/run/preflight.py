@@ -41,15 +41,17 @@ from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
+from megarl.run.resume_check import check_resumed
 from megarl.run.servers_check import check_server_layout, check_servers
-from megarl.training.run_checkpoints import Checkpoints
+from megarl.training.run_checkpoints import Checkpoints, Committed
 
 if TYPE_CHECKING:
     from megarl.serving.external import ExternalPool
 
 CHECKPOINTS = "checkpoints"
 # What a run leaves once it has done something; logs of a start that failed are not worth keeping a name for.
-RESULTS = ("metrics.jsonl", CHECKPOINTS, "hf")
+RESULTS = ("metrics.jsonl", CHECKPOINTS, EXPORT)
+Start = tuple[BatchPlan, Platform, Committed | None]
 
 
 @dataclass(frozen=True)
@@ -82,27 +84,35 @@ class Preflight:
         ]
 
 
-def check_start(recipe: AnyRecipe, *, resume: bool = False, here: bool = True) -> tuple[BatchPlan, Platform]:
-    """What needs neither model nor data: batch sizes, the run's folder, devices. Raises UserError."""
+def check_start(recipe: AnyRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True) -> Start:
+    """What needs neither model nor data: batch sizes, the run's folder, devices. Raises UserError.
+
+    The last is the checkpoint that a run would go on from. forgets: what an earlier start left that came to none is no run.
+    """
     plan = plan_batches(recipe)
-    check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume)
+    committed = check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume, forgets=forgets)
     _check_report(recipe)
-    return plan, check_devices(recipe, here=here)
+    return plan, check_devices(recipe, here=here), committed
 
 
 def preflight(
-    recipe: Recipe, *, sources: Mapping[str, str] = MappingProxyType({}), resume: bool = False, here: bool = True
+    recipe: Recipe,
+    *,
+    sources: Mapping[str, str] = MappingProxyType({}),
+    resume: bool = False,
+    forgets: bool = False,
+    here: bool = True,
 ) -> Preflight:
     """Check a run of `megarl train`. Raises UserError for the first thing that cannot work.
 
     sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's.
     """
     with _reading():
-        return _preflight(recipe, sources, resume, here)
+        return _preflight(recipe, sources, check_start(recipe, resume=resume, forgets=forgets, here=here), here)
 
 
-def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: bool) -> Preflight:
-    plan, platform = check_start(recipe, resume=resume, here=here)
+def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: bool) -> Preflight:
+    plan, platform, committed = start
     check_room_beside(recipe, platform, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data, answered=recipe.agent is None)
@@ -121,6 +131,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], resume: bool, here: b
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more "
             "rows."
         )
+    if committed is not None:
+        check_resumed(recipe, committed, rows)
     eval_rows, notes = _eval_rows(recipe, model)
     notes = (
         *staleness_notes(recipe),
@@ -149,48 +161,57 @@ def preflight_eval(recipe: Recipe) -> Preflight:
     return Preflight(plan, platform, model, 0, 0, eval_rows, notes, external)
 
 
-def preflight_supervised(recipe: SupervisedRecipe, *, resume: bool = False, here: bool = True) -> Preflight:
+def preflight_supervised(
+    recipe: SupervisedRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True
+) -> Preflight:
     """Check a run of `megarl sft`, `rm` or `dpo`, as `preflight` does. Raises UserError for the first thing that is wrong."""
     with _reading():
-        return _preflight_supervised(recipe, resume, here)
+        return _preflight_supervised(recipe, check_start(recipe, resume=resume, forgets=forgets, here=here))
 
 
-def _preflight_supervised(recipe: SupervisedRecipe, resume: bool, here: bool) -> Preflight:
-    plan, platform = check_start(recipe, resume=resume, here=here)
+def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
+    plan, platform, committed = start
     files = [file for file in (recipe.data.train, recipe.data.eval) if file is not None]
     for file in files:
         check_supervised(file, recipe.data)
-    model = _check_model_folder(recipe.model.path)
+    model = check_model_folder(recipe.model.path)
     _check_head(recipe, model)
     check_context(model, recipe.data.max_tokens, "data.max_tokens")
     check_roles(recipe, model)
     _check_experts(recipe, model, platform)
     _check_lora(recipe, model)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
+    if committed is not None:
+        check_resumed(recipe, committed, len(rows))
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
     return Preflight(plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)))
 
 
-def check_run_folder(folder: Path, steps: int, *, resume: bool) -> None:
-    """A new run needs a folder without results, a resumed one a checkpoint and steps left. Raises UserError."""
+def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = False) -> Committed | None:
+    """A new run needs a folder without results, a resumed one a checkpoint, which is returned, and steps left.
+
+    forgets: only an exported model is a result. Raises UserError.
+    """
     if resume:
-        done = Checkpoints(folder / CHECKPOINTS, keep_last=1).latest().step
+        committed = Checkpoints(folder / CHECKPOINTS, keep_last=1).latest()
+        done = committed.step
         if done >= steps and exported_step(folder, done) == done:
             raise UserError(
                 f"{folder} has already done {done} steps, and train.steps is {steps}: nothing is left to do. "
                 f"Raise train.steps to go on; to have its models written anew, remove {folder / EXPORT}."
             )
         _check_writable(folder)
-        return
-    found = [name for name in RESULTS if (folder / name).exists()]
+        return committed
+    found = [name for name in ((EXPORT,) if forgets else RESULTS) if (folder / name).exists()]
     if found:
         raise UserError(
             f"{folder} already holds a run ({', '.join(found)}). Go on with it by --resume, choose another name by "
             "run.name=..., or delete the folder."
         )
     _check_writable(folder)
+    return None
 
 
 def _check_writable(folder: Path) -> None:
@@ -241,7 +262,7 @@ def _check_report(recipe: AnyRecipe) -> None:
 
 def _check_generation(recipe: Recipe) -> ModelConfig:
     """Model folder, context length, the servers' layout, and the graders."""
-    model = _check_model_folder(recipe.model.path)
+    model = check_model_folder(recipe.model.path)
     if model.head == "score":
         raise UserError(
             f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary, and "
@@ -275,7 +296,8 @@ def _refuse_fp8(recipe: Recipe, model: ModelConfig, reason: str) -> None:
         )
 
 
-def _check_model_folder(folder: Path) -> ModelConfig:
+def check_model_folder(folder: Path) -> ModelConfig:
+    """What a folder says of its model, whose weights are all there. Raises UserError."""
     model = load_model_config(folder)
     check_weights(expected_tensors(model), folder, model)
     return model

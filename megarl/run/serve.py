@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,12 +21,12 @@ from megarl.core.janitor import RUN_ID_VARIABLE
 from megarl.core.platform import get_platform
 from megarl.core.scratch import Scratch, temporary
 from megarl.data.chat import has_chat_template, load_tokenizer
-from megarl.placement.workload import read_model
 from megarl.recipe.agent import PARSERS
 from megarl.rollout.asking import Asker
 from megarl.rollout.gate import Gate
 from megarl.run.exported import EXPORT, exported_step
-from megarl.run.preflight import CHECKPOINTS
+from megarl.run.preflight import CHECKPOINTS, check_model_folder
+from megarl.run.servers_check import check_server_layout
 from megarl.serving.call_parser import CallParser
 from megarl.serving.client import ServerClient
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
@@ -59,7 +60,9 @@ def run_serve(settings: ServeSettings) -> None:
         raise UserError(
             f"--tool-parser {settings.tool_parser}: there is no such parser. There are {', '.join(PARSERS)}."
         )
-    config = read_model(folder)
+    config = check_model_folder(folder)
+    check_server_layout(config, settings.tp)
+    check_address(settings.host, settings.port)
     tokenizer = load_tokenizer(folder)
     platform = get_platform()
     kv_tokens = KV_TOKENS if platform.needs_kv_tokens else None
@@ -107,6 +110,24 @@ def servable(path: Path) -> Path:
     )
 
 
+def check_address(host: str, port: int) -> None:
+    """Raise UserError, before a server is started, where nothing can listen."""
+    try:
+        [(family, kind, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _unheard(host, port, error) from error
+
+
+def _unheard(host: str, port: int, error: OSError) -> UserError:
+    return UserError(
+        f"--host {host} --port {port}: nothing can listen there: {error.strerror or error}. Give another --port; 0 takes one "
+        "that is free."
+    )
+
+
 async def _serve(settings: ServeSettings, server: ServerProcess, model: Model, context: int, console: Console) -> None:
     """Answer until this task is cancelled. Raises WorkerDiedError as soon as the server has ended."""
     endpoint = Endpoint(model)
@@ -119,10 +140,7 @@ async def _serve(settings: ServeSettings, server: ServerProcess, model: Model, c
         try:
             url = await endpoint.start(settings.host, settings.port)
         except OSError as error:
-            raise UserError(
-                f"--host {settings.host} --port {settings.port}: nothing can listen there: {error.strerror or error}. Give "
-                "another --port; 0 takes one that is free."
-            ) from error
+            raise _unheard(settings.host, settings.port, error) from error
         key = endpoint.open(FreeSession(asker, model, context))
         console.print(
             f"{model.name} answers as OpenAI's API does, until Ctrl-C:\n\n"

@@ -32,10 +32,10 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
 def _supervise(loaded: Loaded[S], resume: bool, go_on: bool, scratch: Scratch, recoveries: Recoveries) -> None:
     loaded, resume = found(loaded, resume, go_on)
     recipe = loaded.recipe
-    checked = preflight_supervised(recipe, resume=resume)
+    checked = preflight_supervised(recipe, resume=resume, forgets=go_on)
     from megarl.run.session import supervised_session
 
-    with opened(loaded, checked.lines(), resume) as run:
+    with opened(loaded, checked.lines(), resume, go_on) as run:
         recoveries.tell()
         with run.timer.phase("start"):
             session = run.stack.enter_context(supervised_session(recipe, checked, run.timer, scratch))

@@ -65,7 +65,7 @@ def _train(
     loaded, resume = found(loaded, resume, go_on)
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
-    checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume)
+    checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, forgets=go_on)
     loaded = share_cores(loaded)
     recipe = loaded.recipe
     if keeps:
@@ -73,7 +73,7 @@ def _train(
     predicted = place(recipe).predicted
     from megarl.run.session import train_session
 
-    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume) as run:
+    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume, go_on) as run:
         recoveries.tell()
         begin_journal(recipe, keeps=keeps)
         with run.timer.phase("start"):

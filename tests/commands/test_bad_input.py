@@ -113,6 +113,16 @@ def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> N
         (("submit", "{r}", "--slurm", "--dry-run", "--sbatch", "qos"), "--sbatch qos is no option of sbatch"),
         (("train", "{r}", "model.path=OWNER/NAME@v2"), "`hf download OWNER/NAME --revision v2`"),
         (("recipe", "copy", "quickstart", "."), "quickstart.yaml and quickstart_base.yaml are there already"),
+        (
+            ("recipe", "copy", "quickstart", "quickstart.yaml/in"),
+            "quickstart.yaml/in cannot be written: Not a directory",
+        ),
+        (("plan", "{r}", "--device", "H100", "--sync", "--html", "x.html"), "--html cannot go with --sync"),
+        (("plan", "{r}", "--device", "H100", "--seed", "3"), "--seed is read with --simulate alone"),
+        (
+            ("plan", "{r}", "--device", "H100", "--response-spread", "2"),
+            "--response-spread is read with --response-mean alone",
+        ),
     ],
 )
 def test_slips_of_the_first_hour(

@@ -75,6 +75,7 @@ def test_every_command_works_from_the_wheel(outside: Path) -> None:
     assert "recipe copy quickstart_ppo" in call(outside, "megarl", "train", "recipes/quickstart_ppo.yaml", code=2)
     copied = call(outside, "megarl", "recipe", "copy", "quickstart_ppo", "mine").split()
     assert copied == ["mine/quickstart_ppo.yaml", "mine/quickstart_base.yaml"]
+    assert "mine/quickstart.yaml" in call(outside, "megarl", "recipe", "copy", "quickstart", "mine")  # on the same base
     assert "is there already" in call(outside, "megarl", "recipe", "copy", "quickstart", "mine", code=2)
 
     call(outside, "megarl", "quickstart")

@@ -1,7 +1,15 @@
-import pytest
+from pathlib import Path
 
-from megarl.convert.target import check_target, open_target
+import pytest
+from rich.console import Console
+
+from megarl.convert import convert
+from megarl.convert.convert import Settings
+from megarl.convert.source import Source
+from megarl.convert.target import check_target, followed, open_target
 from megarl.core.errors import UserError
+from megarl.core.layout import Layout
+from megarl.models.hf_dtypes import Dtypes
 
 
 def fill(target, text="new"):
@@ -85,3 +93,41 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be made"):
         check_target(tmp_path / "file" / "x", 10, force=False)
+
+
+def test_links_stay_and_what_they_lead_to_is_written(tmp_path):
+    (tmp_path / "far").symlink_to(tmp_path / "disk" / "model")
+    target = followed(tmp_path / "far")
+    assert target == tmp_path / "disk" / "model"
+    with open_target(target) as made:
+        made.content.mkdir()
+        made.commit()
+    assert (tmp_path / "far").is_symlink() and (tmp_path / "far").is_dir()
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(UserError, match="leads in a circle"):
+        followed(tmp_path / "round")
+
+
+@pytest.mark.parametrize("target", ["ck", "ck/../ck", "ck/hf", "above", "link", "whole/.."])
+def test_a_source_is_not_replaced_whatever_the_target_is_called(tmp_path, monkeypatch, target):
+    """Or a folder that holds it, or the HF folder within it."""
+    monkeypatch.chdir(tmp_path)
+    inner = tmp_path / "above" / "ck"
+    (inner / "hf").mkdir(parents=True)
+    (tmp_path / "ck").symlink_to(inner)
+    (tmp_path / "link").symlink_to(tmp_path / "above")
+    (tmp_path / "whole").mkdir()
+    settings = Settings(force=True)
+    with pytest.raises(UserError, match=r"(is|holds) the source, .*Name another folder"):
+        convert._convert(
+            "mcore-to-hf",
+            Source("mcore", Path("ck")),
+            Path(target),
+            Layout(),
+            Dtypes("float32", {}),
+            False,
+            1,
+            settings,
+            Console(),
+        )
+    assert inner.is_dir()

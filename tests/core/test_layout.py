@@ -113,3 +113,14 @@ def test_a_layout_says_itself():
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(UserError, match=message):
         Layout(**sizes)
+
+
+def test_layers_that_were_fixed_are_named_before_the_first_colon() -> None:
+    """Who shows what stands against a layout takes the sentence up to there."""
+    with pytest.raises(UserError) as refused:
+        stage_layers(Layout(pp=2, first_stage_layers=2, world_size=2), 2)
+    assert (
+        str(refused.value)
+        .split(":", maxsplit=1)[0]
+        .endswith("2 pipeline ranks of 1 virtual stages with 2 on the first")
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,15 @@ def test_a_long_name_ends_within_the_picture(tmp_path: Path, monkeypatch: pytest
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
         draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+
+
+def test_a_home_that_cannot_be_written_to_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib would say so at length, and miss a folder of its own when Python ends."""
+    monkeypatch.delenv("MPLCONFIGDIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "gone"))
+    draw(tmp_path, [{"step": 0, "eval/accuracy": 0.3}])
+    assert os.environ["MPLCONFIGDIR"] == str(Path(tempfile.gettempdir()) / "matplotlib")
+    monkeypatch.delenv("MPLCONFIGDIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    draw(tmp_path, [{"step": 0, "eval/accuracy": 0.3}])
+    assert "MPLCONFIGDIR" not in os.environ

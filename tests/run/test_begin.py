@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.run import begin
 from megarl.run.exported import NOTE, exported_step
 from megarl.run.lock import LOCK, locked
 from megarl.run.serve import servable
@@ -102,3 +105,16 @@ def test_a_lock_that_cannot_be_had_is_named(world: Path) -> None:
     lock.mkdir()
     with pytest.raises(UserError, match=r"cannot be written to: .*/\.lock"):
         run(world, "odd_lock", "train.save_every=1", "train.steps=3", resume=True)
+
+
+def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Path) -> None:
+    folder = world / "runs" / "removed"
+    loaded = load_recipe(world / "train.yaml", ["run.name=removed", "cluster.platform=cpu"], Recipe)
+    with (
+        driver.stage(Book(), world),
+        pytest.raises(UserError, match=r"runs/removed cannot be written to: .*No such file"),
+        begin.opened(loaded, [], resume=False) as opened,
+    ):
+        shutil.rmtree(folder)
+        with opened.timer.phase("rollout"):
+            raise AssertionError("it cannot be told in which phase the driver is")

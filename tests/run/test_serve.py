@@ -112,12 +112,18 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     [
         (["--tool-parser", "qwen99"], "there is no such parser"),
         (["--dtype", "float64"], "wanted is one of float32, bfloat16"),
+        (["--tp", "3"], "tp 3"),
+        (["--host", "192.0.2.77"], "nothing can listen there"),
+        (["--host", "no.such.host.invalid"], "nothing can listen there"),
+        ([], "weights (*.safetensors)"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(
     tmp_path: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_tiny_qwen(tmp_path / "hf")
+    if not words:
+        (model / "model.safetensors").unlink()
     monkeypatch.setattr(sys, "argv", ["megarl", "serve", str(model), *words])
     with pytest.raises(SystemExit) as end:
         main()

@@ -23,6 +23,7 @@ from megarl.sync.fetch import Fetched, Order
 from megarl.sync.hash_report import HashReport
 from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
+from megarl.training.manifest import Manifest
 from megarl.training.spec import RoleSpec
 from tests.support.dry.learning import column_of, learn
 
@@ -116,6 +117,21 @@ class Rank:
     def save(self, role: str, folder: Path, wait: bool) -> None:
         self._book.note("save", role, wait)
         (folder / "weights").touch()
+        spec = self._book.specs[role]
+        if self._rank == 0:
+            Manifest(
+                family="qwen3",
+                architecture="Qwen3ForCausalLM",
+                dtype=spec.dtype,
+                step=0,
+                layout=spec.layout,
+                optimizer=None if spec.optimizer is None else spec.optimizer.model_dump(mode="json"),
+                total_steps=spec.total_steps,
+                lora=None if spec.lora is None else spec.lora.model_dump(mode="json"),
+                versions={},
+                tensors={},
+                files={},
+            ).write(folder)
 
     def finish_save(self, role: str) -> None:
         self._book.note("finish save", role)

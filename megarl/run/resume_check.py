@@ -1,0 +1,45 @@
+"""Whether a recipe can go on from the checkpoint of the run in its folder, before anything is started or written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.training.manifest import read_manifest
+from megarl.training.run_checkpoints import Committed
+
+
+def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int) -> None:
+    """Raise UserError where a checkpoint cannot be what this recipe goes on from; with what it was made with.
+
+    rows: training rows within the length limit. Adapters are compared whole: with others the checkpoint's would be left out,
+    and with another alpha they would be another model. Their order is not.
+    """
+    saved: dict[str, Any] = committed.state.get("data", {})
+    known = {"rows of data.train": rows, "run.seed": recipe.run.seed, "data.shuffle": recipe.data.shuffle}
+    pairs: dict[str, tuple[Any, Any]] = {
+        name: (saved.get(key, now), now)
+        for (name, now), key in zip(known.items(), ("num_rows", "seed", "shuffle"), strict=True)
+    }
+    roles: dict[str, Any] = {"actor": recipe.actor}
+    if isinstance(recipe, Recipe) and recipe.critic is not None:
+        roles["critic"] = recipe.critic
+    for name, section in roles.items():
+        manifest = read_manifest(committed.role(name))
+        if manifest.optimizer is not None:
+            pairs[f"{name}.optimizer.name"] = manifest.optimizer.get("name"), section.optimizer.name
+        if name == "actor":
+            lora = None if section.lora is None else section.lora.model_dump(mode="json")
+            pairs["actor.lora"] = _in_order(manifest.lora), _in_order(lora)
+    changed = [f"  {name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]
+    if changed:
+        told = "\n".join(changed)
+        raise UserError(
+            f"{committed.folder}, which the run would go on from, was made with others:\n{told}\n"
+            "Resume with what it was made with, or start a new run (run.name=...)."
+        )
+
+
+def _in_order(lora: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if lora is None else {**lora, "targets": sorted(lora["targets"])}

@@ -1,0 +1,35 @@
+"""What the quickstart reads is made anew where it was not made to its end."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.commands import quickstart
+
+
+def test_what_was_interrupted_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        out = Path(command[-1])
+        out.mkdir(parents=True)
+        made.append(out.name)
+        if len(made) == 2:
+            (out / "half").touch()
+            raise KeyboardInterrupt
+        (out / "whole").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.quickstart()
+    inputs = tmp_path / ".cache" / "quickstart"
+    assert (inputs / "model" / "whole").exists() and not (inputs / "data").exists()
+    quickstart.quickstart()
+    assert made == [".model", ".data", ".data"]
+    assert [path.name for path in sorted(inputs.rglob("*")) if path.is_file()] == ["whole", "whole"]

@@ -1,0 +1,44 @@
+"""How a process that is the command ends where Ray's threads are still about: at once, with what it has said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import atexit, sys
+from types import ModuleType
+from megarl import cli
+if {ray}:
+    sys.modules["ray"] = ModuleType("ray")
+atexit.register(print, "Python took itself apart")
+sys.argv = ["megarl", *{words}]
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ray", "words", "code", "whole"),
+    [
+        (True, ["train", "nowhere.yaml"], 2, False),
+        (False, ["train", "nowhere.yaml"], 2, True),
+        (True, ["--help"], 0, True),
+    ],
+)
+def test_a_failed_command_ends_at_once_where_ray_was(
+    ray: bool, words: list[str], code: int, whole: bool, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(ray=ray, words=words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == code, done.stderr
+    assert ("Python took itself apart" in done.stdout) == whole
+    assert ("nowhere.yaml" in done.stderr) == bool(code)
