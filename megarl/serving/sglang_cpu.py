@@ -11,6 +11,7 @@ the launcher there is megarl/serving/sglang_server.py.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.abc
@@ -26,7 +27,6 @@ from typing import Any
 
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
 from megarl.core.transformers_models import models_as_remembered
-from megarl.serving.sglang_cpu_compiler import without_compiler
 
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
@@ -214,6 +214,32 @@ def _forget_pinning() -> None:
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
 
+def compile_late() -> None:
+    """Have functions that torch is to compile compiled when they are first called.
+
+    torch otherwise loads its compiler as soon as one is named. SGLang names dozens, and calls few of them here, if any.
+    """
+    torch: Any = importlib.import_module("torch")
+    at_once = torch.compile
+
+    def late(model: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(late, **options)
+        if isinstance(model, torch.nn.Module):
+            return at_once(model, **options)
+        compiled: list[Callable[..., Any]] = []
+
+        @functools.wraps(model)
+        def call(*values: Any, **named: Any) -> Any:
+            if not compiled:
+                compiled.append(at_once(model, **options))
+            return compiled[0](*values, **named)
+
+        return call
+
+    torch.compile = late
+
+
 def load(*, deterministic: bool = False, lora: bool = False) -> None:
     """Import the server. What is there then stays: nobody looks for garbage in it, and its copies share it.
 
@@ -226,8 +252,8 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         models_as_remembered(),
         as_if_missing("megatron"),
         as_if_missing("scipy"),
-        without_compiler(),
     ):
+        compile_late()
         install(deterministic=deterministic)
         importlib.import_module("sglang.srt.entrypoints.http_server")
         importlib.import_module("sglang.srt.model_executor.model_runner")

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 
-UNWANTED = ("megatron", "wandb", "scipy", "torch._dynamo")
+UNWANTED = ("megatron", "wandb", "scipy", "torch._inductor.compile_fx")
 LONGEST_S = 100
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,27 @@ def test_new_cache_slots_go_to_the_rows_of_their_requests() -> None:
         torch.tensor([2, 0]), table, torch.tensor([1, 0]), torch.tensor([3, 1]), torch.tensor([7, 8, 9]), 5
     )
     assert table.tolist() == [[9, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 7, 8, 0, 0]]
+
+
+def test_a_function_is_compiled_when_it_is_called_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def at_once(function: Any, **options: object) -> Callable[[int], int]:
+        compiled.append(f"{getattr(function, '__name__', type(function).__name__)} {options}")
+        return lambda value: 10 * function(value)
+
+    monkeypatch.setattr(torch, "compile", at_once)
+    sglang_cpu.compile_late()
+
+    @torch.compile(dynamic=True)
+    def more(value: int) -> int:
+        return value + 1
+
+    plain = torch.compile(more)
+    assert compiled == [] and more.__name__ == "more"
+    assert [more(1), more(2)] == [20, 30] and compiled == ["more {'dynamic': True}"]
+    assert plain(1) == 200 and torch.compile(torch.nn.Identity()) is not None
+    assert compiled[1:] == ["more {}", "Identity {}"]
 
 
 def murmur(blocks: list[int]) -> int:
