@@ -26,7 +26,7 @@ from megarl.commands import (
     supervised,
     train,
 )
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.interrupts import Interrupts
 
 
@@ -34,7 +34,11 @@ class Commands(TyperGroup):
     """All commands. Typer itself ends with 130 at a KeyboardInterrupt, and says nothing."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises InterruptError where Ctrl-C or SIGTERM ended it."""
+        """Run the command. Raises InterruptError where Ctrl-C or SIGTERM ended it, UserError where there is no place to be."""
+        try:
+            os.getcwd()
+        except FileNotFoundError as error:
+            raise UserError("The working directory has been removed. Change into one that is there.") from error
         with Interrupts() as interrupts:
             try:
                 return super().invoke(ctx)

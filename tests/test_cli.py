@@ -1,4 +1,4 @@
-"""How a process that is the command ends where Ray's threads are still about: at once, with what it has said."""
+"""How a process that is the command ends: at once, with what it has said, where Ray's threads are still about."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def test_a_failed_command_ends_at_once_where_ray_was(
     assert done.returncode == code, done.stderr
     assert ("Python took itself apart" in done.stdout) == whole
     assert ("nowhere.yaml" in done.stderr) == bool(code)
+
+
+def test_a_working_directory_that_was_removed_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir {gone}; exec {sys.executable} -m megarl doctor"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, timeout=60, cwd=gone)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "The working directory has been removed" in done.stderr
