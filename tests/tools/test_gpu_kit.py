@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tools.gpu_kit.__main__ import main
 from tools.gpu_kit.make import project_files, write_program
 from tools.gpu_kit.parts import HEAD_BYTES, Head, KitError, join, split
-from tools.gpu_kit.use import install, place_of, unpack
+from tools.gpu_kit.use import install, place_of, unpack, use_kit
 from tools.gpu_kit.wheels import chosen, download_words, read_lock
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +130,16 @@ def test_a_kit_is_unpacked_once(tmp_path: Path) -> None:
         assert (folder / "project" / "tests" / "__init__.py").exists()
         (folder / "site" / "mine").touch()
     assert (folder / "site" / "mine").exists(), "the second time it is taken as it is"
+
+
+def test_what_was_unpacked_nowhere_in_particular_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "part-00").write_bytes(b"no part")
+    with pytest.raises(KitError, match="is no part of a kit"):
+        use_kit([tmp_path / "part-00"], "cpu", 1.0, None, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["part-00"]
 
 
 def test_the_program_runs_alone_and_says_what_is_wrong(tmp_path: Path) -> None:

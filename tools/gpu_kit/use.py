@@ -24,10 +24,19 @@ DATA = (".data/purelib/", ".data/platlib/")  # of a wheel: belongs beside its pa
 
 
 def use_kit(given: Sequence[Path], platform: str, minutes: float, into: Path | None, out: Path) -> int:
-    """Unpack and check; the check's exit code. Results go to `out` as they come. Raises KitError."""
+    """Unpack and check; the check's exit code. Results go to `out` as they come. Raises KitError.
+
+    into: what was unpacked stays there; where it is not given nothing stays.
+    """
+    if into is not None:
+        return _use(given, platform, minutes, into, out)
+    with tempfile.TemporaryDirectory(prefix="megarl-kit-", ignore_cleanup_errors=True) as folder:
+        return _use(given, platform, minutes, Path(folder), out)
+
+
+def _use(given: Sequence[Path], platform: str, minutes: float, folder: Path, out: Path) -> int:
     began = time.time()
     torch = torch_version()
-    folder = into or Path(tempfile.mkdtemp(prefix="megarl-kit-"))
     facts = unpack(given, folder)
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if facts["python"] != here:
