@@ -43,7 +43,7 @@ def followed(path: Path) -> Path:
     """Where a target will lie: behind links, which stay. Raises UserError where they lead in a circle."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         raise UserError(f"{path} is a link that leads in a circle. Name another folder.") from error
 
 

@@ -43,7 +43,8 @@ def examples() -> Iterator[Example]:
 def copy_example(name: str, target: Path) -> list[Path]:
     """Copy an example, and what it builds on, into a folder; returns the files, the example first.
 
-    Raises UserError: no example of that name, or a file that is there already.
+    Raises UserError: no example of that name, a file that is there already (but for a base that would be copied as it is), or a
+    folder that cannot be written.
     """
     source = shipped_recipe(name)
     if source is None:
