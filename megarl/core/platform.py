@@ -71,6 +71,8 @@ CUDA_ENV = {
 # What both sides of a group that weights are broadcast in have to have the same. SGLang 0.5.21 takes these for its servers where
 # its environment says nothing, and NCCL others for the ranks: one side's handles of memory are then none to the other.
 CUDA_SHARED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+# SGLang's flags that set them to 1 for its servers, whatever the environment says.
+SETTING_SHARED = {"--enable-symm-mem": tuple(CUDA_SHARED), "--enable-nccl-nvls": ("NCCL_NVLS_ENABLE",)}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.core.platform import SETTING_SHARED, get_platform
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
@@ -36,6 +37,26 @@ QUANTIZING = ("--load-format", "--json-model-override-args", "--quantization", "
 def quantizing(recipe: Recipe) -> list[str]:
     """Words of rollout.server_args by which servers may hold quantised weights."""
     return [word for word in recipe.rollout.server_args if word.startswith(QUANTIZING)]
+
+
+def _unlike_ranks(recipe: Recipe) -> dict[str, list[str]]:
+    """Words of rollout.server_args by which servers have other settings of NCCL than ranks, and the variables that say so."""
+    env = get_platform(recipe.cluster.platform).env
+    unlike = {
+        word: [name for name in SETTING_SHARED.get(word, ()) if env.get(name, "1") != "1"]
+        for word in recipe.rollout.server_args
+    }
+    return {word: names for word, names in unlike.items() if names}
+
+
+def _told_apart(recipe: Recipe) -> str:
+    unlike = _unlike_ranks(recipe)
+    exports = " ".join(dict.fromkeys(f"{name}=1" for names in unlike.values() for name in names))
+    return (
+        f"with {', '.join(unlike)} in rollout.server_args servers start NCCL otherwise than ranks do, which cannot broadcast "
+        f"weights to them then. Export {exports}, so that both have the same, remove the flag, or set sync.transport to "
+        "shared_memory or disk"
+    )
 
 
 def _is_fp8(recipe: Recipe) -> bool:
@@ -120,6 +141,12 @@ SYNC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "adapters alone go to servers that the run starts, that hold the model's own weights all the time, and that answer "
             f"nothing during a sync: not with {_against_adapters(r)}. Set sync.lora to merged, or change that"
         ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "sync.transport",
+        lambda r, _: r.sync.transport in ("auto", "broadcast") and bool(_unlike_ranks(r)),
+        _told_apart,
         (Recipe,),
     ),
     Contradiction(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.core.platform import CUDA_SHARED
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 
@@ -41,6 +42,25 @@ def test_what_cannot_be_hashed_is_refused_in_a_paragraph(recipe_file: Path, over
     with pytest.raises(UserError) as caught:
         load_recipe(recipe_file, overrides, Recipe)
     assert says in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+SYMMETRIC = "rollout.server_args=[--enable-symm-mem, --enable-nccl-nvls]"
+ON_CUDA = ("cluster.platform=cuda", "model.dtype=bfloat16")
+
+
+def test_flags_by_which_servers_have_another_nccl_than_ranks_are_refused_where_weights_go_by_it(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CUDA_SHARED:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"--enable-symm-mem, .*Export NCCL_CUMEM_ENABLE=1 NCCL_NVLS_ENABLE=1, so"):
+        load_recipe(recipe_file, [*ON_CUDA, SYMMETRIC], Recipe)
+    load_recipe(recipe_file, [*ON_CUDA, SYMMETRIC, "sync.transport=shared_memory"], Recipe)
+    load_recipe(recipe_file, [SYMMETRIC], Recipe)  # there is no NCCL on a CPU
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    load_recipe(recipe_file, [*ON_CUDA, "rollout.server_args=[--enable-nccl-nvls]"], Recipe)
+    with pytest.raises(UserError, match=r"with --enable-symm-mem in .*Export NCCL_CUMEM_ENABLE=1, so"):
+        load_recipe(recipe_file, [*ON_CUDA, SYMMETRIC], Recipe)
 
 
 def test_hashes_are_asked_for_beside_the_probe(recipe_file: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import megarl
 from megarl.core.errors import UserError
-from megarl.core.platform import CPU_ENV, CUDA_SHARED, get_platform
+from megarl.core.platform import CPU_ENV, CUDA_SHARED, SETTING_SHARED, get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
 from megarl.models.known_configs import known_config
@@ -69,6 +69,7 @@ FORMS = {
     )
     for backend in CUDA.deterministic_attention
 }
+FORMS |= {f"with {flag}": Asked({"extra": (flag,)}, {}) for flag in SETTING_SHARED}
 FP8 = Asked({**SLEEPS, "quantized": True}, {"load_format": "dummy", "enable_memory_saver": True})
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a flag that is none": ({"extra": ("--no-such-flag",)}, "SystemExit"),
@@ -164,7 +165,10 @@ def test_a_server_has_the_nccl_that_the_ranks_have_or_is_not_reached_by_it(answe
     fixed = {f"NCCL_{bound}_NCHANNELS" for bound in ("MIN", "MAX")}
     for name, form in ((each, form) for each in NAMES for form in forms(each) if not not_on_hopper(each, form)):
         nccl = answers[f"{name} {form}"]["nccl"]
-        assert {key: nccl[key] for key in CUDA_SHARED} == {key: CUDA.env[key] for key in CUDA_SHARED}
+        # What a flag sets to 1 is refused where the ranks do not have the same (recipe/sync_rules).
+        expected = {key: CUDA.env[key] for key in CUDA_SHARED}
+        expected |= dict.fromkeys(SETTING_SHARED.get(form.removeprefix("with "), ()), "1")
+        assert {key: nccl[key] for key in CUDA_SHARED} == expected, form
         several = replace(own_spec(name), **forms(name)[form].differs).tp > 1 and "deterministic" in form
         assert (fixed <= nccl.keys()) == several, form  # weights go to those through the host: run/sending.py
 
