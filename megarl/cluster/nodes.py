@@ -33,6 +33,7 @@ from megarl.cluster.stacks import PY_SPY_S, foreign_stack
 from megarl.core.errors import DeadlineError, MegarlError, UserError
 from megarl.core.log import get_logger
 from megarl.core.process_state import stopped_of
+from megarl.core.ray_env import nodes_of_ray
 from megarl.core.scratch import REGISTRY
 from megarl.hub.names import in_cache
 
@@ -270,13 +271,16 @@ def _fetch(actors: Mapping[str, Any], names: Mapping[str, str], paths: Sequence[
 
 
 def await_devices(resource: str, wanted: int, deadline_s: float = DEVICES_S) -> list[dict[str, Any]]:
-    """Ray's rows of all living nodes, the driver's own first, once they have so many devices. Raises DeadlineError."""
+    """Ray's rows of all living nodes, the driver's own first, once they have so many devices. Raises DeadlineError.
+
+    Where it is said how many nodes there are, all have their time to join: servers may have devices beside these.
+    """
     end = time.monotonic() + deadline_s
     while True:
         rows = ray.nodes()
         alive = [row for row in rows if row["Alive"]]
         there = {name_of(row): row["Resources"].get(resource, 0.0) for row in alive}
-        if sum(there.values()) >= wanted:
+        if sum(there.values()) >= wanted and (len(rows) >= (nodes_of_ray() or 0) or time.monotonic() > end):
             here = ray.get_runtime_context().get_node_id()
             return sorted(alive, key=lambda row: (row["NodeID"] != here, _natural(row["NodeManagerAddress"])))
         if time.monotonic() > end:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.cluster.network import interface_of
+from megarl.core.limits import raise_open_files
 from megarl.core.process_state import started_at
 
 LOOPBACK = "127.0.0.1"
@@ -61,7 +62,8 @@ class ProcessFacts:
 def configure_process(spec: ProcessSpec) -> ProcessFacts:
     """Send this process's output to its log file and have it write all stacks when STACK_SIGNAL arrives.
 
-    Collectives of this process and of those that it starts use the interface of its node's address.
+    Collectives of this process and of those that it starts use the interface of its node's address. They find what is
+    installed beside their Python, as in an environment that is activated, and may have many files open.
     """
     if spec.cwd is not None:
         os.chdir(spec.cwd)
@@ -69,6 +71,8 @@ def configure_process(spec: ProcessSpec) -> ProcessFacts:
         # Who names an interface for the job knows better. NCCL takes names for prefixes without the equals sign.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    _put_first(Path(sys.executable).parent)
+    raise_open_files()
     spec.logs.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,3 +85,10 @@ def configure_process(spec: ProcessSpec) -> ProcessFacts:
     # The file stays open for the life of the process: a signal handler cannot open one.
     faulthandler.register(STACK_SIGNAL, file=spec.stack.open("w"), all_threads=True)
     return ProcessFacts(os.getpid(), socket.gethostname(), spec.address, started_at(os.getpid()))
+
+
+def _put_first(folder: Path) -> None:
+    """Servers compile kernels as they start, by programs that packages bring (ninja)."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if str(folder) not in folders:
+        os.environ["PATH"] = os.pathsep.join([str(folder), *folders])

@@ -67,6 +67,10 @@ class Runtime:
             return self.asked_threads
         return self.platform.threads(-(-together // len(self.nodes.members)))
 
+    def rank_threads(self, together: int) -> int:
+        """Threads of each of so many ranks: where devices compute, Ray would leave the host's work to a single one."""
+        return self.threads(together) or self.platform.host_threads(-(-together // len(self.nodes.members)))
+
     @property
     def run_id(self) -> str:
         """Marks every process of the run."""

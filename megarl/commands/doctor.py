@@ -107,7 +107,7 @@ def diagnose(platform: Platform | None = None) -> Diagnosis:
     wanted = pins()
     findings = [_python(), *_devices(platform)]
     findings += [_part(part, platform.name, wanted.get(part.distribution)) for part in PARTS]
-    findings += [_compiler()] if platform.has_device_memory else []
+    findings += [_compiler(), *_kernel_tools()] if platform.has_device_memory else []
     findings += [_apex(platform.name), _wandb_key(), _ray()]
     if not wanted:
         cost = "versions cannot be checked: install megarl with `pip install -e .`"
@@ -153,8 +153,8 @@ def _devices(platform: Platform) -> list[Finding]:
     cost = "" if gpus else "runs on the CPU: the same code, for small models and tests"
     findings.append(Finding("NVIDIA devices", level, found, "1 or more", cost))
     build = _torch_cuda()
-    if wanted or build:
-        level = Level.FATAL if wanted and not build else Level.OK
+    if wanted or build or gpus:
+        level = Level.OK if build else Level.FATAL if wanted else Level.NOTE
         cost = "" if build else "this torch is built for CPUs and cannot use the devices"
         findings.append(Finding("torch's CUDA", level, build or "none", "" if build else "a CUDA build", cost))
     return findings
@@ -211,6 +211,28 @@ def _compiler() -> Finding:
         return Finding("C compiler", Level.OK, found)
     cost = "kernels that Triton compiles do not start: Megatron's fused ones, SGLang's. Install gcc or clang, or set CC"
     return Finding("C compiler", Level.NOTE, "none", "gcc or clang", cost)
+
+
+def _kernel_tools() -> list[Finding]:
+    """What the pinned SGLang compiles its kernels with while a server starts, found as it finds them."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = f"{home or '/usr/local/cuda'}/bin/nvcc"
+    beside = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    tools = {
+        "nvcc": (
+            nvcc if home else shutil.which("nvcc") or nvcc,
+            "Install the CUDA toolkit of torch's CUDA, or set CUDA_HOME",
+        ),
+        "C++ compiler": (os.environ.get("CXX", "c++"), "Install g++, or set CXX"),
+        "ninja": ("ninja", "`pip install ninja`"),
+    }
+    findings = []
+    for name, (program, advice) in tools.items():
+        found = shutil.which(program, path=beside)
+        cost = "" if found else f"servers end while they start: SGLang compiles kernels then. {advice}"
+        level = Level.OK if found else Level.FATAL
+        findings.append(Finding(name, level, found or "none", "" if found else program, cost))
+    return findings
 
 
 def _apex(platform: PlatformName) -> Finding:

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from megarl.core.versions import installed
+
 PlatformName = Literal["cpu", "cuda"]
 TensorHash = Literal["sha256", "tiles"]  # see sync/tensor_hash.py
 
@@ -41,6 +43,9 @@ CPU_ENV = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
 }
+MOST_HOST_THREADS = 8
+# Entries of CUDA_VISIBLE_DEVICES that are none; the last is SLURM's word in an allocation without GPUs.
+NO_DEVICE = ("", "-1", "NoDevFiles")
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,10 @@ class Platform:
             return None
         return max(1, len(os.sched_getaffinity(0)) // max(1, together))
 
+    def host_threads(self, together: int) -> int:
+        """Threads of each of so many ranks on a machine, where devices compute: checkpoints pass the host's memory and cores."""
+        return max(1, min(MOST_HOST_THREADS, len(os.sched_getaffinity(0)) // max(1, together)))
+
     @property
     def frees_servers(self) -> bool:
         """Whether a server there gives the memory back that it is asked to."""
@@ -156,7 +165,7 @@ def visible_cuda_devices() -> list[str]:
     """The NVIDIA devices that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [entry.strip() for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+        return [entry.strip() for entry in visible.split(",") if entry.strip() not in NO_DEVICE]
     found = [node.name[len("nvidia") :] for node in Path("/dev").glob("nvidia[0-9]*")]
     return [str(index) for index in range(sum(name.isdigit() for name in found))]
 
@@ -172,9 +181,9 @@ def _installed(module: str) -> bool:
 
 
 def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
-    """The platform of that name; `auto` is cuda where an NVIDIA device is visible."""
+    """The platform of that name; `auto` is cuda where an NVIDIA device is visible, unless torch is a build for CPUs."""
     if name == "auto":
-        name = "cuda" if cuda_device_count() else "cpu"
+        name = "cuda" if cuda_device_count() and not (installed("torch") or "").endswith("+cpu") else "cpu"
     if name == "cpu":
         return Platform(
             name="cpu",

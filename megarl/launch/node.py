@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from megarl.core import janitor
+from megarl.core.limits import raise_open_files
 from megarl.launch.words import ALIVE_EVERY_S, Message, Word
 from megarl.serving.process import free_port
 
@@ -128,6 +129,7 @@ class Node:
         return NodeError(why)
 
     def _start_ray(self) -> subprocess.Popen[bytes]:
+        raise_open_files()
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 ray_command(self._spec, self._address),

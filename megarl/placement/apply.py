@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.ray_env import RAY_NODES_VARIABLE
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import DEVICES, Device
 from megarl.placement.local import run_cluster
@@ -37,7 +38,7 @@ _PARTS = {True: ("grads", "params", "optimizer"), False: ("params",)}
 
 @dataclass(frozen=True)
 class Placed:
-    """A recipe as it runs, and what is predicted of it: None where nothing is known of the devices.
+    """A recipe as it runs, and what is predicted of it: None where nothing is known of the cluster.
 
     plan: what was searched; None where the recipe's own placement is kept.
     """
@@ -50,15 +51,16 @@ class Placed:
 def place(recipe: Recipe) -> Placed:
     """Do what placement.name asks for, or check that the recipe's own placement fits.
 
-    Raises UserError: what does not fit, with the smallest cluster that works; devices that nothing is known of.
+    Raises UserError: what does not fit, with the smallest cluster that works; a search for a cluster that nothing is known of.
     """
     cluster, name = run_cluster(recipe), recipe.placement.name
     if cluster is None:
         if name is None:
             return Placed(recipe)
         raise UserError(
-            f"placement.name {name} asks for a search, and this machine's devices are not in the table of devices: "
-            f"{', '.join(DEVICES)}. Describe them in a cluster file (docs/placement.md) and name it by cluster.file."
+            f"placement.name {name} asks for a search, and what the run's cluster is like is not known: its devices are not in "
+            f"the table of devices ({', '.join(DEVICES)}), or {RAY_NODES_VARIABLE} does not say how many nodes its Ray has. "
+            "Describe it in a cluster file (docs/placement.md) and name that by cluster.file."
         )
     workload = recipe_workload(recipe, read_model(recipe.model.path))
     if name is None:

@@ -1,4 +1,4 @@
-"""The cluster that a run is on, where no cluster file says: this machine's devices, by the table. Without torch."""
+"""The cluster that a run is on, where no cluster file says: devices like this machine's, by the table. Without torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from megarl.core.platform import get_platform, num_local_devices
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE, nodes_of_ray
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.devices import DEVICES
 from megarl.recipe.schema import Recipe
@@ -32,7 +33,7 @@ HOST = "cpu"
 
 
 def run_cluster(recipe: Recipe) -> Cluster | None:
-    """The cluster of cluster.file; else what this machine has. None for devices that the table lacks.
+    """The cluster of cluster.file; else nodes like this machine. None for devices that the table lacks, or nodes nobody counted.
 
     Raises UserError for a file that cannot be used.
     """
@@ -42,8 +43,16 @@ def run_cluster(recipe: Recipe) -> Cluster | None:
         return host_cluster(wanted, file)
     if file is not None:
         return one_kind(read_cluster(file))
-    name = device_name()
-    return None if name is None or not here else make_cluster(name, -(-wanted // here), here)
+    name, nodes = device_name(), _num_nodes(recipe.cluster.spares)
+    # Servers may have devices of their own, so that the ranks' number does not tell how many there are.
+    return make_cluster(name, nodes, here) if name is not None and nodes * here >= wanted else None
+
+
+def _num_nodes(spares: int) -> int:
+    """Nodes that a run may take: this machine, or those of the Ray that it joins; 0 where nobody says how many these are."""
+    if RAY_ADDRESS_VARIABLE not in os.environ:
+        return 1
+    return max(0, (nodes_of_ray() or 0) - spares)
 
 
 def host_cluster(devices: int, file: Path | None = None) -> Cluster:

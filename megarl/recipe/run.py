@@ -28,7 +28,9 @@ class Run(Section):
 class Cluster(Section):
     """What the run may use."""
 
-    platform: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto is cuda where a GPU is visible")
+    platform: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto is cuda where a GPU is visible, and torch is no build for CPUs"
+    )
     devices: PositiveInt = Field(
         1, description="devices in the colocated pool; on cpu, one process counts as one device"
     )

@@ -104,7 +104,9 @@ def cluster_of_run(run: PastRun) -> Cluster:
     """The cluster that the run was on, by the table of devices. Raises UserError where the table lacks its devices."""
     cluster = run_cluster(run.recipe)
     if cluster is None:
-        raise UserError("This machine's devices are not in the table of devices: give --cluster FILE or --device NAME.")
+        raise UserError(
+            "What the run was on is not what this machine is, by the table: give --cluster FILE or --device NAME."
+        )
     return cluster
 
 

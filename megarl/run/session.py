@@ -130,11 +130,11 @@ def _homes(recipe: Recipe) -> dict[str, str]:
     return {role: name for name, pool in pools_of(recipe).items() for role in pool.roles}
 
 
-def _threads(runtime: Runtime, recipe: AnyRecipe) -> tuple[int | None, int | None]:
+def _threads(runtime: Runtime, recipe: AnyRecipe) -> tuple[int, int | None]:
     """Threads of each rank and of each server: all cores' where the others wait meanwhile."""
     ranks = recipe.cluster.devices
     if not isinstance(recipe, Recipe) or recipe.rollout.external is not None:
-        return runtime.threads(ranks), None
+        return runtime.rank_threads(ranks), None
     servers = recipe.rollout.server_devices
     if overlaps(recipe):
         ranks = servers = ranks + servers
@@ -143,7 +143,7 @@ def _threads(runtime: Runtime, recipe: AnyRecipe) -> tuple[int | None, int | Non
         own = 1  # only then do they compute the same bits
     elif own is not None and runtime.asked_threads is None:
         own = server_threads(recipe, read_model(recipe.model.path), own)
-    return runtime.threads(ranks), own
+    return runtime.rank_threads(ranks), own
 
 
 def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[str, RankGroup]:
@@ -172,7 +172,11 @@ def _server_slots(runtime: Runtime, recipe: Recipe) -> tuple[ServerSlot, ...]:
     settings = recipe.rollout
     if settings.external is not None:
         return ()
-    return server_slots(runtime.platform, runtime.nodes.members, runtime.slots, settings.num_servers, settings.tp)
+    slots = server_slots(runtime.platform, runtime.nodes.members, runtime.slots, settings.num_servers, settings.tp)
+    if any(slot.shared for slot in slots):
+        there = sum(node.devices for node in runtime.nodes.members)
+        log.info("servers are on the ranks' devices: there are %d, for %d ranks", there, len(runtime.slots))
+    return slots
 
 
 def _source(

@@ -14,8 +14,9 @@ import pytest
 from megarl.cluster import nodes
 from megarl.cluster.checks import Broken
 from megarl.cluster.node_actor import GONE
-from megarl.cluster.nodes import Node, Nodes, _natural, without_spares
+from megarl.cluster.nodes import Node, Nodes, _natural, await_devices, without_spares
 from megarl.core.errors import UserError
+from megarl.core.ray_env import RAY_NODES_VARIABLE
 
 LINK = Broken("a", "b", "eth0", "no answer")
 OTHER = Broken("b", "c", "eth0", "no answer")
@@ -114,3 +115,25 @@ def test_spares_that_leave_too_few_devices_are_refused(monkeypatch: pytest.Monke
         UserError, match=r"cluster\.spares is 2, and the other 1 of 3 nodes have 2 devices: the run needs 4"
     ):
         without_spares(there, 4, 2)
+
+
+def test_all_nodes_that_are_said_to_come_have_their_time_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' devices may be there before a node whose devices are for servers."""
+    there: list[dict[str, Any]] = []
+
+    def rows() -> list[dict[str, Any]]:
+        index = len(there)
+        address = {"NodeID": f"{index}", "NodeManagerHostname": f"n{index}", "NodeManagerAddress": f"10.0.0.{index}"}
+        there.append({**address, "Alive": True, "Resources": {"GPU": 8.0}})
+        return list(there)
+
+    monkeypatch.setattr(nodes.ray, "nodes", rows)
+    monkeypatch.setattr(nodes.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "1"))
+    monkeypatch.setattr(nodes, "DEVICES_POLL_S", 0.0)
+    assert [row["NodeID"] for row in await_devices("GPU", 8)] == ["0"]
+    there.clear()
+    monkeypatch.setenv(RAY_NODES_VARIABLE, "3")
+    assert [row["NodeID"] for row in await_devices("GPU", 8)] == ["1", "0", "2"]
+    there.clear()
+    monkeypatch.setenv(RAY_NODES_VARIABLE, "1000000")  # they do not all come: the run goes on with what there is
+    assert len(await_devices("GPU", 8, deadline_s=0.05)) > 1

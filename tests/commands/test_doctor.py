@@ -53,12 +53,21 @@ def test_gpu_platform_without_gpus_kernels_and_cuda_torch_cannot_run(monkeypatch
     pretend(monkeypatch, dict.fromkeys(["transformer-engine", "sglang-kernel", "apex"]))
     monkeypatch.setattr(doctor, "cuda_device_count", lambda: 0)
     monkeypatch.setattr(doctor, "_find", lambda module: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: name)
     diagnosis = diagnose(CUDA)
     assert not diagnosis.can_run
     fatal = {finding.part for finding in diagnosis.findings if finding.level is Level.FATAL}
     assert fatal == {"NVIDIA devices", "torch's CUDA", "sglang-kernel"}
     assert find(diagnosis, "transformer-engine").level is Level.NOTE
     assert "slower" in find(diagnosis, "apex (NVIDIA)").cost
+
+
+def test_devices_that_this_torch_cannot_use_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_device_count", lambda: 2)
+    diagnosis = diagnose(CPU)
+    assert find(diagnosis, "NVIDIA devices").found.startswith("2 visible") and diagnosis.can_run
+    finding = find(diagnosis, "torch's CUDA")
+    assert finding.level is Level.NOTE and "built for CPUs" in finding.cost
 
 
 @pytest.mark.parametrize("part", ["torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers"])
@@ -81,11 +90,33 @@ def test_transformer_engine_has_to_load_where_it_is_installed(monkeypatch: pytes
 
 
 def test_a_compiler_is_looked_for_where_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", {"clang": "/usr/bin/clang"}.get)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: {"clang": "/usr/bin/clang"}.get(name))
     assert find(diagnose(CUDA), "C compiler").found == "/usr/bin/clang"
     monkeypatch.setenv("CC", "mycc")
     assert find(diagnose(CUDA), "C compiler").level is Level.NOTE
     assert not [each for each in diagnose(CPU).findings if each.part == "C compiler"]
+
+
+def test_what_servers_compile_kernels_with_is_looked_for_as_they_find_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def kernel_tools() -> dict[str, Finding]:
+        return {name: find(diagnose(CUDA), name) for name in ("nvcc", "C++ compiler", "ninja")}
+
+    (tmp_path / "python").mkdir()
+    (tmp_path / "toolkit" / "bin").mkdir(parents=True)
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python" / "python3"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    monkeypatch.delenv("CXX", raising=False)
+    assert all(each.level is Level.FATAL and "servers end" in each.cost for each in kernel_tools().values())
+    programs = {"nvcc": "toolkit/bin/nvcc", "C++ compiler": "c++", "ninja": "python/ninja"}  # beside this Python
+    for program in programs.values():
+        (tmp_path / program).touch(mode=0o755)
+    assert {name: each.found for name, each in kernel_tools().items()} == {
+        name: str(tmp_path / program) for name, program in programs.items()
+    }
+    assert not [each for each in diagnose(CPU).findings if each.part in programs]
 
 
 def test_a_missing_optional_part_costs_something_but_runs(monkeypatch: pytest.MonkeyPatch) -> None:

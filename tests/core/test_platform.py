@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.platform import CUDA_SHARED, get_platform, visible_cuda_devices
+from megarl.core.platform import CUDA_SHARED, cuda_device_count, get_platform, visible_cuda_devices
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ from megarl.core.platform import CUDA_SHARED, get_platform, visible_cuda_devices
         ("", []),
         ("-1", []),
         ("2,", ["2"]),
+        ("NoDevFiles", []),
     ],
 )
 def test_devices_are_named_as_the_environment_names_them(
@@ -23,6 +24,28 @@ def test_devices_are_named_as_the_environment_names_them(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_cuda_devices() == found
+
+
+@pytest.mark.parametrize(
+    ("visible", "torch", "name"),
+    [
+        ("0", "2.13.0", "cuda"),
+        ("0", "2.13.0+cu130", "cuda"),
+        ("0", "2.13.0+cpu", "cpu"),  # as in the environment that `make setup` makes on any machine
+        ("0", None, "cuda"),  # one that only submits
+        ("", "2.13.0+cu130", "cpu"),
+    ],
+)
+def test_by_itself_it_is_cuda_where_devices_and_torch_are(
+    monkeypatch: pytest.MonkeyPatch, visible: str, torch: str | None, name: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("megarl.core.platform.installed", lambda _: torch)
+    cuda_device_count.cache_clear()
+    try:
+        assert get_platform("auto").name == name
+    finally:
+        cuda_device_count.cache_clear()
 
 
 def test_threads_wait_for_one_another_a_moment_without_sleeping() -> None:

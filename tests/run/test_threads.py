@@ -21,6 +21,7 @@ def runtime(asked: int | None = None, nodes: int = 1, platform: str = "cpu") -> 
         platform=get_platform(platform), asked_threads=asked, nodes=SimpleNamespace(members=[1] * nodes)
     )
     found.threads = lambda together: Runtime.threads(found, together)
+    found.rank_threads = lambda together: Runtime.rank_threads(found, together)
     return found
 
 
@@ -64,5 +65,15 @@ def test_processes_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [runtime(nodes=2).threads(count) for count in (1, 2, 3, 4, 100)] == [8, 8, 4, 4, 1]
 
 
-def test_on_gpus_nothing_is_said() -> None:
-    assert runtime(platform="cuda").threads(1) is None
+def test_on_gpus_ranks_have_a_few_for_what_the_host_does_and_servers_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(96)))
+    write_world(tmp_path)
+    words = ["cluster.platform=cuda", "model.dtype=bfloat16"]
+    found = {}
+    for devices in (1, 8, 32, 512):
+        recipe = load_recipe(tmp_path / "train.yaml", [*words, f"cluster.devices={devices}"], Recipe).recipe
+        found[devices] = _threads(runtime(platform="cuda", nodes=-(-devices // 32)), recipe)
+    assert found == {1: (8, None), 8: (8, None), 32: (3, None), 512: (3, None)}
+    assert _threads(runtime(asked=5, platform="cuda"), recipe) == (5, 5)

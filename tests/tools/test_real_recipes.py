@@ -15,9 +15,14 @@ from typer.testing import CliRunner
 
 import megarl
 from megarl.cli import app
+from megarl.core.errors import UserError
 from megarl.core.platform import get_platform
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
 from megarl.launch.submit import SlurmOptions, check_fit
+from megarl.models.known_configs import known_config
 from megarl.models.layout_check import check_layout
+from megarl.placement import local
+from megarl.placement.apply import place
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.local import host_cluster
 from megarl.placement.own import own_placement
@@ -99,6 +104,26 @@ def test_its_own_placement_fits_in_the_memory_of_its_cluster(case: Case) -> None
     assert own.problem is None and own.predicted is not None
     assert sum(pool.devices for pool in own.predicted.pools) == case.nodes * 8
     assert check_fits(case.recipe, case.workload, case.cluster).step_s == own.predicted.step_s
+
+
+def test_a_run_of_it_is_predicted_for_all_nodes_of_its_ray_or_for_none(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its servers have devices of their own: nodes for its ranks alone would not hold it."""
+    config = known_config(case.recipe.model.path)
+    assert config is not None
+    scored = [f"reward_model.path={config.parent}"] if case.recipe.reward_model is not None else []
+    recipe = load_recipe(case.file, [f"model.path={config.parent}", *scored]).recipe
+    monkeypatch.setattr(local, "num_local_devices", lambda platform: 8)
+    monkeypatch.setattr(local, "device_name", lambda: case.cluster.device.name)
+    monkeypatch.setenv(RAY_ADDRESS_VARIABLE, "10.0.0.1:6379")
+    monkeypatch.setenv(RAY_NODES_VARIABLE, str(case.nodes + recipe.cluster.spares))
+    predicted = place(recipe).predicted
+    assert predicted is not None and sum(pool.devices for pool in predicted.pools) == case.nodes * 8
+    monkeypatch.delenv(RAY_NODES_VARIABLE)
+    assert place(recipe).predicted is None
+    with pytest.raises(UserError, match=f"{RAY_NODES_VARIABLE} does not say how many nodes"):
+        place(recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"name": "auto"})}))
 
 
 def test_its_own_words_plan_it_where_its_model_is_not(
