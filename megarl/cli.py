@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -82,6 +83,7 @@ def entry() -> None:
     """A process that is this command alone.
 
     Where it has failed, and Ray was there, it ends at once: left while actors begin, Ray's threads crash as Python ends.
+    Otherwise Python ends it, and would look through all that was loaded for garbage, several times: a second after a run.
     """
     try:
         main()
@@ -93,3 +95,5 @@ def entry() -> None:
             with suppress(OSError):  # nobody reads any more
                 stream.flush()
         os._exit(end.code)
+    finally:
+        gc.freeze()

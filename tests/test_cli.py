@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 CODE = """
-import atexit, sys
+import atexit, gc, sys
 from types import ModuleType
 from megarl import cli
 if {ray}:
     sys.modules["ray"] = ModuleType("ray")
 atexit.register(print, "Python took itself apart")
+atexit.register(lambda: print("and looked for no garbage") if gc.get_freeze_count() else None)
 sys.argv = ["megarl", *{words}]
 cli.entry()
 """
@@ -40,7 +41,7 @@ def test_a_failed_command_ends_at_once_where_ray_was(
         cwd=tmp_path,
     )
     assert done.returncode == code, done.stderr
-    assert ("Python took itself apart" in done.stdout) == whole
+    assert ("Python took itself apart" in done.stdout) == ("and looked for no garbage" in done.stdout) == whole
     assert ("nowhere.yaml" in done.stderr) == bool(code)
 
 
