@@ -27,7 +27,7 @@ class MetricSpec:
     format: str = ".4g"
 
 
-# What a step spends its seconds on, in the order of the loop; `start` and `export` happen outside of steps.
+# What a run spends its seconds on, in the order of the loop.
 PHASES: Mapping[str, str] = MappingProxyType(
     {
         "start": "servers and ranks started, models loaded",
@@ -48,6 +48,9 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "export": "weights written as an HF folder",
     }
 )
+
+# Phases outside of steps: of no step's metrics, only in the table at a run's end.
+OUTSIDE: frozenset[str] = frozenset({"start", "export"})
 
 # What a role does on its ranks, as their memory is told apart.
 Operation = Literal["logprobs", "values", "update", "evaluate", "save", "send"]
@@ -105,8 +108,12 @@ _METRICS: dict[str, MetricSpec] = {
         "tokens", "mean response length, the end-of-sequence token included", ".1f"
     ),
     "rollout/response_len_max": MetricSpec("tokens", "longest response", ".0f"),
-    "rollout/truncated": MetricSpec("fraction", "samples that ended at the length limit / samples", ".3f"),
-    "rollout/failed": MetricSpec("samples", "samples that no server could answer", ".0f"),
+    "rollout/truncated": MetricSpec(
+        "fraction", "samples that ended at the length limit, or at a budget of their episode / samples", ".3f"
+    ),
+    "rollout/failed": MetricSpec(
+        "samples", "samples that no server could answer, or whose environment or harness failed", ".0f"
+    ),
     "rollout/staleness_mean": MetricSpec(
         "versions", "how far a sample's oldest trained token is behind the weights that it is trained on, mean", ".2f"
     ),
@@ -171,12 +178,10 @@ _METRICS: dict[str, MetricSpec] = {
     "actor/entropy": MetricSpec(
         "nats", "entropy of the temperature-scaled distribution, mean over trained tokens", ".3f"
     ),
-    "actor/grad_norm": MetricSpec(
-        "1", "global gradient norm before clipping, mean over the step's optimizer steps", ".3g"
-    ),
+    "actor/grad_norm": MetricSpec("1", "global gradient norm before clipping, mean over the optimizer steps", ".3g"),
     "actor/grad_share_max": MetricSpec(
         "fraction",
-        "largest share of one parameter in the squared gradient norm, over the step's optimizer steps",
+        "largest share of one parameter in the squared gradient norm, over the optimizer steps",
         ".3f",
     ),
     "actor/skipped_steps": MetricSpec(
@@ -236,7 +241,9 @@ _METRICS: dict[str, MetricSpec] = {
     "eval/reward": MetricSpec("reward", "mean over held-out samples", ".3f"),
     "eval/response_len_mean": MetricSpec("tokens", "mean length of held-out responses", ".1f"),
     "eval/truncated": MetricSpec(
-        "fraction", "held-out samples that ended at the length limit / held-out samples", ".3f"
+        "fraction",
+        "held-out samples that ended at the length limit, or at a budget of their episode / held-out samples",
+        ".3f",
     ),
     "eval/turns_mean": MetricSpec("turns", "responses of the policy in one held-out episode, mean", ".2f"),
     "eval/by/NAME": MetricSpec("1", "what the environment gave as its metric NAME, mean over held-out episodes", ".3f"),
@@ -257,7 +264,11 @@ _METRICS: dict[str, MetricSpec] = {
     "data/epoch": MetricSpec("epochs", "times that the training rows have been gone through, as a fraction", ".3f"),
     "data/dropped_prompts": MetricSpec("rows", "training rows left out because they are over the length limit", ".0f"),
     "perf/step_s": MetricSpec("s", "wall time of the step", ".2f"),
-    **{f"perf/{name}_s": MetricSpec("s", f"phase `{name}`: {what}", ".2f") for name, what in PHASES.items()},
+    **{
+        f"perf/{name}_s": MetricSpec("s", f"phase `{name}`: {what}", ".2f")
+        for name, what in PHASES.items()
+        if name not in OUTSIDE
+    },
     "perf/rollout_tokens_per_s": MetricSpec(
         "tokens/s",
         "response tokens that were finished since the last step / seconds of generation, over all servers",
@@ -320,8 +331,8 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
         "reward": "What the graders said of the step's samples.",
         "rollout": "The step's samples, as they were generated.",
         "agent": "The step's episodes; only with a section `agent`.",
-        "actor": "The update of the policy.",
-        "critic": "The update of the critic.",
+        "actor": "The update of the policy; where `actor.epochs` is above 1, of the step's last epoch.",
+        "critic": "The update of the critic; where `critic.epochs` is above 1, of the step's last epoch.",
         "sft": "Training on demonstrations.",
         "rm": "Training of a reward model on pairs.",
         "dpo": "Training of a policy on pairs.",

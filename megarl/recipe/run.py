@@ -32,7 +32,8 @@ class Cluster(Section):
         "auto", description="auto is cuda where a GPU is visible, and torch is no build for CPUs"
     )
     devices: PositiveInt = Field(
-        1, description="devices in the colocated pool; on cpu, one process counts as one device"
+        1,
+        description="devices of the roles that Megatron holds, over all pools; on cpu, one process counts as one device",
     )
     file: UserPath | None = Field(
         None,
@@ -91,7 +92,7 @@ class Report(Section):
     """Where metrics go, beside the console and metrics.jsonl."""
 
     tensorboard: bool = Field(True, description="event files in the run's folder")
-    wandb: Wandb | None = Field(None, description="also to wandb")
+    wandb: Wandb | None = Field(None, description="also to wandb; default: not")
     samples: Annotated[int, Field(ge=0)] = Field(
         16, description="samples of each step written to samples/, for reading"
     )

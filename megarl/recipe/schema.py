@@ -78,7 +78,8 @@ class Rollout(Section):
     )
     deterministic: bool = Field(
         False,
-        description="the same run gives the same samples twice, bit for bit, by SGLang's deterministic mode, which is slower",
+        description="the same run gives the same samples twice, bit for bit, by SGLang's deterministic mode; what that costs: "
+        "docs/determinism.md",
     )
     concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
     max_restarts: Annotated[int, Field(ge=0)] = Field(
@@ -175,7 +176,8 @@ class Sync(Section):
     )
     tolerance: PositiveFloat | None = Field(
         None,
-        description="largest |log-prob| difference, server to trainer; default 1e-3 in float32, 0.3 in bfloat16",
+        description="largest |log-prob| difference, server to trainer; default 1e-3 in float32, 0.3 in bfloat16, "
+        "2 with rollout.quantization",
     )
 
 
@@ -229,14 +231,18 @@ class Recipe(Section):
     model: Model
     data: Data
     rollout: Rollout
-    agent: Agent | None = Field(None, description="episodes of several turns, with an environment, tools or a harness")
+    agent: Agent | None = Field(
+        None, description="episodes of several turns, with an environment, tools or a harness; default: none"
+    )
     reward: Reward = Reward()
     algorithm: Algorithm = Algorithm()
     actor: Actor = Actor()
     reference: Reference = Reference()
     critic: Critic | None = Field(None, description="the value model; there by itself where the advantage is gae")
-    reward_model: RewardModel | None = Field(None, description="a model that scores responses, beside the graders")
-    teacher: Teacher | None = Field(None, description="the model to distill from")
+    reward_model: RewardModel | None = Field(
+        None, description="a model that scores responses, beside the graders; default: none"
+    )
+    teacher: Teacher | None = Field(None, description="the model to distill from; default: none")
     placement: Placement = Placement()
     sync: Sync = Sync()
     eval: Eval = Eval()

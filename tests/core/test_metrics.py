@@ -10,7 +10,7 @@ import pytest
 
 import megarl
 from megarl.core.errors import MegarlError
-from megarl.core.metrics import METRICS, PHASES, check_names, format_value, render_docs
+from megarl.core.metrics import METRICS, OUTSIDE, PHASES, check_names, format_value, render_docs
 
 PACKAGE = Path(megarl.__file__).parent
 GROUPS = "reward|rollout|actor|sft|eval|sync|data|perf"
@@ -45,8 +45,9 @@ def test_every_spec_formats_a_number() -> None:
     assert format_value("reward/mean", float("nan")) == "-"
 
 
-def test_every_phase_has_a_metric() -> None:
-    assert all(f"perf/{phase}_s" in METRICS for phase in PHASES)
+def test_every_phase_of_a_step_has_a_metric_and_no_other() -> None:
+    assert set(PHASES) > OUTSIDE
+    assert {phase for phase in PHASES if f"perf/{phase}_s" not in METRICS} == OUTSIDE
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

@@ -17,6 +17,27 @@ def test_the_page_is_generated() -> None:
     assert (ROOT / "docs" / "recipe.md").read_text() == reference.page() + "\n"
 
 
+@pytest.mark.parametrize(
+    ("section", "meaning"),
+    [
+        ("critic", "the value model; there by itself where the advantage is gae"),
+        ("critic.parallel", "its own layout; default: the actor's"),
+        ("reference.parallel", "its own layout; default: the actor's"),
+        ("actor.lora", "train low-rank adapters alone; default: the whole model"),
+        ("algorithm.kl_control", "steer kl_coef to a target; default: it stays"),
+        ("report.wandb", "also to wandb; default: not"),
+    ],
+)
+def test_a_section_that_may_be_left_out_stands_before_its_keys(section: str, meaning: str) -> None:
+    lines = reference.page().splitlines()
+    at = lines.index(f"| `{section}` | a section or null | `null` | {meaning} |")
+    assert lines[at + 1].startswith(f"| `{section}.")
+
+
+def test_a_section_of_defaults_has_no_row_of_its_own() -> None:
+    assert "| `actor.parallel` |" not in reference.page()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_essential_keys_exist_with_a_meaning(kind: str) -> None:
     schema = Schema(KINDS[kind])
