@@ -1,4 +1,4 @@
-"""megarl's package. What each extra is for stands in README.md; pinned versions stand in requirements/."""
+"""megarl's package. What each extra is for stands beside it; requirements/ locks every version for a CPU."""
 
 from setuptools import find_packages, setup
 

@@ -2,7 +2,7 @@
 
     python -m bench.sample_store            # --blocks 32 --mb 16
 
-straw (https://pypi.org/project/straw-queue/, slime's) is installed into a folder of its own for the comparison. It keeps what
+straw (the package straw-queue, slime's) is installed into a folder of its own for the comparison. It keeps what
 it is given in files of a shared file system, durably; here in memory (/dev/shm) and on a disk. With Ray one process writes the
 blocks of a step and another reads them; straw's writer reads them itself, which is no slower. Every byte is summed up by who
 reads, as some map what others copy; the sums have to be the same. Writes bench/results/sample_store.json.

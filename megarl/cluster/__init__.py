@@ -1,4 +1,4 @@
-"""Ray: processes, placements, waits with deadlines. The only room that imports ray.
+"""Ray: processes, placements, waits with deadlines. The only room that imports ray, beside its job client in launch/.
 
 Ray reads how it authenticates when it is first imported, so this package decides it before any of its modules imports ray:
 a secret of this process's own, which Ray's processes inherit. A token that is already in the environment is kept.

@@ -16,7 +16,7 @@ def profile(
     servers: Annotated[int, typer.Option(min=0, max=2, help="SGLang servers to time; 0 leaves generation out.")] = 2,
     timeout: Timeout = 600,
 ) -> None:
-    """Measure this machine with small reference models, in about a minute, for `megarl plan --cluster`.
+    """Measure this machine with small reference models, in some minutes, for `megarl plan --cluster`.
 
     Times matrix products, memory, collectives, passes and updates on 1, 2, 4... ranks, and answers of real servers.
 

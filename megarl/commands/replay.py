@@ -23,9 +23,10 @@ def replay(
 
     Begins with the checkpoint before the first step, or with the base model. With the run's own recipe every loss is the
     same to the bit, and the end says so; with other keys it shows what another loss, learning rate or layout would have
-    learned from the same samples. train.journal_keep: all keeps the samples of every step.
+    learned from the same samples. A run with train.journal_keep=all has those of every step; any other removes the samples
+    that no kept checkpoint needs.
 
-    Example: megarl replay runs/quickstart --from-step 11 --to-step 14 algorithm.clip_high=0.3
+    Example, after a run with train.journal_keep=all: megarl replay runs/quickstart --from-step 11 --to-step 14
     """
     from megarl.run.replay import run_replay
 

@@ -29,8 +29,8 @@ class Status(StrEnum):
     """How the generation of a sample ended."""
 
     COMPLETED = "completed"  # a stop token or a stop string
-    TRUNCATED = "truncated"  # the length limit
-    FAILED = "failed"  # no server could answer
+    TRUNCATED = "truncated"  # the length limit, or a budget of its episode
+    FAILED = "failed"  # no server could answer, or its environment or harness failed
 
 
 class VersionSpan(NamedTuple):

@@ -1,4 +1,4 @@
-"""`megarl profile`: measures this machine in about a minute, and writes the cluster file that `megarl plan` reads."""
+"""`megarl profile`: measures this machine in some minutes, and writes the cluster file that `megarl plan` reads."""
 
 from __future__ import annotations
 

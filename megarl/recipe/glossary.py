@@ -66,7 +66,7 @@ ENTRIES = (
     Entry("rollout.max_staleness", "staleness_threshold", "", "max_staleness", "async_queue_size", "weight versions; NeMo-RL: max_trajectory_age_steps; verl's is a share of a step's samples"),
     Entry("rollout.in_flight", "partial_rollout", "partial_rollout", "", "partial_rollout", "abort goes on with partial answers; NeMo-RL's in_flight_weight_updates is in_place"),
     Entry("rollout.keep_kv", "", "", "", "", "NeMo-RL: recompute_kv_cache_after_weight_updates, the other way round"),
-    Entry("rollout.oversample", "", "over_sampling_batch_size", "", "vllm_generate_batch_size", "a factor; unfinished groups are carried over, never thrown away"),
+    Entry("rollout.oversample", "", "over_sampling_batch_size", "", "vllm_generate_batch_size", "a factor; unfinished groups are carried over, unless rollout.late is drop"),
     Entry("rollout.collectors", "num_workers", "", "", "", "processes"),
     Entry("rollout.server_args", "engine_kwargs", "", "", "", "SGLang's own flags; slime takes them as --sglang-*"),
     Entry("reward.fn", "custom_reward_function compute_score", "custom_rm_path rm_type", "reward_funcs", "remote_rm_url", "remote rewards: reward.graders"),

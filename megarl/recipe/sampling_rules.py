@@ -1,7 +1,7 @@
 """The rules about samples of several versions and about the processes that make them, as data; and what follows from staleness.
 
-Which runs overlap: servers generate while the ranks train only where they have devices of their own, so that neither
-rollout.offload nor rollout.oversample, which are for servers on ranks' devices, stand beside rollout.max_staleness.
+Which runs overlap: servers generate while the ranks train only where they have devices of their own, so that rollout.offload and
+rollout.oversample, which are for servers on ranks' devices, make rollout.max_staleness carry-over.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ LARGEST = (
 # Samples that were lost, over all steps.
 LOST = (
     ("samples without a grade", "reward/failures"),
-    ("samples that no server answered", "rollout/failed"),
+    ("samples that no server answered, or whose episode failed", "rollout/failed"),
     ("held-out samples without a grade", "eval/failures"),
 )
 # A rate, and the seconds that it was measured over: its mean is weighted by these.

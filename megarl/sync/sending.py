@@ -1,7 +1,8 @@
 """How weights are sent: what ranks are told of it, and which transport a run takes. Without torch: the driver decides.
 
-broadcast works between any two nodes. shared_memory needs the model's first copy and all servers on one node, and is faster
-there: ranks write side by side, and no byte goes through a socket. disk needs nothing but a folder that ranks and servers see:
+broadcast works between any two nodes. shared_memory needs, on CPUs, the model's first copy and all servers on one node; on
+devices with memory of their own, a rank that holds weights on every device of a server. It is faster there: ranks write side by
+side, and no byte goes through a socket. disk needs nothing but a folder that ranks and servers see:
 ranks write a version, and each server's own process beside it fetches that. The transports themselves: transport.py.
 """
 

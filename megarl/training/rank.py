@@ -1,6 +1,6 @@
 """One process on one device, which hosts every Megatron role of its pool. A plain class: Ray is megarl/cluster's.
 
-This module imports neither torch nor Megatron when it loads: the driver takes `RoleSpec` from here, and on a rank
+This module imports neither torch nor Megatron when it loads: the driver imports it too (cluster/ranks.py), and on a rank
 Megatron has to meet the platform first.
 """
 

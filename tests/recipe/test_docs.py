@@ -31,8 +31,9 @@ from megarl.recipe.presets import PRESETS
 
 DOCS = Path(megarl.__file__).parent.parent / "docs"
 ALGORITHMS, SUPERVISED = ((DOCS / name).read_text() for name in ("algorithms.md", "supervised.md"))
-# A file, and a field of rows, whose names begin as sections do.
+# Files, and a field of rows, whose names begin as sections do.
 OTHERS = {
+    "eval.json",
     "train.py",
     "train.jsonl:3",
     "reward_model.ground_truth",
