@@ -23,7 +23,7 @@ import ray
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
-from megarl.cluster.services import Services
+from megarl.cluster.services import Services, end_monitor
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
@@ -153,6 +153,7 @@ class Runtime:
         """End every process of the run, and the Ray that it started; remove its shared memory and temporary files."""
         if ray.is_initialized():
             self.nodes.clean()
+            end_monitor()
             ray.shutdown()
         self.nodes.services.close()
         cleaned = janitor.clean(self.run_id, self.scratch.registry, but=[self.scratch.guard.pid])

@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from megarl.core.errors import WorkerDiedError
 
+MONITOR = "ray/autoscaler/_private/monitor.py"
 ROLES = {
     "raylet": "Ray's raylet, which starts and watches all processes of the run on this machine,",
     "gcs_server": "Ray's GCS, by which all processes of the run find each other,",
@@ -79,6 +83,17 @@ class Services:
             self._poll.unregister(service.handle)
             os.close(service.handle)
         self._services = ()
+
+
+def end_monitor() -> None:
+    """End the autoscaler's monitor of the Ray that this process started, before Ray does: that would wait a second for it.
+
+    It sleeps through the signal to end, and has nothing to scale and nothing to keep.
+    """
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it ended meanwhile
+            if any(word.endswith(MONITOR) for word in child.cmdline()):
+                child.kill()
 
 
 def _how(service: Service) -> str:
