@@ -30,7 +30,7 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
-from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.core.ray_env import RAY_ADDRESS_VARIABLE, RunningRay, ray_to_join
 from megarl.core.scratch import Scratch
 
 log = get_logger(__name__)
@@ -125,10 +125,10 @@ class Runtime:
         runtime.asked_threads = int(asked) if asked.isdigit() and int(asked) else None
         own = address_towards(reached_from)
         runtime.reached = bool(own)
-        address = os.environ.get(RAY_ADDRESS_VARIABLE)
         try:
-            if address:
-                _join_ray(address, run_id, platform)
+            running = ray_to_join()
+            if running:
+                _join_ray(running, run_id, platform)
                 with _witness(folder, run_id) as witness:
                     paths = {witness: folder, **{path: path for path in (Path.cwd(), *reads)}}
                     runtime.nodes = Nodes.join(run_id, platform.ray_resource, num_devices, paths, spares)
@@ -209,16 +209,17 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
         _init("on this machine", **settings)
 
 
-def _join_ray(address: str, run_id: str, platform: Platform) -> None:
-    """The Ray at host:port. Raises UserError where none answers, MegarlError where it does not take this run."""
+def _join_ray(running: RunningRay, run_id: str, platform: Platform) -> None:
+    """The Ray that runs. Raises UserError where none answers, MegarlError where it does not take this run."""
+    address, variable = running
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise UserError(f"{RAY_ADDRESS_VARIABLE} is {address!r}: it has to be host:port, or not to be set.")
+        raise UserError(f"{variable} is {address!r}: it has to be host:port, or not to be set.")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except OSError as error:
         raise UserError(
-            f"{RAY_ADDRESS_VARIABLE} is {address}, and no Ray answers there: {error}. Start one on this node (megarl "
+            f"{variable} is {address}, and no Ray answers there: {error}. Start one on this node (megarl "
             "submit does), or unset the variable to run on this machine alone."
         ) from error
     # Ray's processes are not this run's; its workers are, and carry its id.

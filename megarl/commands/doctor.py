@@ -19,9 +19,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from megarl.core.errors import UserError
 from megarl.core.keys import wandb_key_place
 from megarl.core.platform import Platform, PlatformName, cuda_device_count, get_platform, num_local_devices
-from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.core.ray_env import ray_to_join
 from megarl.core.versions import installed, matches, pins
 
 BOTH: tuple[PlatformName, ...] = ("cpu", "cuda")
@@ -262,9 +263,13 @@ def _wandb_key() -> Finding:
 
 def _ray() -> Finding:
     """Whether a run would start a Ray or join one."""
-    address = os.environ.get(RAY_ADDRESS_VARIABLE)
-    if not address:
+    try:
+        running = ray_to_join()
+    except UserError as error:
+        return Finding("nodes", Level.FATAL, "no Ray that can be joined", "host:port", str(error))
+    if running is None:
         return Finding("nodes", Level.OK, "a run stays on this machine")
+    address = running.address
     if not os.environ.get("RAY_AUTH_TOKEN"):
         cost = "a Ray that asks for a token does not let the run in: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         return Finding("nodes", Level.NOTE, f"a run joins the Ray at {address}", "its token", cost)

@@ -50,11 +50,15 @@ NO_DEVICE = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True)
 class Conflict:
-    """An environment variable under which a run would break where it holds the word. why: goes on a sentence."""
+    """An environment variable under which a run would break where it holds the word. why: goes on a sentence.
+
+    of_ray: it is Ray that reads it, in its workers alone.
+    """
 
     variable: str
     word: str
     why: str
+    of_ray: bool = False
 
 
 _SEGMENTS = "weights reach servers on the same device by memory handles, which expandable segments do not have"
@@ -65,6 +69,7 @@ CUDA_CONFLICTS = (
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
         "1",
         "Ray would then show every rank all devices: all take the first",
+        of_ray=True,
     ),
 )
 CUDA_ENV = {

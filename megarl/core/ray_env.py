@@ -5,13 +5,21 @@ Ray itself is megarl/cluster's; job scripts and node starters need only these na
 
 from __future__ import annotations
 
+import json
 import os
+from typing import NamedTuple
+
+from megarl.core.errors import UserError
 
 # host:port of a Ray that runs. A run joins it instead of starting its own. RAY_AUTH_MODE and RAY_AUTH_TOKEN go with it.
 RAY_ADDRESS_VARIABLE = "MEGARL_RAY_ADDRESS"
 
 # On how many nodes that Ray is, spares included. The run predicts its memory for as many; nothing where nobody says so.
 RAY_NODES_VARIABLE = "MEGARL_RAY_NODES"
+
+# Ray's own (2.60), in the command of a Ray job alone: what the job's workers start with, as JSON, and host:port of its Ray.
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+JOB_ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 # For `ray start` on every node: one that cannot be reached is given up after some 20 seconds, not 64.
 HEALTH_CHECKS = {
@@ -29,3 +37,37 @@ def nodes_of_ray() -> int | None:
     """How many nodes the Ray has that a run joins; None where nobody says so."""
     said = os.environ.get(RAY_NODES_VARIABLE, "")
     return int(said) if said.isdigit() else None
+
+
+class RunningRay(NamedTuple):
+    """A Ray that a run joins. address: host:port. variable: which one of the environment says so."""
+
+    address: str
+    variable: str
+
+
+def ray_to_join() -> RunningRay | None:
+    """The Ray that a run of this process joins: the one that is named, else that of the Ray job which this process is.
+
+    None where it starts one of its own. Raises UserError for a name that is empty.
+    """
+    named = os.environ.get(RAY_ADDRESS_VARIABLE)
+    if named == "":
+        raise UserError(
+            f"{RAY_ADDRESS_VARIABLE} is set, and empty: it has to be host:port of a Ray that runs. Perhaps it was made of a "
+            "variable that is not set where the command is put together. Unset it: in a Ray job a run joins the job's Ray, and "
+            "elsewhere it starts one of its own."
+        )
+    if named is not None:
+        return RunningRay(named, RAY_ADDRESS_VARIABLE)
+    address = os.environ.get(JOB_ADDRESS_VARIABLE) if JOB_VARIABLE in os.environ else None
+    return RunningRay(address, JOB_ADDRESS_VARIABLE) if address else None
+
+
+def is_for_driver_alone(variable: str) -> bool:
+    """Whether a Ray job has given this variable to its command, which uses no device, and not to its workers."""
+    job = os.environ.get(JOB_VARIABLE)
+    if job is None:
+        return False
+    settings = json.loads(job).get("runtime_env") or {}
+    return variable not in (settings.get("env_vars") or {})

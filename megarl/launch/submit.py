@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
-from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 from megarl.hub.recipe import localize, names_of
 from megarl.launch import slurm
 from megarl.launch.ray_jobs import RayJobs
@@ -95,8 +94,7 @@ def submit_ray(
     # What was checked here, at its commit: the cluster has a cache of its own.
     named = [f"{key}={name}" for key, name in loaded.names.items()]
     words = ["python", "-m", "megarl", _command(loaded.recipe), recipe, *overrides, *named, "--continue"]
-    # Ray gives its job the cluster's address under a name of its own.
-    entrypoint = f"{RAY_ADDRESS_VARIABLE}=$RAY_ADDRESS exec {shlex.join(words)}"
+    entrypoint = f"exec {shlex.join(words)}"
     if dry_run:
         say(entrypoint)
         return run

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from megarl.core.platform import get_platform, num_local_devices
-from megarl.core.ray_env import RAY_ADDRESS_VARIABLE, nodes_of_ray
+from megarl.core.ray_env import nodes_of_ray, ray_to_join
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.devices import DEVICES
 from megarl.recipe.schema import Recipe
@@ -50,7 +50,7 @@ def run_cluster(recipe: Recipe) -> Cluster | None:
 
 def _num_nodes(spares: int) -> int:
     """Nodes that a run may take: this machine, or those of the Ray that it joins; 0 where nobody says how many these are."""
-    if RAY_ADDRESS_VARIABLE not in os.environ:
+    if ray_to_join() is None:
         return 1
     return max(0, (nodes_of_ray() or 0) - spares)
 

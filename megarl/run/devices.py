@@ -6,7 +6,7 @@ import os
 
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
-from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from megarl.core.ray_env import is_for_driver_alone, ray_to_join
 from megarl.recipe.sampling_rules import check_beside
 from megarl.recipe.schema import AnyRecipe, Recipe
 
@@ -32,6 +32,8 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
 def _check_environment(platform: Platform) -> None:
     """Whether a variable of this environment, which all processes of a run inherit, breaks the platform. Raises UserError."""
     for conflict in platform.conflicts:
+        if conflict.of_ray and is_for_driver_alone(conflict.variable):
+            continue
         if conflict.word in os.environ.get(conflict.variable, ""):
             raise UserError(
                 f"The environment has {conflict.variable}={os.environ[conflict.variable]}, and {conflict.why}. Unset it."
@@ -40,7 +42,7 @@ def _check_environment(platform: Platform) -> None:
 
 def _local_devices(platform: Platform, *, here: bool) -> int | None:
     """This machine's, where they are all that the run has; None where nobody knows yet."""
-    return num_local_devices(platform) if here and RAY_ADDRESS_VARIABLE not in os.environ else None
+    return num_local_devices(platform) if here and ray_to_join() is None else None
 
 
 def check_room_beside(recipe: Recipe, platform: Platform, *, here: bool) -> None:

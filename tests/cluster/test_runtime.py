@@ -26,11 +26,12 @@ def unused_address() -> str:
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
+        ("", "is set, and empty"),
         ("head", "it has to be host:port"),
         ("head:ray", "it has to be host:port"),
         (unused_address(), "no Ray answers there"),
     ],
-    ids=["no port", "no number", "nobody there"],  # the same in every worker
+    ids=["empty", "no port", "no number", "nobody there"],  # the same in every worker
 )
 def test_an_address_where_no_ray_is(
     platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, reason: str

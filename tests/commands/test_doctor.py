@@ -191,6 +191,12 @@ def test_the_ray_that_a_run_would_join(monkeypatch: pytest.MonkeyPatch, token: s
     assert "10.0.0.1:6379" in finding.found and "secret" not in finding.found
 
 
+def test_an_empty_name_of_a_ray_stops_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGARL_RAY_ADDRESS", "")
+    finding = find(diagnose(CPU), "nodes")
+    assert finding.level is Level.FATAL and "Unset it" in finding.cost
+
+
 def test_without_an_installation_pins_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "pins", dict)
     diagnosis = diagnose(CPU)

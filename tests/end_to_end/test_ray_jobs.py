@@ -32,13 +32,33 @@ data: {{train: data/sft.jsonl, max_tokens: 128}}
 actor: {{micro_batch_tokens: 512}}
 train: {{steps: 2, batch_samples: 8}}
 """
+# What a run finds in a job's command, up to where it would ask for its devices; Ray does not change what a worker starts with.
+LOOK = """
+import json, os, sys
+import ray
+from pathlib import Path
+from megarl.core.ray_env import JOB_ADDRESS_VARIABLE, ray_to_join
+from megarl.recipe.load import detect_kind, load_recipe
+from megarl.run.devices import check_devices
+path, on_cuda = Path("recipe.yaml"), ["cluster.platform=cuda", "model.dtype=bfloat16"]
+name = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+seen = {
+    "address": ray_to_join().address,
+    "driver": os.environ.get(name),
+    "platform": check_devices(load_recipe(path, on_cuda, detect_kind(path, on_cuda)).recipe).name,
+}
+ray.init(address=seen["address"], log_to_driver=False)
+seen["worker"] = ray.get(ray.remote(lambda: os.environ.get(name)).remote())
+Path(sys.argv[1]).write_text(json.dumps(seen))
+"""
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A Ray with a dashboard, and a folder with a recipe that is sent to it."""
+    """A Ray with a dashboard, and a folder with a recipe that is sent to it. head: host:port that its nodes join by."""
 
     address: str
+    head: str
     folder: Path
     env: dict[str, str]
 
@@ -89,15 +109,16 @@ def cluster(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         # Jobs find the python that has megarl, and the dashboard what it asks for beyond Ray's own requirements.
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    dashboard = free_port()
+    dashboard, host, port = free_port(), own_address("192.0.2.1"), free_port()
     command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={free_port()}"),
-        *("--node-ip-address=" + own_address("192.0.2.1"), f"--temp-dir={temp}", "--num-cpus=2", "--no-monitor"),
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"),
+        *(f"--node-ip-address={host}", f"--temp-dir={temp}", "--num-cpus=2", "--no-monitor"),
         *("--include-dashboard=true", f"--dashboard-port={dashboard}", f"--ray-client-server-port={free_port()}"),
         *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--disable-usage-stats"),
         '--resources={"megarl_cpu_device": 1}',
     ]
-    stand_ins = {"PYTHONPATH": str(ROOT / "tests" / "support" / "ray_dashboard")}
+    # Jobs inherit it: they are to find this checkout, whichever one is installed.
+    stand_ins = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support" / "ray_dashboard"), str(ROOT)])}
     log = folder.parent / "ray.log"
     with log.open("wb") as out:
         ray = subprocess.Popen(command, env={**env, **stand_ins}, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
@@ -105,7 +126,7 @@ def cluster(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         wait(lambda: ray.poll() is not None or b"Ray runtime started." in log.read_bytes())
         assert ray.poll() is None, log.read_text()
         del env[janitor.RUN_ID_VARIABLE]
-        yield RayCluster(f"http://127.0.0.1:{dashboard}", folder, env)
+        yield RayCluster(f"http://127.0.0.1:{dashboard}", f"{host}:{port}", folder, env)
     finally:
         ray.kill()
         ray.wait()
@@ -125,6 +146,24 @@ def test_a_cluster_with_a_token_wants_it(cluster: RayCluster) -> None:
     for env, says in (({"RAY_AUTH_TOKEN": "0" * 64}, "another's"), ({"RAY_AUTH_TOKEN": ""}, "not set")):
         done = cluster.megarl("status", str(cluster.run), **env)
         assert done.returncode == 2 and "wants its token" in done.stderr and says in done.stderr
+
+
+def test_a_job_that_was_submitted_by_hand_joins_its_ray_and_may_run_on_devices(cluster: RayCluster) -> None:
+    """Ray shows the command of a job all devices, by a variable under which ranks could not work: they do not get it."""
+    (cluster.folder / "look.py").write_text(LOOK)
+    out = cluster.folder / "runs" / "seen.json"
+    out.parent.mkdir(exist_ok=True)
+    job = ("job", "submit", "--address", cluster.address, "--working-dir", str(cluster.folder), "--")
+    done = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", *job, "python", "look.py", str(out)],
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=UP_S,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert json.loads(out.read_text()) == {"address": cluster.head, "driver": "1", "platform": "cuda", "worker": None}
 
 
 def test_a_run_is_followed_to_its_end(cluster: RayCluster) -> None:

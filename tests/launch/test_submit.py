@@ -121,7 +121,7 @@ def test_a_ray_job_needs_paths_that_the_cluster_sees(place: Place, monkeypatch: 
         submit_ray(place.recipe, overrides, "http://h:8265", working_dir, resume=False, dry_run=True, say=said.append)
 
     dry_run("run.seed=7")
-    assert said == ["MEGARL_RAY_ADDRESS=$RAY_ADDRESS exec python -m megarl train recipe.yaml run.seed=7 --continue"]
+    assert said == ["exec python -m megarl train recipe.yaml run.seed=7 --continue"]
     monkeypatch.chdir(place.root)
     with pytest.raises(UserError, match=r"run\.dir is runs, relative"):
         dry_run("run.dir=runs")

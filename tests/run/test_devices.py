@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.core.ray_env import JOB_ADDRESS_VARIABLE, JOB_VARIABLE
 from megarl.recipe.load import load_recipe
 from megarl.run.devices import check_devices
 from tests.support.bad_input import Place, good_place
@@ -47,3 +50,24 @@ def test_variables_that_break_a_run_on_devices_are_named(
         check_devices(on_cuda)
     monkeypatch.setenv(variable, value.replace("True", "False").replace("1", "0"))
     check_devices(on_cuda)
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}], ids=["driver alone", "workers"]
+)
+def test_a_ray_job_gives_its_command_a_variable_that_workers_do_not_get(
+    place: Place, monkeypatch: pytest.MonkeyPatch, workers: dict[str, str]
+) -> None:
+    """Ray sets it in every job that asks for no devices for its command, which has none to be shown."""
+    on_cuda = load_recipe(place.recipe, ["cluster.platform=cuda", "cluster.devices=64"]).recipe
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv(JOB_VARIABLE, json.dumps({"runtime_env": {"env_vars": workers}}))
+    monkeypatch.setenv(JOB_ADDRESS_VARIABLE, "10.0.0.1:6379")
+    if workers:
+        with pytest.raises(UserError, match="show every rank all devices"):
+            check_devices(on_cuda)
+    else:
+        assert check_devices(on_cuda).name == "cuda"  # how many devices the job's Ray has is seen once it is joined
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        with pytest.raises(UserError, match="memory handles"):
+            check_devices(on_cuda)
