@@ -12,6 +12,7 @@ from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.hub.recipe import localize, names_of
 from megarl.launch import slurm
+from megarl.launch.fit import check_fit
 from megarl.launch.ray_jobs import RayJobs
 from megarl.launch.record import EVENTS, FOLDER, Submission, last_submission
 from megarl.launch.script import TEMPLATE, SlurmJob, render
@@ -63,11 +64,13 @@ def submit_slurm(
             slurm.check_partition(options.partition)
     loaded, platform = _checked(path, overrides, "cuda" if options.gpus_per_node else "cpu", resume, dry_run, say)
     recipe = loaded.recipe
-    per_node = check_fit(recipe, platform, options)
+    fit = check_fit(recipe, options.nodes, options.gpus_per_node)
     run: Path = recipe.run.folder.absolute()
-    script = render(_slurm_job(recipe, platform, options, per_node, run), options.template)
+    script = render(_slurm_job(recipe, platform, options, fit.per_node, run), options.template)
     if dry_run:
         say(script)
+        if fit.servers:
+            say(f"# {recipe.run.name}: {fit.servers}.")  # what is printed is still a script
         return run
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,8 @@ def submit_slurm(
     job = slurm.submit(folder / "slurm.sbatch")
     log = folder / f"slurm-{job}.out"
     Submission("slurm", job, log=str(log)).write(run)
-    say(f"SLURM job {job}: {recipe.run.name} on {options.nodes} nodes; it prints to {log}")
+    servers = f", {fit.servers}" if fit.servers else ""
+    say(f"SLURM job {job}: {recipe.run.name} on {options.nodes} nodes{servers}; it prints to {log}")
     return run
 
 
@@ -102,33 +106,6 @@ def submit_ray(
     Submission("ray", job, address=address).write(run)
     say(f"Ray job {job} at {address}: {loaded.recipe.run.name}")
     return run
-
-
-def check_fit(recipe: AnyRecipe, platform: Platform, options: SlurmOptions) -> int:
-    """Devices of each node that the run uses. Raises UserError where nodes and devices do not match the recipe."""
-    devices, servers = recipe.cluster.devices, 0
-    nodes, spares = options.nodes - recipe.cluster.spares, recipe.cluster.spares
-    if nodes < 1:
-        raise UserError(
-            f"cluster.spares is {spares}, and --nodes {options.nodes} counts them: give at least {spares + 1} nodes, or lower "
-            "cluster.spares."
-        )
-    if options.gpus_per_node is None:
-        # Processes stand for devices: as many as are needed, evenly.
-        return -(-devices // nodes)
-    if isinstance(recipe, Recipe):
-        servers = recipe.rollout.server_devices
-    there, wanted = nodes * options.gpus_per_node, devices + servers
-    if there != wanted:
-        sum_of = f"cluster.devices {devices}"
-        if servers and isinstance(recipe, Recipe):
-            sum_of += f" + rollout.servers {recipe.rollout.servers} x rollout.tp {recipe.rollout.tp}"
-        raise UserError(
-            f"--nodes {options.nodes}{f' without cluster.spares {spares}' if spares else ''} x --gpus-per-node "
-            f"{options.gpus_per_node} are {there} GPUs, and the recipe uses "
-            f"{wanted} ({sum_of}). Give as many nodes as it takes, or set cluster.devices or rollout.servers to match."
-        )
-    return options.gpus_per_node
 
 
 def _checked(

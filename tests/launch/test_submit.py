@@ -70,6 +70,65 @@ def test_gpus_of_the_nodes_are_those_of_the_recipe(dry_run: Callable[..., str]) 
         dry_run(options)
 
 
+COLOCATED = ("cluster.platform=auto", "model.dtype=bfloat16", "cluster.devices=8", "rollout.servers=8")
+OFFLOAD = "rollout.offload=[weights,kv_cache]"
+
+
+@pytest.mark.parametrize("offload", [(OFFLOAD,), ()], ids=["taking turns", "side by side"])
+def test_the_number_of_gpus_says_whether_servers_stand_on_the_ranks(
+    dry_run: Callable[..., str], offload: tuple[str, ...]
+) -> None:
+    """As it does when the run gives out its devices: their own where there are enough."""
+    for nodes, where in (
+        (1, "the servers (rollout.servers 8 x rollout.tp 1) on the ranks' 8 GPUs"),
+        (2, "on 8 GPUs of their own"),
+    ):
+        script = dry_run(SlurmOptions(nodes=nodes, gpus_per_node=8), *COLOCATED, *offload)
+        [last] = script.splitlines()[-1:]
+        assert last.startswith("# ") and where in last
+    with pytest.raises(
+        UserError, match=r"are 24 GPUs, and the recipe uses 16 .*, or 8 with the servers on the ranks' GPUs"
+    ):
+        dry_run(SlurmOptions(nodes=3, gpus_per_node=8), *COLOCATED, *offload)
+
+
+def test_where_the_servers_will_be_is_said_with_the_job(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 8\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    said: list[str] = []
+    options = SlurmOptions(gpus_per_node=8)
+    submit_slurm(place.recipe, [*COLOCATED, OFFLOAD], options, resume=False, dry_run=False, say=said.append)
+    assert (
+        said[-1].startswith("SLURM job 8: ") and "on the ranks' 8 GPUs; 16 GPUs would give them their own" in said[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "gpus", "why"),
+    [
+        (("rollout.max_staleness=1",), 1, 8, r"rollout\.max_staleness is 1"),
+        (("cluster.devices=2", "rollout.servers=1", "rollout.tp=4"), 1, 2, r"rollout\.tp is 4, more than there are"),
+        (
+            ("cluster.devices=6", "rollout.servers=1", "rollout.tp=4"),
+            2,
+            3,
+            r"tp 4 would have uneven parts on nodes of 3",
+        ),
+    ],
+)
+def test_servers_that_cannot_stand_on_the_ranks_need_gpus_of_their_own(
+    dry_run: Callable[..., str], overrides: tuple[str, ...], nodes: int, gpus: int, why: str
+) -> None:
+    options = SlurmOptions(nodes=nodes, gpus_per_node=gpus)
+    with pytest.raises(
+        UserError, match=rf"as many as the ranks alone .*servers cannot be on these: .*{why}.*it takes \d+"
+    ):
+        dry_run(options, *COLOCATED, *overrides)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 import megarl
 from megarl.cli import app
 from megarl.core.errors import UserError
-from megarl.core.platform import get_platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
-from megarl.launch.submit import SlurmOptions, check_fit
+from megarl.launch.fit import check_fit
 from megarl.models.known_configs import known_config
 from megarl.models.layout_check import check_layout
 from megarl.placement import local
@@ -86,8 +85,8 @@ def test_these_recipes_are_shipped() -> None:
 
 
 def test_the_nodes_of_its_own_words_are_what_it_uses(case: Case) -> None:
-    options = SlurmOptions(nodes=case.nodes, gpus_per_node=8)
-    assert check_fit(case.recipe, get_platform("cuda"), options) == 8
+    fit = check_fit(case.recipe, case.nodes, 8)
+    assert fit.per_node == 8 and "GPUs of their own" in fit.servers
     assert case.name.endswith(f"_{case.nodes * 8}")
     assert f"--nodes {case.nodes} --gpus-per-node 8" in case.file.read_text()
 
