@@ -33,7 +33,8 @@ from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
 from megarl.serving.process import GUARD, free_port
 
 SILENT_S = 5 * ALIVE_EVERY_S  # a node that says nothing for so long is lost
-SRUN = ("srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none")
+# One process a node has all of the job's CPUs there: some SLURMs would bind it to one (TaskPluginParam=autobind).
+SRUN = ("srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none")
 CLOSE_S = 20.0  # longest orderly end of the nodes
 REQUEUE_S = 60.0  # longest wait for SLURM to end a job that it queues again
 

@@ -26,12 +26,14 @@ from types import FrameType
 
 from megarl.core import janitor
 from megarl.core.limits import raise_open_files
+from megarl.core.platform import visible_cuda_devices
 from megarl.launch.words import ALIVE_EVERY_S, Message, Word
 from megarl.serving.process import free_port
 
 RAY_STARTED = "Ray runtime started."
 POLL_S = 0.2
 LOG_LINES = 25
+CPUS_PER_GPU = 2  # a rank and a server, at the least
 
 
 class NodeError(Exception):
@@ -88,6 +90,17 @@ def ray_command(spec: NodeSpec, address: str) -> list[str]:
     ]
 
 
+def few_cpus(spec: NodeSpec, gpus: int) -> str:
+    """What is to be said of a node whose GPUs would wait for its CPUs, after its name; nothing where they are enough."""
+    # Where a resource is named, processes stand for devices.
+    if spec.resources or spec.cpus >= CPUS_PER_GPU * gpus:
+        return ""
+    return (
+        f"gives this job {spec.cpus} CPUs for {gpus} GPUs: fewer than {CPUS_PER_GPU} a GPU make the run slow. Ask SLURM for more "
+        "(megarl submit --cpus-per-task), or for whole nodes, which a job gets that says nothing of CPUs and memory."
+    )
+
+
 class Node:
     """This node, from its start to its end."""
 
@@ -102,6 +115,8 @@ class Node:
         """Start, say so, and wait for the end of standard input. Raises NodeError."""
         spec = self._spec
         self._say("started")
+        if few := few_cpus(spec, len(visible_cuda_devices())):
+            print(f"megarl: warning: {self._name} ({self._address}) {few}", file=sys.stderr, flush=True)
         try:
             spec.temp.mkdir(mode=0o700)
         except OSError as error:

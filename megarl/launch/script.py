@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,10 @@ from megarl.core.errors import UserError
 from megarl.core.shipped import shipped
 
 TEMPLATE = shipped("launch") / "slurm.sbatch"
+
+
+# Options of sbatch that say which part of a node a job gets; some of them SLURM refuses beside those of a whole one.
+PARTS = ("--exclusive", "--oversubscribe", "--share", "-s", "--cpus-per-task", "-c", "--cpus-per-gpu", "--mem")
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,21 @@ class SlurmJob:
     extra: Sequence[str] = field(default=())
 
     @property
+    def takes_whole_nodes(self) -> bool:
+        """Whether a job on GPUs gets all CPUs and all memory of its nodes, as nothing was said of either."""
+        said = self.cpus_per_task or self.memory or any(map(_is_part, self.extra))
+        return bool(self.gpus_per_node) and not said
+
+    @property
     def python(self) -> str:
         """The interpreter of whoever submits: the nodes see the same file system."""
         return sys.executable
+
+
+def _is_part(option: str) -> bool:
+    """Whether an option of sbatch is one of PARTS: `-c8`, `--mem=0`, `--mem-per-gpu=80G`."""
+    name = re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]
+    return name in PARTS or name.startswith("--mem-per-")
 
 
 def render(job: SlurmJob, template: Path = TEMPLATE) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megarl.launch.script import SlurmJob, render
 from tests.end_to_end.harness import RECIPE
 from tests.support.netns_cluster import Node
-from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.support.slurm_cluster import GPUS, SlurmCluster, slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
@@ -122,6 +123,30 @@ def test_two_jobs_on_a_node_do_not_meet_and_their_exit_codes_are_the_drivers(
         *((1, name) for name in start),
     ]
     assert_nothing_left(slurm, node)
+
+
+def test_slurm_gives_a_job_on_gpus_all_of_its_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Where nothing is said of CPUs and memory: SLURM itself would give it one CPU a node."""
+    job = SlurmJob(
+        "gpus",
+        recipe=Path("recipe"),
+        command="train",
+        log=tmp_path / "out",
+        events=tmp_path / "events.jsonl",
+        metrics=tmp_path / "metrics.jsonl",
+        nodes=2,
+        gpus_per_node=GPUS,
+        devices_per_node=GPUS,
+        resource="GPU",
+    )
+    for each, processors in (
+        (job, 16),
+        (replace(job, cpus_per_task=3), 6),
+        (replace(job, extra=("--oversubscribe",)), 2),
+    ):
+        (tmp_path / "script").write_text(render(each))
+        done = slurm.run("sbatch", "--test-only", str(tmp_path / "script"))
+        assert done.returncode == 0 and f"using {processors} processors" in done.stderr, done.stderr
 
 
 def test_a_node_that_does_not_come_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from megarl.core import janitor
-from megarl.launch.node import NodeSpec, own_address, ray_command
+from megarl.launch.node import NodeSpec, few_cpus, own_address, ray_command
 from megarl.launch.words import parse_line
 from megarl.serving.process import free_port
 
 FAR = "192.0.2.1"  # no machine has this address (RFC 5737)
 
 
-def start(temp: Path, head: str, deadline_s: float) -> subprocess.Popen[str]:
+def start(temp: Path, head: str, deadline_s: float, *more: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megarl.launch.node", "--head", head, "--run-id", f"test-{temp.parent.name}"]
     return subprocess.Popen(
-        [*command, "--temp", str(temp), "--deadline", str(deadline_s)],
+        [*command, "--temp", str(temp), "--deadline", str(deadline_s), *more],
+        env={**os.environ, **env},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -36,6 +39,23 @@ def test_a_head_that_is_not_reached_is_named(tmp_path: Path) -> None:
     assert words(out) == ["started", "failed"]
     assert f"cannot reach the head at {FAR}:9" in err
     assert not (tmp_path / "temp").exists()
+
+
+def test_a_node_with_fewer_than_two_cpus_a_gpu_is_named(tmp_path: Path) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    env = {"SLURMD_NODENAME": "node3", "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(cpus)))}
+    for more, warned in (((), True), (("--resource", "megarl_cpu_device=2"), False)):
+        node = start(tmp_path / "temp", f"{FAR}:9", 60.0, *more, **env)
+        err = node.communicate(timeout=30)[1]
+        assert node.returncode == 0
+        named = re.search(r"warning: node3 \(\S+\) gives this job (\d+) CPUs for (\d+) GPUs.*--cpus-per-task", err)
+        assert (named is not None) == warned
+        assert named is None or named.groups() == (str(cpus), str(cpus))
+
+
+def test_two_cpus_a_gpu_are_enough() -> None:
+    for cpus, gpus, few in ((1, 8, True), (15, 8, True), (16, 8, False), (1, 0, False)):
+        assert bool(few_cpus(NodeSpec(FAR, "id", Path("/tmp/x"), cpus, {}, 1.0), gpus)) == few
 
 
 def test_a_folder_that_is_there_already_is_nobodys_to_take(tmp_path: Path) -> None:

@@ -90,6 +90,26 @@ def test_a_job_on_gpus_asks_slurm_for_them_and_everything_else_as_given(tmp_path
     assert "--resource" not in command(script, tmp_path)
 
 
+def test_a_job_on_gpus_takes_whole_nodes_where_nothing_else_is_said() -> None:
+    """Without a word SLURM may give it one CPU a node."""
+    whole = {"--exclusive", "--mem=0"}
+    gpus = replace(JOB, gpus_per_node=8)
+    assert asked(render(gpus)) == asked(render(JOB)) | whole | {"--gpus-per-node=8"}
+    assert whole <= asked(render(replace(gpus, extra=("--qos=high", "--signal=B:TERM@9", "-Cfast"))))
+    assert not whole & asked(render(replace(gpus, cpus_per_task=96)))
+    assert not whole & asked(render(replace(gpus, memory="800G")))
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--exclusive=user", "--oversubscribe", "-s", "-c96", "--cpus-per-gpu=12", "--mem=800G", "--mem-per-gpu=100G"],
+)
+def test_what_is_said_of_a_nodes_parts_stands_alone(option: str) -> None:
+    """SLURM refuses --mem beside --mem-per-gpu."""
+    job = replace(JOB, gpus_per_node=8)
+    assert asked(render(replace(job, extra=(option,)))) == asked(render(JOB)) | {"--gpus-per-node=8", option}
+
+
 def test_sbatch_reads_all_options_because_nothing_else_stands_before_them() -> None:
     lines = render(replace(JOB, time="10", setup="module load cuda")).splitlines()
     last = max(index for index, line in enumerate(lines) if line.startswith("#SBATCH"))

@@ -22,6 +22,7 @@ from tests.support.netns_cluster import Node, Nodes, nodes
 UP_S = 30.0
 POLL_S = 0.5  # what is asked is mostly one of SLURM's commands, and each costs a process
 PARTITION = "main"
+GPUS = 4  # that SLURM gives out on each node: any device files will do
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={login}({address})
@@ -39,6 +40,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
@@ -159,10 +161,11 @@ def _write_files(cluster: SlurmCluster, cpus: int) -> None:
     (root / "munge.key").write_bytes(secrets.token_bytes(64))
     (root / "munge.key").chmod(0o400)
     (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+    (root / "gres.conf").write_text(f"Name=gpu File=/dev/tty[0-{GPUS - 1}]\n")
     hosts = [f"{node.address} {node.name}" for node in cluster.nodes.nodes]
     (root / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
     lines = [
-        f"NodeName={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory=64000 State=UNKNOWN"
+        f"NodeName={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory=64000 Gres=gpu:{GPUS} State=UNKNOWN"
         for node in cluster.compute
     ]
     for node in cluster.compute:
