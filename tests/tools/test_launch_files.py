@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import megarl
-from megarl.core.ray_env import HEALTH_CHECKS, RAY_ADDRESS_VARIABLE
+from megarl.core.ray_env import HEALTH_CHECKS
 from megarl.recipe.load import load_recipe
 
 ROOT = Path(megarl.__file__).parent.parent
@@ -36,7 +36,8 @@ def test_the_manifest_runs_a_recipe_on_the_ray_that_is_pinned(pinned: dict[str, 
     cluster = spec["rayClusterSpec"]
     assert cluster["rayVersion"] == pinned["ray"]
     words = spec["entrypoint"].split()
-    assert words[0] == f"{RAY_ADDRESS_VARIABLE}=$RAY_ADDRESS" and words[-1] == "--continue"
+    assert words[:4] == ["python", "-m", "megarl", "train"] and words[-1] == "--continue"
+    assert not set("$`\"'\\") & set(spec["entrypoint"]), "the shell of the pod that submits reads it first"
     start = next(index for index, word in enumerate(words) if word.endswith(".yaml"))
     path = ROOT / words[start].removeprefix("/opt/megarl/")
     recipe = load_recipe(path, words[start + 1 : -1]).recipe
@@ -46,4 +47,5 @@ def test_the_manifest_runs_a_recipe_on_the_ray_that_is_pinned(pinned: dict[str, 
     assert int(gpus) * workers["replicas"] == used
     for group in (cluster["headGroupSpec"], workers):
         env = {each["name"]: each.get("value") for each in group["template"]["spec"]["containers"][0]["env"]}
-        assert HEALTH_CHECKS.items() <= env.items() and {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} <= env.keys()
+        assert HEALTH_CHECKS.items() <= env.items() and not [name for name in env if name.startswith("RAY_AUTH")]
+    assert cluster["authOptions"] == {"mode": "token"}, "the pod that submits gets the token by this alone"
