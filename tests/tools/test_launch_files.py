@@ -23,12 +23,26 @@ def pinned() -> dict[str, str]:
     return dict(re.findall(r'"([a-z-]+)": "([\d.]+)"', text))
 
 
-def test_the_image_installs_the_pinned_versions(pinned: dict[str, str]) -> None:
-    """All but torch, which the base brings."""
-    text = (ROOT / "launch" / "Dockerfile").read_text()
-    installed = dict(re.findall(r"'([a-z-]+)(?:\[\w+\])?==([\d.]+)'", text))
-    assert installed == {name: version for name, version in pinned.items() if name != "torch"}
-    assert re.search(r"^ARG BASE=\S+:\S+$", text, re.MULTILINE)
+def test_the_image_installs_what_the_package_names(pinned: dict[str, str]) -> None:
+    """In the order of requirements/README.md: what is pinned beside torch and SGLang comes with the package."""
+    files = ("launch/Dockerfile", "setup.py", "requirements/README.md")
+    text, package, order = ((ROOT / file).read_text() for file in files)
+    installed = re.findall(r"^RUN pip install (.*)$", text, re.MULTILINE)
+    assert installed == [
+        f"'torch=={pinned['torch']}' 'sglang=={pinned['sglang']}' setuptools wheel",
+        f"--no-build-isolation -e '.[gpu]' 'ray[default]=={pinned['ray']}'",
+    ]
+    assert f"\npip install {installed[0]}\npip install --no-build-isolation -e .[gpu]\n".replace("'", "") in order
+    [base] = re.findall(r"^ARG BASE=nvidia/cuda:(\d+)\.\S+-devel-\S+$", text, re.MULTILINE)
+    assert f"core_cu{base}" in package, "Transformer Engine's core is of the CUDA that nvcc is of"
+    [minor] = re.findall(r"^RUN python3\.(\d+) -m venv", text, re.MULTILINE)
+    assert f"python3.{minor}-dev" in text and int(minor) >= 11 and 'python_requires=">=3.11"' in package
+
+
+def test_the_image_holds_nothing_that_git_leaves_out() -> None:
+    left_out = (ROOT / "launch" / "Dockerfile.dockerignore").read_text().splitlines()
+    names = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
+    assert {name.removeprefix("**/") for name in left_out} >= {*names, ".git"}
 
 
 def test_the_manifest_runs_a_recipe_on_the_ray_that_is_pinned(pinned: dict[str, str]) -> None:
