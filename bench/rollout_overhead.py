@@ -88,7 +88,7 @@ def make_recipe(folder: Path, data: Path, *, prompts: int, samples: int, tokens:
 async def bare(server: ServerEndpoint, prompts: tuple[Prompt, ...], recipe: Recipe) -> Measured:
     """A minimal client: as many requests in flight as the recipe allows, answers read and counted."""
     sampling = {"max_new_tokens": recipe.rollout.max_response_tokens, "temperature": recipe.rollout.temperature}
-    room = asyncio.Semaphore(recipe.rollout.concurrency)
+    room = asyncio.Semaphore(recipe.rollout.most_in_flight)
     headers = {"Authorization": f"Bearer {server.api_key}"}
     began = time.monotonic()
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:

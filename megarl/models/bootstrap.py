@@ -20,6 +20,10 @@ def prepare_megatron(platform: Platform) -> None:
 
         megatron_cpu.install()
         cpu_matmul.install()
+    if platform.has_device_memory:
+        # From cuDNN 9.15 on torch takes its attention first, which makes a plan for each shape that it meets. Sequences have any
+        # length: nearly every one would wait for three plans. Flash attention has none.
+        importlib.import_module("torch").backends.cuda.enable_cudnn_sdp(False)
     if not platform.has_transformer_engine:
         # Left unbound without it, and read all the same by the routers of experts (megatron-core 0.16.1).
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")

@@ -65,7 +65,10 @@ def rollout_seconds(
     context = workload.prompt_tokens + residual
     each = workload.samples / choice.count
     room = np.floor(held.cache_tokens / np.maximum(context, 1))
-    cap = np.minimum(np.minimum(room, workload.max_running), np.maximum(each, 1))
+    room = np.minimum(room, workload.max_running)
+    if workload.in_flight is not None:
+        room = np.minimum(room, np.maximum(workload.in_flight / choice.count, 1))
+    cap = np.minimum(room, np.maximum(each, 1))
     waits = each > cap
     step = _Step(config, choice, workload, cluster)
     full_steps = np.where(waits, np.maximum(each * mean - cap * residual, 0) / np.maximum(cap, 1), 0.0)
@@ -80,7 +83,7 @@ def rollout_seconds(
     )
     prefill = prefill_seconds(config, choice.used, choice.tp, workload, cluster)
     # Samples of as many steps as they may be old are in flight beside this one's.
-    most = np.maximum(np.minimum(np.minimum(room, workload.max_running), each * (1 + workload.staleness)), 1)
+    most = np.maximum(np.minimum(room, each * (1 + workload.staleness)), 1)
     flow = prefill + each * mean / most * step.seconds(most, context)
     holds = held.cache_tokens >= workload.longest_sample
     never = np.where(holds, 0.0, np.inf)

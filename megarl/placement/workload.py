@@ -41,8 +41,9 @@ class Workload:
     of one pass over a step's samples. epochs: times that the actor goes through them; critic_epochs: that the critic does.
     longest_sample: tokens of prompt and response at most.
     micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
-    once, at most. staleness: versions that a sample may be old; 0 is synchronous. scores: whether the actor's own
-    log-probs are computed again before the update. shards_optimizer: whether data-parallel ranks share out its state.
+    once, at most. in_flight: those that all servers are asked for at once; None: all that they decode. staleness: versions that
+    a sample may be old; 0 is synchronous. scores: whether the actor's own log-probs are computed again before the update.
+    shards_optimizer: whether data-parallel ranks share out its state.
     quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
     kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory. transport:
     how weights go to servers.
@@ -59,6 +60,7 @@ class Workload:
     epochs: int = 1
     critic_epochs: int = 1
     max_running: int = 1024
+    in_flight: int | None = None
     dtype: str = "bfloat16"
     staleness: int = 0
     scores: bool = True
@@ -153,6 +155,7 @@ def recipe_workload(
         epochs=actor.epochs,
         critic_epochs=1 if recipe.critic is None else recipe.critic.epochs,
         max_running=rollout.max_running_requests,
+        in_flight=rollout.concurrency,
         dtype=recipe.model.dtype,
         staleness=rollout.max_staleness,
         scores=scored_first(recipe, "may ask for all"),

@@ -29,7 +29,7 @@ def _platform(recipe: Recipe) -> Platform:
 
 def _wanted_cache(recipe: Recipe) -> int:
     """Tokens of a cache that never runs full."""
-    return min(recipe.rollout.max_running_requests, recipe.rollout.concurrency) * longest_sample(recipe)
+    return min(recipe.rollout.max_running_requests, recipe.rollout.most_in_flight) * longest_sample(recipe)
 
 
 def _may_run_full(recipe: Recipe) -> bool:
@@ -64,7 +64,7 @@ DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             "a server whose cache runs full drops a request and computes it again as one long prompt, which gives other bits. "
             f"Set rollout.kv_tokens to {_wanted_cache(r)} or more (rollout.max_running_requests "
-            f"{r.rollout.max_running_requests}, at most rollout.concurrency {r.rollout.concurrency}, times "
+            f"{r.rollout.max_running_requests}, at most rollout.concurrency {r.rollout.most_in_flight}, times "
             f"{longest_sample(r)} tokens of a longest sample), or rollout.max_running_requests to less"
         ),
         (Recipe,),

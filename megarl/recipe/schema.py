@@ -45,6 +45,7 @@ class Data(DataSet):
 InFlight = Literal["finish", "in_place", "abort"]
 Late = Literal["wait", "drop", "resume"]
 JournalKeep = Literal["needed", "all"]
+IN_FLIGHT = 512
 
 
 class Rollout(Section):
@@ -81,7 +82,11 @@ class Rollout(Section):
         description="the same run gives the same samples twice, bit for bit, by SGLang's deterministic mode; what that costs: "
         "docs/determinism.md",
     )
-    concurrency: PositiveInt = Field(512, description="most requests in flight from the collector")
+    concurrency: PositiveInt | None = Field(
+        None,
+        description="most requests in flight from the collectors; default: 512, or as many as the run's servers decode at once "
+        "where that is more",
+    )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
         8,
         description="most times within an hour that servers, router and collectors, together, are started again where one "
@@ -137,6 +142,13 @@ class Rollout(Section):
     def num_servers(self) -> int:
         """How many servers generate, whoever started them."""
         return len(self.servers.urls) if isinstance(self.servers, ExternalServers) else self.servers
+
+    @property
+    def most_in_flight(self) -> int:
+        """Most requests that are asked at once."""
+        if self.concurrency is not None:
+            return self.concurrency
+        return IN_FLIGHT if self.external is not None else max(IN_FLIGHT, self.num_servers * self.max_running_requests)
 
     @property
     def server_devices(self) -> int:

@@ -83,7 +83,7 @@ class Collector:
         self._client = client
         self._graders = graders
         self._player = player or SingleTurn()
-        concurrency = max(1, recipe.rollout.concurrency // num_collectors)
+        concurrency = max(1, recipe.rollout.most_in_flight // num_collectors)
         self._gate = Gate(concurrency, recipe.rollout.num_servers / num_collectors)
         self._asker = Asker(
             client,

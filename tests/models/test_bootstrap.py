@@ -1,4 +1,4 @@
-"""What happens before Megatron is imported, where Transformer Engine is installed and does not load."""
+"""What happens before Megatron is imported."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.core.errors import MegarlError
 from megarl.models.bootstrap import prepare_megatron
@@ -32,3 +33,13 @@ def test_transformer_engine_that_does_not_load_is_named(
     with pytest.raises(MegarlError, match=f"Transformer Engine is installed and does not load: {name}: .*uninstall it"):
         prepare_megatron(replace(chosen(), has_transformer_engine=True))
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+
+
+def test_devices_take_no_attention_that_plans_anew_for_each_length() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        prepare_megatron(replace(chosen(), has_device_memory=True))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

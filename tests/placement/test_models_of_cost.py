@@ -155,6 +155,18 @@ def test_samples_that_may_be_older_fill_the_servers() -> None:
     assert flows[0] > flows[1] > flows[2]
 
 
+def test_servers_that_are_asked_for_few_at_once_generate_in_turns() -> None:
+    """Eight servers that could each decode all of their 128 samples at once."""
+    one = servers(8, 1, 0.8)
+    held = server_bytes(QWEN_7B, one, CLUSTER, 2)
+    priced = {
+        asked: rollout_seconds(QWEN_7B, one, held, workload(QWEN_7B, prompts=1024, in_flight=asked), CLUSTER)
+        for asked in (None, 1024, 512, 1)
+    }
+    assert {asked: float(each.running[0]) for asked, each in priced.items()} == {None: 128, 1024: 128, 512: 64, 1: 1}
+    assert priced[None].total[0] == priced[1024].total[0] < priced[512].total[0] < priced[1].total[0]
+
+
 def test_rollout_is_bound_by_cache_then_by_the_longest_response() -> None:
     work = workload(QWEN_7B)
 

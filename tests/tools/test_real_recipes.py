@@ -91,6 +91,17 @@ def test_the_nodes_of_its_own_words_are_what_it_uses(case: Case) -> None:
     assert f"--nodes {case.nodes} --gpus-per-node 8" in case.file.read_text()
 
 
+def test_its_servers_are_asked_for_all_that_they_decode_at_once(case: Case) -> None:
+    rollout = case.recipe.rollout
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    assert rollout.most_in_flight >= min(samples, rollout.num_servers * rollout.max_running_requests)
+
+
+def test_nobody_waits_for_its_evaluation(case: Case) -> None:
+    """Its servers have devices of their own."""
+    assert case.recipe.eval.overlap == (case.recipe.eval.every is not None)
+
+
 def test_every_role_can_be_laid_out(case: Case) -> None:
     models, rollout = case.workload.models, case.recipe.rollout
     for role, layout in role_layouts(case.recipe).items():
