@@ -67,6 +67,11 @@ class Counting:
         return self.kernels.fused and not (config.sandwich_norms or config.local_rope or wide)
 
     @property
+    def fused_norms(self) -> bool:
+        """Whether a norm keeps its input as it is, and no copies of it in float32."""
+        return self.fused or self.kernels.fused_norms
+
+    @property
     def tokens(self) -> Any:
         """[N] tokens of a micro-batch on one rank."""
         return self.choice.micro_tokens / self.choice.cp
@@ -87,7 +92,7 @@ class Counting:
 
     def norm(self, width: float, *, output: bool, of: Any = None) -> Any:
         """[N] bytes kept by a norm over so many numbers. output: whether what follows keeps it. of: ranks that share it."""
-        own = width * self.each if self.fused else FLOAT * width * (2 if self.lora is None else 1)
+        own = width * self.each if self.fused_norms else FLOAT * width * (2 if self.lora is None else 1)
         return self.tokens * (own + FLOAT + output * width * self.each) / (self.between if of is None else of)
 
     @cached_property

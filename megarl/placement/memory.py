@@ -133,7 +133,7 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
         # The embedding is where gradients end: its output and their sum stay until the next micro-batch's.
         body = body + 2 * hidden * stage.embedding
     # A pipeline's rank keeps what it sent, and, where norms copy it, what it received.
-    copied = not counting.fused and counting.each < FLOAT
+    copied = not counting.fused_norms and counting.each < FLOAT
     body = body + stage.alive * hidden * (choice.pp > 1) * (1 - stage.head + copied * (1 - stage.embedding))
     output = sizes.embedding / choice.tp * counting.each * (role.lora is None)
     # A tied matrix's gradient of the output waits for that of the embedding.
@@ -144,7 +144,11 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
     whole = counting.tokens * config.hidden_size * counting.each
     loss = np.maximum(chunks, stage.head * role.head * (whole + output))
     # Torch's norm is differentiated in steps of float32; its last, beside what the norm itself no longer holds.
-    steps = 0 if counting.fused else stage.head * counting.tokens * (5 * FLOAT * config.hidden_size) / counting.between
+    steps = (
+        0
+        if counting.fused_norms
+        else stage.head * counting.tokens * (5 * FLOAT * config.hidden_size) / counting.between
+    )
     normed = body + np.maximum(
         norm, steps + norm - counting.tokens * (FLOAT + counting.each) * config.hidden_size / counting.between
     )
