@@ -7,7 +7,8 @@ package that is installed and does not load is as good as absent, and an error o
 What the machine lacks takes its own tests away, and the table says which. In the folder of --out, as they come:
 `gpu_check.jsonl`, a line a row; `gpu_check_tests.jsonl`, a line a test, with its seconds; `gpu_check.log`. With --platform cpu
 the same checks run without a GPU.
-Exit codes: 0 what could be tried works, 1 something does not work or was not tried in time, 2 there is no GPU here.
+Exit codes: 0 what could be tried works, 1 something does not work or was not tried in time, or nothing could be tried, 2 there is
+no GPU here.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ def run_check(check: Check, place: Place) -> Row:
     before = set(outcomes(place.tests))
     options = ["--platform", place.platform, "--may-lack", "--results", str(place.tests), "--until", str(place.until)]
     options += [word for plugin in PLUGINS for word in ("-p", plugin)]
+    options += ["--continue-on-collection-errors"]  # else a file that does not import takes its folder away
     quiet = ["-q", "-p", "no:cacheprovider", "--durations=0", "--no-header"]
     began = time.monotonic()
     while True:
@@ -254,8 +256,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def well(rows: Sequence[Row]) -> bool:
-    """Whether all that could be tried was, and works."""
-    return not [row for row in rows if row.verdict == "failed" or LATE in row.detail]
+    """Whether all that could be tried was, and works; where nothing worked but packages, nothing was checked."""
+    parts = {row.what: row.verdict for row in rows if row.what in PARTS}
+    checked = [row for row in rows if row.what not in PARTS and row.verdict == "works"]
+    device = parts.get("torch.cuda", "works") == "works"  # it is not among the rows of a CPU
+    return device and bool(checked) and not [row for row in rows if row.verdict == "failed" or LATE in row.detail]
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:

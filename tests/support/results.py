@@ -75,5 +75,6 @@ def said(report: Any) -> str:
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = str(crash.message if crash is not None else report.longrepr)
+    # A file that does not import has no crash of its own: its traceback ends with the reason.
+    text = crash.message if crash is not None else (str(report.longrepr).strip().splitlines() or [""])[-1]
     return " ".join(text.split())[:600]

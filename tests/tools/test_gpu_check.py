@@ -49,6 +49,7 @@ def test_what_needs_an_absent_part_is_not_run(monkeypatch: pytest.MonkeyPatch, t
     assert {(row.verdict, row.detail) for row in checks} == {("not run", "needs torch.cuda")}
     assert len(checks) == len(gpu_check.CHECKS)
     assert (end_to_end.verdict, end_to_end.detail) == ("not run", "needs torch.cuda and SGLang's kernels and Ray")
+    assert not gpu_check.well(rows), "nothing was checked"
 
 
 def test_a_row_counts_tests_and_says_what_the_machine_lacks() -> None:
@@ -70,6 +71,8 @@ def test_a_row_counts_tests_and_says_what_the_machine_lacks() -> None:
 def test_only_what_failed_or_came_too_late_makes_a_check_fail() -> None:
     absent, lacking = gpu_check.Row("Ray", "absent", ""), gpu_check.Row("x", "not run", "4 not tried: needs Ray")
     assert gpu_check.well([absent, lacking, gpu_check.Row("y", "works", "")])
+    assert not gpu_check.well([absent, lacking, gpu_check.Row("transformers", "works", "")])
+    assert not gpu_check.well([gpu_check.Row("torch.cuda", "absent", ""), gpu_check.Row("y", "works", "")])
     assert not gpu_check.well([gpu_check.Row("y", "failed", "")])
     assert not gpu_check.well([gpu_check.Row("y", "not run", "no time was left")])
     assert not gpu_check.well([gpu_check.Row("y", "works", "3 passed; 2 not tried: no time was left")])
@@ -124,6 +127,34 @@ def test_every_test_is_a_line_and_none_is_run_twice(tmp_path: Path) -> None:
     assert "one is not two" in reasons["test_fails"] and reasons["test_made_without.py"] == "needs SGLang"
     # Ended by the broken device, by the test that ends its process, by nothing; and then nothing is left.
     assert [each.returncode for each in done] == [2, 3, 0, gpu_check.NOTHING_LEFT], [each.stdout for each in done]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_check.Place:
+    """With a minute's time, and the environment that a check is made in."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    return gpu_check.Place("cpu", time.time() + 60, tmp_path)
+
+
+def made_check(folder: Path, **files: str) -> gpu_check.Check:
+    """Of test files of these names, which are outside the project."""
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(text)
+    options = ("-p", "tests.conftest", "-c", "pyproject.toml", "--rootdir", str(folder))
+    return gpu_check.Check("made", (*options, str(folder)))
+
+
+def lines_of(place: gpu_check.Place) -> dict[str, str]:
+    """The outcome of each test, by its name without the folder."""
+    return {name.rpartition("/")[2]: line["outcome"] for name, line in gpu_check.outcomes(place.tests).items()}
+
+
+def test_a_file_that_does_not_import_costs_itself_alone(tmp_path: Path, place: gpu_check.Place) -> None:
+    check = made_check(tmp_path / "made", broken="import no_such_module", good="def test_passes(): pass")
+    row = gpu_check.run_check(check, place)
+    assert lines_of(place) == {"test_broken.py": "failed", "test_good.py::test_passes": "passed"}
+    assert row.verdict == "failed" and "No module named 'no_such_module'" in row.detail and "1 passed" in row.detail
 
 
 def test_a_platform_that_is_not_there_is_refused_with_a_reason() -> None:
