@@ -1,12 +1,12 @@
 """What of megarl works on this machine's GPUs: the packages that are there, the engine's tests, one run end to end.
 
-    python -m tools.gpu_check [--minutes 60] [--out bench/results]            # or: make gpu-check
+    python -m tools.gpu_check [--minutes 60] [--out bench/results] [--go-on]   # or: make gpu-check
 
 The most telling first, in the time that is given. Each package is imported, and each check made, in a process of its own: a
 package that is installed and does not load is as good as absent, and an error of CUDA ends whatever a process does on the device.
 What the machine lacks takes its own tests away, and the table says which. In the folder of --out, as they come:
-`gpu_check.jsonl`, a line a row; `gpu_check_tests.jsonl`, a line a test, with its seconds; `gpu_check.log`. With --platform cpu
-the same checks run without a GPU.
+`gpu_check.jsonl`, a line a row; `gpu_check_tests.jsonl`, a line a test, with its seconds; `gpu_check.log`. With --go-on they are
+kept, and what they say was not tried is tried; a row's last line counts. With --platform cpu the same checks run without a GPU.
 Exit codes: 0 what could be tried works, 1 something does not work or was not tried in time, or nothing could be tried, 2 there is
 no GPU here.
 """
@@ -21,19 +21,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.core.platform import cuda_device_count
 
 ROOT = Path(__file__).parents[1]
-IMPORT_S, RUN_S = 300.0, 1800.0
+IMPORT_S = 300.0
+TEST_S, STARTING_S = 90.0, 300.0  # a test's; of one that may start several processes or servers
 NOTHING_LEFT = 5  # pytest's exit code where no test was selected
+TRIED = ("passed", "failed", "begun")
+OF = "MEGARL_GPU_CHECK"  # the check that a process's tests are of, for the lines of tests/support/results.py
 WIDTH = 100
 # Those that the tests need; whatever else a machine's pytest would load could only spoil the check.
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
-LATE = "no time was left"
+LATE, NOT_TRIED = "no time was left", "not tried"
+ONE_RUN = "one run on one GPU"
 LAST_S = 120.0  # for what has begun when the time is over
 
 TORCH = """
@@ -57,11 +61,15 @@ NEEDED_BY_A_RUN = ("torch.cuda", "SGLang's kernels", "Ray")
 
 @dataclass(frozen=True)
 class Check:
-    """Tests that are tried together, as arguments for pytest. on_device: of memory that the host does not have."""
+    """Tests that are tried together, as arguments for pytest. on_device: of memory that the host does not have.
+
+    each_s: most seconds of one test.
+    """
 
     what: str
     tests: tuple[str, ...]
     on_device: bool = False
+    each_s: float = TEST_S
 
 
 GPT = "tests/models/test_gpt.py"
@@ -80,9 +88,9 @@ CHECKS = (
     Check("training: all else of one rank", ("tests/training", "-m", "not slow")),
     Check("models: all else of one rank", ("tests/models", "-m", "not slow")),
     Check("weights to servers: what needs no server", ("tests/sync", "-m", "not slow")),
-    Check("several ranks", ("tests/models", "tests/training")),
-    Check("weights to servers", ("tests/sync",)),
-    Check("processes of a run", ("tests/cluster",)),
+    Check("several ranks", ("tests/models", "tests/training"), each_s=STARTING_S),
+    Check("weights to servers", ("tests/sync",), each_s=STARTING_S),
+    Check("processes of a run", ("tests/cluster",), each_s=STARTING_S),
 )
 RECIPE = """
 run: {{name: gpu-check, dir: {folder}/runs}}
@@ -151,6 +159,21 @@ def run(argv: list[str], timeout_s: float) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
+def run_logged(argv: list[str], timeout_s: float, log: Path, variables: Mapping[str, str]) -> tuple[int, str]:
+    """As `run`, into a file from the first word on: whoever is killed meanwhile leaves there what was said."""
+    with log.open("ab") as file:
+        begin = file.tell()
+        environment = {**os.environ, **variables}
+        try:
+            status = subprocess.run(
+                argv, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+            file.write(f"\ndid not end within {timeout_s:.0f} s\n".encode())
+    return status, log.read_bytes()[begin:].decode(errors="replace").strip()
+
+
 def look_at_part(name: str) -> Row:
     """Whether a part loads."""
     code, cost = PARTS[name]
@@ -164,23 +187,32 @@ def run_check(check: Check, place: Place) -> Row:
     """Its tests that were not run before, in a process of their own."""
     if place.left_s <= 0:
         return Row(check.what, "not run", LATE)
-    before = set(outcomes(place.tests))
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pytest", *pytest_words(check, place)]
+    while True:
+        known = outcomes(place.tests)
+        with place.log.open("a") as log:
+            log.write(f"=== {check.what}: {' '.join(check.tests)}\n")
+        # What is under way when the time is over may end: no test begins any more.
+        status, output = run_logged(command, place.left_s + LAST_S, place.log, {OF: check.what})
+        new = [line for name, line in outcomes(place.tests).items() if line != known.get(name)]
+        # A process that the device, or a test, has ended, with whatever exit code: the other tests get another.
+        whole = status in (0, 1, NOTHING_LEFT) and not [line for line in new if line["outcome"] == "begun"]
+        if whole or not new or place.left_s <= 0:
+            break
+    found = [line for line in outcomes(place.tests).values() if line["of"] == check.what]
+    return summed_up(check.what, found, status, output, round(time.monotonic() - began, 1))
+
+
+def pytest_words(check: Check, place: Place) -> list[str]:
+    """The arguments of pytest."""
     options = ["--platform", place.platform, "--may-lack", "--results", str(place.tests), "--until", str(place.until)]
     options += [word for plugin in PLUGINS for word in ("-p", plugin)]
     options += ["--continue-on-collection-errors"]  # else a file that does not import takes its folder away
-    quiet = ["-q", "-p", "no:cacheprovider", "--durations=0", "--no-header"]
-    began = time.monotonic()
-    while True:
-        known = len(outcomes(place.tests))
-        # What is under way when the time is over may end: no test begins any more.
-        status, output = run([sys.executable, "-m", "pytest", *options, *quiet, *check.tests], place.left_s + LAST_S)
-        with place.log.open("a") as log:
-            log.write(f"=== {check.what}: {' '.join(check.tests)}\n{output}\n")
-        # A process that the device, or a test, has ended: the other tests get another.
-        if status in (0, 1, NOTHING_LEFT) or len(outcomes(place.tests)) == known or place.left_s <= 0:
-            break
-    found = [line for name, line in outcomes(place.tests).items() if name not in before]
-    return summed_up(check.what, found, status, output, round(time.monotonic() - began, 1))
+    # A signal ends a test where Python has the word; faulthandler ends the process of one that hangs in CUDA's code.
+    options += ["--timeout", str(check.each_s), "-o", f"faulthandler_timeout={check.each_s + 10}"]
+    options += ["-o", "faulthandler_exit_on_timeout=true"]
+    return [*options, "-q", "-p", "no:cacheprovider", "--durations=0", "--no-header", *check.tests]
 
 
 def outcomes(file: Path) -> dict[str, dict[str, str]]:
@@ -195,7 +227,7 @@ def summed_up(what: str, found: Sequence[dict[str, str]], status: int, output: s
     failed = [each for each in found if each["outcome"] in ("failed", "begun")]
     reasons = Counter(each["why"] for each in found if each["outcome"] in ("lacking", "late"))
     words = [f"{len(passed)} passed"] if passed else []
-    words += [f"{count} not tried: {why}" for why, count in reasons.most_common()]
+    words += [f"{count} {NOT_TRIED}: {why}" for why, count in reasons.most_common()]
     if failed:
         words.insert(0, f"{len(failed)} failed, the first {failed[0]['test']}: {failed[0]['why'][:300]}")
     elif status not in (0, NOTHING_LEFT):
@@ -205,9 +237,11 @@ def summed_up(what: str, found: Sequence[dict[str, str]], status: int, output: s
     return Row(what, "works" if passed else "not run", "; ".join(words) or LATE, seconds)
 
 
-def run_end_to_end() -> Row:
+def run_end_to_end(place: Place) -> Row:
     """A tiny model trained on one GPU, which the rank and the server share."""
-    what, began = "one run on one GPU", time.monotonic()
+    if place.left_s <= 0:
+        return Row(ONE_RUN, "not run", LATE)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-check-") as name:
         folder = Path(name)
         (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
@@ -217,19 +251,20 @@ def run_end_to_end() -> Row:
             ["-m", "megarl", "train", str(folder / "recipe.yaml")],
         ]
         for command in commands:
-            status, output = run([sys.executable, *command], RUN_S)
+            status, output = run([sys.executable, *command], max(0, place.left_s) + LAST_S)
             if status != 0:
-                return Row(what, "failed", f"{' '.join(command[:3])}: {output[-2000:]}", time.monotonic() - began)
+                detail = f"{' '.join(command[:3])}: {output[-2000:]}"
+                return Row(ONE_RUN, "failed", detail, round(time.monotonic() - began, 1))
         steps = (folder / "runs" / "gpu-check" / "metrics.jsonl").read_text().splitlines()
         last = json.loads(steps[-1])
     difference = last["rollout/logprob_diff_max"]
     detail = f"5 steps, rollout against trainer {difference:.2g} nats"
-    return Row(what, "works", detail, round(time.monotonic() - began, 1))
+    return Row(ONE_RUN, "works", detail, round(time.monotonic() - began, 1))
 
 
 def check(place: Place) -> Iterator[Row]:
     """Everything, in order, as it comes; what cannot work without an absent part is not tried."""
-    on_device = place.platform == "cuda"
+    on_device, known = place.platform == "cuda", complete(place.rows)
     there = set()
     for name in PARTS if on_device else [name for name in PARTS if name not in NEEDED_BY_A_RUN]:
         row = look_at_part(name)
@@ -238,12 +273,33 @@ def check(place: Place) -> Iterator[Row]:
     for each in CHECKS:
         if not on_device and each.on_device:
             continue
+        if each.what in known:
+            yield known[each.what]
+            continue
         lacking = on_device and "torch.cuda" not in there
         yield Row(each.what, "not run", "needs torch.cuda") if lacking else run_check(each, place)
-    if on_device:
+    if on_device and ONE_RUN in known:
+        yield known[ONE_RUN]
+    elif on_device:
         absent = [name for name in NEEDED_BY_A_RUN if name not in there]
-        what = "one run on one GPU"
-        yield Row(what, "not run", f"needs {' and '.join(absent)}") if absent else run_end_to_end()
+        yield Row(ONE_RUN, "not run", f"needs {' and '.join(absent)}") if absent else run_end_to_end(place)
+
+
+def begin(place: Place, *, go_on: bool) -> None:
+    """A folder for results; those of an earlier call go, or stay but for the tests that it did not try."""
+    place.folder.mkdir(parents=True, exist_ok=True)
+    if not go_on:
+        for old in (place.tests, place.rows, place.log):
+            old.unlink(missing_ok=True)
+    kept = [line for line in outcomes(place.tests).values() if line["outcome"] in TRIED]
+    place.tests.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+
+def complete(file: Path) -> dict[str, Row]:
+    """The rows of an earlier call that are as good as they can be."""
+    rows = [Row(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    last = {row.what: row for row in rows}
+    return {what: row for what, row in last.items() if row.verdict == "works" and NOT_TRIED not in row.detail}
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -268,6 +324,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What of megarl works on this machine's GPUs.")
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no test begins")
+    parser.add_argument("--go-on", action="store_true", help="keep the results that are there, and try what is left")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for the results")
     return parser.parse_args(words)
 
@@ -281,9 +338,7 @@ def main() -> int:
         )
         return 2
     place = Place(chosen.platform, time.time() + 60 * chosen.minutes, chosen.out.absolute())
-    place.folder.mkdir(parents=True, exist_ok=True)
-    for old in (place.tests, place.rows, place.log):
-        old.unlink(missing_ok=True)
+    begin(place, go_on=chosen.go_on)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     rows = []

@@ -1,19 +1,22 @@
 """A pytest plugin: what became of every test, JSON lines that are written as it begins and ends. For tools/gpu_check.
 
 outcome: begun, and then passed, failed, lacking (what the machine has not, in `why`), or late (the time that was given is over).
-A test whose last line says that it has begun ended its process.
+of: the check. A test whose last line says that it has begun ended its process.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+OF = "MEGARL_GPU_CHECK"  # tools/gpu_check's
 BROKEN = ("CUDA error", "device-side assert", "CUBLAS_STATUS", "NCCL error")
+SHOWN = 4000  # characters of what a test that failed has printed
 
 
 class Results:
@@ -50,12 +53,14 @@ class Results:
         """A file whose imports fail, or that asks for what is not there, is one line."""
         if report.outcome != "passed" and report.nodeid not in self._done:
             self._write(report.nodeid, "failed" if report.failed else "lacking", said(report), 0.0)
+            self._show(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid
         self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
         if report.failed:
             self._found[name] = "failed", said(report)
+            self._show(report)
         elif report.skipped:
             self._found.setdefault(name, ("lacking", said(report)))
         if report.when == "teardown":
@@ -64,8 +69,17 @@ class Results:
             if outcome == "failed" and any(words in why for words in BROKEN) and self._session is not None:
                 self._session.shouldstop = f"the device is of no more use to this process: {name}"
 
+    def _show(self, report: Any) -> None:
+        """The error at once: pytest keeps it to the end, which a process that is killed does not reach."""
+        terminal = self._session and self._session.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal and report.failed:
+            said_besides = [f"--- {title}\n{text[-SHOWN:]}" for title, text in report.sections]
+            terminal.write_line("\n".join([f"--- {report.nodeid}", report.longreprtext, *said_besides]))
+            terminal.flush()
+
     def _write(self, test: str, outcome: str, why: str, seconds: float) -> None:
         line = {"test": test, "outcome": outcome, "seconds": round(seconds, 3), "why": why}
+        line["of"] = os.environ.get(OF, "")
         with self._file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

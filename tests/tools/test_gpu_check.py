@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +158,98 @@ def test_a_file_that_does_not_import_costs_itself_alone(tmp_path: Path, place: g
     row = gpu_check.run_check(check, place)
     assert lines_of(place) == {"test_broken.py": "failed", "test_good.py::test_passes": "passed"}
     assert row.verdict == "failed" and "No module named 'no_such_module'" in row.detail and "1 passed" in row.detail
+
+
+LEFT = """
+from pathlib import Path
+
+def test_one():
+    ran("one")
+
+def test_two():
+    ran("two")
+
+def ran(name):
+    with open(Path(__file__).with_name("ran"), "a") as file:
+        file.write(name + " ")
+"""
+
+
+def test_a_second_call_tries_exactly_what_was_late(tmp_path: Path, place: gpu_check.Place) -> None:
+    """The first call's time is over before pytest has started; what it passed, failed or lost before is left as it is."""
+    check = made_check(tmp_path / "made", left=LEFT)
+    first = {"test": "test_before.py::test_x", "outcome": "passed", "seconds": 1.0, "why": "", "of": "made"}
+    place.tests.write_text(json.dumps(first) + "\n")
+    row = gpu_check.run_check(check, replace(place, until=time.time() + 0.1))
+    assert (row.verdict, row.detail) == ("works", "1 passed; 2 not tried: no time was left")
+    assert not (tmp_path / "made" / "ran").exists()
+    gpu_check.begin(place, go_on=True)
+    for _ in range(2):
+        row = gpu_check.run_check(check, place)
+        assert (row.verdict, row.detail) == ("works", "3 passed")
+        assert (tmp_path / "made" / "ran").read_text() == "one two "
+    gpu_check.begin(place, go_on=False)
+    assert not gpu_check.outcomes(place.tests) and not place.log.exists()
+
+
+def test_a_second_call_takes_complete_rows_as_they_are(monkeypatch: pytest.MonkeyPatch, place: gpu_check.Place) -> None:
+    """A check of the first is done, one lacked something, one failed, and for one there was no time."""
+    names, verdicts = ("a", "b", "c", "d"), ("works", "works", "failed", "not run")
+    details = ("3 passed", "1 passed; 2 not tried: needs Ray", "1 failed", gpu_check.LATE)
+    rows = [gpu_check.Row(*values) for values in zip(names, verdicts, details, strict=True)]
+    place.rows.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    monkeypatch.setattr(gpu_check, "PARTS", {})
+    monkeypatch.setattr(gpu_check, "CHECKS", [gpu_check.Check(name, ()) for name in names])
+    monkeypatch.setattr(gpu_check, "run_check", lambda check, _: gpu_check.Row(check.what, "works", "again"))
+    assert [row.detail for row in gpu_check.check(place)] == ["3 passed", "again", "again", "again"]
+
+
+KILLED = """
+import os, signal
+
+def test_fails():
+    print("said besides")
+    assert 1 == 2, "one is not two"
+
+def test_ends_everything():
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_who_is_killed_amid_a_check_leaves_what_its_tests_said(tmp_path: Path, place: gpu_check.Place) -> None:
+    check = made_check(tmp_path / "made", killed=KILLED)
+    code = "from pathlib import Path; from tools.gpu_check import *; "
+    code += f"run_check(Check('made', {check.tests}), Place('cpu', {place.until}, Path({str(tmp_path)!r})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    assert "AssertionError: one is not two" in place.log.read_text() and "said besides" in place.log.read_text()
+    assert lines_of(place) == {"test_killed.py::test_fails": "failed", "test_killed.py::test_ends_everything": "begun"}
+
+
+HANGING = """
+import ctypes
+
+def test_hangs():
+    lock, lib = ctypes.create_string_buffer(64), ctypes.{}(None)
+    lib.pthread_mutex_lock(lock)
+    lib.pthread_mutex_lock(lock)
+
+def test_passes():
+    pass
+"""
+
+
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
+def test_a_test_that_hangs_outside_python_costs_itself_alone(
+    library: str, tmp_path: Path, place: gpu_check.Place
+) -> None:
+    """A mutex that is taken twice: no signal ends it. PyDLL keeps Python's lock as well, so that no thread can help."""
+    check = made_check(tmp_path / "made", hanging=HANGING.format(library))
+    row = gpu_check.run_check(replace(check, each_s=-9.0), place)
+    assert lines_of(place) == {"test_hanging.py::test_hangs": "begun", "test_hanging.py::test_passes": "passed"}
+    assert row.verdict == "failed" and "test_hangs: the process ended within it; 1 passed" in row.detail
+    assert "in test_hangs" in place.log.read_text(), "where it hung"
 
 
 def test_a_platform_that_is_not_there_is_refused_with_a_reason() -> None:

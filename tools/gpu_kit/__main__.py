@@ -29,7 +29,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     use = commands.add_parser("use", help="unpack the kit and run the check")
     use.add_argument("parts", type=Path, nargs="+", help="the parts, or folders that hold them")
     use.add_argument("--platform", choices=("cuda", "cpu"), default="cuda", help="what to check (cuda)")
-    use.add_argument("--minutes", type=float, default=20.0, help="after which no test begins (20)")
+    use.add_argument("--minutes", type=float, default=7.0, help="after which no test begins; the last has two more (7)")
+    use.add_argument("--go-on", action="store_true", help="keep the results that are there, and try what is left")
     use.add_argument("--into", type=Path, help="where to unpack (a new temporary folder)")
     use.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder for the results (gpu-check)")
     return parser.parse_args(words)
@@ -45,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return make_kit(chosen.out, chosen.python, chosen.torch, chosen.part_mb * 10**6)
         from tools.gpu_kit.use import use_kit
 
-        return use_kit(chosen.parts, chosen.platform, chosen.minutes, chosen.into, chosen.out)
+        return use_kit(chosen.parts, chosen.platform, chosen.minutes, chosen.into, chosen.out, go_on=chosen.go_on)
     except KitError as error:
         print(f"gpu_kit: {error}", file=sys.stderr)
         return 2

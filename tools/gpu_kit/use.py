@@ -23,18 +23,20 @@ OURS = ("tests", "tools", "bench")  # folders that Python takes as packages
 DATA = (".data/purelib/", ".data/platlib/")  # of a wheel: belongs beside its packages
 
 
-def use_kit(given: Sequence[Path], platform: str, minutes: float, into: Path | None, out: Path) -> int:
+def use_kit(
+    given: Sequence[Path], platform: str, minutes: float, into: Path | None, out: Path, *, go_on: bool = False
+) -> int:
     """Unpack and check; the check's exit code. Results go to `out` as they come. Raises KitError.
 
     into: what was unpacked stays there; where it is not given nothing stays.
     """
     if into is not None:
-        return _use(given, platform, minutes, into, out)
+        return _use(given, platform, minutes, into, out, go_on)
     with tempfile.TemporaryDirectory(prefix="megarl-kit-", ignore_cleanup_errors=True) as folder:
-        return _use(given, platform, minutes, Path(folder), out)
+        return _use(given, platform, minutes, Path(folder), out, go_on)
 
 
-def _use(given: Sequence[Path], platform: str, minutes: float, folder: Path, out: Path) -> int:
+def _use(given: Sequence[Path], platform: str, minutes: float, folder: Path, out: Path, go_on: bool) -> int:
     began = time.time()
     torch = torch_version()
     facts = unpack(given, folder)
@@ -49,6 +51,7 @@ def _use(given: Sequence[Path], platform: str, minutes: float, folder: Path, out
     print(f"gpu_kit: unpacked into {folder} in {took:.0f} s; torch {torch}; results in {out.absolute()}", flush=True)
     left = max(0.1, minutes - took / 60)
     words = ["--platform", platform, "--minutes", f"{left:.2f}", "--out", str(out.absolute())]
+    words += ["--go-on"] * go_on
     path = os.pathsep.join(str(folder / name) for name in (SITE, PROJECT))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tools.gpu_check", *words]
