@@ -38,6 +38,7 @@ WIDTH = 100
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
 LATE, NOT_TRIED = "no time was left", "not tried"
 ONE_RUN = "one run on one GPU"
+HANGING_S = 10.0  # beyond a test's seconds, after which its process is ended from outside Python
 LAST_S = 120.0  # for what has begun when the time is over
 
 TORCH = """
@@ -45,9 +46,11 @@ import torch
 assert torch.cuda.is_available(), "torch sees no device"
 print(torch.__version__, torch.cuda.get_device_name(), f"{torch.cuda.device_count()} devices")
 """
+# Of itself it imports nothing before a name of it is asked for.
+TRANSFORMERS = "import transformers; from transformers import AutoModelForCausalLM; print(transformers.__version__)"
 PARTS = {
     "torch.cuda": (TORCH, "nothing runs on GPUs"),
-    "transformers": ("import transformers; print(transformers.__version__)", "nothing to compare with"),
+    "transformers": (TRANSFORMERS, "nothing to compare with"),
     "Megatron-core": ("import megatron.core; print(megatron.core.__version__)", "no engine"),
     "Transformer Engine": (
         "import transformer_engine as te, transformer_engine.pytorch; print(te.__version__)",
@@ -210,7 +213,7 @@ def pytest_words(check: Check, place: Place) -> list[str]:
     options += [word for plugin in PLUGINS for word in ("-p", plugin)]
     options += ["--continue-on-collection-errors"]  # else a file that does not import takes its folder away
     # A signal ends a test where Python has the word; faulthandler ends the process of one that hangs in CUDA's code.
-    options += ["--timeout", str(check.each_s), "-o", f"faulthandler_timeout={check.each_s + 10}"]
+    options += ["--timeout", str(check.each_s), "-o", f"faulthandler_timeout={check.each_s + HANGING_S}"]
     options += ["-o", "faulthandler_exit_on_timeout=true"]
     return [*options, "-q", "-p", "no:cacheprovider", "--durations=0", "--no-header", *check.tests]
 

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from tests.training import test_pretend_device, test_rank
 from tools import gpu_check
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +81,25 @@ def test_only_what_failed_or_came_too_late_makes_a_check_fail() -> None:
     assert not gpu_check.well([gpu_check.Row("y", "failed", "")])
     assert not gpu_check.well([gpu_check.Row("y", "not run", "no time was left")])
     assert not gpu_check.well([gpu_check.Row("y", "works", "3 passed; 2 not tried: no time was left")])
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_rank.test_a_rank_loads_megatron_without_wandb_and_tensorboard,
+        test_pretend_device.test_the_engine_keeps_to_its_device,
+    ],
+)
+def test_what_adapts_megatron_to_a_cpu_is_not_run_on_a_device(test: Callable[..., None]) -> None:
+    """There the adapter refuses: torch sees a device."""
+    assert "host_only" in {mark.name for mark in test.pytestmark}  # type: ignore[attr-defined]
+
+
+def test_transformers_is_asked_for_a_name_that_it_has_to_load() -> None:
+    """`import transformers` alone succeeds where none of its models can be imported."""
+    code = gpu_check.PARTS["transformers"][0]
+    blocked = f"import sys; sys.modules['transformers.models.auto'] = None; {code}"
+    assert subprocess.run([sys.executable, "-c", blocked], capture_output=True).returncode == 1
 
 
 TESTS = """
@@ -231,7 +252,7 @@ HANGING = """
 import ctypes
 
 def test_hangs():
-    lock, lib = ctypes.create_string_buffer(64), ctypes.{}(None)
+    lock, lib = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     lib.pthread_mutex_lock(lock)
     lib.pthread_mutex_lock(lock)
 
@@ -240,13 +261,10 @@ def test_passes():
 """
 
 
-@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
-def test_a_test_that_hangs_outside_python_costs_itself_alone(
-    library: str, tmp_path: Path, place: gpu_check.Place
-) -> None:
+def test_a_test_that_hangs_outside_python_costs_itself_alone(tmp_path: Path, place: gpu_check.Place) -> None:
     """A mutex that is taken twice: no signal ends it. PyDLL keeps Python's lock as well, so that no thread can help."""
-    check = made_check(tmp_path / "made", hanging=HANGING.format(library))
-    row = gpu_check.run_check(replace(check, each_s=-9.0), place)
+    check = replace(made_check(tmp_path / "made", hanging=HANGING), each_s=2.0 - gpu_check.HANGING_S)
+    row = gpu_check.run_check(check, place)
     assert lines_of(place) == {"test_hanging.py::test_hangs": "begun", "test_hanging.py::test_passes": "passed"}
     assert row.verdict == "failed" and "test_hangs: the process ended within it; 1 passed" in row.detail
     assert "in test_hangs" in place.log.read_text(), "where it hung"

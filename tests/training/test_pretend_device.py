@@ -27,6 +27,7 @@ TESTS = (
 
 
 @pytest.mark.slow
+@pytest.mark.host_only  # pretended on a CPU, which a rank cannot be where torch sees a device
 def test_the_engine_keeps_to_its_device() -> None:
     """In a process of its own, whose torch is another; any mistake is an error there."""
     command = [sys.executable, "-m", "tests.support.pretend_device", "-q", "-p", "no:cacheprovider", *TESTS]

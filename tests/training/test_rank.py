@@ -20,6 +20,7 @@ def test_the_driver_gets_the_names_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.host_only  # its rank is a CPU's, which none can be where torch sees a device
 def test_a_rank_loads_megatron_without_wandb_and_tensorboard():
     """Which are installed for the driver's metrics, and half a second of every rank's start."""
     code = (
