@@ -1,78 +1,51 @@
 """What a device gives the training engine: MFU, memory beside the plan's, log-probs, and the way to the host and back.
 
-    python -m bench.gpu_engine --platform cuda --minutes 20
+    python -m bench.gpu_engine --platform cuda --minutes 9
     python -m bench.gpu_engine --platform cpu --shapes tiny        # everything but the device
 
 THIS WAS NEVER RUN ON CUDA: no GPU was at hand. On a CPU with tiny shapes it runs, and its figures there say nothing.
 
 Shapes of Qwen3 with random weights made on the device, one rank, bfloat16, packed micro-batches; with Transformer Engine's layers
 where it is installed, and with ours on torch's SDPA. A model whose state and activations the plan does not fit into the device
-loses layers until it does, then recomputes everything: the line says how many are left, and its FLOPs are theirs. MFU is over the
-best product that this device was measured to reach. Each cell is a process, so that one that runs out of memory, or hangs, costs
-only itself; its line is written as it ends (JSON, bench/results/gpu_engine.jsonl), the most telling first, until the minutes
-are over. A cell without figures has a `problem` instead.
+loses layers until it does, then recomputes everything: the line says how many are left, and its FLOPs are theirs.
+
+Updates of a few and of more micro-batches are timed: what a micro-batch adds (`micro_batch_s`) is what MFU is of, over the best
+product that this device was measured to reach; what is left is the step's own (`step_s`). `first_update_s` is of the very first
+update; in the cell that is `mixed` every sequence has a length of its own, as in a run.
+
+Each cell is a process, so that one that runs out of memory, or hangs, costs only itself; its line is written as it ends (JSON,
+bench/results/gpu_engine.jsonl), the most telling first, until the minutes are over. What did not come to its end has a `problem`,
+beside the figures that it came to. With --go-on the lines that are there stay, and what has none without a problem is tried.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bench.support.engine_cell import Cell, device_bytes, run_engine
 from bench.support.measure import RESULTS
-from megarl.core.layout import Layout
-from megarl.core.platform import Platform, finish_copies, get_platform, held_bytes, return_free_memory
-from megarl.models.config import ModelConfig
-from megarl.models.flops import forward_flops, recompute_flops, train_flops
-from megarl.models.known_configs import FOLDER
-from megarl.placement.devices import Kernels
-from megarl.placement.memory import Role, RoleBytes, role_bytes
-from megarl.placement.space import one_layout
-from megarl.recipe.algorithm import Algorithm
-from megarl.recipe.roles import Optimizer
-from megarl.recipe.section import Recompute
-from megarl.training.manifest import read_model_config
-from megarl.training.rank import Rank
-from megarl.training.spec import PolicyObjective, RoleSpec
-from tests.training.samples import examples, shards
+from megarl.core.platform import Platform, finish_copies, get_platform, return_free_memory
+from megarl.core.versions import installed
 
-ROLE = "engine"
-SHARE = 0.9  # of the device, which a plan may fill: the rest is CUDA's, its libraries' and fragments
-MICRO_BATCHES = 4  # of an update, so that the optimizer's step weighs as in a run
-REPEATS = 3
+REPEATS = 10
 GIB = 2**30
 LAST_S = 20.0  # of the budget that no cell is begun in
-# What differs from Qwen3-4B's config.json.
-SIZES: dict[str, dict[str, Any]] = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4B": {},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-    "tiny": {
-        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
-        **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
-    },
+CELL_S = 150.0  # most of one cell
+MFU = {
+    "mfu": "update_flops_s",
+    "hfu": "update_flops_s_with_recompute",
+    "logprobs_mfu": "logprobs_flops_s",
 }
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One process. kind: peak (of products and copies) or engine. fused: Transformer Engine's layers."""
-
-    kind: str
-    model: str = ""
-    tokens: int = 0
-    sequences: int = 1
-    fused: bool = False
+FIGURES = "figures: "  # how a cell's process begins a line that its parent reads
 
 
 @dataclass(frozen=True)
@@ -99,6 +72,7 @@ def cells(shapes: Shapes, *, fused: bool) -> list[Cell]:
     for models in (large, small):
         for kind in kinds:
             found += [Cell("engine", name, *packed, fused=kind) for packed in shapes.packed for name in models]
+    found.insert(2, Cell("engine", shapes.models[0], *shapes.packed[0], fused=fused, mixed=True))
     return found
 
 
@@ -123,10 +97,10 @@ def peaks(shapes: Shapes, platform: Platform) -> dict[str, float]:
     block = torch.zeros(shapes.copied, dtype=torch.uint8, device=platform.device)
     beside = torch.empty_like(block)
     host = torch.zeros(shapes.copied, dtype=torch.uint8, pin_memory=platform.has_device_memory)
-    product = seconds(lambda: torch.matmul(left, right, out=out), platform, 10)
-    within = seconds(lambda: beside.copy_(block), platform, 10)
-    down = seconds(lambda: host.copy_(block, non_blocking=True), platform, 10)
-    up = seconds(lambda: block.copy_(host, non_blocking=True), platform, 10)
+    product = seconds(lambda: torch.matmul(left, right, out=out), platform)
+    within = seconds(lambda: beside.copy_(block), platform)
+    down = seconds(lambda: host.copy_(block, non_blocking=True), platform)
+    up = seconds(lambda: block.copy_(host, non_blocking=True), platform)
     return {
         "matmul_flops_s": 2.0 * width**3 / product,
         "memory_bytes_s": 2 * shapes.copied / within,  # read and written
@@ -136,196 +110,98 @@ def peaks(shapes: Shapes, platform: Platform) -> dict[str, float]:
     }
 
 
-def device_bytes(platform: Platform) -> int:
-    """Of the whole device; of a CPU what its machine has."""
-    if platform.has_device_memory:
-        import torch
-
-        return int(torch.cuda.mem_get_info()[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def planned(config: ModelConfig, cell: Cell, recompute: Recompute, platform: Platform, *, trained: bool) -> RoleBytes:
-    """What the planner says that the role holds."""
-    kernels = Kernels(
-        fused=cell.fused, chunk_elements=platform.chunk_elements, sums_in_copies=platform.backend == "gloo"
-    )
-    role = Role(trained=trained, head=True, sequence=cell.tokens // cell.sequences)
-    return role_bytes(config, one_layout(Layout(), cell.tokens, recompute), 2, role, kernels)
-
-
-def fitted(config: ModelConfig, cell: Cell, platform: Platform) -> tuple[ModelConfig, Recompute]:
-    """As many layers as the plan fits into the device, without recompute where at least half of them stay; else with it."""
-    room = SHARE * device_bytes(platform)
-    modes: tuple[tuple[Recompute, int], ...] = (("none", config.num_layers // 2), ("full", 1))
-    for recompute, fewest in modes:
-        for layers in range(config.num_layers, fewest - 1, -1):
-            cut = replace(config, num_layers=layers)
-            held = planned(cut, cell, recompute, platform, trained=True)
-            if held.state[0] + held.working[0] <= room:
-                return cut, recompute
-    return replace(config, num_layers=1), "full"
-
-
-def write_config(folder: Path, cell: Cell, layers: int | None = None) -> ModelConfig:
-    """A folder with the config.json alone."""
-    settings = json.loads((FOLDER / "Qwen/Qwen3-4B/config.json").read_text()) | SIZES[cell.model]
-    if layers is not None:
-        settings["num_hidden_layers"] = layers
-    (folder / "config.json").write_text(json.dumps(settings))
-    return read_model_config(folder)
-
-
-def run_engine(cell: Cell, platform: Platform) -> dict[str, Any]:
-    """Updates, log-probs, and the way to the host and back, with bytes by phase beside what the plan says."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        whole = write_config(folder, cell)
-        cut, recompute = fitted(whole, cell, platform)
-        config = write_config(folder, cell, cut.num_layers)
-        rank = Rank(0, 1, platform.name, seed=1)
-        rank.platform = replace(rank.platform, has_transformer_engine=cell.fused)
-        rank.rendezvous("127.0.0.1", rank.free_port(), timeout_s=60)
-        try:
-            before = held_bytes(platform)
-            spec = RoleSpec(
-                folder,
-                "bfloat16",
-                optimizer=Optimizer(lr=1e-6),
-                total_steps=100,
-                objective=PolicyObjective(Algorithm()),
-                recompute=recompute,
-                load_weights=False,
-            )
-            rank.build(ROLE, spec)
-            _fill(rank)
-            found = {"layers": config.num_layers, "of": whole.num_layers, "recompute": recompute}
-            return found | _measure(rank, config, cell, recompute, platform, before)
-        finally:
-            rank.close()
-
-
-def _fill(rank: Rank) -> None:
-    """Random weights, made where they lie."""
+def device_name(platform: Platform) -> str:
+    """As torch has it."""
     import torch
 
-    engine: Any = rank.engine(ROLE)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for chunk in engine._chunks:
-            for parameter in chunk.parameters():
-                parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(std=0.02)
-    engine._stepper.optimizer.reload_model_params()
+    return torch.cuda.get_device_name() if platform.has_device_memory else platform.name
 
 
-def _measure(
-    rank: Rank, config: ModelConfig, cell: Cell, recompute: Recompute, platform: Platform, before: int
-) -> dict[str, Any]:
-    lengths = [cell.tokens // cell.sequences] * cell.sequences * MICRO_BATCHES
-    [shard], [columns] = shards([examples(lengths, config.vocab_size)], 1, MICRO_BATCHES)
-    rank.take_peaks()
-    update_s = seconds(lambda: rank.update(ROLE, shard, columns), platform)
-    state = held_bytes(platform) - before
-    update_peak = rank.take_peaks()[f"{ROLE}/update"] - before
-    logprobs_s = seconds(lambda: rank.logprobs(ROLE, shard), platform)
-    logprobs_peak = rank.take_peaks()[f"{ROLE}/logprobs"] - before
-    training, scoring = (planned(config, cell, recompute, platform, trained=trained) for trained in (True, False))
-    model_flops, again = train_flops(config, lengths), recompute_flops(config, lengths, recompute)
+def machine(platform: Platform) -> dict[str, Any]:
+    """What figures depend on besides the device."""
+    import torch
+
+    driver = Path("/proc/driver/nvidia/version")
     return {
-        "tokens_of_update": sum(lengths),
-        "update_s": update_s,
-        "update_flops_s": model_flops / update_s,
-        "update_flops_s_with_recompute": (model_flops + again) / update_s,
-        "logprobs_s": logprobs_s,
-        "logprobs_flops_s": forward_flops(config, lengths).total / logprobs_s,
-        "bytes": {
-            "state": _pair(state, training.state),
-            "update peak": _pair(update_peak, training.state + training.working),
-            # The trained role's state stays while it scores.
-            "log-prob peak": _pair(logprobs_peak, training.state + scoring.working),
-        },
-        **_offload(rank, platform),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if platform.has_device_memory else None,
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
+        "transformer_engine": installed("transformer-engine"),
     }
 
 
-def _pair(measured: float, said: Any) -> dict[str, float]:
-    return {"measured": float(measured), "planned": float(said[0]), "error": float(said[0]) / max(measured, 1) - 1}
-
-
-def _offload(rank: Rank, platform: Platform) -> dict[str, Any]:
-    """Everything of the role to the host and back; the second time counts, when its memory there has been taken."""
-    for _ in range(2):
-        finish_copies(platform)
-        began = time.perf_counter()
-        freed = rank.sleep(ROLE, ("params", "optimizer"))
-        finish_copies(platform)
-        slept = time.perf_counter()
-        left = held_bytes(platform)
-        taken = rank.wake(ROLE, ("params", "optimizer"))
-        finish_copies(platform)
-        woken = time.perf_counter()
-    return {
-        "offload": {
-            "bytes": freed,
-            "to_host_bytes_s": freed / (slept - began),
-            "from_host_bytes_s": taken / (woken - slept),
-            "left_bytes": left,
-        }
-    }
-
-
-def run_cell(cell: Cell, shapes: Shapes, platform: Platform) -> dict[str, Any]:
-    """In this process. Memory that runs out is a result."""
+def run_cell(cell: Cell, shapes: Shapes, platform: Platform) -> Iterator[dict[str, Any]]:
+    """In this process: figures as they are known. Memory that runs out is one."""
     import torch
 
     try:
-        return peaks(shapes, platform) if cell.kind == "peak" else run_engine(cell, platform)
+        yield {"device": device_name(platform), "kernels": "Transformer Engine" if cell.fused else "torch"}
+        if cell.kind == "peak":
+            yield machine(platform)
+            yield peaks(shapes, platform)
+        else:
+            yield from run_engine(cell, platform)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return {"problem": f"out of memory: {str(error)[:300]}"}
+        yield {"problem": f"out of memory: {str(error)[:300]}"}
     finally:
         return_free_memory(platform)
 
 
 def in_a_process(cell: Cell, words: list[str], timeout_s: float) -> dict[str, Any]:
-    """What a process of its own says of the cell, or why it said nothing."""
+    """What a process of its own says of the cell, and why it did not say all."""
     command = [sys.executable, "-m", "bench.gpu_engine", *words, "--cell", json.dumps(asdict(cell))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"problem": f"not done within the {timeout_s:.0f} s that were left"}
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        return said(error.stdout or b"") | {"problem": f"not done within {timeout_s:.0f} s"}
+    found = said(done.stdout)
     if done.returncode:
-        return {"problem": f"exit code {done.returncode}: {done.stderr.strip()[-1500:]}"}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+        found["problem"] = f"exit code {done.returncode}: {done.stderr.decode(errors='replace').strip()[-1500:]}"
+    return found
 
 
-def measured(todo: list[Cell], words: list[str], minutes: float) -> Iterator[dict[str, Any]]:
-    """A line for each cell, as it is done; MFU once the best product is known."""
-    end, best = time.monotonic() + 60 * minutes, None
+def said(output: bytes) -> dict[str, Any]:
+    """All figures of a cell's process, which may have been ended amid its last line."""
+    found: dict[str, Any] = {}
+    for line in output.decode(errors="replace").splitlines(keepends=True):
+        if line.startswith(FIGURES) and line.endswith("\n"):
+            found |= json.loads(line.removeprefix(FIGURES))
+    return found
+
+
+def measured(todo: list[Cell], words: list[str], minutes: float, best: float | None = None) -> Iterator[dict[str, Any]]:
+    """A line for each cell, as it is done; MFU once the best product is known. best: FLOP/s of an earlier call's."""
+    end = time.monotonic() + 60 * minutes
     for cell in todo:
         left = end - time.monotonic()
         if left < LAST_S:
             yield {"cell": asdict(cell), "problem": "not begun: the minutes were over"}
             continue
-        found = in_a_process(cell, words, left)
+        found = in_a_process(cell, words, min(left, CELL_S))
         best = found.get("matmul_flops_s", best)
-        if best is not None and "update_s" in found:
-            found |= {
-                "mfu": found["update_flops_s"] / best,
-                "hfu": found["update_flops_s_with_recompute"] / best,
-                "logprobs_mfu": found["logprobs_flops_s"] / best,
-            }
+        for name, flops in MFU.items():
+            if best is not None and flops in found:
+                found[name] = found[flops] / best
         yield {"cell": asdict(cell), **found}
+
+
+def known(lines: Iterable[str]) -> tuple[list[Cell], float | None]:
+    """The cells of an earlier call that came to their end, and its best product."""
+    found = [json.loads(line) for line in lines]
+    products = [line["matmul_flops_s"] for line in found if "matmul_flops_s" in line]
+    return [Cell(**line["cell"]) for line in found if "problem" not in line], products[-1] if products else None
 
 
 def main(
     *,
     platform: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where a device is.")] = "auto",
     shapes: Annotated[str, typer.Option(help="real, or tiny: proves nothing, and runs anywhere.")] = "real",
-    minutes: Annotated[float, typer.Option(help="No cell is begun once these are over, and none goes on.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="No cell is begun once these are over, and none goes on.")] = 9.0,
     out: Annotated[
         Path | None, typer.Option(help="Lines of JSON; bench/results/gpu_engine.jsonl if not given.")
     ] = None,
+    go_on: Annotated[bool, typer.Option("--go-on", help="Keep the lines that are there; try what is left.")] = False,
     cell: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure the training engine on one device."""
@@ -333,21 +209,22 @@ def main(
         sys.exit(f"--platform is cpu, cuda or auto, and --shapes one of {', '.join(SHAPES)}.")
     chosen = get_platform(platform)  # type: ignore[arg-type]
     if cell is not None:
-        print()
-        print(json.dumps(run_cell(Cell(**json.loads(cell)), SHAPES[shapes], chosen)))
+        for figures in run_cell(Cell(**json.loads(cell)), SHAPES[shapes], chosen):
+            print(f"\n{FIGURES}{json.dumps(figures)}", flush=True)
         return
     file, failed = out or RESULTS / "gpu_engine.jsonl", 0
     file.parent.mkdir(parents=True, exist_ok=True)
-    todo = cells(SHAPES[shapes], fused=chosen.has_transformer_engine)
-    with file.open("w") as lines:
-        for line in measured(todo, ["--platform", chosen.name, "--shapes", shapes], minutes):
+    done, best = known(file.read_text().splitlines()) if go_on and file.exists() else ([], None)
+    todo = [each for each in cells(SHAPES[shapes], fused=chosen.has_transformer_engine) if each not in done]
+    with file.open("a" if go_on else "w") as lines:
+        for line in measured(todo, ["--platform", chosen.name, "--shapes", shapes], minutes, best):
             text = json.dumps(line)
             print(text, flush=True)
             lines.write(text + "\n")
             lines.flush()
             failed += "problem" in line
     if failed:
-        sys.exit(f"{failed} of {len(todo)} cells have no figures: their lines say why.")
+        sys.exit(f"{failed} of {len(todo)} cells have not all figures: their lines say why.")
 
 
 if __name__ == "__main__":
