@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tarfile
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.gpu_engine import FIGURES
+from megarl.core.versions import installed
 from tools.gpu_kit.__main__ import main
 from tools.gpu_kit.make import project_files, write_program
 from tools.gpu_kit.parts import HEAD_BYTES, Head, KitError, join, split
-from tools.gpu_kit.use import install, place_of, unpack, use_kit
+from tools.gpu_kit.use import Check, Module, install, place_of, unpack, use_kit
 from tools.gpu_kit.wheels import chosen, download_words, read_lock
 
 ROOT = Path(__file__).parents[2]
@@ -138,8 +141,43 @@ def test_what_was_unpacked_nowhere_in_particular_is_gone_afterwards(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "part-00").write_bytes(b"no part")
     with pytest.raises(KitError, match="is no part of a kit"):
-        use_kit([tmp_path / "part-00"], "cpu", 1.0, None, tmp_path / "out")
+        use_kit([tmp_path / "part-00"], Check("cpu", 1.0), None, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["part-00"]
+
+
+def test_a_module_of_the_unpacked_kit_is_run_in_the_folder_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The bench's first cell, with this machine's packages in place of wheels; all paths are relative."""
+    torch = installed("torch")
+    monkeypatch.setattr("tools.gpu_kit.use.torch_version", lambda: torch)
+    facts = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "torch": torch}
+    (tmp_path / "kit.json").write_text(json.dumps(facts))
+    with tarfile.open(tmp_path / "kit.tar.gz", "w:gz", compresslevel=1) as tar:
+        tar.add(tmp_path / "kit.json", "kit.json")
+        for file in project_files():
+            if file.startswith(("megarl/", "bench/", "tests/training/")):
+                tar.add(ROOT / file, f"project/{file}")
+    split(tmp_path / "kit.tar.gz", tmp_path, 10**9)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "shown.py").write_text("import bench, os; print(bench.__file__, os.getcwd())")
+    use = ["use", "part-00", "--into", "there", "--out", "results", "--run"]
+    assert main([*use, "shown"]) == 0
+    package, folder = capfd.readouterr().out.splitlines()[-1].split()
+    assert Path(package) == tmp_path / "there" / "project" / "bench" / "__init__.py"
+    assert Path(folder) == tmp_path / "results"
+    words = ["bench.gpu_engine", "--platform", "cpu", "--shapes", "tiny", "--cell", '{"kind": "peak"}']
+    assert main([*use, *words]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(FIGURES)]
+    assert json.loads(lines[-1].removeprefix(FIGURES))["matmul_flops_s"] > 0
+
+
+def test_the_check_has_the_minutes_that_unpacking_left(tmp_path: Path) -> None:
+    words = ["tools.gpu_check", "--platform", "cuda", "--minutes", "6.50", "--out", str(tmp_path)]
+    assert Check("cuda", 7.0).words(30.0, tmp_path) == words
+    assert Check("cuda", 7.0, go_on=True).words(30.0, tmp_path) == [*words, "--go-on"]
+    assert Module(("a", "--out", "b")).words(30.0, tmp_path) == ["a", "--out", "b"]
 
 
 def test_the_program_runs_alone_and_says_what_is_wrong(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
     python gpu_kit use part-*                                                  # there: with Python and torch alone
 
 `make` takes wheels from the package index that pip knows, by name and version from requirements/cpu.lock, and the project's
-files as git has them. `use` unpacks both, puts them before all else on the path, and runs tools/gpu_check within --minutes.
+files as git has them. `use` unpacks both, puts them before all else on the path, and runs tools/gpu_check within --minutes; with
+--run another of the project's modules, with the words behind it, in the folder of --out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     use.add_argument("--go-on", action="store_true", help="keep the results that are there, and try what is left")
     use.add_argument("--into", type=Path, help="where to unpack (a new temporary folder)")
     use.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder for the results (gpu-check)")
+    use.add_argument(
+        "--run",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE",
+        help="in place of the check, with all words behind it; in --out",
+    )
     return parser.parse_args(words)
 
 
@@ -44,9 +51,10 @@ def main(words: Sequence[str] | None = None) -> int:
             from tools.gpu_kit.make import make_kit
 
             return make_kit(chosen.out, chosen.python, chosen.torch, chosen.part_mb * 10**6)
-        from tools.gpu_kit.use import use_kit
+        from tools.gpu_kit.use import Check, Module, use_kit
 
-        return use_kit(chosen.parts, chosen.platform, chosen.minutes, chosen.into, chosen.out, go_on=chosen.go_on)
+        what = Module(tuple(chosen.run)) if chosen.run else Check(chosen.platform, chosen.minutes, chosen.go_on)
+        return use_kit(chosen.parts, what, chosen.into, chosen.out)
     except KitError as error:
         print(f"gpu_kit: {error}", file=sys.stderr)
         return 2

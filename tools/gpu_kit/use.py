@@ -1,4 +1,4 @@
-"""Uses the kit on a machine that has Python and torch: unpacks it, puts it on the path, and runs the check."""
+"""Uses the kit on a machine that has Python and torch: unpacks it, puts it on the path, and runs the check or another module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.gpu_kit.parts import KitError, join
@@ -23,20 +24,44 @@ OURS = ("tests", "tools", "bench")  # folders that Python takes as packages
 DATA = (".data/purelib/", ".data/platlib/")  # of a wheel: belongs beside its packages
 
 
-def use_kit(
-    given: Sequence[Path], platform: str, minutes: float, into: Path | None, out: Path, *, go_on: bool = False
-) -> int:
-    """Unpack and check; the check's exit code. Results go to `out` as they come. Raises KitError.
+@dataclass(frozen=True)
+class Check:
+    """tools/gpu_check, in so many minutes from now on."""
+
+    platform: str
+    minutes: float
+    go_on: bool = False
+
+    def words(self, took_s: float, out: Path) -> list[str]:
+        """Of the command line. took_s: what has gone by."""
+        left = max(0.1, self.minutes - took_s / 60)
+        words = ["tools.gpu_check", "--platform", self.platform, "--minutes", f"{left:.2f}", "--out", str(out)]
+        return [*words, *["--go-on"] * self.go_on]
+
+
+@dataclass(frozen=True)
+class Module:
+    """Another module of the project, with its arguments."""
+
+    given: tuple[str, ...]
+
+    def words(self, took_s: float, out: Path) -> list[str]:
+        """As they were given."""
+        return list(self.given)
+
+
+def use_kit(given: Sequence[Path], what: Check | Module, into: Path | None, out: Path) -> int:
+    """Unpack and run it in the folder `out`; its exit code. Results go to `out` as they come. Raises KitError.
 
     into: what was unpacked stays there; where it is not given nothing stays.
     """
     if into is not None:
-        return _use(given, platform, minutes, into, out, go_on)
+        return _use(given, what, into.absolute(), out.absolute())
     with tempfile.TemporaryDirectory(prefix="megarl-kit-", ignore_cleanup_errors=True) as folder:
-        return _use(given, platform, minutes, Path(folder), out, go_on)
+        return _use(given, what, Path(folder), out.absolute())
 
 
-def _use(given: Sequence[Path], platform: str, minutes: float, folder: Path, out: Path, go_on: bool) -> int:
+def _use(given: Sequence[Path], what: Check | Module, folder: Path, out: Path) -> int:
     began = time.time()
     torch = torch_version()
     facts = unpack(given, folder)
@@ -48,14 +73,14 @@ def _use(given: Sequence[Path], platform: str, minutes: float, folder: Path, out
             f"gpu_kit: the kit was made for torch {facts['torch']}, and torch {torch} is here. It is tried all the same."
         )
     took = time.time() - began
-    print(f"gpu_kit: unpacked into {folder} in {took:.0f} s; torch {torch}; results in {out.absolute()}", flush=True)
-    left = max(0.1, minutes - took / 60)
-    words = ["--platform", platform, "--minutes", f"{left:.2f}", "--out", str(out.absolute())]
-    words += ["--go-on"] * go_on
+    print(f"gpu_kit: unpacked into {folder} in {took:.0f} s; torch {torch}; results in {out}", flush=True)
     path = os.pathsep.join(str(folder / name) for name in (SITE, PROJECT))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tools.gpu_check", *words]
-    return subprocess.run(command, cwd=folder / PROJECT, env=environment, check=False).returncode
+    # In the folder of results, so that what a module is told to write stays.
+    out.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", *what.words(took, out)], cwd=out, env=environment, check=False
+    ).returncode
 
 
 def torch_version() -> str:
