@@ -216,13 +216,14 @@ def test_a_second_call_tries_exactly_what_was_late(tmp_path: Path, place: gpu_ch
 def test_a_second_call_takes_complete_rows_as_they_are(monkeypatch: pytest.MonkeyPatch, place: gpu_check.Place) -> None:
     """A check of the first is done, one lacked something, one failed, and for one there was no time."""
     names, verdicts = ("a", "b", "c", "d"), ("works", "works", "failed", "not run")
+    parts = [gpu_check.Row("a part", "works", "1.0"), gpu_check.Row("b part", "absent", "gone")]
     details = ("3 passed", "1 passed; 2 not tried: needs Ray", "1 failed", gpu_check.LATE)
-    rows = [gpu_check.Row(*values) for values in zip(names, verdicts, details, strict=True)]
+    rows = [*parts, *(gpu_check.Row(*values) for values in zip(names, verdicts, details, strict=True))]
     place.rows.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    monkeypatch.setattr(gpu_check, "PARTS", {})
+    monkeypatch.setattr(gpu_check, "PARTS", {"a part": ("print(1.5)", ""), "b part": ("print(2.5)", "")})
     monkeypatch.setattr(gpu_check, "CHECKS", [gpu_check.Check(name, ()) for name in names])
     monkeypatch.setattr(gpu_check, "run_check", lambda check, _: gpu_check.Row(check.what, "works", "again"))
-    assert [row.detail for row in gpu_check.check(place)] == ["3 passed", "again", "again", "again"]
+    assert [row.detail for row in gpu_check.check(place)] == ["1.0", "2.5", "3 passed", "again", "again", "again"]
 
 
 KILLED = """
