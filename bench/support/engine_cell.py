@@ -74,7 +74,10 @@ def device_bytes(platform: Platform) -> int:
 def planned(config: ModelConfig, cell: Cell, recompute: Recompute, platform: Platform, *, trained: bool) -> RoleBytes:
     """What the planner says that the role holds."""
     kernels = Kernels(
-        fused=cell.fused, chunk_elements=platform.chunk_elements, sums_in_copies=platform.backend == "gloo"
+        fused=cell.fused,
+        fused_norms=platform.has_device_memory,
+        chunk_elements=platform.chunk_elements,
+        sums_in_copies=platform.backend == "gloo",
     )
     role = Role(trained=trained, head=True, sequence=cell.tokens // cell.sequences)
     return role_bytes(config, one_layout(Layout(), cell.tokens, recompute), 2, role, kernels)
