@@ -180,9 +180,7 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "actor/grad_norm": MetricSpec("1", "global gradient norm before clipping, mean over the optimizer steps", ".3g"),
     "actor/grad_share_max": MetricSpec(
-        "fraction",
-        "largest share of one parameter in the squared gradient norm, over the optimizer steps",
-        ".3f",
+        "fraction", "largest share of one parameter in the squared gradient norm, over the optimizer steps", ".3f"
     ),
     "actor/skipped_steps": MetricSpec(
         "optimizer steps",

@@ -44,8 +44,10 @@ def run_cluster(recipe: Recipe) -> Cluster | None:
     if file is not None:
         return one_kind(read_cluster(file))
     name, nodes = device_name(), _num_nodes(recipe.cluster.spares)
-    # Servers may have devices of their own, so that the ranks' number does not tell how many there are.
-    return make_cluster(name, nodes, here) if name is not None and nodes * here >= wanted else None
+    # Servers may have devices of their own: the ranks' number does not tell how many there are. A search takes what there is.
+    if name is None or nodes * here < (1 if recipe.placement.name is not None else wanted):
+        return None
+    return make_cluster(name, nodes, here)
 
 
 def _num_nodes(spares: int) -> int:

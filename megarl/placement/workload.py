@@ -155,7 +155,7 @@ def recipe_workload(
         epochs=actor.epochs,
         critic_epochs=1 if recipe.critic is None else recipe.critic.epochs,
         max_running=rollout.max_running_requests,
-        in_flight=rollout.concurrency,
+        in_flight=rollout.most_in_flight if rollout.external is not None else rollout.concurrency,
         dtype=recipe.model.dtype,
         staleness=rollout.max_staleness,
         scores=scored_first(recipe, "may ask for all"),

@@ -136,6 +136,20 @@ def test_a_run_of_it_is_predicted_for_all_nodes_of_its_ray_or_for_none(
         place(recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"name": "auto"})}))
 
 
+def test_a_search_takes_the_devices_that_this_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the recipe counts; without a search too many are refused by others, and nothing is predicted."""
+    path = RECIPES / "qwen3_4b_grpo_8.yaml"
+    config = known_config(load_recipe(path).recipe.model.path)
+    assert config is not None
+    recipe = load_recipe(path, [f"model.path={config.parent}", "cluster.devices=16"]).recipe
+    monkeypatch.delenv(RAY_ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setattr(local, "num_local_devices", lambda platform: 8)
+    monkeypatch.setattr(local, "device_name", lambda: "H100")
+    assert place(recipe).predicted is None
+    placed = place(recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"name": "auto"})}))
+    assert placed.predicted is not None and sum(pool.devices for pool in placed.predicted.pools) == 8
+
+
 def test_its_own_words_plan_it_where_its_model_is_not(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
