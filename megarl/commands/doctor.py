@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -286,9 +287,7 @@ def _shared_memory() -> Finding:
 
 
 def _memory() -> Finding:
-    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    meminfo = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
-    free = (int(meminfo[1]) * 1024 if meminfo else pages * size) / GIB
+    free = psutil.virtual_memory().available / GIB
     low = "a server and a rank of the smallest model need about 4 GiB" if free < 4 else ""
     return Finding("memory", Level.NOTE if low else Level.OK, f"{free:.1f} GiB available", "4 GiB or more", low)
 

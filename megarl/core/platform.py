@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from megarl.core.heap import is_little_freed, trim
 from megarl.core.versions import installed
 
 PlatformName = Literal["cpu", "cuda"]
@@ -287,17 +288,15 @@ def finish_copies(platform: Platform) -> None:
         torch.cuda.synchronize()
 
 
-def return_free_memory(platform: Platform) -> None:
-    """Give what this process has freed back to the device, or to the system where the device is the host itself."""
+def return_free_memory(platform: Platform, *, but_little: bool = False) -> None:
+    """Give what this process has freed back to the device, or to the system where the device is the host itself.
+
+    but_little: a host's only where it is much (core/heap.py): it is soon taken again.
+    """
     if platform.name == "cuda":
         import torch
 
         torch.cuda.ipc_collect()  # what other processes had opened, and have let go of
         torch.cuda.empty_cache()
-        return
-    import ctypes
-
-    # The C library keeps freed memory of up to 32 MiB a block; musl's has no such call, and keeps none.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    elif not (but_little and is_little_freed()):
+        trim()

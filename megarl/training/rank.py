@@ -233,9 +233,9 @@ class Rank:
         yield
         name = f"{role}/{operation}"
         self._peaks[name] = max(peak_bytes(self.platform), self._peaks.get(name, 0))
-        # What such a pass has freed serves the update that follows it; else others may need it.
+        # What such a pass has freed serves the update that follows it; else others may need it, where it is much.
         if operation not in BEFORE_UPDATE or not self._losses:
-            return_free_memory(self.platform)
+            return_free_memory(self.platform, but_little=True)
 
     def take_peaks(self) -> dict[str, int]:
         """Peak bytes of each `role/operation` since the last call: of the device where it has its own, else resident."""

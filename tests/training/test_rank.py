@@ -59,7 +59,11 @@ def test_the_exported_folder_is_the_trained_model(rank, spec, folder, tmp_path, 
 
 def test_what_a_pass_has_freed_is_kept_for_the_update_that_follows(rank, spec, folder, tmp_path, monkeypatch):
     returned = []
-    monkeypatch.setattr("megarl.training.rank.return_free_memory", lambda platform: returned.append(platform.name))
+
+    def returned_memory(_, *, but_little=False):
+        returned.append(but_little)
+
+    monkeypatch.setattr("megarl.training.rank.return_free_memory", returned_memory)
     [shard], [columns] = shards([examples([9, 17], VOCAB)])
 
     def returns(call, *arguments):
@@ -72,7 +76,7 @@ def test_what_a_pass_has_freed_is_kept_for_the_update_that_follows(rank, spec, f
     assert returns(rank.logprobs, "reference", shard) == 1, "nothing learns here"
     rank.build("actor", spec)
     assert returns(rank.logprobs, "actor", shard) == returns(rank.logprobs, "reference", shard) == 0
-    assert returns(rank.update, "actor", shard, columns) == 1
+    assert returns(rank.update, "actor", shard, columns) == 1 and returned == [True]
     (tmp_path / "saved").mkdir()
     assert returns(rank.save, "actor", tmp_path / "saved") == 1
 
