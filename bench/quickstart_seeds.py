@@ -9,16 +9,14 @@ Writes a table, bench/results/quickstart_seeds.json and bench/results/quickstart
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.measure import RESULTS, write
 from bench.support.quickstart import ROOT, accuracy, metrics, train, warm_start
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def run_seed(seed: int, folder: Path) -> dict[str, Any]:
@@ -82,8 +80,7 @@ def main() -> None:
             *(f"{row['probe_diff_max']:.1e}", f"{row['driver_fraction_max']:.2%}"),
         )
     Console().print(table)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "quickstart_seeds.json").write_text(json.dumps(results, indent=1) + "\n")
+    write("quickstart_seeds", {"runs": results}, None)
     draw(results, RESULTS / "quickstart_seeds.png")
 
 

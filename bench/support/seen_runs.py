@@ -12,9 +12,9 @@ def quickstart_seeds(result: Result) -> str:
     runs = "; ".join(
         f"seed {run['seed']}: {run['before']:.3f} before GRPO, {run['after']:.3f} after, SFT {run['sft_s']:.0f} s, "
         f"GRPO {run['grpo_s']:.0f} s"
-        for run in result
+        for run in result["runs"]
     )
-    return f"{runs}. Rollout and trainer at most {max(run['logprob_diff_max'] for run in result):.1g} nats apart"
+    return f"{runs}. Rollout and trainer at most {max(run['logprob_diff_max'] for run in result['runs']):.1g} nats apart"
 
 
 def learning_curves(result: Result) -> str:
