@@ -14,7 +14,9 @@ def quickstart_seeds(result: Result) -> str:
         f"GRPO {run['grpo_s']:.0f} s"
         for run in result["runs"]
     )
-    return f"{runs}. Rollout and trainer at most {max(run['logprob_diff_max'] for run in result['runs']):.1g} nats apart"
+    return (
+        f"{runs}. Rollout and trainer at most {max(run['logprob_diff_max'] for run in result['runs']):.1g} nats apart"
+    )
 
 
 def learning_curves(result: Result) -> str:
