@@ -2,24 +2,27 @@ r"""Where a text says its final answer: after `####`, as in GSM8K, or in `\boxed
 
 from __future__ import annotations
 
+import re
+
 HASHES = "####"
 BOXED = r"\boxed{"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# What an answer begins with, or a single letter. Behind a box anything else is a heading of Markdown's.
+_ANSWER = re.compile(r"[\d+\-−.,$€£\\({\[]|[A-Za-z]\W*$")
 
 
 def final_answer(text: str) -> str | None:
     """What follows the last marker: the rest of the line after `####`, or the braces of a box. None without a marker.
 
-    A box that never closes (a truncated response) is no answer.
+    A box that never closes (a truncated response) is no answer. After a box, `#### Check` is a heading, and none either.
     """
-    hashes, box = text.rfind(HASHES), text.rfind(BOXED)
+    hashes, box = text.rfind(HASHES), max((match.end() for match in _BOX.finditer(text)), default=-1)
     if hashes < 0 and box < 0:
         return None
-    if box > hashes:
-        found = _braced(text[box + len(BOXED) :])
-    else:
-        line = text[hashes + len(HASHES) :].lstrip(" \t").partition("\n")[0]
-        found = line.strip()
-    return found or None
+    line = text[hashes + len(HASHES) :].lstrip(" \t").partition("\n")[0].strip().removeprefix("**").removesuffix("**")
+    if box > hashes or (box >= 0 and line and not _ANSWER.match(line)):
+        return _braced(text[box:]) or None
+    return line.strip() or None
 
 
 def _braced(text: str) -> str | None:

@@ -13,6 +13,10 @@ from functools import cache
 from typing import Any
 
 from megarl.data.answers import BOXED, final_answer
+from megarl.rewards.answer_forms import by_text, cases_apart, costly, has_series, parts, plain, same_text
+
+MOST_PARTS = 20  # of a list that is compared part by part
+DIGITS, EXACT, NEAR = 60, 1e-40, 1e-6
 
 # Plain integers, with or without thousands separators: by far the most answers, and they need no algebra.
 _INTEGER = re.compile(r"([+-]?)0*(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?")
@@ -31,16 +35,62 @@ def math(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> f
 
 
 def equal(found: str, wanted: str) -> bool:
-    """Whether two final answers are the same number, expression, set or interval."""
+    """Whether two final answers are the same number, expression, list, set or interval."""
     if found == wanted:
         return True
+    found, wanted = plain(found), plain(wanted)
     found_integer, wanted_integer = _integer(found), _integer(wanted)
     if found_integer is not None and wanted_integer is not None:
         return found_integer == wanted_integer
+    said = by_text(found, wanted)
+    if said is not None:
+        return said
+    if costly(found) or (has_series(found) and not has_series(wanted)):
+        return same_text(found, wanted)
+    left, right = parts(found), parts(wanted)
+    if min(len(left), len(right)) > 1 and max(len(left), len(right)) <= MOST_PARTS and r"\pm" not in found + wanted:
+        return len(left) == len(right) and _same_parts(left, right)
+    return _algebra(*cases_apart(found, wanted))
+
+
+def _same_parts(found: list[str], wanted: list[str]) -> bool:
+    """Whether each of a list has a partner in the other, in any order: as often as it is there."""
+    left = list(wanted)
+    for part in found:
+        partner = next((each for each in left if equal(part, each)), None)
+        if partner is None:
+            return False
+        left.remove(partner)
+    return True
+
+
+def _algebra(found: str, wanted: str) -> bool:
+    """What math-verify says, and that numbers are as close as they have to be."""
     parse, verify = _math_verify()
     parsed_wanted = parse(f"{BOXED}{wanted}}}", parsing_timeout=None)
     parsed_found = parse(f"{BOXED}{found}}}", parsing_timeout=None)
-    return bool(verify(parsed_wanted, parsed_found, timeout_seconds=None))
+    if not verify(parsed_wanted, parsed_found, timeout_seconds=None):
+        return False
+    return "%" in found + wanted or _close(parsed_found, parsed_wanted)
+
+
+def _close(found: list[Any], wanted: list[Any]) -> bool:
+    """Whether two numbers are: math-verify rounds to six places, so that to it all small numbers are zero.
+
+    Exact numbers have to be equal, others but for a millionth of themselves. True of what is no number.
+    """
+    from sympy import Expr, Float, N
+
+    if not (found and wanted and all(isinstance(side[0], Expr) and side[0].is_number for side in (found, wanted))):
+        return True
+    numbers = [N(side[0], DIGITS) for side in (found, wanted)]
+    if any(number.is_finite is not True for number in numbers):
+        return True
+    if any(side[0].has(Float) for side in (found, wanted)):
+        return bool(abs(numbers[0] - numbers[1]) <= NEAR * max(map(abs, numbers)))
+    # What comes to zero by roots that cancel each other has no digits that count.
+    scale = EXACT if 0 in numbers else max(map(abs, numbers))
+    return bool(abs(numbers[0] - numbers[1]) <= EXACT * scale)
 
 
 @cache
@@ -54,8 +104,8 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
 
 
 def _integer(text: str) -> str | None:
-    """A plain integer in one spelling (no separators, no leading zeros, no plus), or None. `$` and a final dot go."""
-    match = _INTEGER.fullmatch(text.strip().replace("\\$", "").strip("$ ").removesuffix("."))
+    """A plain integer in one spelling (no separators, no leading zeros, no plus), or None. Signs of money and a final dot go."""
+    match = _INTEGER.fullmatch(text.strip().replace("\\$", "").strip("$€£ ").removesuffix("."))
     if match is None:
         return None
     digits = match[2].replace(",", "")

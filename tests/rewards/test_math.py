@@ -23,6 +23,12 @@ from megarl.rewards.math import equal, final_answer, math
         ("#### \n42", None),
         (r"\boxed{\frac{1}{2}", None),
         (r"\boxed{}", None),
+        (r"\boxed {42} or \fbox{43}", "43"),
+        ("#### **42**", "42"),
+        ("\\boxed{42}\n#### Check\nIt holds.", "42"),
+        ("\\boxed{42}\n##### Note", "42"),
+        ("\\boxed{42}\n#### B", "B"),
+        ("#### Check", "Check"),
         ("", None),
     ],
 )
@@ -64,6 +70,94 @@ def test_the_final_answer_is_what_the_last_marker_marks(text: str, answer: str |
 )
 def test_rewards(response: str, answer: str, reward: float) -> None:
     assert math("", response, answer, {}) == reward
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (r"10\,000", "10000"),
+        ("1 000 000", "1,000,000"),
+        ("1{,}234", "1234"),
+        ("42 dollars", "42"),
+        ("18 eggs per day", "18"),
+        ("€42", "42"),
+        ("1e-05", "0.00001"),
+        ("1e3", "1000"),
+        (r"\log_2 8", "3"),
+        (r"\binom{5}{2}", "10"),
+        ("6:8", "3:4"),
+        ("3:4", r"\frac{3}{4}"),
+        ("3:6:9", "1:2:3"),
+        ("a", "A"),
+        (r"\text{true}", "True"),
+        ("1, 100", "100,1"),
+        ("1,1,2", "2, 1, 1"),
+        (r"1 \pm \sqrt{2}", r"1-\sqrt{2}, 1+\sqrt{2}"),
+        (r"\{1,1,2\}", r"\{1,2\}"),
+        (r"\left(\frac{5}{6}\right)^{100}", r"\frac{5^{100}}{6^{100}}"),
+        ("ab", "ba"),
+        ("Mm", "mM"),
+        (r"1, 2, \ldots, 9", r"1,2,\ldots,9"),
+        (r"\sqrt{2}\sqrt{3}-\sqrt{6}", "0"),
+        ("9^{9^{9}}", "9^{9^{9}} "),
+    ],
+)
+def test_what_is_equal(left: str, right: str) -> None:
+    assert equal(left, right) and equal(right, left)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("60 43", "103"),
+        (r"5 \quad 6", "11"),
+        (r"2\,500", "502"),
+        (r"1.6\times 10^{-19}", r"-1.6\times 10^{-19}"),
+        (r"1.6\times 10^{-19}", r"6.63\times 10^{-34}"),
+        ("0.0000001", "0.0000002"),
+        ("2^{-60}", "2^{-61}"),
+        (r"\frac{1}{2^{2023}}", r"\frac{1}{2^{2022}}"),
+        (r"2-\frac{1}{2^{99}}", r"2-\frac{1}{2^{98}}"),
+        (r"\frac{4!\cdot 48!}{52!}", r"\frac{4!\cdot 47!}{52!}"),
+        ("e^{-50}", "e^{-51}"),
+        (r"\frac{GMm}{R^2}", r"\frac{Gm^2}{r^2}"),
+        (r"\frac{R-r}{2}", "0"),
+        (r"\frac{M}{m}", r"\frac{m}{M}"),
+        ("X+x", "2x"),
+        ("1:2:4", "1:4:2"),
+        ("1/6", "1:2:3"),
+        ("2:20", "1:10"),
+        ("TTF", "TFT"),
+        ("NO", "ON"),
+        ("silent", "listen"),
+        (r"\angle ABC", r"\angle BAC"),
+        ("999", r"1, 2, 3, \ldots, 999"),
+        ("10", r"\{1, 2, \ldots, 10\}"),
+        ("1,1,2", "1,2,2"),
+        ("1,2", "1,2,2"),
+        (r"\{0,1\}", "(0,1)"),
+        ("5 million", "5"),
+    ],
+)
+def test_what_is_not_equal(left: str, right: str) -> None:
+    assert not equal(left, right) and not equal(right, left)
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "9^{9^{9}}",
+        "9^9^9",
+        "3^{3^{3^3}}",
+        "(x+1)^{2000}",
+        r"\sum_{k=1}^{10000000}\frac1{k^2}",
+        "1000000!",
+        "1+" * 500 + "1",
+    ],
+)
+def test_what_takes_for_ever_is_wrong_at_once(endless: str) -> None:
+    """It was written by a policy, and is not the grader's failure."""
+    assert math("", rf"\boxed{{{endless}}}", r"\frac12", {}) == 0.0
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(-(10**30), 10**30))
