@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,9 @@ def _answer(row: Row, answer_key: str, data: Data) -> str:
         raise UserError(
             f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
         )
-    if data.final_answer:
-        return _final_answer(str(answer), row, answer_key)
-    return str(answer)
+    # Digits alone: Python would write 0.00001 as 1e-05, which is no answer that a model gives.
+    text = format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)
+    return _final_answer(text, row, answer_key) if data.final_answer else text
 
 
 def _final_answer(answer: str, row: Row, key: str) -> str:

@@ -154,6 +154,22 @@ def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, A
     assert check_rows(path, data(path), limit=1) == 1
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (0.00001, "0.00001"),
+        (1e16, "10000000000000000"),
+        (-2.5e-7, "-0.00000025"),
+        (2.0, "2.0"),
+        (0.1, "0.1"),
+        (10**20, "1" + "0" * 20),
+    ],
+)
+def test_a_number_is_written_in_digits_alone(answer: float, text: str, tmp_path: Path, plain_tokenizer: Any) -> None:
+    path = write(tmp_path, {"prompt": "?", "answer": answer})
+    assert load_prompts(path, plain_tokenizer, data(path)).prompts[0].answer == text
+
+
 def test_the_final_answer_is_taken_from_a_worked_one(tmp_path: Path, plain_tokenizer: Any) -> None:
     worked = ["48/2 = 24\n#### 1,072 ", r"so \boxed{\frac{1}{2}}", "#### 1\nno: #### 2"]
     path = write(tmp_path, *({"prompt": "?", "answer": answer} for answer in worked))
