@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.rewards.http import CallError, JsonClient
@@ -46,6 +48,13 @@ def test_the_key_is_a_bearer_token_and_dates_are_text() -> None:
     assert answer == {"echo": {"body": "2024-02-29"}}
     assert fake.keys == [f"Bearer {KEY}"]
     assert called(key=None)[1].keys == [None]
+
+
+def test_numbers_that_are_not_finite_are_text_however_deep() -> None:
+    body = [{"a": math.nan, "b": [1.5, (math.inf, datetime.date(2024, 2, 29))]}, {-math.inf: np.float64("nan")}]
+    assert called(body=body)[0] == {
+        "echo": {"body": [{"a": "nan", "b": [1.5, ["inf", "2024-02-29"]]}, {"-inf": "nan"}]}
+    }
 
 
 @pytest.mark.parametrize("act", [(500, "oops"), (503, ""), (429, "slower"), DROP, (429, "", {"Retry-After": "0"})])
