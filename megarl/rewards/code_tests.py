@@ -1,24 +1,38 @@
 """A row's tests for code, out of the forms that data sets have them in, and what each wants to see. Pure; running is code.py's.
 
-Pairs of standard input and output: APPS, TACO, CodeContests, DeepCoder. Asserts: MBPP, HumanEval, AceCode. Calls with arguments:
-APPS and LiveCodeBench.
+Pairs of standard input and output: APPS, TACO, CodeContests, DeepCoder, LiveCodeBench. Asserts: MBPP, HumanEval, AceCode. Calls
+with arguments: APPS and LiveCodeBench.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.sandbox.job import Check, Checked
 
-# Fields that data sets keep their tests in, in the order in which they are looked for; then the row's answer.
-FIELDS = ("tests", "test_cases", "input_output", "test_list", "test", "private_tests", "public_tests")
+# Fields that data sets keep their tests in, in the order in which they are looked for; then the row's answer. Public tests are
+# last: they are often in the prompt, where a program can have read them.
+FIELDS = (
+    "tests",
+    "test_cases",
+    "input_output",
+    "test_list",
+    "test",
+    "private_tests",
+    "generated_tests",
+    "private_test_cases",
+    "public_tests",
+    "public_test_cases",
+)
 SETUP_FIELDS = ("test_setup_code", "test_imports")
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", flags=re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*\r?$", flags=re.MULTILINE | re.DOTALL)
 SHOWN = 80  # characters of what is no test, in messages
 
 
@@ -86,38 +100,58 @@ def same_output(written: str, wanted: str) -> bool:
 
 
 def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> RowTests:
-    """The tests of a row. field: where they are, with dots into objects; None: the first of `FIELDS` that it has.
+    """The tests of a row. field: where they are, with dots into objects; None: the first of `FIELDS` that holds some.
 
     Raises ValueError that says what is wrong with the row.
     """
-    name, value = _found(metadata, answer, field)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = _code(value, metadata)  # no JSON: statements
-    tests = _of(value, metadata)
-    if not len(tests):
-        raise ValueError(f"its field {name!r} holds no tests")
-    return RowTests(tests.pairs, tests.checks, _setup(metadata))
+    found = _found(metadata, answer, field)
+    for name, value in found:
+        if len(tests := _of(_decoded(name, value, metadata), metadata)):
+            return RowTests(tests.pairs, tests.checks, _setup(metadata))
+    names = ", ".join(repr(name) for name, _ in found)
+    raise ValueError(f"its fields {names} hold no tests" if len(found) > 1 else f"its field {names} holds no tests")
 
 
-def _found(metadata: Mapping[str, Any], answer: str, field: str | None) -> tuple[str, Any]:
+def _found(metadata: Mapping[str, Any], answer: str, field: str | None) -> list[tuple[str, Any]]:
+    """Where tests may be, with what is there; at least one."""
     if field is None:
-        for name in FIELDS:
-            if metadata.get(name):
-                return name, metadata[name]
-        if answer:
-            return "answer", answer
-        raise ValueError(f"the row has no tests: none of the fields {', '.join(FIELDS)}, and no answer")
+        found = [(name, metadata[name]) for name in FIELDS if metadata.get(name)]
+        if not found and not answer:
+            raise ValueError(f"the row has no tests: none of the fields {', '.join(FIELDS)}, and no answer")
+        return found or [("answer", answer)]
     if field == "answer":
-        return field, answer
+        return [(field, answer)]
     value: Any = metadata
     for part in field.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     if value is None:
         raise ValueError(f"the row has no field {field!r}; it has {', '.join(metadata)}")
-    return field, value
+    return [(field, value)]
+
+
+def _decoded(name: str, value: Any, metadata: Mapping[str, Any]) -> Any:
+    """Text as what it stands for. Raises ValueError for a pickle: to open one is to run what it holds."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        compressed = _is_compressed(value)
+    if compressed:
+        raise ValueError(
+            f"its field {name!r} is compressed, a pickle as LiveCodeBench has it, which is never opened: a pickle may run "
+            "anything. Write the tests as JSON into the rows, or name another field"
+        )
+    return _code(value, metadata)  # no JSON: statements
+
+
+def _is_compressed(text: str) -> bool:
+    """Whether it is base64 of what zlib made. Its beginning is enough: a header, and data that go with it."""
+    try:
+        zlib.decompressobj().decompress(base64.b64decode(text[:64], validate=True), 1)
+    except (ValueError, zlib.error):
+        return False
+    return True
 
 
 def _setup(metadata: Mapping[str, Any]) -> str:
@@ -132,16 +166,7 @@ def _of(value: Any, metadata: Mapping[str, Any]) -> RowTests:
     if isinstance(value, str):
         return _code(value, metadata)
     if isinstance(value, Mapping):
-        inputs, outputs = (value.get(plural, value.get(plural[:-1])) for plural in ("inputs", "outputs"))
-        if isinstance(inputs, str):
-            inputs, outputs = [inputs], [outputs]
-        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-            raise ValueError(f"these are no tests: {_shown(value)}; wanted are as many inputs as outputs")
-        name = value.get("fn_name") or value.get("func_name") or _function_of(metadata)
-        cases = zip(inputs, outputs, strict=True)
-        if name:
-            return RowTests(checks=tuple(_call(name, given, wanted) for given, wanted in cases))
-        return RowTests(pairs=tuple(Pair(_text(given), _text(wanted)) for given, wanted in cases))
+        return _cases(value, metadata)
     if isinstance(value, Sequence):
         parts = [_of(each, metadata) for each in value]
         return RowTests(
@@ -149,6 +174,27 @@ def _of(value: Any, metadata: Mapping[str, Any]) -> RowTests:
             tuple(check for part in parts for check in part.checks),
         )
     raise ValueError(f"these are no tests: {_shown(value)}")
+
+
+def _cases(value: Mapping[str, Any], metadata: Mapping[str, Any]) -> RowTests:
+    """Inputs and outputs of one object: of a function where it, or its row, names one."""
+    inputs, outputs = (value.get(plural, value.get(plural[:-1])) for plural in ("inputs", "outputs"))
+    own = value.get("fn_name") or value.get("func_name")
+    # With a function's name one `input` is the arguments of one call; CodeContests has many inputs under this name.
+    if isinstance(inputs, str) or (own and "inputs" not in value and "input" in value):
+        inputs, outputs = [inputs], [outputs]
+    if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+        raise ValueError(f"these are no tests: {_shown(value)}; wanted are as many inputs as outputs")
+    kind = value.get("testtype")  # LiveCodeBench's
+    name = None if kind == "stdin" else own or _function_of(metadata)
+    if kind == "functional" and not name:
+        raise ValueError(
+            f"these are tests of a function that the row does not name (fn_name, func_name): {_shown(value)}"
+        )
+    cases = zip(inputs, outputs, strict=True)
+    if name:
+        return RowTests(checks=tuple(_call(name, given, wanted) for given, wanted in cases))
+    return RowTests(pairs=tuple(Pair(_text(given), _text(wanted)) for given, wanted in cases))
 
 
 def _function_of(metadata: Mapping[str, Any]) -> str | None:

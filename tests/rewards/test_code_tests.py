@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import zlib
 from typing import Any
 
 import pytest
@@ -21,6 +24,13 @@ PAIRS = (Pair("1 2\n", "3\n"), Pair("4 5\n", "9\n"))
         ({"tests": json.dumps([{"type": "stdin_stdout", "input": "1 2\n", "output": "3\n"},
                                {"type": "stdin_stdout", "input": "4 5\n", "output": "9\n"}])}, None),  # DeepCoder
         ({"public_tests": {"input": ["1 2\n", "4 5\n"], "output": ["3\n", "9\n"]}}, None),  # CodeContests
+        ({"private_tests": {"input": [], "output": []},
+          "public_tests": {"input": ["1 2\n", "4 5\n"], "output": ["3\n", "9\n"]}}, None),
+        ({"public_tests": {"input": ["0"], "output": ["0"]}, "private_tests": json.dumps({"input": [], "output": []}),
+          "generated_tests": {"input": ["1 2\n", "4 5\n"], "output": ["3\n", "9\n"]}}, None),
+        ({"public_test_cases": json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"},
+                                           {"input": "4 5\n", "output": "9\n", "testtype": "stdin"}]),
+          "private_test_cases": "[]", "func_name": "ignored"}, None),  # LiveCodeBench
         ({"extra": {"cases": {"inputs": ["1 2\n", "4 5\n"], "outputs": ["3\n", "9\n"]}}}, "extra.cases"),
     ],
 )  # fmt: skip
@@ -60,8 +70,25 @@ def test_calls() -> None:
     row = {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})}
     call = "(Solution().add if 'Solution' in globals() else add)(*[1, 2])"
     assert read_tests(row, "", None).checks == (Expected(Check("value", call), 3, as_json=True),)
-    row = {"tests": [{"input": "1\n2", "output": "3"}], "metadata": json.dumps({"func_name": "add"})}  # LiveCodeBench
-    assert read_tests(row, "", None).checks == (Expected(Check("value", call), 3, as_json=True),)
+    case = {"input": "1\n2", "output": "3", "testtype": "functional"}  # LiveCodeBench
+    for field in ("tests", "private_test_cases", "public_test_cases"):
+        row = {field: json.dumps([case]), "metadata": json.dumps({"func_name": "add"})}
+        assert read_tests(row, "", None).checks == (Expected(Check("value", call), 3, as_json=True),)
+
+
+@pytest.mark.parametrize("output", [3, [3, 4]])
+def test_one_input_of_a_named_function_is_one_call(output: Any) -> None:
+    call = "(Solution().add if 'Solution' in globals() else add)(*[1, 2])"
+    row = {"tests": {"fn_name": "add", "input": [1, 2], "output": output}}
+    assert read_tests(row, "", None).checks == (Expected(Check("value", call), output, as_json=True),)
+
+
+def test_a_pickle_is_never_opened() -> None:
+    packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([{"input": "1", "output": "1"}] * 99)))).decode()
+    row = {"private_test_cases": packed, "public_test_cases": [{"input": "1", "output": "1", "testtype": "stdin"}]}
+    with pytest.raises(ValueError, match=r"its field 'private_test_cases' is compressed, a pickle .* is never opened"):
+        read_tests(row, "", None)
+    assert read_tests(row, "", "public_test_cases").pairs == (Pair("1", "1"),)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +100,16 @@ def test_calls() -> None:
         ({"tests": {"inputs": ["1"], "outputs": []}}, None, "as many inputs as outputs"),
         ({"tests": [7]}, None, "these are no tests: 7"),
         ({"tests": [[]]}, None, "its field 'tests' holds no tests"),
+        (
+            {"private_tests": {"input": [], "output": []}, "public_tests": [[]]},
+            None,
+            "its fields 'private_tests', 'public_tests' hold no tests",
+        ),
+        (
+            {"tests": [{"input": "1", "output": "1", "testtype": "functional"}]},
+            None,
+            "of a function that the row does not name",
+        ),
         ({"tests": {"fn_name": "a b", "inputs": [[1]], "outputs": [1]}}, None, "'a b' is no name of a function"),
     ],
 )
@@ -105,6 +142,7 @@ def test_the_last_closed_block_is_the_code() -> None:
     assert last_block("```python\nfirst\n```\nthen\n```py\nsecond\n```\n") == "second\n"
     assert last_block("```python\nwhole\n```\n```python\ncut off") == "whole\n"
     assert last_block("  ```\n  x = 1\n  ```") == "  x = 1\n"
+    assert last_block("```python\r\nx = 1\r\n```\r\nDone.") == "x = 1\r\n"
 
 
 def test_output_is_compared_by_lines() -> None:
