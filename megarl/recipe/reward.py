@@ -90,9 +90,10 @@ class Judge(HttpGrader):
         0.0, description="sampling temperature; null: the server's own"
     )
     max_tokens: PositiveInt | None = Field(None, description="longest reply, in tokens; default: the server's own")
-    parse: Annotated[str, AfterValidator(_parse)] = Field(
-        r"(?i)score[^\w-]*(-?\d+(?:\.\d+)?)",
-        description="regular expression whose one group is the score (the last match counts), or json:FIELD",
+    parse: Annotated[str, AfterValidator(_parse)] | None = Field(
+        None,
+        description="regular expression whose one group is the score (the last match counts), or json:FIELD; default: the last "
+        "line that is a score and nothing else, such as `Score: 7`",
     )
     scale: PositiveFloat = Field(
         10.0, description="the best score: the grade is score / scale; others than 0 to it fail"

@@ -48,12 +48,12 @@ class JudgeGrader:
                 return failed(refusal)
             try:
                 with self._in_flight.at(row):
-                    reply = await self._ask(question)
+                    reply, cut_off = await self._ask(question)
             except CallError as error:
                 (self._patience.lost if error.late else self._patience.graded)(row)
                 return failed(str(error))
         self._patience.graded(row)
-        return read_score(reply, self._settings.parse, self._settings.scale)
+        return read_score(reply, self._settings.parse, self._settings.scale, cut_off=cut_off)
 
     def oldest(self) -> UnderWay | None:
         """The question that has been under way for longest."""
@@ -63,7 +63,8 @@ class JudgeGrader:
         """End the connections; questions under way fail."""
         await self._client.close()
 
-    async def _ask(self, question: str) -> str:
+    async def _ask(self, question: str) -> tuple[str, bool]:
+        """The reply, and whether it was cut off at its most tokens."""
         settings = self._settings
         body = {
             "model": settings.model,
@@ -73,9 +74,10 @@ class JudgeGrader:
         }
         answer = await self._client.post({name: value for name, value in body.items() if value is not None})
         try:
-            reply = answer["choices"][0]["message"]["content"]
+            choice = answer["choices"][0]
+            reply = choice["message"]["content"]
         except (KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
             raise CallError(f"error: {self._client.url} answered without a reply: {repr(answer)[:ANSWER_SHOWN]}")
-        return reply
+        return reply, choice.get("finish_reason") == "length"

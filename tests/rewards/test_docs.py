@@ -15,7 +15,7 @@ from megarl.core.metrics import check_names
 from megarl.recipe.reward import Code, GraderSection, HttpGrader, Judge, Remote, Reward, Rule
 from megarl.rewards.grade import Grade
 from megarl.rewards.http import LONGEST_PAUSE_S, JsonClient
-from megarl.rewards.question import TEMPLATE
+from megarl.rewards.question import TEMPLATE, read_score
 from megarl.rewards.remote import GATHER_S, RemoteGrader
 from megarl.rewards.resolve import PARAMETERS
 from tests.docs.pages import blocks
@@ -87,7 +87,7 @@ def test_defaults_are_those_of_the_code() -> None:
     )
     assert f"double, up to {LONGEST_PAUSE_S:g} s" in PAGE
     assert "`Score: N`, from 0 to 10" in PAGE and "Score: N" in TEMPLATE and "to 10 (" in TEMPLATE
-    assert re.search(judge.parse, "Score: 7")
+    assert judge.parse is None and read_score("Score: 7", judge.parse, judge.scale).reward == 0.7
     assert Reward().fn == "math" and "`math`\ngrades" in PAGE
 
 

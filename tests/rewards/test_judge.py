@@ -39,7 +39,7 @@ async def one(grader: JudgeGrader, _: FakeJudge) -> Grade:
 
 def test_a_response_is_graded_by_the_reply() -> None:
     def reply(question: str) -> str:
-        return f"Reasons. Score: {7 if question == '1+1?|two|2|be kind' else 0}"
+        return f"Reasons.\nScore: {7 if question == '1+1?|two|2|be kind' else 0}"
 
     template = "{{ prompt }}|{{ response }}|{{ answer }}|{{ metadata.rubric }}"
     assert talk(lambda: FakeJudge(reply=reply), one, template=template) == Grade(0.7)
@@ -62,6 +62,16 @@ def test_the_request_is_what_openai_compatible_servers_take() -> None:
 def test_a_reply_without_a_score_is_a_failure() -> None:
     grade = talk(lambda: FakeJudge(reply=lambda _: "I would rather not say."), one)
     assert grade == Grade(0.0, "no score: the judge replied 'I would rather not say.'")
+
+
+def test_a_reply_that_the_server_cut_off_is_a_failure() -> None:
+    def graded(reason: str) -> Grade:
+        choice = {"message": {"content": "Were it right:\nScore: 10"}, "finish_reason": reason}
+        return talk(lambda: FakeJudge((200, json.dumps({"choices": [choice]}))), one)
+
+    cut = graded("length")
+    assert cut.failure is not None and cut.failure.startswith("no score: the reply was cut off")
+    assert graded("stop") == Grade(1.0)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ class Poster:
         self._in_flight -= 1
         if "items" in body:
             return {"rewards": [int(item["response"]) / 2 for item in body["items"]]}
-        return {"choices": [{"message": {"content": f'Score: 4, mark 5, or {{"points": {len(str(body)) % 5}}}'}}]}
+        return {"choices": [{"message": {"content": f'mark 5, or {{"points": {len(str(body)) % 5}}}\nScore: 4'}}]}
 
     async def close(self) -> None:
         return None
