@@ -8,19 +8,21 @@ import numpy as np
 
 from megarl.core.errors import UserError
 from megarl.core.types import IntArray
+from megarl.data.digests import NO_DIGESTS, Digests, differing
 
 
 class Cursor:
     """Hands out row indices. The order of an epoch depends on (seed, epoch) alone, so a saved place is two numbers."""
 
-    def __init__(self, num_rows: int, seed: int, *, shuffle: bool, what: str) -> None:
-        """num_rows: rows of an epoch, at least 1. what: the rows' name, for messages."""
+    def __init__(self, num_rows: int, seed: int, *, shuffle: bool, what: str, digests: Digests = NO_DIGESTS) -> None:
+        """num_rows: rows of an epoch, at least 1. what: the rows' name, for messages. digests: of what the rows say."""
         if num_rows < 1:
             raise ValueError(f"{what}: a cursor needs at least one row; got {num_rows}")
         self._num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
         self._what = what
+        self._digests = dict(digests)
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -52,14 +54,16 @@ class Cursor:
             "num_rows": self._num_rows,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "digests": self._digests,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place. Raises UserError where rows, seed or shuffling have changed since."""
         now = self.state()
-        changed = [key for key in ("num_rows", "seed", "shuffle") if state[key] != now[key]]
-        if changed:
-            detail = ", ".join(f"{key} was {state[key]} and is {now[key]}" for key in changed)
+        keys = [key for key in ("num_rows", "seed", "shuffle") if state[key] != now[key]]
+        changed = [f"{key} was {state[key]} and is {now[key]}" for key in keys]
+        if changed := changed or [f"other {name}" for name in differing(state, self._digests)]:
+            detail = ", ".join(changed)
             raise UserError(
                 f"{self._what}: the order of the rows is not the one that the checkpoint was made with ({detail}). "
                 "Resume with the same data and seed, or start a new run."

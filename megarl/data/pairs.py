@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.data.chat import Tokenizer, load_tokenizer
@@ -34,6 +35,12 @@ class Preference:
     chosen: Exchange
     rejected: Exchange
     margin: float
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What digests are made of."""
+        said = [self.chosen.texts["texts"], self.rejected.response, self.margin]
+        return {"ids": self.chosen.row.id, "texts": said}
 
 
 def parse_preference(row: Row, data: PairData) -> Preference:
@@ -91,6 +98,7 @@ def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:
         lambda batch: _tokenise(batch, tokenizer),
         _longest,
         data.max_tokens,
+        lambda preference: preference.texts,
     )
 
 

@@ -7,7 +7,7 @@ it has none. Not for demonstrations (sft.py), nor for responses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
@@ -18,6 +18,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.data.answers import final_answer
 from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, render
+from megarl.data.digests import Digester
 from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.schema import Data
 
@@ -49,6 +50,15 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+
+def digests_of(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """What a saved place in these rows is a place in. Of messages, not of text: a chat template may write the day's date."""
+    digester = Digester()
+    for prompt in prompts:
+        said = prompt.metadata.get(MESSAGES_KEY, prompt.text)
+        digester.add({"ids": prompt.id, "prompts": said, "answers": prompt.answer})
+    return digester.digests()
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megarl.core.errors import UserError
 from megarl.data.cursor import Cursor
+from megarl.data.digests import NO_DIGESTS, Digester, Digests
 from megarl.data.rows import Row, read_rows
 
 P = TypeVar("P")
@@ -25,6 +26,7 @@ class RowSet(Generic[T]):
 
     rows: tuple[T, ...]
     num_dropped: int  # over the length limit
+    digests: Digests = field(default_factory=dict)  # of what they say
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -41,25 +43,33 @@ def load_rows(
     tokenise: Callable[[list[P]], list[T]],
     num_tokens: Callable[[T], int],
     max_tokens: int,
+    texts: Callable[[P], Mapping[str, Any]],
 ) -> RowSet[T]:
     """Read and tokenise a whole file; rows of more than max_tokens are counted and dropped.
 
+    texts: what a row says, by name, for digests; not as the chat template has it, which may write the day's date.
     Raises UserError: a row that `parse` refuses, or nothing left.
     """
     kept: list[T] = []
+    digester = Digester()
     num_rows = 0
     rows = read_rows(path)
     while batch := [parse(row) for row in islice(rows, ROWS_PER_BATCH)]:
         num_rows += len(batch)
-        kept += [row for row in tokenise(batch) if num_tokens(row) <= max_tokens]
-    return kept_rows(path, kept, num_rows - len(kept), max_tokens)
+        for parsed, row in zip(batch, tokenise(batch), strict=True):
+            if num_tokens(row) <= max_tokens:
+                kept.append(row)
+                digester.add(texts(parsed))
+    return kept_rows(path, kept, num_rows - len(kept), max_tokens, digester.digests())
 
 
-def kept_rows(path: Path, rows: Sequence[T], num_dropped: int, max_tokens: int) -> RowSet[T]:
+def kept_rows(
+    path: Path, rows: Sequence[T], num_dropped: int, max_tokens: int, digests: Digests = NO_DIGESTS
+) -> RowSet[T]:
     """The rows that are left. Raises UserError where none is."""
     if not rows:
         raise UserError(f"{path}: all {num_dropped} rows are over data.max_tokens={max_tokens}. Raise the limit.")
-    return RowSet(tuple(rows), num_dropped)
+    return RowSet(tuple(rows), num_dropped, dict(digests))
 
 
 class RowSource(Generic[T]):
@@ -67,7 +77,7 @@ class RowSource(Generic[T]):
 
     def __init__(self, rows: RowSet[T], seed: int, *, shuffle: bool = True) -> None:
         self._rows = rows.rows
-        self._cursor = Cursor(len(rows), seed, shuffle=shuffle, what="training rows")
+        self._cursor = Cursor(len(rows), seed, shuffle=shuffle, what="training rows", digests=rows.digests)
 
     @property
     def epoch(self) -> int:

@@ -30,6 +30,11 @@ class Exchange:
     prompt: str | list[Message]
     response: str | None
 
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What digests are made of."""
+        return {"ids": self.row.id, "texts": [self.prompt, self.response]}
+
 
 @dataclass(frozen=True)
 class Demonstration:
@@ -134,6 +139,7 @@ def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet
         lambda batch: tokenise(batch, tokenizer),
         lambda item: len(item.token_ids),
         data.max_tokens,
+        lambda exchange: exchange.texts,
     )
 
 

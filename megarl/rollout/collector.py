@@ -20,7 +20,7 @@ from megarl.core.log import get_logger
 from megarl.core.types import Block, Prompt, Sample, Status, TokenArray
 from megarl.data.blocks import sample_block
 from megarl.data.chat import Tokenizer, load_tokenizer
-from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout.asking import Asker
@@ -132,7 +132,8 @@ class Collector:
     async def start(self) -> DataFacts:
         """Start the graders; those behind an address have to answer."""
         await self._graders.start()
-        return DataFacts(len(self._prompts), self._prompts.num_dropped, len(self._eval_prompts))
+        prompts = self._prompts
+        return DataFacts(len(prompts), prompts.num_dropped, len(self._eval_prompts), digests_of(prompts.prompts))
 
     async def close(self) -> None:
         """End what is being made, the graders and the connections."""

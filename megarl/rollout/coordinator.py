@@ -61,7 +61,8 @@ class Coordinator:
         self.ledger = Ledger()
         self._links = Links(links, self._told, self._lost, self._fault)
         self._gone: set[int] = set()  # groups of a step that has them, whose samples died with their collector
-        cursor = Cursor(data.rows, recipe.run.seed, shuffle=recipe.data.shuffle, what="prompts")
+        shuffle, digests = recipe.data.shuffle, data.digests
+        cursor = Cursor(data.rows, recipe.run.seed, shuffle=shuffle, what="prompts", digests=digests)
         self._intake = Intake(cursor, recipe.rollout.samples_per_prompt)
         self._lengths: dict[int, float] = {}  # row -> tokens of a response, of its last group
         self._changed, self._behind = asyncio.Event(), asyncio.Event()  # behind: something has to be asked for

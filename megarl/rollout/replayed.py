@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, Prompt, Sample
 from megarl.data.chat import load_tokenizer
-from megarl.data.prompts import load_prompts
+from megarl.data.prompts import digests_of, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part
 from megarl.rollout.collector import blocks_of
@@ -45,7 +45,7 @@ class ReplayCollector:
 
     async def start(self) -> DataFacts:
         """There is nothing to start."""
-        return DataFacts(len(self._prompts), self._num_dropped, 0)
+        return DataFacts(len(self._prompts), self._num_dropped, 0, digests_of(self._prompts))
 
     async def begin(self, tasks: Sequence[GroupTask]) -> None:
         """Begin to read these groups."""

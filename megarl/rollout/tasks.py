@@ -34,11 +34,15 @@ class GroupTask:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a collector has read. rows: prompts to train on; dropped: those that were too long; eval_rows: held out."""
+    """What a collector has read. rows: prompts to train on; dropped: those that were too long; eval_rows: held out.
+
+    digests: of what the rows to train on say.
+    """
 
     rows: int
     dropped: int
     eval_rows: int
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

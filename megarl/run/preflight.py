@@ -22,7 +22,7 @@ from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.core.types import TokenArray
 from megarl.data.chat import load_tokenizer
-from megarl.data.prompts import PromptSet, check_rows, load_prompts
+from megarl.data.prompts import PromptSet, check_rows, digests_of, load_prompts
 from megarl.data.rows import place_of
 from megarl.data.supervised import check_supervised, demonstrations_of, load_supervised
 from megarl.models.config import ModelConfig
@@ -132,7 +132,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
             "rows."
         )
     if committed is not None:
-        check_resumed(recipe, committed, rows)
+        check_resumed(recipe, committed, rows, digests_of(prompts.prompts))
     eval_rows, notes = _eval_rows(recipe, model)
     notes = (
         *staleness_notes(recipe),
@@ -182,7 +182,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     _check_lora(recipe, model)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
     if committed is not None:
-        check_resumed(recipe, committed, len(rows))
+        check_resumed(recipe, committed, len(rows), rows.digests)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)

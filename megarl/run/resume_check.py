@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.data.digests import Digests, differing
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.training.manifest import read_manifest
 from megarl.training.run_checkpoints import Committed
 
 
-def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int) -> None:
+def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: Digests) -> None:
     """Raise UserError where a checkpoint cannot be what this recipe goes on from; with what it was made with.
 
-    rows: training rows within the length limit. Adapters are compared whole: with others the checkpoint's would be left out,
-    and with another alpha they would be another model. Their order is not.
+    rows: training rows within the length limit; digests: of what they say. Adapters are compared whole: with others the
+    checkpoint's would be left out, and with another alpha they would be another model. Their order is not.
     """
     saved: dict[str, Any] = committed.state.get("data", {})
     known = {"rows of data.train": rows, "run.seed": recipe.run.seed, "data.shuffle": recipe.data.shuffle}
@@ -33,6 +34,8 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int) -> None:
             lora = None if section.lora is None else section.lora.model_dump(mode="json")
             pairs["actor.lora"] = _in_order(manifest.lora), _in_order(lora)
     changed = [f"  {name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]
+    if saved.get("num_rows") == rows:  # otherwise they are others anyhow
+        changed += [f"  {name} of the rows of data.train are others" for name in differing(saved, digests)]
     if changed:
         told = "\n".join(changed)
         raise UserError(

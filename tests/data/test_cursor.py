@@ -70,6 +70,17 @@ def test_a_place_in_other_rows_is_refused() -> None:
         cursor(10, 2, shuffle=False).load_state(state)
 
 
+def test_a_place_in_as_many_rows_that_say_something_else_is_refused() -> None:
+    def of(**digests: str) -> Cursor:
+        return Cursor(10, 1, shuffle=True, what="rows", digests=digests)
+
+    state = json.loads(json.dumps(of(ids="a", prompts="b", answers="c").state()))
+    of(ids="a", prompts="b", answers="c").load_state(state)
+    with pytest.raises(UserError, match=r"made with \(other prompts, other answers\)\. Resume with the same data"):
+        of(ids="a", prompts="x", answers="y").load_state(state)
+    of(ids="a").load_state({key: value for key, value in state.items() if key != "digests"})  # of an older megarl
+
+
 def test_no_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         cursor(0)

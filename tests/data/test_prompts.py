@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.data.prompts import check_rows, load_prompts
+from megarl.data.prompts import check_rows, digests_of, load_prompts
 from megarl.recipe.schema import Data
 
 
@@ -152,6 +152,27 @@ def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, A
     assert f"{path}, line 2" in str(caught.value)
     assert says in str(caught.value)
     assert check_rows(path, data(path), limit=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "other"),
+    [
+        ({"prompt": "1+1?", "answer": "2", "level": 3}, []),
+        ({"prompt": "1+1?", "answer": "3"}, ["answers"]),
+        ({"prompt": "1+2?", "answer": "2"}, ["prompts"]),
+    ],
+)
+def test_digests_tell_what_of_the_rows_is_another(
+    row: dict[str, Any], other: list[str], tmp_path: Path, plain_tokenizer: Any
+) -> None:
+    def of(*rows: dict[str, Any]) -> dict[str, str]:
+        path = write(tmp_path, *rows)
+        return digests_of(load_prompts(path, plain_tokenizer, data(path)).prompts)
+
+    last = {"prompt": "2+2?", "answer": "4"}
+    before, after = of({"prompt": "1+1?", "answer": "2"}, last), of(row, last)
+    assert list(before) == ["ids", "prompts", "answers"]
+    assert [name for name in before if before[name] != after[name]] == other
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,15 @@ def test_a_source_refuses_the_place_in_other_rows() -> None:
         source.load_state(RowSource(RowSet(tuple("abcd"), 0), 1).state())
 
 
+def test_a_source_refuses_the_place_in_rows_that_say_something_else() -> None:
+    def source(text: str) -> RowSource[str]:
+        return RowSource(RowSet(tuple("abc"), 0, {"ids": "1", "texts": text}), 1)
+
+    source("x").load_state(source("x").state())
+    with pytest.raises(UserError, match=r"training rows: .*\(other texts\)"):
+        source("y").load_state(source("x").state())
+
+
 def test_rows_that_are_left_are_counted_and_none_is_an_error() -> None:
     rows = kept_rows(Path("a.jsonl"), ["x"], 2, 8)
     assert (len(rows), rows.num_dropped) == (1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,26 @@ def test_rows_that_were_added_are_counted(world: Path) -> None:
     more.write_text("\n".join([*rows, rows[0]]) + "\n")
     said = refused(world, SftRecipe, "sft", ADAPTED, f"data.train={more}")
     assert f"rows of data.train was {len(rows) - 1} and is {len(rows)}" in said and "actor.lora" not in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "file", "key", "said"),
+    [
+        (Recipe, "plain", "prompts", "answer", ["answers of the rows of data.train are others"]),
+        (SftRecipe, "sft", "demonstrations", "messages", ["texts of the rows of data.train are others"]),
+    ],
+)
+def test_as_many_rows_that_say_something_else_are_refused(
+    kind: type[Recipe] | type[SftRecipe], name: str, file: str, key: str, said: list[str], world: Path
+) -> None:
+    first, *rest = (world / f"{file}.jsonl").read_text().splitlines()
+    other = world / "other" / f"{file}.jsonl"
+    other.parent.mkdir(exist_ok=True)
+    value = json.loads(first).get(key)
+    said_now = [{**value[0], "content": "12345"}, *value[1:]] if isinstance(value, list) else "12345"
+    other.write_text("\n".join([json.dumps({**json.loads(first), key: said_now}), *rest]) + "\n")
+    told = refused(world, kind, name, *([ADAPTED] if name == "sft" else []), f"data.train={other}")
+    assert [line.strip() for line in told.splitlines() if line.startswith("  ")] == said
 
 
 def test_what_makes_no_other_run_is_gone_on_with(world: Path) -> None:
