@@ -22,7 +22,8 @@ THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 MARKS = str.maketrans("", "", "*_`#")  # of Markdown, around a score
 # A line that is a score and nothing else, of single spaces and without marks. Both `range` and `best` are the best score.
 SCORE_LINE = re.compile(
-    r"(?:- )?(?:(?:my|the|final|overall|total) )*score ?(?:\((?:[^()]*[^\d.])?(?P<range>\d+(?:\.\d+)?)\) ?)?[:=]? ?(?P<score>-?(?:\d+(?:\.\d+)?|\.\d+))"
+    r"(?:- )?(?:(?:my|the|final|overall|total) )*score ?"
+    r"(?:\((?:[^()]*[^\d.])?(?P<range>\d+(?:\.\d+)?)\) ?)?[:=]? ?(?P<score>-?(?:\d+(?:\.\d+)?|\.\d+))"
     r"(?: ?(?:/|out of) ?(?P<best>\d+(?:\.\d+)?))?\.?",
     flags=re.IGNORECASE,
 )

@@ -54,6 +54,8 @@ def test_a_row_without_the_field_is_an_error_of_the_row() -> None:
     [
         ("Score: 10", 1.0),
         ("The sum is right.\nScore: 7\n", 0.7),
+        ("**Final Score: 7/10**", 0.7),
+        ("The overall score: 7", 0.7),
         ("I give a Score: 2 at first. On reflection:\n\n**Score:** 8", 0.8),
         ("score = 2.5", 0.25),
         ("SCORE 0/10", 0.0),
