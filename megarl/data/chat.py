@@ -71,6 +71,15 @@ def has_chat_template(tokenizer: Tokenizer) -> bool:
     return bool(tokenizer.chat_template)
 
 
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """The special tokens: those that the tokenizer gives a part, and those that it only marks as special.
+
+    Gemma 3's <end_of_turn> is only marked.
+    """
+    marked = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return {*tokenizer.all_special_ids, *marked}
+
+
 def check_messages(value: object, row: Row, key: str) -> list[Message]:
     """A field's value as chat messages: a list of objects, each with the strings `role` and `content`.
 

@@ -26,6 +26,7 @@ from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_read import DTYPES
 from megarl.models.hf_weights import Bucket
 from megarl.models.rules import expected_tensors
+from megarl.models.score_padding import name_padding
 
 CONFIG = "config.json"
 COPIED = (
@@ -52,8 +53,8 @@ def save_hf(
     """Write an HF folder that transformers loads: safetensors (with an index where there are several), config, tokenizer.
 
     Tensors keep the dtype that they come in, and the config names the one that most are in. The rest of the config, but
-    for its quantisation, generation settings and tokenizer are the source folder's. Appears whole, by renaming; an earlier
-    folder of that name is replaced.
+    for its quantisation, generation settings and tokenizer are the source folder's, and so is what pads, unless the model
+    scores (score_padding.py). Appears whole, by renaming; an earlier folder of that name is replaced.
     Raises UserError, and leaves nothing half-written, when the disk is too small.
     """
     temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
@@ -70,6 +71,8 @@ def save_hf(
         for path in sorted(source_folder.iterdir()):
             if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
                 shutil.copyfile(path, temporary / path.name)
+        if config.head == "score":
+            name_padding(temporary, target_folder)
         sync_tree(temporary)
     if target_folder.exists():
         target_folder.rename(previous)
