@@ -95,7 +95,8 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
     whole_alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        # PEFT would look for a trained copy of the head with SEQ_CLS; the base model has it.
+        "task_type": None if config.head == "score" else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": settings.rank,
         "lora_alpha": whole_alpha,

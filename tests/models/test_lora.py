@@ -267,6 +267,13 @@ def test_peft_settings_leave_routed_experts_out(root: Path) -> None:
     ]
 
 
+def test_peft_looks_for_no_copy_of_a_head_that_scores(root: Path) -> None:
+    config = load_model_config(root / "qwen3")
+    assert peft_config(config, SETTINGS, "tiny")["task_type"] == "CAUSAL_LM"
+    # With SEQ_CLS, PEFT 0.21 asks the adapters for score.weight, which is not trained with them.
+    assert peft_config(config.with_score_head(), SETTINGS, "tiny")["task_type"] is None
+
+
 class FusedLinear(torch.nn.Module):
     """Behaves as Transformer Engine's linear with a norm inside does, under Megatron's wrapper."""
 
