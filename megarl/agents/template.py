@@ -17,7 +17,7 @@ from megarl.agents.environment import Message
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
-from megarl.data.chat import Tokenizer, apply_template
+from megarl.data.chat import Tokenizer, apply_template, special_ids
 
 # Stands in for what the policy wrote. Templates trim a message, and look for their own marks in it.
 STAND_IN = "what-the-policy-wrote"
@@ -38,10 +38,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()) -> None:
         self._tokenizer = tokenizer
         self._tools = list(tools)
-        self._special = {
-            *tokenizer.all_special_ids,
-            *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special),
-        }
+        self._special = special_ids(tokenizer)
         self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
         ids = self._encode(self._ended)
         self._end = int(ids[0]) if len(ids) and int(ids[0]) in self._special else None

@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 
 from megarl.core.errors import UserError
 from megarl.core.types import TokenArray
-from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, load_tokenizer, render
+from megarl.data.chat import (
+    Message,
+    Tokenizer,
+    check_messages,
+    encode,
+    has_chat_template,
+    load_tokenizer,
+    render,
+    special_ids,
+)
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
 from megarl.recipe.supervised import SftData
@@ -148,10 +157,11 @@ def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demons
     pieces = [(index, piece) for index, each in enumerate(exchanges) for piece in _pieces(each, tokenizer)]
     ids: list[list[TokenArray]] = [[] for _ in exchanges]
     masks: list[list[NDArray[np.uint8]]] = [[] for _ in exchanges]
+    special = sorted(special_ids(tokenizer))
     for (index, piece), tokens in zip(pieces, _encode_pieces([piece for _, piece in pieces], tokenizer), strict=True):
         mask = np.zeros(len(tokens), np.uint8)
         if piece.trained:
-            mask[: _turn_length(tokens, tokenizer)] = 1
+            mask[: _turn_length(tokens, special)] = 1
         ids[index].append(tokens)
         masks[index].append(mask)
     return [_join(each.row, its_ids, its) for each, its_ids, its in zip(exchanges, ids, masks, strict=True)]
@@ -217,7 +227,7 @@ def _turns(row: Row, messages: list[Message], tokenizer: Tokenizer, *, first: in
     return pieces
 
 
-def _turn_length(tokens: TokenArray, tokenizer: Tokenizer) -> int:
+def _turn_length(tokens: TokenArray, special: Sequence[int]) -> int:
     """Tokens of an assistant's turn up to its end-of-turn token; what a template adds after that is not generated."""
-    special = np.flatnonzero(np.isin(tokens, tokenizer.all_special_ids))
-    return int(special[-1]) + 1 if len(special) else len(tokens)
+    found = np.flatnonzero(np.isin(tokens, special))
+    return int(found[-1]) + 1 if len(found) else len(tokens)

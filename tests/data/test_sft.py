@@ -10,6 +10,7 @@ from megarl.data.rows import Row
 from megarl.data.sft import Demonstration, check_demonstrations, load_demonstrations, parse_demonstration, tokenise
 from megarl.recipe.schema import Data
 from megarl.recipe.supervised import SftData
+from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
 
 DATA = SftData(train=Path("sft.jsonl"))
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
@@ -57,6 +58,15 @@ def test_the_same_exchange_in_other_words(chat_tokenizer: Any, fields: dict[str,
     other = demonstrate(chat_tokenizer, fields)
     assert other.token_ids.tolist() == plain.token_ids.tolist()
     assert other.loss_mask.tolist() == plain.loss_mask.tolist()
+
+
+def test_an_end_of_turn_that_is_only_marked_as_special_ends_the_turn() -> None:
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    tokenizer.eos_token = "<s>"  # as Gemma 3's, whose <end_of_turn> no part of the tokenizer is named after
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in tokenizer.all_special_ids
+    whole, trained = spoken(tokenizer, demonstrate(tokenizer, {"prompt": "1+1?", "response": "two"}))
+    assert whole.endswith("two<|im_end|>")
+    assert trained == "two<|im_end|>"
 
 
 def test_every_turn_of_the_assistant_in_a_chat_is_trained_on(chat_tokenizer: Any) -> None:
