@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json
 
 from megarl.agents.environment import Message
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
-from megarl.data.chat import Tokenizer, apply_template, special_ids
+from megarl.data.chat import Tokenizer, apply_template, parse_arguments, special_ids
 
 # Stands in for what the policy wrote. Templates trim a message, and look for their own marks in it.
 STAND_IN = "what-the-policy-wrote"
@@ -130,7 +129,7 @@ def assistant(content: str) -> Message:
 def _as_message(call: ToolCall) -> Message:
     """A call as templates have it: arguments as an object."""
     try:
-        arguments = from_json(call.arguments or "{}")
+        arguments = parse_arguments(call.arguments)
     except ValueError:  # the tool has said so
         arguments = {}
     function = {"name": call.name, "arguments": arguments}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
@@ -23,6 +24,8 @@ Tokenizer = Any  # transformers.PreTrainedTokenizerBase, which has no type infor
 Message = dict[str, Any]
 # What chat templates know by these names; a template may know others, and then names them.
 ROLES = ("system", "developer", "user", "assistant", "tool")
+CALLS = "tool_calls"  # of a message
+TOOLS = "tools"  # of a row
 REASON_CHARACTERS = 400  # of what transformers says
 
 
@@ -83,27 +86,91 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
 def check_messages(value: object, row: Row, key: str) -> list[Message]:
     """A field's value as chat messages: a list of objects, each with the strings `role` and `content`.
 
-    Raises UserError naming file, line, field and message.
+    A message that calls tools may have no content. What is null or an empty list is left out, and arguments of calls are
+    objects, as templates have them. Raises UserError naming file, line, field and message.
     """
     want = 'wanted is a list of messages like {"role": "user", "content": "..."}'
     if not isinstance(value, list):
         raise UserError(f"{row.where}, field {key!r}: {json_type(value)}; {want}.")
     if not value:
         raise UserError(f"{row.where}, field {key!r}: an empty list; {want}.")
+    messages = []
     for index, message in enumerate(value):
         where = f"{row.where}, field {key!r}, message {index + 1}"
         if not isinstance(message, dict):
             raise UserError(f"{where}: {json_type(message)}; {want}.")
+        kept = {name: part for name, part in message.items() if part is not None and part != []}
+        if calls := kept.get(CALLS):
+            kept |= {"content": kept.get("content", ""), CALLS: _parsed_calls(calls, where)}
         for part in ("role", "content"):
-            if not isinstance(message.get(part), str):
+            if not isinstance(kept.get(part), str):
                 found = f"{json_type(message[part])}" if part in message else "missing"
                 raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.")
-    return value
+        messages.append(kept)
+    return messages
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, generation_prompt: bool) -> str:
+def _parsed_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Calls with arguments as an object: OpenAI's API has a JSON string."""
+    want = 'wanted is a list like [{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
+    if not isinstance(calls, list):
+        raise UserError(f"{where}: {CALLS!r} is {json_type(calls)}; {want}.")
+    parsed = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(function, dict):
+            raise UserError(f"{where}: {CALLS!r} has {json_type(function)}; {want}.")
+        if isinstance(text := function.get("arguments"), str):
+            try:
+                arguments = parse_arguments(text)
+            except ValueError as error:
+                raise UserError(f"{where}: the arguments of a call are no JSON object ({error}); {want}.") from error
+            function = {**function, "arguments": arguments}
+        parsed.append({**call, "function": function} if "function" in call else function)
+    return parsed
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call of a tool, as OpenAI's API writes them; an empty text is none. Raises ValueError."""
+    arguments = from_json(text or "{}")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"they are {json_type(arguments)}")
+    return arguments
+
+
+def row_tools(row: Row) -> list[dict[str, Any]]:
+    """The tools that a row offers in its field `tools`: a list of JSON schemas, or that list as a JSON string.
+
+    Raises UserError naming file, line and field.
+    """
+    tools: Any = row.fields.get(TOOLS)
+    want = 'wanted is a list of JSON schemas like {"type": "function", "function": {"name": "..."}}, or its JSON'
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = from_json(tools)
+        except ValueError as error:
+            raise UserError(f"{row.where}, field {TOOLS!r}: a string that is not JSON ({error}); {want}.") from error
+    if not tools:
+        return []
+    if not isinstance(tools, list):
+        raise UserError(f"{row.where}, field {TOOLS!r}: {json_type(tools)}; {want}.")
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise UserError(f"{row.where}, field {TOOLS!r}: {json_type(tool)} in the list; {want}.")
+    return tools
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    row: Row,
+    *,
+    generation_prompt: bool,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
     """The text of messages under the chat template; with generation_prompt it ends where the assistant's turn begins.
 
+    tools: JSON schemas of functions that the model may call.
     Raises UserError where there is no template, a role that nobody knows (many templates would render any), or where the
     template refuses the messages.
     """
@@ -113,7 +180,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], row: Row, *, gener
             "Add chat_template to tokenizer_config.json, or give the prompt as a string."
         )
     try:
-        return apply_template(tokenizer, messages, generation_prompt=generation_prompt)
+        return apply_template(tokenizer, messages, generation_prompt=generation_prompt, tools=tools)
     except TemplateRefusalError as error:
         between = ", " if str(error).startswith("message ") else ": "
         raise UserError(f"{row.where}{between}{error}") from error

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.data.chat import Tokenizer, load_tokenizer
+from megarl.data.chat import Tokenizer, load_tokenizer, row_tools
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
-from megarl.data.sft import Demonstration, Exchange, parse_chat, parse_prompt, parse_text, tokenise
+from megarl.data.sft import Demonstration, Exchange, parse_answer, parse_chat, parse_prompt, tokenise
 from megarl.recipe.supervised import PairData
 
 
@@ -64,8 +64,9 @@ def _answer(row: Row, key: str, data: PairData) -> Exchange:
     value = row.get(key, "one of the two answers of a pair")
     if isinstance(value, list) and not (len(value) == 1 and row.has(data.prompt_key)):
         *prompt, last = parse_chat(row, key)
-        return Exchange(row, prompt, last["content"])
-    return Exchange(row, parse_prompt(row, data.prompt_key), parse_text(row, key, "one of the two answers of a pair"))
+        return Exchange(row, prompt, last, row_tools(row))
+    answer = parse_answer(row, key, "one of the two answers of a pair")
+    return Exchange(row, parse_prompt(row, data.prompt_key), answer, row_tools(row))
 
 
 def _margin(row: Row, data: PairData) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.types import TokenArray
 from megarl.data.chat import (
+    CALLS,
     Message,
     Tokenizer,
     check_messages,
@@ -24,6 +26,7 @@ from megarl.data.chat import (
     has_chat_template,
     load_tokenizer,
     render,
+    row_tools,
     special_ids,
 )
 from megarl.data.row_set import RowSet, count_rows, load_rows
@@ -33,11 +36,15 @@ from megarl.recipe.supervised import SftData
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a row demonstrates: a prompt and its response; or, without one, a chat that ends with the assistant."""
+    """What a row demonstrates: a prompt and its response; or, without one, a chat that ends with the assistant.
+
+    response: the assistant's whole message, with its reasoning and its calls of tools where it has some.
+    """
 
     row: Row
     prompt: str | list[Message]
-    response: str | None
+    response: Message | None
+    tools: list[dict[str, Any]]  # JSON schemas of functions that the assistant may call
 
     @property
     def texts(self) -> dict[str, Any]:
@@ -67,12 +74,12 @@ class Piece:
 def parse_demonstration(row: Row, data: SftData) -> Exchange:
     """The row's chat, or its prompt and response. Raises UserError naming file, line and field."""
     if row.has(data.messages_key):
-        return Exchange(row, parse_chat(row, data.messages_key), None)
+        return Exchange(row, parse_chat(row, data.messages_key), None, row_tools(row))
     if not row.has(data.prompt_key):
         raise row.missing(data.prompt_key, f"data.prompt_key; nor is there a chat under {data.messages_key!r}")
-    return Exchange(
-        row, parse_prompt(row, data.prompt_key), parse_text(row, data.response_key, "the response, data.response_key")
-    )
+    prompt = parse_prompt(row, data.prompt_key)
+    response = parse_answer(row, data.response_key, "the response, data.response_key")
+    return Exchange(row, prompt, response, row_tools(row))
 
 
 def parse_chat(row: Row, key: str) -> list[Message]:
@@ -85,6 +92,7 @@ def parse_chat(row: Row, key: str) -> list[Message]:
         )
     if len(messages) == 1:
         raise UserError(f"{row.where}, field {key!r}: the assistant's message stands alone. Put the user's before it.")
+    _check_filled(messages[-1], row, key)
     return messages
 
 
@@ -103,21 +111,28 @@ def parse_prompt(row: Row, key: str) -> str | list[Message]:
     return prompt
 
 
-def parse_text(row: Row, key: str, purpose: str) -> str:
+def parse_answer(row: Row, key: str, purpose: str) -> Message:
     """A field with the assistant's text, or with one message of the assistant's (as TRL's conversational rows have it).
 
     purpose: which recipe key asks. Raises UserError naming the place.
     """
-    text = row.get(key, purpose)
-    if isinstance(text, list):
-        text = _only_answer(text, row, key)
-    if not isinstance(text, str) or not text.strip():
-        found = "empty" if isinstance(text, str) else f"{json_type(text)}"
-        raise UserError(f"{row.where}, field {key!r}: the response is {found}; wanted is some text.")
-    return text
+    value = row.get(key, purpose)
+    if isinstance(value, list):
+        answer = _only_answer(value, row, key)
+    elif isinstance(value, str):
+        answer = {"role": "assistant", "content": value}
+    else:
+        raise UserError(f"{row.where}, field {key!r}: the response is {json_type(value)}; wanted is some text.")
+    _check_filled(answer, row, key)
+    return answer
 
 
-def _only_answer(value: list[Any], row: Row, key: str) -> str:
+def _check_filled(answer: Message, row: Row, key: str) -> None:
+    if not answer["content"].strip() and CALLS not in answer:
+        raise UserError(f"{row.where}, field {key!r}: the response is empty; wanted is some text.")
+
+
+def _only_answer(value: list[Any], row: Row, key: str) -> Message:
     messages = check_messages(value, row, key)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages)
@@ -125,7 +140,7 @@ def _only_answer(value: list[Any], row: Row, key: str) -> str:
             f"{row.where}, field {key!r}: messages of {roles}; wanted is some text, or one message of the assistant's. A "
             "longer chat stands whole in one field: name it in data.messages_key."
         )
-    return str(messages[0]["content"])
+    return messages[0]
 
 
 def check_demonstrations(path: Path, data: SftData) -> int:
@@ -192,27 +207,33 @@ def _encode_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[To
 def _pieces(exchange: Exchange, tokenizer: Tokenizer) -> list[Piece]:
     """The exchange's text, cut where the assistant begins and ends to speak."""
     row, prompt, response = exchange.row, exchange.prompt, exchange.response
-    if isinstance(prompt, str) and not has_chat_template(tokenizer):
+    # Only a template can render tools and reasoning: without one, such rows are refused below.
+    if isinstance(prompt, str) and not has_chat_template(tokenizer) and not exchange.tools and _is_text(response):
         assert response is not None, prompt
         if tokenizer.eos_token_id is None:
             raise UserError(f"{row.where}: the model's tokenizer has no end-of-sequence token, which ends a response.")
-        return [Piece(prompt, special_tokens=True), Piece(response, trained=True, append_eos=True)]
+        return [Piece(prompt, special_tokens=True), Piece(response["content"], trained=True, append_eos=True)]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if response is None:
-        return _turns(row, messages, tokenizer, first=1)
-    return _turns(row, [*messages, {"role": "assistant", "content": response}], tokenizer, first=len(messages))
+        return _turns(exchange, messages, tokenizer, first=1)
+    return _turns(exchange, [*messages, response], tokenizer, first=len(messages))
 
 
-def _turns(row: Row, messages: list[Message], tokenizer: Tokenizer, *, first: int) -> list[Piece]:
+def _is_text(message: Message | None) -> bool:
+    return message is not None and message.keys() == {"role", "content"}
+
+
+def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *, first: int) -> list[Piece]:
     """A chat cut into pieces; the assistant's messages from index `first` on are trained on."""
-    whole = render(tokenizer, messages, row, generation_prompt=False)
+    row, shown = exchange.row, partial(render, tokenizer, row=exchange.row, tools=exchange.tools)
+    whole = shown(messages, generation_prompt=False)
     pieces = []
     done = 0
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        before = render(tokenizer, messages[:index], row, generation_prompt=True)
-        after = render(tokenizer, messages[: index + 1], row, generation_prompt=False)
+        before = shown(messages[:index], generation_prompt=True)
+        after = shown(messages[: index + 1], generation_prompt=False)
         if not (after.startswith(before) and whole.startswith(after)):
             raise UserError(
                 f"{row.where}, message {index + 1}: the model's chat template renders this turn differently "

@@ -9,6 +9,7 @@ from megarl.data.pairs import check_pairs, load_pairs
 from megarl.data.rows import Row
 from megarl.data.sft import parse_demonstration, tokenise
 from megarl.recipe.supervised import PairData, SftData
+from tests.data.conftest import make_tokenizer
 
 ASKED = {"role": "user", "content": "1+1?"}
 ANSWERED = {"role": "assistant", "content": "two"}
@@ -65,6 +66,30 @@ def test_only_the_last_message_of_a_chat_is_compared(file: Path, model_folder: P
     assert chat_tokenizer.decode(pair.chosen.token_ids[pair.chosen.loss_mask == 1]) == "yes<|im_end|>"
 
 
+def test_answers_are_compared_as_whole_messages(file: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    said = {"chosen": [ANSWERED | {"tool_calls": [call]}], "rejected": [ANSWERED]}
+    thought = {side: [ASKED, ANSWERED | {"reasoning_content": side}] for side in ("chosen", "rejected")}
+    assert check_pairs(write(file, {"prompt": "1+1?", **said}, thought), PairData(train=file)) == 2
+    written = call | {"function": call["function"] | {"arguments": '{"a": 1}'}}
+    same = {"chosen": [ANSWERED | {"tool_calls": [call]}], "rejected": [ANSWERED | {"tool_calls": [written]}]}
+    with pytest.raises(UserError, match="line 1: 'chosen' and 'rejected' are the same answer"):
+        check_pairs(write(file, {"prompt": "1+1?", **same}), PairData(train=file))
+
+
+def test_both_sides_keep_all_of_their_message_and_are_told_of_the_tools(file: Path, tmp_path: Path) -> None:
+    template = (
+        "{{ (tools or [])|length }}{% for m in messages %}{{ m['role'] + ':' + (m['reasoning_content'] or '') + m['content'] }}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = make_tokenizer(chat_template=template)
+    tokenizer.save_pretrained(tmp_path)
+    sides = {"chosen": [ASKED, ANSWERED | {"reasoning_content": "hm"}], "rejected": [ASKED, ANSWERED]}
+    (pair,) = load_pairs(write(file, {**sides, "tools": [{"a": 1}]}), tmp_path, PairData(train=file)).rows
+    assert tokenizer.decode(pair.chosen.token_ids) == "1user:1+1?<|im_end|>assistant:hmtwo<|im_end|>"
+    assert tokenizer.decode(pair.rejected.token_ids) == "1user:1+1?<|im_end|>assistant:two<|im_end|>"
+
+
 def test_margins_are_read_where_present(file: Path, model_folder: Path) -> None:
     pairs = load_pairs(
         write(file, GOOD | {"margin": 2}, GOOD, GOOD | {"margin": None}), model_folder, PairData(train=file)
@@ -92,6 +117,7 @@ def test_a_pair_with_a_long_side_is_dropped_and_counted(file: Path, model_folder
         ({"prompt": "a", "choosen": "b", "rejected": "c"}, "Did you mean 'choosen'?"),
         ({"chosen": "b", "rejected": "c"}, "there is no field 'prompt' (data.prompt_key)"),
         (GOOD | {"chosen": " "}, "field 'chosen': the response is empty"),
+        ({"chosen": chat("a", ""), "rejected": chat("a", "b")}, "field 'chosen': the response is empty"),
         (GOOD | {"rejected": 3}, "field 'rejected': the response is a number"),
         ({"chosen": chat("a", "b"), "rejected": chat("a")}, "field 'rejected': the last message is the user's"),
         ({"chosen": chat("a", "b"), "rejected": chat("c", "d")}, "differ before their last message"),

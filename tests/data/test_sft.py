@@ -69,6 +69,63 @@ def test_an_end_of_turn_that_is_only_marked_as_special_ends_the_turn() -> None:
     assert trained == "two<|im_end|>"
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLING = (
+    "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' }}"
+    "{% if m['reasoning_content'] %}{{ '(' + m['reasoning_content'] + ')' }}{% endif %}{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{{ c['function']['arguments']['a'] + 1 }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def calling_tokenizer() -> Any:
+    return make_tokenizer(chat_template=CALLING)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("answer", "trained"),
+    [
+        ({"content": "two", "reasoning_content": "hm"}, "(hm)two"),
+        ({"content": "", "tool_calls": [CALL]}, "add2"),
+        ({"content": None, "tool_calls": [CALL]}, "add2"),
+        ({"tool_calls": [CALL], "reasoning_content": None}, "add2"),
+        ({"content": "so ", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}, "so add2"),
+        ({"content": "so ", "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]}, "so add2"),
+        ({"content": "two", "tool_calls": []}, "two"),
+    ],
+)
+def test_a_response_is_the_assistants_whole_message(
+    calling_tokenizer: Any, whole: bool, answer: dict[str, Any], trained: str
+) -> None:
+    message = {"role": "assistant", **answer}
+    if "name" in (answer.get("tool_calls") or [{}])[0]:  # for templates that look for no function
+        calling_tokenizer = make_tokenizer(chat_template=CALLING.replace("c['function']", "c"))
+    fields = {"messages": [USER, message]} if whole else {"prompt": [USER], "response": [message]}
+    assert spoken(calling_tokenizer, demonstrate(calling_tokenizer, fields))[1] == f"{trained}<|im_end|>"
+
+
+@pytest.mark.parametrize("form", [list, json.dumps])
+@pytest.mark.parametrize("row", [{"messages": [USER, ASSISTANT]}, {"prompt": "1+1?", "response": "two"}])
+def test_the_template_is_told_of_a_rows_tools(calling_tokenizer: Any, form: Any, row: dict[str, Any]) -> None:
+    tools = form([{"type": "function", "function": {"name": "add"}}])
+    told, trained = spoken(calling_tokenizer, demonstrate(calling_tokenizer, {**row, "tools": tools}))
+    plain, _ = spoken(calling_tokenizer, demonstrate(calling_tokenizer, {**row, "tools": form([])}))
+    assert told == f"[add]{plain}" and trained == "two<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "more", [{"tools": [{"type": "function"}]}, {"response": [{**ASSISTANT, "reasoning_content": "hm"}]}]
+)
+def test_without_a_template_neither_tools_nor_reasoning_are_left_out_unsaid(
+    plain_tokenizer: Any, more: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        demonstrate(plain_tokenizer, {"prompt": "1+1=", "response": "2", **more})
+
+
 def test_every_turn_of_the_assistant_in_a_chat_is_trained_on(chat_tokenizer: Any) -> None:
     chat = [USER, ASSISTANT, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "yes"}]
     whole, trained = spoken(chat_tokenizer, demonstrate(chat_tokenizer, {"messages": chat}))
@@ -121,6 +178,16 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(chat_tokenizer: Any) 
         ({"prompt": "a", "response": " "}, "field 'response': the response is empty"),
         ({"prompt": "a", "response": 4}, "field 'response': the response is a number"),
         ({"prompt": "a", "response": [USER]}, "field 'response': messages of user; wanted is some text"),
+        ({"prompt": "a", "response": [{**ASSISTANT, "content": ""}]}, "field 'response': the response is empty"),
+        ({"messages": [USER, {**ASSISTANT, "content": " "}]}, "field 'messages': the response is empty"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "message 2: 'content' is missing"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": "f"}]}, "message 2: 'tool_calls' is a string"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [3]}]}, "message 2: 'tool_calls' has a number"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{"arguments": "{"}]}]}, "a call are no JSON object (EOF"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{"arguments": "3"}]}]}, "(they are a number)"),
+        ({"messages": [USER, ASSISTANT], "tools": "[,"}, "field 'tools': a string that is not JSON"),
+        ({"messages": [USER, ASSISTANT], "tools": {"a": 1}}, "field 'tools': an object; wanted is a list"),
+        ({"messages": [USER, ASSISTANT], "tools": '["a"]'}, "field 'tools': a string in the list"),
         ({"prompt": "a", "response": [ASSISTANT, USER]}, "messages of assistant, user; wanted is some text"),
     ],
 )
