@@ -60,7 +60,7 @@ class Preflight:
 
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
     notes: keys without effect on this platform, which has them so that one recipe runs on all; rows that no response is
-    right by. external: servers that somebody else started, and that were asked.
+    right by; steps with more rows than there are. external: servers that somebody else started, and that were asked.
     """
 
     plan: BatchPlan
@@ -186,7 +186,17 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
-    return Preflight(plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)))
+    return Preflight(
+        plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), _rows_again(recipe, len(rows))
+    )
+
+
+def _rows_again(recipe: SupervisedRecipe, rows: int) -> tuple[str, ...]:
+    """A line for a step that is longer than the data: nothing fails, but an epoch is less than a step."""
+    size = recipe.train.batch_samples
+    if size <= rows:
+        return ()
+    return (f"train.batch_samples {size} is more than the {rows} usable rows: every step has some rows more than once",)
 
 
 def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = False) -> Committed | None:

@@ -138,6 +138,9 @@ def test_supervised_runs(place: Place) -> None:
     found = preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe)
     assert (found.rows, found.dropped) == (4, 1)
     assert "4 demonstrations" in found.lines()[0]
+    assert found.notes == ()
+    found = preflight_supervised(load_recipe(place.recipe, ["train.batch_samples=6"], SftRecipe).recipe)
+    assert found.lines()[-1].startswith("train.batch_samples 6 is more than the 4 usable rows")
     with pytest.raises(UserError, match=r"longer than the context of 2048"):
         preflight_supervised(load_recipe(place.recipe, ["data.max_tokens=3000"], SftRecipe).recipe)
     place.write_rows({"prompt": "1"})
