@@ -49,7 +49,7 @@ class Exchange:
     @property
     def texts(self) -> dict[str, Any]:
         """What digests are made of."""
-        return {"ids": self.row.id, "texts": [self.prompt, self.response]}
+        return {"ids": self.row.id, "texts": [self.prompt, self.response, self.tools]}
 
 
 @dataclass(frozen=True)
