@@ -189,6 +189,7 @@ def live(folder: Path, model: Path, last: int, async_save: bool, watch: Watch) -
         checkpoints,
         [Actor(rank)],
         data,
+        "model",
         lambda: Finished({}),
         Cluster(platform="cpu"),
         async_save,

@@ -50,7 +50,8 @@ class Recorder:
     afterwards.
 
     roles: what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load().
-    data: where samples come from: state(), load_state(). take_peaks: asks for bytes by role and operation since the last call.
+    data: where samples come from: state(), load_state(). model: fingerprint of model.path (models/fingerprint.py).
+    take_peaks: asks for bytes by role and operation since the last call.
     on_commit: called when a checkpoint was committed. recoveries: of this run so far, which every line says.
     """
 
@@ -59,6 +60,7 @@ class Recorder:
     checkpoints: Checkpoints
     roles: Sequence[Any]
     data: Any
+    model: str
     take_peaks: Callable[[], Pending[dict[str, int]]]
     cluster: Cluster
     async_save: bool
@@ -115,7 +117,7 @@ class Recorder:
         All that was expected until then comes first.
         """
         self.finish()
-        content = {"weight_version": state.weight_version, "data": self.data.state()}
+        content = {"weight_version": state.weight_version, "data": self.data.state(), "model": self.model}
         folders = self.checkpoints.begin(state.step, [role.name for role in self.roles])
         with self.checkpoints.naming(state.step):
             for role in self.roles:

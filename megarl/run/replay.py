@@ -16,6 +16,7 @@ from megarl.core.protocols import Metrics, State
 from megarl.core.scratch import Scratch
 from megarl.core.types import EvalResult
 from megarl.hub.recipe import localize
+from megarl.models.fingerprint import fingerprint
 from megarl.placement.apply import place
 from megarl.placement.workload import read_model
 from megarl.recipe.layouts import kept_roles
@@ -126,6 +127,7 @@ def _replay(loaded: Loaded[Recipe], replay: Replay, recorded: Recipe, again: str
                 run.checkpoints,
                 [session.roles[name] for name in kept_roles(recipe)],
                 session.samples,
+                fingerprint(recipe.model.path),
                 session.take_peaks,
                 recipe.cluster,
                 recipe.train.async_save,

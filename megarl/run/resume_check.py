@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.data.digests import Digests, differing
+from megarl.models.fingerprint import fingerprint
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.training.manifest import read_manifest
 from megarl.training.run_checkpoints import Committed
@@ -36,6 +37,9 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
     changed = [f"  {name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]
     if saved.get("num_rows") == rows:  # otherwise they are others anyhow
         changed += [f"  {name} of the rows of data.train are others" for name in differing(saved, digests)]
+    # A checkpoint of an older megarl does not say which model it began with.
+    if committed.state.get("model") not in (None, fingerprint(recipe.model.path)):
+        changed.append(f"  {recipe.model.path} (model.path) is another model than it began with")
     if changed:
         told = "\n".join(changed)
         raise UserError(

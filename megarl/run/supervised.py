@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl.core.scratch import Scratch
+from megarl.models.fingerprint import fingerprint
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.report.history import METRICS_FILE
@@ -45,6 +46,7 @@ def _supervise(loaded: Loaded[S], resume: bool, go_on: bool, scratch: Scratch, r
                 run.checkpoints,
                 [session.roles["actor"]],
                 session.feeder,
+                fingerprint(recipe.model.path),
                 session.take_peaks,
                 recipe.cluster,
                 recipe.train.async_save,

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megarl.core.protocols import State
 from megarl.core.scratch import Scratch
+from megarl.models.fingerprint import fingerprint
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import Loaded, load_recipe
@@ -66,8 +67,7 @@ def _train(
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, forgets=go_on)
-    loaded = share_cores(loaded)
-    recipe = loaded.recipe
+    recipe = (loaded := share_cores(loaded)).recipe
     if keeps:
         check_journal(recipe, discard=discard_journal)
     predicted = place(recipe).predicted
@@ -84,6 +84,7 @@ def _train(
                 run.checkpoints,
                 [session.roles[name] for name in kept_roles(recipe)],
                 session.rollout,
+                fingerprint(recipe.model.path),
                 session.take_peaks,
                 recipe.cluster,
                 recipe.train.async_save,

@@ -45,6 +45,13 @@ def refused(root: Path, kind: type[Recipe] | type[SftRecipe], name: str, *overri
     return str(refusal.value)
 
 
+def test_another_model_at_its_place_is_named(world: Path) -> None:
+    """It would be the reference, or what adapters stand upon; the actor's weights are the checkpoint's."""
+    for kind, name, words in ((Recipe, "plain", ()), (SftRecipe, "sft", (ADAPTED,))):
+        said = refused(world, kind, name, *words, f"model.path={world / 'dense2'}")
+        assert "dense2 (model.path) is another model than it began with" in said
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),
     [

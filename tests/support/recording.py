@@ -92,4 +92,4 @@ def recorder_of(told: Told, *, stop: Callable[[], bool] = lambda: False, async_s
         told.peaks += 1
         return Finished({"actor/update": told.peaks})
 
-    return Recorder(around, around, around, [told], told, take_peaks, Cluster(), async_save, asked)
+    return Recorder(around, around, around, [told], told, "model", take_peaks, Cluster(), async_save, asked)
