@@ -15,26 +15,41 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.models.hf_dtypes import ModelDtype, tensor_dtypes
-from megarl.models.hf_files import weight_files
+from megarl.models.hf_files import EMBEDDING, HEAD, untied, weight_files
 from megarl.models.hf_fp8 import scale_name
 from megarl.training.manifest import read_model_config
+
+BLOCK_ROWS = 1024
 
 
 def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Name and content of every tensor that the config asks for, in the order of a forward pass.
 
-    cast: the dtype of a model that they are read for; None is each file's own, and bfloat16 for FP8.
+    cast: the dtype of a model that they are read for; None is each file's own, and bfloat16 for FP8. Raises UserError where
+    the config ties a head to the embedding, and the files hold another.
     """
     config = read_model_config(folder)
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
+        if config.tied_embeddings and HEAD in holder and not _are_same(holder[HEAD], holder[EMBEDDING]):
+            raise untied(folder)
         for name, dtype in tensor_dtypes(config, cast or "bfloat16", {}).items():
             tensor: Tensor = holder[name].get_tensor(name)
             is_fp8 = config.fp8_block is not None and tensor.dtype == torch.float8_e4m3fn
             if is_fp8:
                 tensor = _unscaled(tensor, holder[scale_name(name)].get_tensor(scale_name(name)), config.fp8_block)
             yield name, tensor.to(getattr(torch, dtype)) if cast or is_fp8 else tensor
+
+
+def _are_same(heads: Any, embeddings: Any) -> bool:
+    """Whether the head that one file holds is the embedding of another; some rows of each are read at a time."""
+    head, embedding = heads.get_slice(HEAD), embeddings.get_slice(EMBEDDING)
+    shape = embedding.get_shape()
+    if (head.get_shape(), head.get_dtype()) != (shape, embedding.get_dtype()):
+        return False
+    firsts = range(0, shape[0], BLOCK_ROWS)
+    return all(torch.equal(head[row : row + BLOCK_ROWS], embedding[row : row + BLOCK_ROWS]) for row in firsts)
 
 
 def _unscaled(values: Tensor, scales: Any, block: Any) -> Tensor:

@@ -6,6 +6,7 @@ their config go together is judged here.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -14,13 +15,15 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
-from megarl.models.hf_header import read_header
+from megarl.models.hf_header import BITS, read_header
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_PREDICTION_LAYERS = 8
 AGAIN = "Copy or export the model again."
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,34 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
             f"The weights in {folder} do not match its config.json. {said}. "
             "The folder mixes two models, or an export was cut short: export it again."
         )
+    if config.tied_embeddings and HEAD in index and not _are_same(index[HEAD], index[EMBEDDING]):
+        raise untied(folder)
     return index | found
+
+
+def untied(folder: Path) -> UserError:
+    """Of a config that ties what the weights have apart: transformers ties the two only where they are the same."""
+    return UserError(
+        f"The weights in {folder} hold {HEAD}, which is not the same as {EMBEDDING}, and config.json ties the two "
+        "(tie_word_embeddings, or the default of its family). Set tie_word_embeddings to false there, or remove "
+        f"{HEAD} from the weights."
+    )
+
+
+def _are_same(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors have the same shape, dtype and bytes; no more than a block of each is held."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    left = math.prod(one.shape) * BITS[one.dtype] // 8
+    with one.file.open("rb") as ours, other.file.open("rb") as theirs:
+        ours.seek(one.offset)
+        theirs.seek(other.offset)
+        while left > 0:
+            block = min(left, BLOCK_BYTES)
+            if ours.read(block) != theirs.read(block):
+                return False
+            left -= block
+    return True
 
 
 def _supported(dtype: str) -> str:
@@ -188,13 +218,14 @@ def _scales_of(expected: dict[str, tuple[int, ...]], index: dict[str, TensorInfo
 def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
     """Tensors that are neither needed nor a sign of another model; an export does not have them.
 
-    A stored copy of a tied head; rotary frequencies, which the config gives; and the layers behind the last that predict
-    further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which transformers leaves out too.
+    A stored copy of a tied head, which is held against the embedding; rotary frequencies, which the config gives; and the
+    layers behind the last that predict further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which
+    transformers leaves out too.
     """
     layers = range(config.num_layers, config.num_layers + MAX_PREDICTION_LAYERS)
     extra = [f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in index]
     unused = {name for name in index if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(extra))}
-    return unused | ({"lm_head.weight"} if config.tied_embeddings else set())
+    return unused | ({HEAD} if config.tied_embeddings else set())
 
 
 def some(names: list[str]) -> str:

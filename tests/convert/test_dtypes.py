@@ -121,6 +121,24 @@ def test_the_other_side_of_a_verification_is_not_our_reader(tmp_path, monkeypatc
     assert_same_bytes(dict(hf_tensors(mixed, "bfloat16")), rounded)
 
 
+def test_a_verification_sees_a_head_that_is_not_the_embedding_it_is_tied_to(tmp_path):
+    """gemma3: tied where no key says."""
+    for family in ("qwen3", "gemma3"):
+        folder = write_tiny_model(tmp_path / family, family, tie_word_embeddings=True)
+        config = json.loads((folder / "config.json").read_text())
+        if family == "gemma3":
+            del config["tie_word_embeddings"]
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = load_file(folder / "model.safetensors")
+        copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(copied, folder / "model.safetensors")
+        assert_same_bytes(dict(hf_tensors(folder)), tensors)
+        copied["lm_head.weight"][-1, -1] += 1
+        save_file(copied, folder / "model.safetensors")
+        with pytest.raises(UserError, match=r"hold lm_head\.weight, which is not the same"):
+            dict(hf_tensors(folder))
+
+
 def test_what_headers_show_is_refused_before_ranks_start(hf, tmp_path, monkeypatch):
     folder = tmp_path / "source"
     shutil.copytree(hf, folder)

@@ -127,6 +127,21 @@ def test_a_stored_copy_of_a_tied_output_layer_is_no_mistake(folder: Path) -> Non
     check(folder)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [lambda head: head * 2, lambda head: head.bfloat16(), lambda head: torch.cat([head, head[:1]])],
+    ids=["values", "dtype", "shape"],
+)
+def test_a_stored_head_that_is_not_the_embedding_it_is_tied_to(edit: Callable[[Tensor], Tensor], folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": edit(tensors["model.embed_tokens.weight"])}))
+    with pytest.raises(
+        UserError, match=r"hold lm_head\.weight, which is not .* tie_word_embeddings to false there, or remove"
+    ):
+        check(folder)
+    change(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    check(folder)
+
+
 def _shorten(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
 
