@@ -19,6 +19,7 @@ COMMON: Only = MappingProxyType(
         "mlp_bias": (False, "biases in the MLP"),
         "hidden_act": ("silu", "another activation"),
         "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
+        "is_causal": (True, "attention to later tokens"),
     }
 )
 

@@ -25,14 +25,13 @@ from megarl.models.rope import attention_factor, inverse_frequencies, magnitude
 from megarl.models.rules import expected_tensors
 from megarl.training.parallel import Groups
 from tests.models.parity import megatron_logits
-from tests.models.test_families import DEEPSEEK, GEMMA
+from tests.models.test_families import ARCHITECTURES, DEEPSEEK, GEMMA
 from tests.models.test_hf_config import FP8, QWEN3
 from tests.support.platforms import chosen
 from tests.support.tiny import CONFIGS, tiny_config
 
 PATH = Path("model/config.json")
 MODEL = TypeAdapter(ModelConfig)
-ARCHITECTURES = {family.name: name for name, family in FAMILIES.items()}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -11,7 +11,7 @@ from megarl.core.errors import UserError
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import load_model_config, parse_model_config
-from tests.support.tiny import CONFIGS, write_tiny_model
+from tests.support.tiny import CONFIGS, tiny_config, write_tiny_model
 
 PATH = Path("model/config.json")
 SIZES: dict[str, Any] = {
@@ -80,6 +80,9 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": None,
     "attention_bias": False,
 }
+
+
+ARCHITECTURES = {family.name: name for name, family in FAMILIES.items()}
 
 
 def parse(raw: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -193,6 +196,14 @@ def test_gemma_3() -> None:
     assert config.norm_offset
     assert config.sandwich_norms
     assert config.activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_attention_to_later_tokens_is_refused_in_every_family(family: str) -> None:
+    raw = tiny_config(family).to_dict() | {"architectures": [ARCHITECTURES[family]]}
+    assert parse(raw, is_causal=True) == parse(raw)
+    with pytest.raises(UserError, match=r"is_causal=False \(attention to later tokens\) is not supported"):
+        parse(raw, is_causal=False)
 
 
 @pytest.mark.parametrize(
