@@ -48,6 +48,7 @@ class MoeKeys:
 class Family:
     """One HF architecture.
 
+    model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
@@ -55,6 +56,7 @@ class Family:
     """
 
     name: str
+    model_types: tuple[str, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
     moe: MoeKeys | None = None
@@ -113,18 +115,35 @@ _GEMMA3_ONLY: Only = MappingProxyType(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "Qwen2ForCausalLM": Family(
-            "qwen2", qkv_bias=True, window="upper", window_switch=True, window_default=4096, only=_QWEN2_ONLY
+            "qwen2",
+            ("qwen2",),
+            qkv_bias=True,
+            window="upper",
+            window_switch=True,
+            window_default=4096,
+            only=_QWEN2_ONLY,
         ),
-        "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, window="upper", window_switch=True, window_default=4096),
+        "Qwen3ForCausalLM": Family(
+            "qwen3", ("qwen3",), qk_norm=True, window="upper", window_switch=True, window_default=4096
+        ),
         "Qwen3MoeForCausalLM": Family(
-            "qwen3_moe", qk_norm=True, moe=QWEN3_MOE, window="all", window_switch=True, window_default=4096
+            "qwen3_moe",
+            ("qwen3_moe",),
+            qk_norm=True,
+            moe=QWEN3_MOE,
+            window="all",
+            window_switch=True,
+            window_default=4096,
         ),
-        "LlamaForCausalLM": Family("llama"),
-        "MistralForCausalLM": Family("mistral", window="all", window_default=4096),
-        "MixtralForCausalLM": Family("mixtral", moe=MIXTRAL, window="all", theta=1e6),
-        "DeepseekV3ForCausalLM": Family("deepseek_v3", moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY),
+        "LlamaForCausalLM": Family("llama", ("llama",)),
+        "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),
+        "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6),
+        "DeepseekV3ForCausalLM": Family(
+            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY
+        ),
         "Gemma3ForCausalLM": Family(
             "gemma3",
+            ("gemma3_text",),
             qk_norm=True,
             gemma=True,
             activation="gelu_tanh",

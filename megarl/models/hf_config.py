@@ -62,6 +62,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
             f"Supported: {', '.join(FAMILIES)}."
         )
     family = FAMILIES[architecture]
+    _check_model_type(fields, family, architecture)
     _check_present(fields, family, architecture)
     _check_features(fields, family, architecture)
     layers, hidden = fields.count("num_hidden_layers", most=MOST_LAYERS), fields.count("hidden_size")
@@ -127,6 +128,16 @@ def _pad_token(fields: Fields, family: Family) -> int | None:
     if type(value) is not int or not -vocab <= value < vocab:
         fields.refuse("pad_token_id", value, f"a token of the vocabulary, from 0 to {vocab - 1}, or null is wanted")
     return value % vocab  # torch counts negative ones from the end
+
+
+def _check_model_type(fields: Fields, family: Family, architecture: str) -> None:
+    """Raise UserError where transformers, which goes by this key, would build a model of another family."""
+    value = fields.get("model_type", family.model_types[0])
+    if value not in family.model_types:
+        raise UserError(
+            f"{fields.path}: model_type {shown(value)} is not that of {architecture}; transformers would build another "
+            f"model. Set model_type to {family.model_types[0]!r}, or architectures to those of the model."
+        )
 
 
 def _check_present(fields: Fields, family: Family, architecture: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megarl.core.errors import UserError
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
@@ -102,6 +103,31 @@ def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
 
 def test_every_family_has_a_model_that_tests_it() -> None:
     assert {family.name for family in FAMILIES.values()} == set(CONFIGS)
+
+
+def test_the_model_types_are_those_by_which_transformers_chooses() -> None:
+    for architecture, family in FAMILIES.items():
+        theirs = {kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture}
+        assert theirs == {family.model_types[0]}
+    assert parse(DEEPSEEK, model_type="kimi_k2") == parse(DEEPSEEK, model_type="deepseek_v3") == parse(DEEPSEEK)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "model_type"),
+    [
+        (["LlamaForCausalLM"], "mistral"),
+        (["LlamaForCausalLM", "MistralForCausalLM"], "mistral"),
+        (["LlamaForCausalLM"], "kimi_k2"),
+        (["Qwen3ForCausalLM"], "qwen2"),
+        (["LlamaForCausalLM"], 5),
+        (["LlamaForCausalLM"], ["llama"]),
+    ],
+)
+def test_a_model_type_of_another_family(architectures: list[str], model_type: object) -> None:
+    with pytest.raises(UserError) as error:
+        parse(SIZES, architectures=architectures, model_type=model_type)
+    said = f"model_type {model_type!r} is not that of {architectures[0]}; transformers would build another model"
+    assert said in str(error.value)
 
 
 def test_llama_3_1_stretches_its_rope() -> None:
