@@ -15,8 +15,8 @@ class Rope:
 
     theta: base of the frequencies. kind: default (no scaling), linear, llama3 or yarn. factor: how many times longer.
     original_positions: context before scaling. low_freq_factor, high_freq_factor: llama3's.
-    beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's. attention_factor: yarn's scale of cos and sin, where
-    it is not left to the formula.
+    beta_fast, beta_slow, mscale, truncate: yarn's. mscale_all_dim: yarn's, and of latent attention whatever scales it.
+    attention_factor: yarn's scale of cos and sin, where it is not left to the formula.
     """
 
     theta: float

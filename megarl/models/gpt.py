@@ -98,7 +98,7 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         return settings | {"softmax_scale": scale * attention_factor(config.rope) ** 2}
     rope = config.rope
-    weight = (rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 0.0
+    weight = rope.mscale_all_dim or 0.0  # transformers heeds it for every kind that stretches
     return settings | {
         "q_lora_rank": mla.q_rank,
         "kv_lora_rank": mla.kv_rank,

@@ -62,8 +62,9 @@ def _rope(fields: Fields, part: Fields, theta: float) -> Rope:
         part.refuse("rope_theta", base, "a number over 1 is wanted")
     if kind == "default":
         return Rope(base)
+    all_dim = part.optional_number("mscale_all_dim")
     if kind == "linear":
-        return Rope(base, "linear", factor=part.number("factor", least=1.0))
+        return Rope(base, "linear", factor=part.number("factor", least=1.0), mscale_all_dim=all_dim)
     positions = fields.count("max_position_embeddings")
     original = fields.get("original_max_position_embeddings", part.get("original_max_position_embeddings", positions))
     original = Fields({"original_max_position_embeddings": original}, part.path).count(
@@ -80,6 +81,7 @@ def _rope(fields: Fields, part: Fields, theta: float) -> Rope:
             original_positions=original,
             low_freq_factor=low,
             high_freq_factor=high,
+            mscale_all_dim=all_dim,
         )
     return Rope(
         base,
@@ -89,7 +91,7 @@ def _rope(fields: Fields, part: Fields, theta: float) -> Rope:
         beta_fast=part.number("beta_fast", 32.0),
         beta_slow=part.number("beta_slow", 1.0),
         mscale=part.optional_number("mscale"),
-        mscale_all_dim=part.optional_number("mscale_all_dim"),
+        mscale_all_dim=all_dim,
         attention_factor=None if part.get("attention_factor") is None else part.number("attention_factor"),
         truncate=part.flag("truncate", True),
     )

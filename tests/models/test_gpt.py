@@ -66,6 +66,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3}),
     ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 3}),
+    ("deepseek_v3", {"rope_parameters": LINEAR | {"mscale_all_dim": 1.0}}),
+    ("deepseek_v3", {"rope_parameters": LLAMA3 | {"mscale_all_dim": 1.0}}),
     ("deepseek_v3", {"v_head_dim": 40}),  # wider than the 24 of a query
     ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4}, "v_head_dim": 24}),
     ("gemma3", {}),

@@ -33,6 +33,10 @@ def read(default_theta: float = 500.0, **raw: Any) -> Rope:
             {"rope_type": "llama3", **LLAMA3},
             Rope(5e5, "llama3", factor=8.0, original_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0),
         ),
+        (
+            {"rope_type": "linear", "factor": 8, "mscale_all_dim": 0.7},
+            Rope(5e5, "linear", factor=8.0, mscale_all_dim=0.7),
+        ),
         ({"rope_type": "yarn", **YARN}, Rope(5e5, "yarn", factor=4.0, original_positions=1024)),
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 512, "factor": None},
