@@ -247,7 +247,7 @@ def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]
     if family.window == "upper":
         return frozenset(range(fields.count("max_window_layers", 28, least=0), layers))
     if family.window == "pattern":
-        period = fields.count(fields.first(("sliding_window_pattern", "_sliding_window_pattern")), 6)
+        period = fields.count("sliding_window_pattern", 6)  # transformers passes over the `_` that it writes itself
         return frozenset(index for index in range(layers) if (index + 1) % period)
     return frozenset(range(layers))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3TextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megarl.core.errors import UserError
@@ -216,6 +217,11 @@ def test_deepseek_v3_without_what_may_be_left_out() -> None:
 def test_gemma_3() -> None:
     config = parse(GEMMA)
     assert (config.window, config.local_layers) == (512, {0, 1, 2, 3, 4, 6})
+    assert parse(GEMMA, sliding_window_pattern=2).local_layers == {0, 2, 4, 6}
+    unnamed = parse(GEMMA, sliding_window_pattern="absent", _sliding_window_pattern=2)
+    assert unnamed.local_layers == config.local_layers
+    theirs = Gemma3TextConfig(num_hidden_layers=7, _sliding_window_pattern=2).layer_types
+    assert {index for index, kind in enumerate(theirs) if kind == "sliding_attention"} == config.local_layers
     assert (config.rope, config.local_rope) == (Rope(1e6), Rope(1e4))
     assert (config.embedding_scale, config.query_scale) == (1152**0.5, 1 / 16)
     assert config.tied_embeddings
