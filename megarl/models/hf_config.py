@@ -265,16 +265,21 @@ def _moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, froze
         ffn_hidden_size=ffn,
         shared_ffn_hidden_size=ffn * fields.count(keys.num_shared, 0, least=0) if keys.num_shared else 0,
         score=keys.score,
-        # transformers' own default: True for DeepSeek, False for Qwen.
-        normalize=keys.normalize
-        if isinstance(keys.normalize, bool)
-        else fields.flag(keys.normalize, keys.score == "sigmoid"),
+        normalize=_normalizes(fields, keys),
         scaling_factor=fields.number(keys.scaling_factor, 1.0) if keys.scaling_factor else 1.0,
         num_groups=fields.count(keys.num_groups, 1) if keys.num_groups else 0,
         top_groups=fields.count(keys.top_groups, 1) if keys.top_groups else 0,
         score_bias=keys.score_bias,
     )
     return _checked_routing(fields, moe), sparse
+
+
+def _normalizes(fields: Fields, keys: MoeKeys) -> bool:
+    """Whether chosen scores are divided by their sum; where no key says, it is True for DeepSeek and False for Qwen."""
+    if isinstance(keys.normalize, bool):
+        return keys.normalize
+    # null is an answer here, unlike elsewhere: transformers takes it as False.
+    return fields.flag(keys.normalize, keys.score == "sigmoid" and keys.normalize not in fields.raw)
 
 
 def _sparse_layers(fields: Fields, keys: MoeKeys, layers: int) -> frozenset[int]:

@@ -206,10 +206,12 @@ def test_deepseek_v3() -> None:
 
 
 def test_deepseek_v3_without_what_may_be_left_out() -> None:
-    config = parse(DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, rope_scaling=None)
+    absent = {"norm_topk_prob": "absent", "q_lora_rank": None, "rope_scaling": None}
+    config = parse(DEEPSEEK, n_group=1, topk_group=1, n_shared_experts=2, **absent)
     assert config.mla is not None
     assert config.mla.q_rank is None
     assert config.moe is not None
+    assert config.moe.normalize
     assert (config.moe.num_groups, config.moe.top_groups, config.moe.shared_ffn_hidden_size) == (0, 0, 4096)
     assert config.rope == Rope(1e4)
 
@@ -251,6 +253,7 @@ def test_attention_to_later_tokens_is_refused_in_every_family(family: str) -> No
         (DEEPSEEK, {"topk_group": 9}, ["n_group=8", "topk_group=9"]),
         (DEEPSEEK, {"n_routed_experts": 100}, ["n_group=8", "100 experts"]),
         (DEEPSEEK, {"norm_topk_prob": False}, ["norm_topk_prob=False with sigmoid"]),
+        (DEEPSEEK, {"norm_topk_prob": None}, ["norm_topk_prob=False with sigmoid"]),
         (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, ["weight_block_size"]),
         (DEEPSEEK, {"qk_rope_head_dim": 63}, ["qk_rope_head_dim is 63"]),
         (DEEPSEEK, {"qk_rope_head_dim": 0}, ["qk_rope_head_dim is 0"]),
