@@ -15,6 +15,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from megarl.core.errors import TemplateRefusalError, UserError
+from megarl.core.json_file import read_object
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
 from megarl.core.transformers_models import models_as_remembered
 from megarl.core.types import TokenArray
@@ -36,6 +37,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such model folder. Set model.path to a folder in HF format.")
+    if _is_code(folder):
+        raise UserError(
+            f"{folder}: its tokenizer is code that came with it (auto_map in tokenizer_config.json). megarl does not run that, "
+            "and transformers would take another tokenizer in its place. Save it as a fast one: tokenizer.json is missing."
+        )
     reader = _auto_tokenizer()
     try:
         tokenizer = reader.from_pretrained(folder, local_files_only=True)
@@ -47,6 +53,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"{folder}: transformers cannot read a tokenizer from this folder ({reason}). "
             "It needs tokenizer.json and tokenizer_config.json beside a config.json that transformers reads."
         ) from error
+
+
+def _is_code(folder: Path) -> bool:
+    """Whether the folder's tokenizer is a class of its authors, and no file says the same."""
+    path = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.json").exists() or not path.exists():
+        return False
+    classes = read_object(path, "Save the tokenizer again.").get("auto_map")
+    return isinstance(classes, list) or (isinstance(classes, dict) and "AutoTokenizer" in classes)
 
 
 def _auto_tokenizer() -> Any:

@@ -65,6 +65,24 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "classes",
+    [{"AutoTokenizer": ["tokenization_own.Own", None]}, ["tokenization_own.Own", None]],
+    ids=["now", "before"],
+)
+def test_a_tokenizer_that_is_code_is_refused_and_no_other_taken(
+    classes: object, model_folder: Path, tmp_path: Path
+) -> None:
+    """transformers knows this model's kind, and takes that kind's tokenizer."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": classes}))
+    load_tokenizer(folder)
+    (folder / "tokenizer.json").rename(folder / "own.model")
+    with pytest.raises(UserError, match=r"its tokenizer is code that came with it .*tokenizer\.json is missing"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
     ("value", "says"),
     [
         ("hi", "field 'prompt': a string; wanted is a list of messages"),
