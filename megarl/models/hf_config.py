@@ -15,6 +15,7 @@ from megarl.core.json_file import read_object
 from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
 from megarl.models.families import FAMILIES, Family, MoeKeys
+from megarl.models.hf_beside import files_beside
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import some
 from megarl.models.hf_fp8 import read_fp8_block
@@ -43,6 +44,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     Raises UserError: the folder, its config, tokenizer or weights are missing; the architecture is not supported.
     """
     _check_folder(folder)
+    files_beside(folder)
     if (folder / GENERATION).exists():
         read_object(folder / GENERATION, "Servers read it: export the model again, or remove the file.")
     path = folder / "config.json"

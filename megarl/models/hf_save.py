@@ -20,6 +20,7 @@ from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
+from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_config import LANGUAGE_MODEL, SCORE_MODEL
 from megarl.models.hf_files import INDEX, SINGLE, some
 from megarl.models.hf_fp8 import QUANTIZATION
@@ -29,13 +30,6 @@ from megarl.models.rules import expected_tensors
 from megarl.models.score_padding import name_padding
 
 CONFIG = "config.json"
-COPIED = (
-    "generation_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-COPIED_PATTERNS = ("tokenizer*", "vocab.*", "merges.txt")
 DEFAULT_SHARD_BYTES = 5 * 2**30
 PIECE_BYTES = 8 * 2**20
 # What a disk that is full, a quota and a limit on file sizes answer.
@@ -68,9 +62,7 @@ def save_hf(
                 shards.add(name, tensor)
             dtype = shards.finish()
         write_config(source_folder / CONFIG, temporary / CONFIG, str(dtype).removeprefix("torch."), config)
-        for path in sorted(source_folder.iterdir()):
-            if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
-                shutil.copyfile(path, temporary / path.name)
+        copy_beside(source_folder, temporary)
         if config.head == "score":
             name_padding(temporary, target_folder)
         sync_tree(temporary)

@@ -7,7 +7,6 @@ half-written folder look whole. Call within `Groups.active()`; import only after
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout
 from megarl.core.versions import installed
 from megarl.models.config import ModelConfig
+from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
-from megarl.models.hf_save import CONFIG, COPIED, COPIED_PATTERNS, FULL, write_config
+from megarl.models.hf_save import CONFIG, FULL, write_config
 from megarl.models.hf_weights import BUFFERS
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
@@ -108,9 +108,7 @@ class PendingSave:
         target.mkdir()
         config = self._meta.config
         write_config(self._meta.source / CONFIG, target / CONFIG, self._meta.dtype, config)
-        for path in sorted(self._meta.source.iterdir()):
-            if path.name in COPIED or any(path.match(pattern) for pattern in COPIED_PATTERNS):
-                shutil.copyfile(path, target / path.name)
+        copy_beside(self._meta.source, target)
         others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
         names = [str(path.relative_to(self._folder)) for path in others]
         sums = {**sums, **sum_files(self._folder, [name for name in names if name not in sums])}

@@ -1,0 +1,50 @@
+"""Which files go with a model into checkpoints and exports."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.models.hf_beside import copy_beside, files_beside
+from megarl.models.hf_config import load_model_config
+from tests.support.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("beside") / "model")
+
+
+@pytest.fixture
+def folder(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_whole_files_go_along_and_folders_of_such_names_stay(folder: Path, tmp_path: Path) -> None:
+    whole = names(folder) - {"config.json", "model.safetensors"}
+    for name in ("tokenizer", "vocab.d"):
+        (folder / name).mkdir()
+        (folder / name / "x").write_text("")
+    (folder / "tokenizer.model").symlink_to(folder / "tokenizer.json")
+    (folder / "README.md").write_text("")
+    load_model_config(folder)
+    (tmp_path / "target").mkdir()
+    copy_beside(folder, tmp_path / "target")
+    assert names(tmp_path / "target") == whole | {"tokenizer.model"}
+    assert not (tmp_path / "target" / "tokenizer.model").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "generation_config.json"])
+def test_a_link_that_leads_nowhere_is_refused_with_the_config(name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(folder / "nowhere")
+    for read in (load_model_config, files_beside):
+        with pytest.raises(UserError, match=rf"{name} is a link that leads nowhere"):
+            read(folder)
