@@ -18,10 +18,11 @@ from megarl.hub.problems import told
 Say = Callable[[str], object]
 
 CONFIG, CARD = "config.json", "README.md"
-# Of a model: config, tokenizer and chat template; then the weights. Other formats of the weights and folders of extras stay.
-SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-WEIGHTS = "*.safetensors"
-NEVER = ("*/*", "consolidated*")
+# Of a model: config, tokenizer and chat templates, which may be in a folder of theirs; then the weights. Other formats of the
+# weights and folders of extras stay.
+FLAT, TEMPLATES, WEIGHTS = ("*.json", "*.model", "*.txt", "*.tiktoken"), "*.jinja", "*.safetensors"
+SMALL = (*FLAT, TEMPLATES)
+NEVER = (*(f"*/{pattern}" for pattern in (*FLAT, WEIGHTS)), "consolidated*")
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 
+TEMPLATES, TOKENIZER_CONFIG = "additional_chat_templates", "tokenizer_config.json"
+# A config's key for classes in Python files beside it. These are code of strangers, which is neither run nor copied.
+CODE = "auto_map"
 COPIED = (
     "generation_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
     "tokenizer*",
     "vocab.*",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+    f"{TEMPLATES}/*.jinja",
 )
 
 
 def files_beside(folder: Path) -> list[Path]:
     """Tokenizer, chat templates and generation settings. Raises UserError for a link among them that leads nowhere."""
-    found = [path for path in sorted(folder.iterdir()) if any(path.match(pattern) for pattern in COPIED)]
+    every = sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")])
+    found = [path for path in every if any(path.match(pattern) for pattern in COPIED)]
     for path in found:
         if path.is_symlink() and not path.exists():
             raise UserError(f"{path} is a link that leads nowhere. Put the file there, or remove the link.")
@@ -28,6 +39,12 @@ def files_beside(folder: Path) -> list[Path]:
 
 
 def copy_beside(source: Path, target: Path) -> None:
-    """Copy them from one model folder to another. Raises UserError."""
+    """Copy them from one model folder to another, where they name no code of the first. Raises UserError."""
     for path in files_beside(source):
-        shutil.copyfile(path, target / path.name)
+        place = target / path.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, place)
+    config = target / TOKENIZER_CONFIG
+    if config.exists() and CODE in (raw := read_object(config, "Save the tokenizer again.")):
+        del raw[CODE]
+        config.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -20,7 +20,8 @@ from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.hf_beside import copy_beside
+from megarl.models.families import FAMILIES
+from megarl.models.hf_beside import CODE, copy_beside
 from megarl.models.hf_config import LANGUAGE_MODEL, SCORE_MODEL
 from megarl.models.hf_files import INDEX, SINGLE, some
 from megarl.models.hf_fp8 import QUANTIZATION
@@ -84,13 +85,16 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) -> None:
-    """The source's config, made that of unquantised weights in this dtype, with the head of the model.
+    """The source's config, made that of unquantised weights in this dtype, with the head of the model and no code of its own.
 
     A reader casts to what the config says, and would round. Raises UserError where the source cannot be read.
     """
     raw = read_object(source, "Export the model again.")
     raw.update({key: dtype for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": dtype})
-    raw.pop(QUANTIZATION, None)
+    for key in (QUANTIZATION, CODE):
+        raw.pop(key, None)
+    if "model_type" in raw:
+        raw["model_type"] = FAMILIES[config.architecture].model_types[0]  # which needs no code of its own
     if isinstance(raw["architectures"], str):
         raw["architectures"] = [raw["architectures"]]  # as transformers wants it
     if config.head == "score":

@@ -54,6 +54,15 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: StandInHub) -> Non
     assert len(hub.asked) == asked + 1
 
 
+def test_chat_templates_come_out_of_their_folder_and_nothing_else_out_of_any(hub: StandInHub, tiny: Path) -> None:
+    extras = {f"original/{name}": b"x" for name in ("params.json", "tokenizer.model", "a.txt", "b.safetensors")}
+    template = "additional_chat_templates/tool_use.jinja"
+    hub.put_folder("model", MODEL, tiny, **extras, **{template: b"x"})
+    folder = get(MODEL).folder
+    assert hub.downloads() == sorted([*WANTED, "model.safetensors", "tool_use.jinja"])
+    assert (folder / template).read_bytes() == b"x"
+
+
 def test_weights_are_not_fetched_for_a_config_that_is_refused(hub: StandInHub) -> None:
     def refuse(folder: Path) -> None:
         assert (folder / "config.json").exists()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from megarl.core.errors import UserError
 from megarl.models.hf_beside import copy_beside, files_beside
@@ -39,6 +41,29 @@ def test_whole_files_go_along_and_folders_of_such_names_stay(folder: Path, tmp_p
     copy_beside(folder, tmp_path / "target")
     assert names(tmp_path / "target") == whole | {"tokenizer.model"}
     assert not (tmp_path / "target" / "tokenizer.model").is_symlink()
+
+
+def test_what_other_tokenizers_and_templates_lie_in_goes_along(folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "TOOLS"}
+    tokenizer.save_pretrained(folder)
+    for name in ("tiktoken.model", "qwen.tiktoken", "tekken.json", "chat_template.json"):
+        (folder / name).write_text("{}")
+    (tmp_path / "target").mkdir()
+    copy_beside(folder, tmp_path / "target")
+    assert names(tmp_path / "target") == names(folder) - {"config.json", "model.safetensors"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
+
+
+def test_code_stays_and_nothing_that_is_written_names_it(folder: Path, tmp_path: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    raw = json.loads(path.read_text()) | {"name": "é"}
+    path.write_text(json.dumps(raw | {"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (folder / "own.py").write_text("")
+    (tmp_path / "target").mkdir()
+    copy_beside(folder, tmp_path / "target")
+    assert json.loads((tmp_path / "target" / path.name).read_text()) == raw
+    assert not (tmp_path / "target" / "own.py").exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "generation_config.json"])

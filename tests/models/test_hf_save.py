@@ -102,6 +102,17 @@ def test_the_tokenizer_and_generation_settings_come_along(source: Path, tmp_path
     assert AutoTokenizer.from_pretrained(target).encode("1+1=") == AutoTokenizer.from_pretrained(source).encode("1+1=")
 
 
+def test_an_export_needs_no_code_of_its_own(tmp_path: Path) -> None:
+    """Kimi-K2's config is DeepSeek-V3's but for these two keys."""
+    source, target = write_tiny_model(tmp_path / "source", "deepseek_v3"), tmp_path / "target"
+    raw = json.loads((source / "config.json").read_text())
+    own = {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    (source / "config.json").write_text(json.dumps(raw | own))
+    save_hf(buckets_of(source), load_model_config(source), source, target)
+    assert json.loads((target / "config.json").read_text()) == raw
+    AutoModelForCausalLM.from_pretrained(target)
+
+
 def test_an_export_replaces_the_one_before_and_leaves_nothing_beside_it(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()

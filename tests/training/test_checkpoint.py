@@ -1,5 +1,6 @@
 import json
 import resource
+import shutil
 
 import pytest
 import torch
@@ -119,6 +120,20 @@ def test_a_folder_without_a_checkpoint_is_refused(rank, folder, tmp_path):
     )
     with pytest.raises(UserError, match="holds no distributed checkpoint"):
         rank.load("actor", tmp_path)
+
+
+def test_what_lies_beside_the_model_goes_into_the_checkpoint(rank, folder, tmp_path):
+    """A folder named as a tokenizer's files are does not end the save."""
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    (source / "tokenizer").mkdir()
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    (tmp_path / "saved").mkdir()
+    rank.build("reference", RoleSpec(source, "float32"))
+    rank.save("reference", tmp_path / "saved")
+    assert not (tmp_path / "saved" / "hf" / "tokenizer").exists()
+    assert "hf/additional_chat_templates/tool_use.jinja" in read_manifest(tmp_path / "saved").files
 
 
 def test_the_manifest_says_what_is_in_it(rank, folder, tmp_path):
