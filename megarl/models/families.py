@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
 # Key -> the one value that megarl's model stands for, and what another value would ask for.
 Only = Mapping[str, tuple[Any, str]]
 
@@ -52,7 +53,8 @@ class Family:
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
-    out what equals its own default. pad: the padding token where no key says. only: see COMMON.
+    out what equals its own default. pad: the padding token where no key says. only: see COMMON. score_architecture: of its
+    models with one score a sequence, where it is not the architecture with ForSequenceClassification for ForCausalLM.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Family:
     tied: bool = False
     pad: int | None = None
     only: Only = field(default_factory=lambda: COMMON)
+    score_architecture: str | None = None
 
 
 QWEN3_MOE = MoeKeys(
@@ -153,6 +156,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tied=True,
             pad=0,
             only=_GEMMA3_ONLY,
+            score_architecture="Gemma3TextForSequenceClassification",
         ),
     }
 )
+
+
+def score_architecture(architecture: str) -> str:
+    """What transformers calls a family's models with one score a sequence."""
+    return FAMILIES[architecture].score_architecture or architecture.replace(LANGUAGE_MODEL, SCORE_MODEL)

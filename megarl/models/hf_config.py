@@ -14,7 +14,7 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
-from megarl.models.families import FAMILIES, Family, MoeKeys
+from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, MoeKeys, score_architecture
 from megarl.models.hf_beside import files_beside
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import some
@@ -35,7 +35,7 @@ MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 _MLA_REQUIRED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 SLIDING, GENERATION = "sliding_attention", "generation_config.json"
-LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
+_SCORED = {score_architecture(name): name for name in FAMILIES}
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -56,7 +56,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     fields = Fields(raw, path)
     architectures = fields.words("architectures", lone=True)
     # HF's models with one score a sequence are those of the family in everything but the head.
-    heads_of = {name.replace(SCORE_MODEL, LANGUAGE_MODEL): name for name in architectures}
+    heads_of = {_SCORED.get(name, name.replace(SCORE_MODEL, LANGUAGE_MODEL)): name for name in architectures}
     architecture = next((name for name in heads_of if name in FAMILIES), None)
     if architecture is None:
         raise UserError(

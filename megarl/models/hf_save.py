@@ -20,9 +20,8 @@ from megarl.core.disk import sync, sync_tree
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_beside import CODE, copy_beside
-from megarl.models.hf_config import LANGUAGE_MODEL, SCORE_MODEL
 from megarl.models.hf_files import INDEX, SINGLE, some
 from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_read import DTYPES
@@ -98,7 +97,7 @@ def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) ->
     if isinstance(raw["architectures"], str):
         raw["architectures"] = [raw["architectures"]]  # as transformers wants it
     if config.head == "score":
-        names = [config.architecture.replace(LANGUAGE_MODEL, SCORE_MODEL)]
+        names = [score_architecture(config.architecture)]
         raw |= {"architectures": names, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
     target.write_text(json.dumps(raw, indent=2) + "\n")
 

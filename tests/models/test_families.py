@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from transformers import Gemma3TextConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from megarl.core.errors import UserError
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_config import load_model_config, parse_model_config
 from tests.support.tiny import CONFIGS, tiny_config, write_tiny_model
 
@@ -110,6 +113,8 @@ def test_the_model_types_are_those_by_which_transformers_chooses() -> None:
     for architecture, family in FAMILIES.items():
         theirs = {kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture}
         assert theirs == {family.model_types[0]}
+        kinds = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        assert score_architecture(architecture) == kinds[family.model_types[0]]
     assert parse(DEEPSEEK, model_type="kimi_k2") == parse(DEEPSEEK, model_type="deepseek_v3") == parse(DEEPSEEK)
 
 

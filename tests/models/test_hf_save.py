@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.core.errors import MegarlError, UserError
 from megarl.models.hf_config import load_model_config
@@ -111,6 +112,23 @@ def test_an_export_needs_no_code_of_its_own(tmp_path: Path) -> None:
     save_hf(buckets_of(source), load_model_config(source), source, target)
     assert json.loads((target / "config.json").read_text()) == raw
     AutoModelForCausalLM.from_pretrained(target)
+
+
+def test_a_reward_model_of_gemma_has_the_name_that_transformers_gives_it(tmp_path: Path) -> None:
+    """Under the other name, which exports had, it is read too."""
+    source, target = write_tiny_model(tmp_path / "source", "gemma3"), tmp_path / "target"
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1)
+    model.save_pretrained(source)
+    config, raw = load_model_config(source), json.loads((source / "config.json").read_text())
+    assert config.head == "score"
+    other = {"architectures": ["Gemma3ForSequenceClassification"]}
+    (source / "config.json").write_text(json.dumps(raw | other))
+    assert load_model_config(source) == config
+    save_hf(buckets_of(source), config, source, target)
+    check(target)
+    [name] = json.loads((target / "config.json").read_text())["architectures"]
+    found = getattr(transformers, name).from_pretrained(target)
+    assert all(torch.equal(found.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
 
 
 def test_an_export_replaces_the_one_before_and_leaves_nothing_beside_it(source: Path, tmp_path: Path) -> None:
