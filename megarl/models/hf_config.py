@@ -114,7 +114,7 @@ def _with_head(config: ModelConfig, fields: Fields, architecture: str) -> ModelC
     """The same, with one score where the architecture, as the config names it, has that. Raises UserError."""
     if not architecture.endswith(SCORE_MODEL):
         return config
-    labels = len(fields.part("id2label").raw) or 2  # transformers' own default
+    labels = len(fields.part("id2label").raw) or fields.count("num_labels", 2)  # transformers' own default
     if labels != 1:
         raise UserError(
             f"{fields.path}: {architecture} must have one label, the score (num_labels=1); it has {labels}."
@@ -327,12 +327,18 @@ def _check_folder(folder: Path) -> None:
             f"The model folder {folder} {what}. Set model.path to a folder in HF format, or to a name on the hub, "
             "OWNER/NAME."
         )
+    weights = "weights (*.safetensors)"
     wanted = {
         "config.json": ("config.json",),
         "tokenizer (tokenizer.json or tokenizer_config.json)": ("tokenizer.json", "tokenizer_config.json"),
-        "weights (*.safetensors)": ("*.safetensors",),
+        weights: ("*.safetensors",),
     }
     missing = [what for what, patterns in wanted.items() if not any(any(folder.glob(each)) for each in patterns)]
+    if missing == [weights] and any(folder.glob("pytorch_model*.bin")):
+        raise UserError(
+            f"The model folder {folder} holds its weights as .bin files, and megarl reads *.safetensors. Load it with "
+            "transformers and save it again, by save_pretrained."
+        )
     if missing:
         raise UserError(
             f"The model folder {folder} has no {' and no '.join(missing)}. It must be a whole HF folder, as "

@@ -83,6 +83,15 @@ def test_one_architecture_may_be_a_string() -> None:
     assert parse(architectures="Qwen3ForSequenceClassification", id2label={"0": "SCORE"}).head == "score"
 
 
+def test_labels_are_counted_where_no_key_names_them() -> None:
+    """As transformers does; names go before a count."""
+    score = {"architectures": ["Qwen3ForSequenceClassification"]}
+    assert parse(**score, num_labels=1).head == parse(**score, num_labels=3, id2label={"0": "SCORE"}).head == "score"
+    for labels in ({}, {"num_labels": 3}, {"num_labels": 1, "id2label": {"0": "a", "1": "b"}}):
+        with pytest.raises(UserError, match="must have one label, the score"):
+            parse(**score, **labels)
+
+
 def test_fp8_weights_have_blocks() -> None:
     assert parse(quantization_config=FP8).fp8_block == (128, 128)
     assert parse(quantization_config={**FP8, "weight_block_size": [64, 32]}).fp8_block == (64, 32)
@@ -168,6 +177,7 @@ def test_a_folder_that_is_whole(tmp_path: Path) -> None:
     [
         (["tokenizer.json", "model.safetensors"], "no config.json"),
         (["config.json", "model.safetensors"], "has no tokenizer ("),
+        (["config.json", "tokenizer.json", "pytorch_model.bin"], "holds its weights as .bin files, and"),
         (["config.json", "tokenizer_config.json"], "no weights"),
         ([], "no config.json and no tokenizer"),
     ],
