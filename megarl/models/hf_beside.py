@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 
-TEMPLATES, TOKENIZER_CONFIG = "additional_chat_templates", "tokenizer_config.json"
+TEMPLATES, TOKENIZER, TOKENIZER_CONFIG = "additional_chat_templates", "tokenizer.json", "tokenizer_config.json"
 # A config's key for classes in Python files beside it. These are code of strangers, which is neither run nor copied.
 CODE = "auto_map"
 COPIED = (
@@ -39,12 +39,15 @@ def files_beside(folder: Path) -> list[Path]:
 
 
 def copy_beside(source: Path, target: Path) -> None:
-    """Copy them from one model folder to another, where they name no code of the first. Raises UserError."""
+    """Copy them from one model folder to another, where they name no code of the first. Raises UserError.
+
+    A tokenizer that is code alone is still named: readers are to refuse it, and not to take another in silence.
+    """
     for path in files_beside(source):
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, place)
-    config = target / TOKENIZER_CONFIG
-    if config.exists() and CODE in (raw := read_object(config, "Save the tokenizer again.")):
+    config, whole = target / TOKENIZER_CONFIG, (target / TOKENIZER).exists()
+    if whole and config.exists() and CODE in (raw := read_object(config, "Save the tokenizer again.")):
         del raw[CODE]
         config.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

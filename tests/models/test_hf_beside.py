@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.core.errors import UserError
+from megarl.data.chat import load_tokenizer
 from megarl.models.hf_beside import copy_beside, files_beside
 from megarl.models.hf_config import load_model_config
 from tests.support.tiny import write_tiny_model
@@ -64,6 +65,17 @@ def test_code_stays_and_nothing_that_is_written_names_it(folder: Path, tmp_path:
     copy_beside(folder, tmp_path / "target")
     assert json.loads((tmp_path / "target" / path.name).read_text()) == raw
     assert not (tmp_path / "target" / "own.py").exists()
+
+
+def test_a_tokenizer_that_is_code_alone_is_refused_as_a_copy_too(folder: Path, tmp_path: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (folder / "tokenizer.json").rename(folder / "tiktoken.model")
+    (tmp_path / "target").mkdir()
+    copy_beside(folder, tmp_path / "target")
+    for each in (folder, tmp_path / "target"):
+        with pytest.raises(UserError, match="its tokenizer is code that came with it"):
+            load_tokenizer(each)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "generation_config.json"])
