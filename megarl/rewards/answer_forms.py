@@ -48,11 +48,8 @@ def plain(text: str) -> str:
 
 def by_text(found: str, wanted: str) -> bool | None:
     """Whether two answers are equal, where their text alone decides; None where algebra may."""
-    same = _bare(found) == _bare(wanted)
-    if _DOTS.search(found) or _DOTS.search(wanted):
-        return same
-    if _SIDE_BY_SIDE.search(found) or _SIDE_BY_SIDE.search(wanted):
-        return same
+    if any(form.search(text) for form in (_DOTS, _SIDE_BY_SIDE) for text in (found, wanted)):
+        return same_text(found, wanted)
     words = _WRAPPED.sub(r"\1", found), _WRAPPED.sub(r"\1", wanted)
     if all(_WORD.fullmatch(word) for word in words):
         return words[0].casefold() == words[1].casefold()
@@ -67,8 +64,9 @@ def costly(text: str) -> bool:
     """Whether algebra on it may take longer than anybody waits: towers of powers, huge powers, factorials."""
     if len(text) > MOST_CHARACTERS or _TOWER.search(text):
         return True
+    multiplied_out = re.search("[A-Za-z]", _COMMAND.sub(" ", text)) is not None  # brackets with symbols are
     for base, exponent in _EXPONENT.findall(text):
-        if len(exponent) > 6 or int(exponent) > (MOST_POWER if base in ")]}" else MOST_EXPONENT):
+        if len(exponent) > 6 or int(exponent) > (MOST_POWER if multiplied_out and base in ")]}" else MOST_EXPONENT):
             return True
     numbers = (match[1] or match[2] for match in _FACTORIAL.finditer(text))
     return any(len(number) > 6 or int(number) > MOST_FACTORIAL for number in numbers)
@@ -80,7 +78,7 @@ def has_series(text: str) -> bool:
 
 
 def same_text(found: str, wanted: str) -> bool:
-    """Equal but for blanks and dollars."""
+    """Equal but for blanks, dollars and the size of brackets."""
     return _bare(found) == _bare(wanted)
 
 
@@ -138,4 +136,4 @@ def _opening(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"[$\s]|\\[,;:! ]", "", text)
+    return re.sub(r"[$\s]|\\[,;:! ]|\\(?:left|right)(?![a-z])", "", text)

@@ -16,7 +16,7 @@ from megarl.data.answers import BOXED, final_answer
 from megarl.rewards.answer_forms import by_text, cases_apart, costly, has_series, parts, plain, same_text
 
 MOST_PARTS = 20  # of a list that is compared part by part
-DIGITS, EXACT, NEAR = 60, 1e-40, 1e-6
+DIGITS, EXACT, NEAR = 60, 1e-40, 1e-5
 
 # Plain integers, with or without thousands separators: by far the most answers, and they need no algebra.
 _INTEGER = re.compile(r"([+-]?)0*(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?")
@@ -77,7 +77,8 @@ def _algebra(found: str, wanted: str) -> bool:
 def _close(found: list[Any], wanted: list[Any]) -> bool:
     """Whether two numbers are: math-verify rounds to six places, so that to it all small numbers are zero.
 
-    Exact numbers have to be equal, others but for a millionth of themselves. True of what is no number.
+    Exact numbers have to be equal, others but for a hundred-thousandth of themselves, as 0.166667
+    for a sixth. True of what is no number.
     """
     from sympy import Expr, Float, N
 
