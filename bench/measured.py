@@ -76,6 +76,7 @@ ROWS = (
         "a hand-written loop over transformers, the fastest of three forms: its seconds over ours",
         parts.bare_speed,
     ),
+    Row("checkpoint_memory", "megatron-core's own gathering of the same state, on the first rank", parts.checkpoint_memory),
     Row("load", "`cat` of the same checkpoint in the same turn", parts.load),
     Row("logprob_memory", "the whole matrix of log-probs, 4,096 tokens at a vocabulary of 151,936", parts.logprob_memory),
     Row("reward_model", "chance, 0.5", runs.reward_model),

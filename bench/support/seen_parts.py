@@ -51,6 +51,18 @@ def load(result: Result) -> str:
     return f"peak memory {extra} beyond a rank's share; {rows}"
 
 
+def checkpoint_memory(result: Result) -> str:
+    sides = {side: [row for row in result["rows"] if row["side"] == side] for side in ("megarl", "megatron-core")}
+    rows = []
+    for mine, theirs in zip(*sides.values(), strict=True):
+        faster = [theirs[f"{name}_seconds"]["median"] / mine[f"{name}_seconds"]["median"] for name in ("save", "load")]
+        rows.append(
+            f"{mine['ranks']} ranks: {mine['save_peak']:.1f} against {theirs['save_peak']:.1f} to save, {mine['load_peak']:.1f} "
+            f"against {theirs['load_peak']:.1f} to load, {faster[0]:.1f} and {faster[1]:.1f} times as fast"
+        )
+    return "peak memory in parts of a rank; " + "; ".join(rows)
+
+
 def logprob_memory(result: Result) -> str:
     speed = [row["naive"]["seconds"] / row["megarl"]["seconds"] for row in result["rows"]]
     shares = span((row["peak_ratio"] for row in result["rows"]), ".3f")

@@ -1,8 +1,8 @@
 """Lets megatron-core's DistributedOptimizer be checkpointed over torch's Adam, which it supports only for fused Adams.
 
-Three gaps of megatron-core 0.16.1, for which this file was written and checked: its state_dict asserts before the first
-step because torch's Adam has no `step` yet; after a load all parameters share one `step` tensor, which torch then
-increments once for each; and it looks for `step` among the tensors that it restores, where none was saved.
+Two gaps of megatron-core 0.16.1, for which this file was written and checked: its state_dict asserts before the first
+step because torch's Adam has no `step` yet; and after a load all parameters share one `step` tensor, which torch then
+increments once for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def install() -> None:
     check_version("megatron_torch_adam.py")
     state_dict = DistributedOptimizer.state_dict
     load_state_dict = DistributedOptimizer.load_state_dict
-    set_main = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def complete_state_dict(self: Any) -> Any:
         _initialise(self.optimizer)
@@ -37,14 +36,8 @@ def install() -> None:
             if "step" in state:
                 state["step"] = state["step"].clone()
 
-    def set_with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> Any:
-        known = self._get_main_param_and_optimizer_states(parameter)
-        step = {"step": known["step"]} if "step" in known else {}
-        return set_main(self, parameter, {**step, **tensors})
-
     DistributedOptimizer.state_dict = complete_state_dict
     DistributedOptimizer.load_state_dict = load_and_separate
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_with_step
     setattr(DistributedOptimizer, MARK, True)
 
 

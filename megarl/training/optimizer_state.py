@@ -1,32 +1,32 @@
-"""An optimizer's state in a form that every layout reads, around what Megatron does for one optimizer at a time.
+"""An optimizer's state in a form that every layout reads, and that Megatron's own `fully_reshardable` checkpoints have.
 
 Megatron chains optimizers: experts have one of their own, which on a pipeline stage without experts has no parameters.
-The tensors of the state have the same names at every layout; what the parameter groups say (step, rate) is saved once, for
-all groups of all ranks, under what tells them apart. Import only after `models.bootstrap.prepare_megatron`.
+The tensors of the state have the same names at every layout, and each data-parallel rank writes and reads a fair part of
+them (see `state_shares`); what the parameter groups say (step, rate) is saved once, for all groups of all ranks, under what
+tells them apart. Import only after `models.bootstrap.prepare_megatron`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from torch import Tensor
 
 from megarl.core.errors import MegarlError, UserError
 from megarl.training.manifest import Manifest
+from megarl.training.state_shares import StateShares
 
-SHARDING = "fully_reshardable"
-METADATA = {
-    "distrib_optim_sharding_type": SHARDING,
-    "chained_optim_avoid_prefix": True,
-    # Gathered in host memory, and on the first data-parallel rank alone, which is the one that writes it. Megatron otherwise
-    # puts a kind of state whole on every device, and all of it, 12 bytes a parameter, into the memory of every rank.
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
+METADATA = {"chained_optim_avoid_prefix": True}
+PREFIX = "optimizer.state"  # of the tensors' names, as Megatron's
 Group = dict[str, Any]
 T = TypeVar("T")
 
@@ -53,11 +53,12 @@ class OptimizerState:
                 )  # what the first step would make, before the first
         if not self._is_distributed:
             return {"optimizer": self._whole(weights, is_loading=False)}
-        states = self._states(weights, is_loading=False)
-        return {
-            "optimizer": {"groups": _united([group for state in states for group in _groups(state)])},
-            "optimizer_state": _tensors(states),
-        }
+        groups = [group for member in self._members for group in _groups(member.state_dict())]
+        states = {}
+        for index, member in enumerate(self._members):
+            shares = StateShares(member)
+            states[str(index)] = _described(shares, shares.gather(), weights)
+        return {"optimizer": {"groups": _united(groups)}, "optimizer_state": states}
 
     def to_load(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Entries of a state to fill; collective."""
@@ -65,10 +66,14 @@ class OptimizerState:
             return {}
         if not self._is_distributed:
             return {"optimizer": self._whole(weights, is_loading=True)}
-        return {"optimizer_state": _tensors(self._states(weights, is_loading=True))}
+        states = {}
+        for index, member in enumerate(self._members):
+            shares = StateShares(member)
+            states[str(index)] = _described(shares, shares.empty(), weights)
+        return {"optimizer_state": states}
 
     def load(self, found: Mapping[str, Any]) -> None:
-        """Take over what `to_load` was filled with."""
+        """Take over what `to_load` was filled with; collective."""
         if self._optimizer is None:
             return
         if not self._is_distributed:
@@ -77,13 +82,8 @@ class OptimizerState:
         saved = found["optimizer"]["groups"]
         for index, member in enumerate(self._members):
             groups = [_matching(own, saved) for own in _groups(member.state_dict())]
-            member.load_state_dict(
-                {
-                    "optimizer": {"param_groups": groups},
-                    "param_state": found["optimizer_state"][str(index)],
-                    "param_state_sharding_type": SHARDING,
-                }
-            )
+            member.load_state_dict({"optimizer": {"param_groups": groups}})  # makes the state where there is none yet
+            StateShares(member).scatter(found.get("optimizer_state", {}).get(str(index), {}))
 
     def check_readable(self, manifest: Manifest, folder: Path) -> None:
         """Raise UserError where a checkpoint does not have what this optimizer needs."""
@@ -101,11 +101,6 @@ class OptimizerState:
                 f"Go on with {saved}, or start a new run from the exported weights."
             )
 
-    def _states(self, weights: Mapping[str, Any], *, is_loading: bool) -> list[dict[str, Any]]:
-        return [
-            member.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA) for member in self._members
-        ]
-
     def _whole(self, weights: Mapping[str, Any], *, is_loading: bool) -> Any:
         assert self._optimizer is not None
         return self._optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=METADATA)
@@ -116,10 +111,28 @@ def _groups(state: Mapping[str, Any]) -> list[Group]:
     return groups
 
 
-def _tensors(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By the optimizers' order; without those whose state another rank saves."""
-    kept = {str(index): state["param_state"] for index, state in enumerate(states)}
-    return {name: tensors for name, tensors in kept.items() if tensors is not None}
+def _described(
+    shares: StateShares, whole: Mapping[int, Mapping[str, Tensor]], weights: Mapping[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """The parameters of this rank as parts of the checkpoint's tensors, cut and named as the model's own.
+
+    whole: of each, by number and by what is kept of it. The owner is the one that writes it, whichever data-parallel rank it is.
+    """
+    models, _ = extract_matching_values(
+        dict(weights), lambda each: isinstance(each, ShardedTensor | ShardedTensorFactory)
+    )
+    like = {each.data: each for each in nested_values(models)}
+    described: dict[int, dict[str, Any]] = {}
+    for index, states in whole.items():
+        model = like[shares.parameters[index]]
+        pipeline, tensor, _ = model.replica_id
+        described[index] = {}
+        for key, state in states.items():
+            of_it: dict[str, Any] = {"key": f"{PREFIX}.{key}.{model.key}", "replica_id": (pipeline, tensor, 0)}
+            if isinstance(model, ShardedTensor):
+                of_it["dtype"] = state.dtype
+            described[index][key] = replace(model, data=state.reshape(model.data.shape), **of_it)
+    return described
 
 
 def _kind(group: Group) -> tuple[Any, ...]:

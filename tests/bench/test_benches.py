@@ -11,6 +11,7 @@ import megarl.cluster  # noqa: F401  (before a benchmark imports ray)
 from bench import (
     agent_load,
     bare_speed,
+    checkpoint_memory,
     collector,
     journal,
     layer_memory,
@@ -33,6 +34,7 @@ from tools import make_tiny_model
     [
         agent_load,
         bare_speed,
+        checkpoint_memory,
         collector,
         journal,
         layer_memory,
