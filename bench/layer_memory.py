@@ -32,9 +32,9 @@ from megarl.core.platform import get_platform
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.config import ModelConfig
 from megarl.models.known_configs import FOLDER
-from megarl.placement.activations import FULL, Counting
+from megarl.placement.activations import Counting
 from megarl.placement.devices import DEVICES
-from megarl.placement.space import one_layout
+from megarl.placement.space import FULL, one_layout
 from megarl.placement.workload import read_model
 from megarl.recipe.section import Recompute
 from tests.support.live_bytes import LiveBytes

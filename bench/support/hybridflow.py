@@ -34,7 +34,7 @@ from megarl.placement.lengths import lognormal
 from megarl.placement.links import group_bytes_s
 from megarl.placement.partitions import Partition, Pool, learns_late
 from megarl.placement.sizes import kv_bytes, model_sizes
-from megarl.placement.space import RECOMPUTE, Layouts
+from megarl.placement.space import ALL_LAYERS, RECOMPUTE, Layouts
 from megarl.placement.tables import has_head, held_bytes
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TRAINED, Workload
 from megarl.recipe.section import Recompute
@@ -273,11 +273,11 @@ class Pricing:
         config, trained, software = self._work.models[role], role in TRAINED, self._software
         kinds = [RECOMPUTE.index(kind) for kind in software.recompute] if trained else [0]
         rows = [
-            (devices, tp, pp, 1, 1, software.micro_tokens, kind, 1, 0, 0)
+            (devices, tp, pp, 1, 1, software.micro_tokens, kind, 1, 0, 0, ALL_LAYERS)
             for tp, pp, kind in product((8,) if trained else (1, 2, 4, 8), (1, 2, 4, 8), kinds)
             if devices % (tp * pp) == 0 and devices // (tp * pp) <= PROMPTS // UPDATES
         ]
-        layouts = Layouts(*np.array(rows, np.int64).reshape(-1, 10).T)
+        layouts = Layouts(*np.array(rows, np.int64).reshape(-1, 11).T)
         held = held_bytes(role, layouts, self._work, self.cluster)
         call = software.dispatch_s * devices
         score = score_seconds(config, layouts, self._work, self.cluster, head=has_head(role)).total + call

@@ -32,6 +32,7 @@ def transformer_config(
     dtype: torch.dtype,
     platform: Platform,
     recompute: Recompute = "none",
+    recompute_num_layers: int | None = None,
     aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's own description of the model: no dropout, softmax in float32, exact token-level loss normalisation."""
@@ -78,7 +79,7 @@ def transformer_config(
         **_attention(config),
         **_moe(config, fused, aux_loss_coef),
         **_parallel(layout),
-        **_recompute(recompute),
+        **_recompute(recompute, recompute_num_layers),
     )
 
 
@@ -162,10 +163,11 @@ def _parallel(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _recompute(mode: Recompute) -> dict[str, Any]:
-    """selective: attention's own activations are computed again in the backward pass; full: every layer's."""
+def _recompute(mode: Recompute, num_layers: int | None) -> dict[str, Any]:
+    """selective: attention's own activations are computed again in the backward pass; full: every layer's, or the first few's."""
     if mode == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        method, number = ("uniform", 1) if num_layers is None else ("block", num_layers)
+        return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number}
     return {"recompute_granularity": "selective"} if mode == "selective" else {}
 
 
@@ -177,6 +179,7 @@ def build_gpt(
     dtype: torch.dtype,
     platform: Platform,
     recompute: Recompute = "none",
+    recompute_num_layers: int | None = None,
     aux_loss_coef: float = 0.0,
 ) -> list[GPTModel]:
     """This rank's part of the model, one GPTModel for each of its virtual stages; the memory of weights is not set.
@@ -185,7 +188,13 @@ def build_gpt(
     aux_loss_coef: of the loss that balances experts (arXiv 2101.03961); 0 is off.
     """
     settings = transformer_config(
-        config, layout, dtype=dtype, platform=platform, recompute=recompute, aux_loss_coef=aux_loss_coef
+        config,
+        layout,
+        dtype=dtype,
+        platform=platform,
+        recompute=recompute,
+        recompute_num_layers=recompute_num_layers,
+        aux_loss_coef=aux_loss_coef,
     )
     rank = groups.pp.rank()
     chunks = []

@@ -65,12 +65,13 @@ class RoutingReplay:
 class Replays:
     """The routers of a rank's chunks, by global layer."""
 
-    def __init__(self, chunks: Sequence[Module], *, recomputed: bool) -> None:
+    def __init__(self, chunks: Sequence[Module], *, recomputed: int) -> None:
+        """recomputed: how many of a chunk's first layers."""
         self._of: dict[int, dict[int, RoutingReplay]] = {}
         for chunk in chunks:
             self._of[id(chunk)] = {
-                layer.layer_number - 1: _give(layer.mlp.router, RoutingReplay(recomputed=recomputed))
-                for layer in _layers(chunk)
+                layer.layer_number - 1: _give(layer.mlp.router, RoutingReplay(recomputed=index < recomputed))
+                for index, layer in enumerate(_layers(chunk))
                 if hasattr(layer.mlp, "router")
             }
 

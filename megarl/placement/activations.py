@@ -21,7 +21,7 @@ from megarl.placement.space import RECOMPUTE, Layouts
 from megarl.recipe.roles import Lora
 
 FLOAT, INDEX = 4, 8
-SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+SELECTIVE = RECOMPUTE.index("selective")
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _section(recipe: Recipe, role: RolePlan) -> Mapping[str, Any]:
         "offload": _PARTS[role.role in TRAINED] if choice["offloaded"] else (),
     }
     if role.role in TRAINED:
-        update["recompute"] = choice["recompute"]
+        update |= {"recompute": choice["recompute"], "recompute_num_layers": choice.get("recompute_num_layers")}
     if role.role == ACTOR:
         update["micro_batch_tokens"] = int(choice["micro_batch_tokens"])
     if role.role == REFERENCE and is_tied(recipe):

@@ -117,7 +117,7 @@ def micro_batch(
         _only_compute(0.0, launch=BACKWARD * micro_s, pipeline=send),
     )
     attention = _attention_seconds(config, choice, here, workload, cluster) * (choice.recompute == 1)
-    full = choice.recompute == 2
+    full = choice.again(config.num_layers / choice.pp)
     again = (layer[0].times(full).plus(_only_compute(attention)) for layer in (dense, expert))
     return forward, backward, Parts(next(again), next(again), nothing, nothing, nothing)
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from megarl.models.config import ModelConfig
-from megarl.placement.activations import FULL, Counting
+from megarl.placement.activations import Counting
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import Kernels
 from megarl.placement.layers import GRADIENT_BYTES
 from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes, whole_parameters
-from megarl.placement.space import Layouts, Servers
+from megarl.placement.space import FULL, Layouts, Servers
 from megarl.placement.stages import Stage, stages
 from megarl.recipe.roles import Lora
 
@@ -162,14 +162,18 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
 
 
 def _layers(counting: Counting, stage: Stage) -> tuple[Any, Any]:
-    """Bytes that all layers keep, and what one takes beside them in its backward pass; recomputed layers keep their inputs."""
-    full = counting.choice.recompute == FULL
+    """Bytes that all layers keep, and what one takes beside them in its backward pass; recomputed layers keep their inputs.
+
+    Those are a stage's first: when their turn comes, the others have let go of what they kept.
+    """
+    again = counting.choice.again(np.maximum(stage.layers, 1))
     kinds = [(stage.layers - stage.moe_layers, counting.dense)]
     if counting.config.moe is not None:
         kinds.append((stage.moe_layers, counting.experts))
-    kept = sum(number * layer.kept for number, layer in kinds)
-    extras = [(number > 0) * (layer.extra + np.where(full, layer.kept, 0)) for number, layer in kinds]
-    return stage.alive * np.where(full, stage.layers * counting.hidden, kept), np.max(extras, axis=0)
+    kept = (1 - again) * sum(number * layer.kept for number, layer in kinds)
+    late = [(number > 0) * layer.extra for number, layer in kinds]
+    early = [(number > 0) * (again > 0) * (layer.extra + layer.kept - kept) for number, layer in kinds]
+    return stage.alive * (kept + again * stage.layers * counting.hidden), np.max([*late, *early], axis=0)
 
 
 def _passing(counting: Counting, stage: Stage, role: Role) -> tuple[Any, Any]:

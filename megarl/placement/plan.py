@@ -17,7 +17,7 @@ from megarl.placement.partitions import NAMES, Partition, Pool, learns_late, nam
 from megarl.placement.placed import PHASES, UNEVEN, PlacementPlan, PoolPlan, RolePlan, why_lost
 from megarl.placement.search import Allowed, Bound, Found, Result, search
 from megarl.placement.shares import that_share_out
-from megarl.placement.space import RECOMPUTE, Space
+from megarl.placement.space import ALL_LAYERS, RECOMPUTE, Space
 from megarl.placement.tables import (
     AllTables,
     build_tables,
@@ -247,9 +247,12 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
     offloaded = bool(table.offloaded[row])
     gather = float(gather_seconds(workload.models[role], choice, workload, cluster)[0]) if role == ACTOR else 0.0
     layout = choice.layout(0)
-    recompute = RECOMPUTE[int(choice.recompute[0])]
+    recompute, recomputed = RECOMPUTE[int(choice.recompute[0])], int(choice.recomputed[0])
+    of_layers = recomputed if recompute == "full" and recomputed < ALL_LAYERS else None
     words = [str(layout), f"{int(choice.micro_tokens[0])} tokens"]
-    words += [f"recompute {recompute}"] if recompute != "none" else []
+    words += (
+        [f"recompute {recompute}" + (f" of {of_layers} layers" if of_layers else "")] if recompute != "none" else []
+    )
     words += ["offloaded"] if offloaded else []
     return RolePlan(
         role=role,
@@ -263,6 +266,7 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
             **{key: getattr(layout, key) for key in UNEVEN if getattr(layout, key) is not None},
             "micro_batch_tokens": int(choice.micro_tokens[0]),
             "recompute": recompute,
+            **({"recompute_num_layers": of_layers} if of_layers else {}),
             "offloaded": offloaded,
         },
         dispatch_s=dispatch_s,

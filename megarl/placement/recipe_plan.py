@@ -123,8 +123,8 @@ def usable_bytes(cluster: Cluster) -> float:
 
 def _role_table(role: str, layout: Layout, recipe: Recipe, workload: Workload, cluster: Cluster) -> RoleTable:
     section = getattr(recipe, role)
-    kind = recipe.critic.recompute if role == CRITIC and recipe.critic is not None else recipe.actor.recompute
-    choice = one_layout(layout, recipe.actor.micro_batch_tokens, kind)
+    learns = recipe.critic if role == CRITIC and recipe.critic is not None else recipe.actor
+    choice = one_layout(layout, recipe.actor.micro_batch_tokens, learns.recompute, learns.recompute_num_layers)
     return price_role(role, choice, np.array(["params" in section.offload]), workload, cluster)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from megarl.placement.cuts import cuts
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+FULL = RECOMPUTE.index("full")
+ALL_LAYERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Space:
 class Layouts:
     """[N] choices of a Megatron role. recompute: index into RECOMPUTE. micro_tokens: of one data-parallel rank.
 
+    recomputed: with full, how many layers of each virtual stage; ALL_LAYERS or more where it is all.
     vpp: virtual stages of each pipeline rank. first_layers, last_layers: of the first and the last pipeline rank; 0 where
     they have as many as all others.
     """
@@ -64,6 +68,7 @@ class Layouts:
     vpp: Ints
     first_layers: Ints
     last_layers: Ints
+    recomputed: Ints
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -77,6 +82,10 @@ class Layouts:
     def edp(self) -> Ints:
         """Copies of each expert."""
         return self.devices // (self.pp * self.ep)
+
+    def again(self, layers: Any) -> Any:
+        """[N] which share of a pipeline rank's layers is recomputed whole. layers: [N] or a number, of the rank."""
+        return (self.recompute == FULL) * np.minimum(1.0, self.recomputed * self.vpp / layers)
 
     def take(self, rows: Ints | Mask) -> Layouts:
         """Some of the choices."""
@@ -98,10 +107,17 @@ class Layouts:
         )
 
 
-def one_layout(layout: Layout, micro_tokens: int, recompute: Recompute = "none") -> Layouts:
-    """One layout as the only choice."""
+def one_layout(
+    layout: Layout, micro_tokens: int, recompute: Recompute = "none", recompute_num_layers: int | None = None
+) -> Layouts:
+    """One layout as the only choice. recompute_num_layers: as a recipe has it."""
     sizes = (layout.world_size, layout.tp, layout.pp, layout.cp, layout.ep, micro_tokens, RECOMPUTE.index(recompute))
-    cut = (layout.vpp, layout.first_stage_layers or 0, layout.last_stage_layers or 0)
+    cut = (
+        layout.vpp,
+        layout.first_stage_layers or 0,
+        layout.last_stage_layers or 0,
+        recompute_num_layers or ALL_LAYERS,
+    )
     return Layouts(*(np.array([size], np.int64) for size in (*sizes, *cut)))
 
 
@@ -164,6 +180,7 @@ def layouts(
         vpp=shape[:, 4],
         first_layers=shape[:, 5],
         last_layers=shape[:, 6],
+        recomputed=np.full(len(table), ALL_LAYERS),
     )
 
 

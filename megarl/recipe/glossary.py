@@ -96,6 +96,7 @@ ENTRIES = (
     Entry("actor.micro_batch_tokens", "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size train_max_tokens_per_gpu", "packed tokens, always"),
     Entry("actor.epochs", "ppo_epochs", "", "num_iterations", "max_epochs"),
     Entry("actor.recompute", "enable_gradient_checkpointing recompute_granularity", "recompute_granularity", "gradient_checkpointing", "gradient_checkpointing"),
+    Entry("actor.recompute_num_layers", "recompute_num_layers", "recompute_num_layers", "", "", "Megatron's method block"),
     Entry("actor.offload", "param_offload grad_offload optimizer_offload", "offload_train", "", "adam_offload deepspeed_enable_sleep"),
     Entry("actor.aux_loss_coef", "", "moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coef"),
     Entry("actor.routing_replay", "", "use_rollout_routing_replay", "", ""),

@@ -51,6 +51,21 @@ def _layout_rules() -> Iterator[Unread]:
         )
 
 
+def _recompute_rules() -> Iterator[Unread]:
+    for role, kinds in LEARNING.items():
+
+        def read(recipe: AnyRecipe, _: Asked, role: str = role) -> bool:
+            section = getattr(recipe, role)
+            return section is None or section.recompute == "full"
+
+        yield Unread(
+            (f"{role}.recompute_num_layers",),
+            read,
+            f"it says how many are recomputed whole: set {role}.recompute to full",
+            kinds,
+        )
+
+
 def _optimizer_rules() -> Iterator[Unread]:
     for role, kinds in LEARNING.items():
         section = f"{role}.optimizer"
@@ -101,7 +116,7 @@ def _rewind_rule(role: str, kinds: Kinds) -> Contradiction:
     return Contradiction(f"{role}.optimizer.on_bad_gradient", wrong, says, kinds)
 
 
-ROLE_UNREAD: tuple[Unread, ...] = (*_layout_rules(), *_optimizer_rules())
+ROLE_UNREAD: tuple[Unread, ...] = (*_layout_rules(), *_recompute_rules(), *_optimizer_rules())
 ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = tuple(
     rule(role, kinds) for role, kinds in LEARNING.items() for rule in (_schedule_rule, _rewind_rule)
 )

@@ -87,7 +87,10 @@ class Actor(Section):
     )
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
     recompute: Recompute = Field(
-        "none", description="activations computed again in backward: none, selective (attention), full (every layer)"
+        "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
+    )
+    recompute_num_layers: PositiveInt | None = Field(
+        None, description="with recompute full: so many layers of each pipeline stage, and no others; default: all"
     )
     aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of the load-balancing loss of a mixture of experts"
@@ -132,7 +135,10 @@ class Critic(Section):
         0.2, description="a value may move so far from the one before the update; null: no clip"
     )
     recompute: Recompute = Field(
-        "none", description="activations computed again in backward: none, selective (attention), full (every layer)"
+        "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
+    )
+    recompute_num_layers: PositiveInt | None = Field(
+        None, description="with recompute full: so many layers of each pipeline stage, and no others; default: all"
     )
     offload: tuple[Part, ...] = Field(
         (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"

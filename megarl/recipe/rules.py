@@ -21,9 +21,9 @@ from megarl.recipe.sync_rules import SYNC_CONTRADICTIONS, SYNC_UNREAD
 # What a search decides, by role.
 SEARCHED_KEYS = (
     ("placement.pools",),
-    ("actor.parallel", "actor.recompute", "actor.offload"),
+    ("actor.parallel", "actor.recompute", "actor.recompute_num_layers", "actor.offload"),
     ("reference.parallel", "reference.offload"),
-    ("critic.parallel", "critic.recompute", "critic.offload"),
+    ("critic.parallel", "critic.recompute", "critic.recompute_num_layers", "critic.offload"),
     ("reward_model.parallel", "reward_model.offload"),
     ("teacher.parallel", "teacher.offload"),
     ("rollout.servers", "rollout.tp", "rollout.offload"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from megarl.core.disk import check_writable
 from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
 from megarl.hub.fetch import find_tokenizer
-from megarl.placement.apply import AUTO, plan_recipe
+from megarl.placement.apply import AUTO, apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.length_files import read_lengths
 from megarl.placement.lengths import ASSUMED_SPREAD, Band, Lengths, assumed_lengths, lognormal
 from megarl.placement.own import own_placement
 from megarl.placement.page import page
 from megarl.placement.plan import Plan
+from megarl.placement.recompute import spared_layers
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions, render_simulation, simulate
 from megarl.placement.workload import Quantization, Workload, recipe_workload
@@ -112,11 +113,19 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     if options.html is not None:
         options.html.write_text(page(plan))
     played = simulate(plan.best, workload, options.simulate, options.conditions) if options.simulate else None
+    spared = [
+        (whose, one)
+        for whose, placed in (("the pick", apply_plan(recipe, plan)), ("the recipe's own", recipe))
+        for one in spared_layers(placed, workload, cluster)
+    ]
     if options.as_text:
         found = as_json(plan) | {"lengths": _as_json(lengths, seconds)}
+        found |= {"spared": [{"placement": whose, **asdict(one)} for whose, one in spared]}
         Console().print_json(json.dumps(found | ({"simulation": played.as_json()} if played else {})))
     else:
         console.print(render(plan, explain=options.explain), highlight=False)
+        for whose, one in spared:
+            console.print(f"{whose}: {one.words}", highlight=False)
     if played is not None:
         console.print(render_simulation(played, plan.best), highlight=False)
 

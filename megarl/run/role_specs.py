@@ -57,6 +57,7 @@ def actor_spec(recipe: AnyRecipe, checked: Preflight) -> RoleSpec:
         objective=_objective(recipe),
         layout=role_layouts(recipe)[ACTOR],
         recompute=recipe.actor.recompute,
+        recompute_num_layers=recipe.actor.recompute_num_layers,
         aux_loss_coef=recipe.actor.aux_loss_coef,
         lora=recipe.actor.lora,
         offload=recipe.actor.offload,
@@ -90,6 +91,7 @@ def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpe
         objective=ValueObjective(critic.value_clip),
         layout=role_layouts(recipe)[CRITIC],
         recompute=critic.recompute,
+        recompute_num_layers=critic.recompute_num_layers,
         offload=critic.offload,
         head="score",
     )

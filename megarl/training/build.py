@@ -58,6 +58,7 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         dtype=dtype,
         platform=platform,
         recompute=spec.recompute,
+        recompute_num_layers=spec.recompute_num_layers,
         aux_loss_coef=spec.aux_loss_coef,
     )
     if wide := wide_parameters(config, layer_spec(chunks), spec.dtype, spec.stored):
@@ -67,7 +68,8 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
     if spec.lora is not None:
         settings = LoraSettings(spec.lora.rank, spec.lora.alpha, spec.lora.targets)
         add_adapters(chunks, settings, groups.collection, seed)
-    replays = Replays(chunks, recomputed=spec.recompute == "full") if spec.routing_replay else None
+    recomputed = (spec.recompute_num_layers or config.num_layers) if spec.recompute == "full" else 0
+    replays = Replays(chunks, recomputed=recomputed) if spec.routing_replay else None
     with exact_buffers(chunks):
         wrapped: list[Any] = [Float16Module(c.config, c) if dtype == torch.bfloat16 and not wide else c for c in chunks]
     if spec.optimizer is None:

@@ -64,7 +64,8 @@ class RoleSpec:
 
     layout: how the pool's ranks share the model; None where there is one rank. optimizer: None is a frozen role.
     total_steps: optimizer steps of the whole run, for the learning-rate schedule. objective: what `update` learns by.
-    recompute: activations that the backward pass computes again. aux_loss_coef: weight of the experts' load balance.
+    recompute: activations that the backward pass computes again. recompute_num_layers: with full, of how many layers of each
+    pipeline stage; None is all. aux_loss_coef: weight of the experts' load balance.
     routing_replay: experts are those that the rollout chose. lora: train adapters alone.
     base_of: no model of its own, but that of another role without its adapters; everything else then goes unread.
     offload: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
@@ -82,6 +83,7 @@ class RoleSpec:
     objective: Objective | None = None
     layout: Layout = field(default_factory=Layout)
     recompute: Recompute = "none"
+    recompute_num_layers: int | None = None
     aux_loss_coef: float = 0.0
     routing_replay: bool = False
     lora: Lora | None = None

@@ -49,6 +49,7 @@ SCORES = ("critic", "reward_model")
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full recompute": {"recompute": "full"},
+    "recompute of two layers": {"recompute": "full", "recompute_num_layers": 2},
     "selective recompute": {"recompute": "selective"},
     "bfloat16": {"dtype": "bfloat16"},
     "adapters": {"lora": Lora(rank=8, targets=("linear_proj",))},

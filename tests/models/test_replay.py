@@ -76,7 +76,7 @@ class Fake(torch.nn.Module):
 
 def test_each_layer_gets_its_own_choice_and_the_unknown_any_that_is_valid() -> None:
     chunk = Fake()
-    replays = Replays([chunk], recomputed=False)
+    replays = Replays([chunk], recomputed=0)
     router: Any = chunk.decoder.layers[1].mlp.router  # type: ignore[union-attr, index]
     routing = torch.tensor([[[9, 9], [9, 9], [9, 9], [2, 0]], [[UNKNOWN, UNKNOWN]] * 4])
     with replays.pass_over():

@@ -74,6 +74,7 @@ class Case:
     layout: Layout = field(default_factory=Layout)
     dtype: str = "float32"
     recompute: Recompute = "none"
+    recompute_num_layers: int | None = None
     tokens: int = 512
     use: str = "train"
     head: bool = True
@@ -83,7 +84,8 @@ class Case:
     def label(self) -> str:
         """All but the model."""
         said = [str(self.layout), self.dtype, f"{self.tokens} tokens"]
-        said += [] if self.recompute == "none" else [f"recompute {self.recompute}"]
+        some = f" of {self.recompute_num_layers} layers" if self.recompute_num_layers else ""
+        said += [] if self.recompute == "none" else [f"recompute {self.recompute}{some}"]
         said += [] if self.head else ["score head"]
         said += ["frozen"] if self.use == "score" else []
         said += [f"LoRA {self.lora.rank}"] if self.lora else []
@@ -143,6 +145,7 @@ def measure(rank: Rank, case: Case, root: Path) -> Measured:
         objective=PolicyObjective(Algorithm()) if case.head else ValueObjective(),
         layout=case.layout,
         recompute=case.recompute,
+        recompute_num_layers=case.recompute_num_layers,
         lora=case.lora,
         routing_replay=config.moe is not None,
         load_weights=False,
@@ -205,6 +208,6 @@ def predict(case: Case, root: Path) -> RoleBytes:
         sequence_parallel=case.layout.sequence_parallel,
         sequence=case.tokens // SEQUENCES,
     )
-    choice = one_layout(case.layout, case.tokens, case.recompute)
+    choice = one_layout(case.layout, case.tokens, case.recompute, case.recompute_num_layers)
     each = 4 if case.dtype == "float32" else 2
     return role_bytes(config_of(case, root), choice, each, role, DEVICES["cpu"].kernels)

@@ -87,6 +87,23 @@ def test_recompute_keeps_the_layers_inputs_and_one_layer() -> None:
     assert selective.activations[0] - whole.activations[0] == pytest.approx(more)
 
 
+def test_recompute_of_some_layers_is_between_none_and_all() -> None:
+    def working(layers: int | None, pp: int = 1) -> float:
+        layout = Layout(tp=4, pp=pp, world_size=4 * pp, sequence_parallel=True)
+        return float(role_bytes(PLAIN, one_layout(layout, TOKENS, "full", layers), 2, ACTOR, Kernels()).activations[0])
+
+    none, full = held(tp=4, world_size=4).activations[0], held(recompute="full", tp=4, world_size=4).activations[0]
+    hidden = TOKENS * 3584 * 2 / 4
+    assert working(28) == working(100) == working(None) == full
+    # Each recomputed layer keeps its input; as many less keep all. One hidden state more, of the recomputed ones' input.
+    each = (none - full + hidden) / 28
+    for layers in (1, 7, 20):
+        assert working(layers) == pytest.approx(none + hidden - layers * each)
+    # The number is of each pipeline rank's layers: 14, of two micro-batches at a time.
+    assert working(14, pp=2) == working(None, pp=2)
+    assert working(1, pp=2) - working(3, pp=2) == pytest.approx(2 * (working(1) - working(3)))
+
+
 def test_what_sequence_and_context_parallel_cut() -> None:
     cut, whole = (held(replace(ACTOR, sequence_parallel=on), tp=2, world_size=2) for on in (True, False))
     norms = 28 * 2 * (2 * 3584 * 2 + 4) + (2 * 3584 * 2 + 4)
@@ -181,6 +198,8 @@ MEASURED = (
     Case("dense, many words", tokens=128, use="score"),
     Case("tied", dtype="bfloat16", recompute="full", tokens=128),
     Case("tied", tokens=32),
+    Case("dense", dtype="bfloat16", recompute="full", recompute_num_layers=1, tokens=256),
+    Case("experts", recompute="full", recompute_num_layers=3, tokens=128),
     Case("experts", tokens=128),
     Case("latent", dtype="bfloat16", tokens=128),
     Case("dense, qk norm", lora=Lora(rank=8), tokens=256),

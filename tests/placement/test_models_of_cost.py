@@ -88,6 +88,8 @@ def test_an_update_multiplies_three_times_and_recompute_a_fourth() -> None:
     assert 3 * one < update < 3.3 * one
     again = update_seconds(QWEN_7B, choice(8, 2, again=2), work, CLUSTER).compute[0]
     some = update_seconds(QWEN_7B, choice(8, 2, again=1), work, CLUSTER).compute[0]
+    seven = replace(choice(8, 2, again=2), recomputed=np.array([7]))
+    assert update_seconds(QWEN_7B, seven, work, CLUSTER).compute[0] == pytest.approx(update + (again - update) / 4)
     # All layers once more, but not the vocabulary's product.
     assert update + 0.8 * one < again < update + one
     assert update < some < update + 0.1 * one

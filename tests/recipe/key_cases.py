@@ -40,7 +40,11 @@ _OPTIMIZER = {
     "warmup_steps": ["2"],
     "min_lr": ["1.0e-3"],
 }
-_TRAINED = {"recompute": ["selective", "full"], "offload": ["[grads]", "[params]", "[optimizer]"]}
+_TRAINED = {
+    "recompute": ["selective", "full"],
+    "recompute_num_layers": ["1"],
+    "offload": ["[grads]", "[params]", "[optimizer]"],
+}
 _FROZEN = {"offload": ["[params]"]}
 _HTTP = {"weight": ["0.5"], "timeout_s": ["5.0"], "retries": ["1"], "concurrency": ["2"], "key_env": ["GRADER_KEY"]}
 
@@ -332,6 +336,7 @@ def _optimizer_contexts(role: str, *needs: str) -> dict[str, Sequence[str]]:
         f"{role} by adam": needs,
         f"{role} by sgd": [*needs, f"{role}.optimizer.name=sgd"],
         f"{role} falling": [*needs, f"{role}.optimizer.schedule=linear"],
+        f"{role} recomputed": [*needs, f"{role}.recompute=full"],
     }
 
 
@@ -429,6 +434,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     **{f"{role}.parallel": contexts for role, contexts in _PLACED.items()},
     "actor.offload": ("plain", "adapters", "experts", _SEARCHED["actor"]),
     "actor.recompute": ("plain", "adapters", "experts", "latent attention", _SEARCHED["actor"]),
+    **{f"{role}.recompute_num_layers": ("plain", f"{role} recomputed") for role in ("actor", "critic")},
     "reference.offload": ("plain", "KL in the loss", "adapters", "distilled", _SEARCHED["reference"]),
     **dict.fromkeys(("critic.offload", "critic.recompute"), ("critic", _SEARCHED["critic"])),
     "reward_model.offload": ("scored", _SEARCHED["reward_model"]),

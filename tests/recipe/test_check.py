@@ -82,6 +82,11 @@ UNREAD = [
         )
     ),
     *(
+        ([*needs, *beside, f"{role}.recompute_num_layers=2"], [f"{role}.recompute=full"])
+        for role, *needs in (("actor",), ("critic", "algorithm.advantage=gae"))
+        for beside in ((), (f"{role}.recompute=selective",))
+    ),
+    *(
         ([*needs, f"{role}.parallel.sequence_parallel=false"], ["cluster.devices=2", f"{role}.parallel.tp=2"])
         for role, *needs in (
             ("actor",),

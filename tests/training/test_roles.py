@@ -131,8 +131,8 @@ def chosen_by(engine, shard):
     return table.reshape(tokens, -1)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_replayed_routing_is_that_of_backward_too(rank, spec, experts, recompute, bounds):
+@pytest.mark.parametrize(("recompute", "num_layers"), [("none", None), ("full", None), ("full", 2)])
+def test_replayed_routing_is_that_of_backward_too(rank, spec, experts, recompute, num_layers, bounds):
     """Recomputed layers route again: to the experts of their own micro-batch, not of the last."""
     random = np.random.default_rng(3)
     tables = {}
@@ -145,7 +145,8 @@ def test_replayed_routing_is_that_of_backward_too(rank, spec, experts, recompute
 
     random = np.random.default_rng(3)
     tables.clear()
-    rank.build("actor", dataclasses.replace(spec, folder=experts, routing_replay=True, recompute=recompute))
+    given = {"recompute": recompute, "recompute_num_layers": num_layers}
+    rank.build("actor", dataclasses.replace(spec, folder=experts, routing_replay=True, **given))
     metrics = [one_update(rank, seed=seed, routing=choose) for seed in range(2)]
     trained = weights(rank, "actor")
     random = np.random.default_rng(3)
