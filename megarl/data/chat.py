@@ -27,6 +27,7 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CALLS = "tool_calls"  # of a message
 TOOLS = "tools"  # of a row
+BLANK = "\u2581"  # how SentencePiece writes one
 REASON_CHARACTERS = 400  # of what transformers says
 
 
@@ -242,3 +243,26 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool) 
         return []
     encoded = tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False)
     return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+
+def encode_behind(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[TokenArray]:
+    """Token ids of texts that stand behind others, [tokens] int32 each. texts: (what stands before it, the text itself).
+
+    Some tokenizers, such as Llama 2's, put a blank before whatever they are given, and so before a text that is given alone.
+    """
+    alone = encode(tokenizer, [text for _, text in texts], special_tokens=False)
+    if not puts_blanks(tokenizer):
+        return alone
+    before = encode(tokenizer, [before for before, _ in texts], special_tokens=False)
+    both = encode(tokenizer, ["".join(each) for each in texts], special_tokens=False)
+    # What is joined over the border is left apart, as a policy leaves it that writes behind a prompt.
+    return [
+        whole[len(first) :] if np.array_equal(whole[: len(first)], first) else own
+        for first, whole, own in zip(before, both, alone, strict=True)
+    ]
+
+
+def puts_blanks(tokenizer: Tokenizer) -> bool:
+    """Whether a blank comes before a text that has none."""
+    first = tokenizer("a", add_special_tokens=False)["input_ids"][:1]
+    return bool(first) and str(tokenizer.convert_ids_to_tokens(first)[0]).startswith(BLANK)

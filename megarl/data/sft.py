@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megarl.data.chat import (
     Tokenizer,
     check_messages,
     encode,
+    encode_behind,
     has_chat_template,
     load_tokenizer,
     render,
@@ -169,11 +171,12 @@ def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet
 
 def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demonstration]:
     """Exchanges as tokens and masks; each ends with the last token that is trained on."""
-    pieces = [(index, piece) for index, each in enumerate(exchanges) for piece in _pieces(each, tokenizer)]
+    cut = [_pieces(each, tokenizer) for each in exchanges]
+    pieces = [(index, piece) for index, each in enumerate(cut) for piece in each]
     ids: list[list[TokenArray]] = [[] for _ in exchanges]
     masks: list[list[NDArray[np.uint8]]] = [[] for _ in exchanges]
     special = sorted(special_ids(tokenizer))
-    for (index, piece), tokens in zip(pieces, _encode_pieces([piece for _, piece in pieces], tokenizer), strict=True):
+    for (index, piece), tokens in zip(pieces, _encode_pieces(cut, tokenizer), strict=True):
         mask = np.zeros(len(tokens), np.uint8)
         if piece.trained:
             mask[: _turn_length(tokens, special)] = 1
@@ -191,17 +194,20 @@ def _join(row: Row, ids: list[TokenArray], masks: list[NDArray[np.uint8]]) -> De
     return Demonstration(row.id, np.concatenate(ids)[:length], mask[:length])
 
 
-def _encode_pieces(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[TokenArray]:
-    """Token ids of each piece; those that need the same treatment go to the tokenizer at once."""
-    encoded = {
-        special: iter(
-            encode(tokenizer, [p.text for p in pieces if p.special_tokens == special], special_tokens=special)
-        )
+def _encode_pieces(exchanges: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -> Iterator[TokenArray]:
+    """Token ids of each piece, exchange by exchange; those that need the same treatment go to the tokenizer at once."""
+    first = [pieces[0] for pieces in exchanges]
+    begun = {
+        special: iter(encode(tokenizer, [p.text for p in first if p.special_tokens == special], special_tokens=special))
         for special in (False, True)
     }
-    for piece in pieces:
-        tokens = next(encoded[piece.special_tokens])
-        yield np.append(tokens, np.int32(tokenizer.eos_token_id)) if piece.append_eos else tokens
+    behind = iter(
+        encode_behind(tokenizer, [(one.text, two.text) for pieces in exchanges for one, two in pairwise(pieces)])
+    )
+    for pieces in exchanges:
+        for number, piece in enumerate(pieces):
+            tokens = next(behind if number else begun[piece.special_tokens])
+            yield np.append(tokens, np.int32(tokenizer.eos_token_id)) if piece.append_eos else tokens
 
 
 def _pieces(exchange: Exchange, tokenizer: Tokenizer) -> list[Piece]:

@@ -209,3 +209,55 @@ def test_long_demonstrations_are_dropped_and_counted(tmp_path: Path, model_folde
     assert loaded.num_dropped == 2
     with pytest.raises(UserError, match=r"all 4 rows are over data\.max_tokens=5"):
         load_demonstrations(path, model_folder, SftData(train=path, max_tokens=5))
+
+
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def blanks_tokenizer() -> Any:
+    """As Llama 2's: a blank before each text, blanks as a sign, bytes for what it does not know."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    pieces += [*"abcdefghijklmnopqrstuvwxyz0123456789+?[]/INST=:AQ", "tw", "two", "▁two"]
+    joins = [("t", "w"), ("tw", "o"), ("▁", "two")]
+    model = models.BPE(
+        {piece: number for number, piece in enumerate(pieces)},
+        joins,
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    made = Tokenizer(model)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=LLAMA_2
+    )
+
+
+def test_no_blank_comes_between_the_pieces_of_a_chat(blanks_tokenizer: Any) -> None:
+    chat = [USER, ASSISTANT, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]
+    found = demonstrate(blanks_tokenizer, {"messages": chat})
+    whole = blanks_tokenizer.apply_chat_template(chat, tokenize=False)
+    assert found.token_ids.tolist() == blanks_tokenizer(whole, add_special_tokens=False)["input_ids"]
+    prompt = blanks_tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    begin = len(blanks_tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    answer = found.token_ids[begin : begin + 3]
+    assert blanks_tokenizer.convert_ids_to_tokens(answer) == ["▁two", "▁", "</s>"]
+    assert not found.loss_mask[:begin].any() and found.loss_mask[begin : begin + 3].all()
+
+
+def test_a_response_stands_behind_its_prompt_as_it_is_written(blanks_tokenizer: Any) -> None:
+    blanks_tokenizer.chat_template = None
+    for response, first in (("two", "two"), (" two", "▁two")):
+        found = demonstrate(blanks_tokenizer, {"prompt": "Q: 1+1?", "response": response})
+        [answer, end] = found.token_ids[found.loss_mask == 1].tolist()
+        assert blanks_tokenizer.convert_ids_to_tokens([answer, end]) == [first, "</s>"]
