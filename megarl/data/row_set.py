@@ -44,17 +44,19 @@ def load_rows(
     num_tokens: Callable[[T], int],
     max_tokens: int,
     texts: Callable[[P], Mapping[str, Any]],
+    parts: Callable[[P], Sequence[P]] = lambda parsed: (parsed,),
 ) -> RowSet[T]:
     """Read and tokenise a whole file; rows of more than max_tokens are counted and dropped.
 
-    texts: what a row says, by name, for digests; not as the chat template has it, which may write the day's date.
+    parts: the rows that one of the file's stands for. texts: what a row says, by name, for digests; not as the chat template has
+    it, which may write the day's date.
     Raises UserError: a row that `parse` refuses, or nothing left.
     """
     kept: list[T] = []
     digester = Digester()
     num_rows = 0
     rows = read_rows(path)
-    while batch := [parse(row) for row in islice(rows, ROWS_PER_BATCH)]:
+    while batch := [part for row in islice(rows, ROWS_PER_BATCH) for part in parts(parse(row))]:
         num_rows += len(batch)
         for parsed, row in zip(batch, tokenise(batch), strict=True):
             if num_tokens(row) <= max_tokens:

@@ -7,7 +7,7 @@ learned here is what the servers will be asked. Not for packing (pack.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,10 @@ from megarl.data.chat import (
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
 from megarl.recipe.supervised import SftData
+
+
+class RewrittenTurnError(UserError):
+    """A chat template renders a turn otherwise than the model would have written it."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ def check_demonstrations(path: Path, data: SftData) -> int:
 def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet[Demonstration]:
     """Read and tokenise a whole file with the model's tokenizer; rows over data.max_tokens are counted and dropped.
 
-    Raises UserError: a malformed row, or nothing left.
+    A chat whose turns cannot be learned together is several rows, see `apart`. Raises UserError: a malformed row, nothing left.
     """
     tokenizer = load_tokenizer(model_folder)
     return load_rows(
@@ -166,7 +170,25 @@ def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet
         lambda item: len(item.token_ids),
         data.max_tokens,
         lambda exchange: exchange.texts,
+        lambda exchange: apart(exchange, tokenizer),
     )
+
+
+def apart(exchange: Exchange, tokenizer: Tokenizer) -> list[Exchange]:
+    """The exchange as it is; of a chat whose earlier turns the template renders otherwise behind later ones, each turn's own.
+
+    Such templates, Qwen3's among them, leave out earlier reasoning. A turn is then learned behind what the model would have seen
+    when it wrote it, and the chat's beginning is in several rows.
+    """
+    chat = exchange.prompt
+    answers = [at for at, each in enumerate(chat) if isinstance(each, dict) and each["role"] == "assistant" and at]
+    if exchange.response is not None or isinstance(chat, str) or len(answers) < 2:
+        return [exchange]
+    try:
+        _turns(exchange, chat, tokenizer, first=1)
+    except RewrittenTurnError:
+        return [replace(exchange, prompt=chat[:at], response=chat[at]) for at in answers]
+    return [exchange]
 
 
 def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demonstration]:
@@ -241,10 +263,10 @@ def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *,
         before = shown(messages[:index], generation_prompt=True)
         after = shown(messages[: index + 1], generation_prompt=False)
         if not (after.startswith(before) and whole.startswith(after)):
-            raise UserError(
-                f"{row.where}, message {index + 1}: the model's chat template renders this turn differently "
-                "inside a longer chat (templates that strip earlier reasoning do), so it cannot be trained on as the "
-                "model would write it. Give each assistant turn a row of its own, with prompt and response."
+            raise RewrittenTurnError(
+                f"{row.where}, message {index + 1}: the model's chat template renders this turn otherwise than as the prompt "
+                "before it and what the assistant says, so it cannot be trained on as the model would write it. Give the row as "
+                "text, with prompt and response, in the form that the model is to learn."
             )
         pieces += [
             Piece(whole[done : len(before)], trained=False),

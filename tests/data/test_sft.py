@@ -13,6 +13,12 @@ from megarl.recipe.supervised import SftData
 from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
 
 DATA = SftData(train=Path("sft.jsonl"))
+# Shows no turn of the assistant's but the last.
+FORGETFUL = (
+    "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}"
+    "{{ message['role'] + ':' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
 USER, ASSISTANT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
 
 
@@ -150,16 +156,51 @@ def test_a_chat_without_a_template_is_refused(plain_tokenizer: Any) -> None:
         demonstrate(plain_tokenizer, {"messages": [USER, ASSISTANT]})
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(chat_tokenizer: Any) -> None:
-    forgetful = (
-        "{% for message in messages %}{% if loop.last or message['role'] == 'user' %}"
-        "{{ message['role'] + ':' + message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+def test_turns_that_a_template_rewrites_are_learned_one_by_one(tmp_path: Path, chat_tokenizer: Any) -> None:
+    """As Qwen3's does: reasoning is left out of all turns before the last question."""
+    from megarl.data.sft import apart
+
+    reasoning = (
+        "{%- set ns = namespace(last=0) -%}"
+        "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+        "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{%- if m['role'] == 'assistant' and loop.index0 > ns.last -%}"
+        "{{ '<think>' + (m['reasoning_content'] or '') + '</think>' }}"
+        "{%- endif -%}{{ m['content'] + '<|im_end|>\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
     )
-    kept, chat_tokenizer.chat_template = chat_tokenizer.chat_template, forgetful
+    chat = [USER, {**ASSISTANT, "reasoning_content": "so"}, {"role": "user", "content": "2+2?"}, ASSISTANT]
+    kept, chat_tokenizer.chat_template = chat_tokenizer.chat_template, reasoning
+    try:
+        [first, second] = apart(parse_demonstration(Row(Path("a"), 1, {"messages": chat}), DATA), chat_tokenizer)
+        found = [spoken(chat_tokenizer, one) for one in tokenise([first, second], chat_tokenizer)]
+        told = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+        assert found[0] == (f"{told}<think>so</think>two<|im_end|>", "<think>so</think>two<|im_end|>")
+        more = f"{told}two<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+        assert found[1] == (f"{more}<think></think>two<|im_end|>", "<think></think>two<|im_end|>")
+    finally:
+        chat_tokenizer.chat_template = kept
+    whole = parse_demonstration(Row(Path("a"), 1, {"messages": chat}), DATA)
+    assert apart(whole, chat_tokenizer) == [whole]
+
+
+def test_a_file_has_a_row_for_each_turn_that_is_learned_alone(tmp_path: Path, chat_tokenizer: Any) -> None:
+    chat_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(FORGETFUL)
+    path = tmp_path / "rows.jsonl"
+    chats = [[USER, ASSISTANT], [USER, ASSISTANT, USER, ASSISTANT, USER, ASSISTANT]]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    found = load_demonstrations(path, tmp_path, SftData(train=path, max_tokens=40))
+    # The third turn of the second chat is too long.
+    assert [row.id for row in found.rows] == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:2"]
+    assert (len(found), found.num_dropped, check_demonstrations(path, DATA)) == (3, 1, 2)
+
+
+def test_a_template_that_writes_otherwise_than_it_asks_is_refused(chat_tokenizer: Any) -> None:
+    kept, chat_tokenizer.chat_template = chat_tokenizer.chat_template, FORGETFUL
     try:
         demonstrate(chat_tokenizer, {"messages": [USER, ASSISTANT]})
-        with pytest.raises(UserError, match="message 2: the model's chat template renders this turn differently"):
+        with pytest.raises(UserError, match="message 2: the model's chat template renders this turn otherwise"):
             demonstrate(chat_tokenizer, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
     finally:
         chat_tokenizer.chat_template = kept
