@@ -33,6 +33,7 @@ import typer
 
 from bench.support.engine_cell import Cell, device_bytes, run_engine
 from bench.support.measure import RESULTS
+from megarl.core.json_file import whole_lines
 from megarl.core.platform import Platform, finish_copies, get_platform, return_free_memory
 from megarl.core.versions import installed
 
@@ -186,9 +187,9 @@ def measured(todo: list[Cell], words: list[str], minutes: float, best: float | N
         yield {"cell": asdict(cell), **found}
 
 
-def known(lines: Iterable[str]) -> tuple[list[Cell], float | None]:
-    """The cells of an earlier call that came to their end, and its best product."""
-    found = [json.loads(line) for line in lines]
+def known(found: Iterable[dict[str, Any]]) -> tuple[list[Cell], float | None]:
+    """The cells of an earlier call that came to their end, and its best product. found: its lines."""
+    found = list(found)
     products = [line["matmul_flops_s"] for line in found if "matmul_flops_s" in line]
     return [Cell(**line["cell"]) for line in found if "problem" not in line], products[-1] if products else None
 
@@ -214,9 +215,11 @@ def main(
         return
     file, failed = out or RESULTS / "gpu_engine.jsonl", 0
     file.parent.mkdir(parents=True, exist_ok=True)
-    done, best = known(file.read_text().splitlines()) if go_on and file.exists() else ([], None)
+    kept = whole_lines(file) if go_on else []
+    done, best = known(kept)
     todo = [each for each in cells(SHAPES[shapes], fused=chosen.has_transformer_engine) if each not in done]
-    with file.open("a" if go_on else "w") as lines:
+    with file.open("w") as lines:
+        lines.writelines(f"{json.dumps(line)}\n" for line in kept)
         for line in measured(todo, ["--platform", chosen.name, "--shapes", shapes], minutes, best):
             text = json.dumps(line)
             print(text, flush=True)

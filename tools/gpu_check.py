@@ -22,9 +22,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megarl.core.json_file import whole_lines
 from megarl.core.platform import cuda_device_count
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +119,7 @@ class Row:
     verdict: str
     detail: str
     seconds: float = 0.0
+    platform: str = ""
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,7 @@ def pytest_words(check: Check, place: Place) -> list[str]:
 
 def outcomes(file: Path) -> dict[str, dict[str, str]]:
     """The last line of each test, by its name."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {line["test"]: line for line in lines}
+    return {line["test"]: line for line in whole_lines(file)}
 
 
 def summed_up(what: str, found: Sequence[dict[str, str]], status: int, output: str, seconds: float) -> Row:
@@ -294,14 +295,21 @@ def begin(place: Place, *, go_on: bool) -> None:
     if not go_on:
         for old in (place.tests, place.rows, place.log):
             old.unlink(missing_ok=True)
+    place.rows.write_text(
+        "".join(json.dumps(asdict(row)) + "\n" for row in rows_of(place.rows))
+    )  # the last may be half a line
     kept = [line for line in outcomes(place.tests).values() if line["outcome"] in TRIED]
     place.tests.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
+def rows_of(file: Path) -> list[Row]:
+    """Of an earlier call."""
+    return [Row(**line) for line in whole_lines(file)]
+
+
 def complete(file: Path) -> dict[str, Row]:
     """The rows of an earlier call that are as good as they can be."""
-    rows = [Row(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
-    last = {row.what: row for row in rows}
+    last = {row.what: row for row in rows_of(file)}
     return {what: row for what, row in last.items() if row.verdict == "works" and NOT_TRIED not in row.detail}
 
 
@@ -341,12 +349,15 @@ def main() -> int:
         )
         return 2
     place = Place(chosen.platform, time.time() + 60 * chosen.minutes, chosen.out.absolute())
+    if chosen.go_on and (other := {row.platform for row in rows_of(place.rows)} - {place.platform}):
+        print(f"megarl: {place.rows} is of {' and '.join(sorted(other))}, and --go-on keeps it: give another --out.")
+        return 2
     begin(place, go_on=chosen.go_on)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     rows = []
     for row in check(place):
-        rows.append(row)
+        rows.append(row := replace(row, platform=place.platform))
         with place.rows.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         print(table([row]), flush=True)

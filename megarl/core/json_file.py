@@ -1,4 +1,4 @@
-"""Reads a JSON file that ought to hold an object; every way in which it does not is one sentence for the user."""
+"""Reads JSON files: one that ought to hold an object, with a sentence for each way in which it does not; and lines of objects."""
 
 from __future__ import annotations
 
@@ -28,3 +28,17 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UserError(f"{path} holds {type(raw).__name__}, not a JSON object. {advice}")
     return raw
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that has one a line; none where there is no file.
+
+    Left out are lines that were not written to their end: a process that is killed leaves one, and the next may begin behind it.
+    """
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return [each for each in found if isinstance(each, dict)]

@@ -170,7 +170,7 @@ def test_a_second_call_leaves_out_what_came_to_its_end() -> None:
         {"cell": asdict(failed), "update_s": 1.0, "problem": "out of memory"},
         {"cell": asdict(done), "update_s": 1.0},
     ]
-    assert known(map(json.dumps, lines)) == ([peak, done], 4.0)
+    assert known(lines) == ([peak, done], 4.0)
     assert known([]) == ([], None)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.core.json_file import read_object
+from megarl.core.json_file import read_object, whole_lines
 
 
 def test_an_object_is_read(tmp_path: Path) -> None:
@@ -43,3 +43,10 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         read_object(tmp_path / "nowhere.json", "Mend it.")
     with pytest.raises(UserError, match="cannot be read"):
         read_object(tmp_path, "Mend it.")
+
+
+def test_lines_that_were_not_written_to_their_end_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    assert whole_lines(path) == []
+    path.write_bytes(b'{"a": 1}\n{"b": {"a": 3}\n[4]\n{"b": 2}\n{"c": "\xff')
+    assert whole_lines(path) == [{"a": 1}, {"b": 2}]

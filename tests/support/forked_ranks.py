@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from megarl.sandbox.kernel import die_with_parent
 from tests.support.platforms import chosen, lacking_devices
 
 GRACE_S = 10.0  # for the others to end by themselves, once a rank has failed
@@ -82,6 +83,7 @@ def forked_ranks() -> Iterator[Ranks]:
 
 def _rank(rank: int, module: str, words: list[str], log: str) -> None:
     """What a rank's process does."""
+    die_with_parent()
     if chosen().has_device_memory:
         devices = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[rank] if len(devices) > rank else str(rank)
@@ -119,7 +121,8 @@ def _start_of(module: str) -> Any:
 
 
 def main() -> None:
-    """Load, then fork whatever is asked for on standard input."""
+    """Load, then fork whatever is asked for on standard input. Where a test's process is ended, so is everybody here."""
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     importlib.import_module("tests.support.loaded")

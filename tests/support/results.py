@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from megarl.core.json_file import whole_lines
+
 OF = "MEGARL_GPU_CHECK"  # tools/gpu_check's
 BROKEN = ("CUDA error", "device-side assert", "CUBLAS_STATUS", "NCCL error")
 SHOWN = 4000  # characters of what a test that failed has printed
@@ -28,8 +30,7 @@ class Results:
     def __init__(self, file: Path, until: float | None) -> None:
         """until: seconds of the epoch, after which no test begins."""
         self._file, self._until = file, until
-        lines = file.read_text().splitlines() if file.exists() else []
-        self._done = {json.loads(line)["test"] for line in lines}
+        self._done = {line["test"] for line in whole_lines(file)}
         self._seconds: dict[str, float] = {}
         self._found: dict[str, tuple[str, str]] = {}
         self._session: pytest.Session | None = None

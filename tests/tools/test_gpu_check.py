@@ -213,6 +213,31 @@ def test_a_second_call_tries_exactly_what_was_late(tmp_path: Path, place: gpu_ch
     assert not gpu_check.outcomes(place.tests) and not place.log.exists()
 
 
+def test_a_second_call_reads_past_what_a_killed_one_left_half_written(tmp_path: Path, place: gpu_check.Place) -> None:
+    """And writes nothing behind the half of a line."""
+    check = made_check(tmp_path / "made", left=LEFT)
+    first = {"test": "test_before.py::test_x", "outcome": "passed", "seconds": 1.0, "why": "", "of": "made"}
+    place.tests.write_text(json.dumps(first) + '\n{"test": "test_made.py::te')
+    place.rows.write_text(json.dumps(asdict(gpu_check.Row("a", "works", "3 passed"))) + '\n{"what": "b", "verd')
+    gpu_check.begin(place, go_on=True)
+    assert place.rows.read_text().endswith("}\n") and list(gpu_check.complete(place.rows)) == ["a"]
+    with place.tests.open("a") as file:
+        file.write('{"test": "half a line, while pytest runs')
+    row = gpu_check.run_check(check, place)
+    assert (row.verdict, row.detail) == ("works", "3 passed")
+
+
+def test_results_of_another_platform_are_not_gone_on_with(tmp_path: Path) -> None:
+    place = gpu_check.Place("cuda", time.time(), tmp_path)
+    place.rows.write_text(json.dumps(asdict(gpu_check.Row("a", "works", "", platform="cuda"))) + "\n")
+    words = ["--platform", "cpu", "--go-on", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu_check", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "is of cuda, and --go-on keeps it: give another --out" in done.stdout
+
+
 def test_a_second_call_takes_complete_rows_as_they_are(monkeypatch: pytest.MonkeyPatch, place: gpu_check.Place) -> None:
     """A check of the first is done, one lacked something, one failed, and for one there was no time."""
     names, verdicts = ("a", "b", "c", "d"), ("works", "works", "failed", "not run")
