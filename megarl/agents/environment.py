@@ -101,19 +101,29 @@ def check_step(answer: object) -> Turn | Done:
         raise EnvironmentFailedError(
             f"step gave {_shown(answer)}; wanted is a Turn, with what the policy is told next, or Done."
         )
-    _number(answer.reward, "a reward")
-    if isinstance(answer, Turn):
-        for message in _messages(answer.messages, "step"):
-            if message["role"] == "assistant":
-                raise EnvironmentFailedError("step gave a message of the assistant's: only the policy writes these.")
-        return answer
-    for name, value in answer.metrics.items():
+    if isinstance(answer, Done):
+        return check_done(answer, "step")
+    _number(answer.reward, "step", "a reward")
+    for message in _messages(answer.messages, "step"):
+        if message["role"] == "assistant":
+            raise EnvironmentFailedError("step gave a message of the assistant's: only the policy writes these.")
+    return answer
+
+
+def check_done(done: Done, who: str) -> Done:
+    """An end, if its numbers are some: of numpy and torch as well. who: gave it. Raises EnvironmentFailedError."""
+    _number(done.reward, who, "a reward")
+    if not isinstance(done.metrics, Mapping):
+        raise EnvironmentFailedError(
+            f"{who} gave {_shown(done.metrics)} as metrics; wanted are numbers by name, such as {{'solved': 1.0}}."
+        )
+    for name, value in done.metrics.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise EnvironmentFailedError(
-                f"step gave a metric {name!r}: its name may have letters, digits and `_` only."
+                f"{who} gave a metric {name!r}: its name may have letters, digits and `_` only."
             )
-        _number(value, f"the metric {name}")
-    return answer
+        _number(value, who, f"the metric {name}")
+    return done
 
 
 def _messages(found: object, where: Literal["start", "step"]) -> list[Message]:
@@ -126,9 +136,13 @@ def _messages(found: object, where: Literal["start", "step"]) -> list[Message]:
     return list(found)
 
 
-def _number(value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFailedError(f"step gave {_shown(value)} as {what}; wanted is a finite number.")
+def _number(value: Any, who: str, what: str) -> None:
+    try:
+        finite = not isinstance(value, bool | str | bytes) and math.isfinite(float(value))
+    except Exception:  # of a tensor with several numbers it is a RuntimeError
+        finite = False
+    if not finite:
+        raise EnvironmentFailedError(f"{who} gave {_shown(value)} as {what}; wanted is a finite number.")
 
 
 def _shown(value: object) -> str:

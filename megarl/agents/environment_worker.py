@@ -47,7 +47,7 @@ class _Home:
             if method == "start":
                 self._environment = self._make()
             return await getattr(self._environment, method)(*arguments) if self._environment is not None else None
-        except SystemExit as error:  # would end the thread
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the thread
             raise RuntimeError(f"it exits ({error})") from error
 
 

@@ -14,6 +14,7 @@ from megarl.agents.environment import (
     Done,
     Environment,
     EnvironmentFailedError,
+    Message,
     Response,
     Turn,
     check_start,
@@ -161,11 +162,11 @@ class _Episode:
         attempt, settings = self._attempt, self._settings
         told = episode_row(attempt)
 
-        async def start() -> Any:
+        async def start() -> list[Message]:
             self._environment = settings.make()
-            return await self._environment.start(told)
+            return check_start(await self._environment.start(told))
 
-        first = check_start(await self._of_environment(start, "start"))
+        first = await self._of_environment(start, "start")
         try:
             ids, text = settings.template.prompt(first)
         except TemplateRefusalError as error:
@@ -200,7 +201,11 @@ class _Episode:
         environment = self._environment
         assert environment is not None
         response = Response(answer.text, tuple(answer.token_ids.tolist()), self.tally.turns - 1)
-        return check_step(await self._of_environment(lambda: environment.step(response), "step"))
+
+        async def step() -> Turn | Done:
+            return check_step(await environment.step(response))  # what it looks at is a user's as well, and may raise
+
+        return await self._of_environment(step, "step")
 
     async def _use_tools(self, answer: Generation) -> Turn | None:
         """Results of the tools that the policy has called, if it has called any."""

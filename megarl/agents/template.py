@@ -114,7 +114,9 @@ class ChatTemplate:
         return after
 
     def _text(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        return apply_template(self._tokenizer, messages, generation_prompt=generation_prompt, tools=self._tools)
+        text = apply_template(self._tokenizer, messages, generation_prompt=generation_prompt, tools=self._tools)
+        # No tokenizer takes half a character, such as a tool may give that reads names of files.
+        return text.encode("utf-8", "replace").decode()
 
     def _encode(self, text: str) -> TokenArray:
         encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)

@@ -9,15 +9,15 @@ import asyncio
 import inspect
 import threading
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
 
 from megarl.agents.environment import EnvironmentFailedError, Message
-from megarl.agents.patience import within
+from megarl.agents.patience import ENDS_ALL, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
 
@@ -75,13 +75,12 @@ class Tool:
             )
             raise EnvironmentFailedError(f"wrong arguments: {said}") from error
         values = {name: getattr(given, name) for name in type(given).model_fields}
-        return as_text(await within(lambda: self._run(values), seconds, self.name))
+        return await within(lambda: self._run(values), seconds, self.name)
 
-    def _run(self, values: Mapping[str, Any]) -> Awaitable[Any]:
+    async def _run(self, values: Mapping[str, Any]) -> str:
         if inspect.iscoroutinefunction(self._function):
-            found: Awaitable[Any] = self._function(**values)
-            return found
-        return in_thread(lambda: self._function(**values))
+            return as_text(await self._function(**values))
+        return cast(str, await in_thread(lambda: as_text(self._function(**values))))
 
 
 class AnyTool(Protocol):
@@ -155,7 +154,9 @@ def open_tools(paths: Sequence[str]) -> list[Tool]:
 
 
 def as_text(value: Any) -> str:
-    """A tool's result as the model reads it: text as it is, all else as JSON, and what is none by `str`."""
+    """A tool's result as the model reads it: text as it is, all else as JSON, and what is none by `str`. Raises ValueError."""
+    if isinstance(value, bytes):  # what a program printed need not be UTF-8
+        return value.decode("utf-8", "replace")
     return value if isinstance(value, str) else to_json(value, fallback=str).decode()
 
 
@@ -169,7 +170,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
             return  # nobody waits for it any more
         if error is not None:
             ended.set_exception(
-                RuntimeError(f"it exits ({error})") if isinstance(error, SystemExit | StopIteration) else error
+                RuntimeError(f"it exits ({error})") if isinstance(error, ENDS_ALL | StopIteration) else error
             )
         else:
             ended.set_result(result)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.agents import episode, patience
@@ -195,6 +196,15 @@ async def hangs_for_good() -> None:
             continue
 
 
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise ValueError("no words for it")
+
+
+def interrupts() -> Any:
+    raise KeyboardInterrupt
+
+
 async def cancels_itself() -> None:
     raise asyncio.CancelledError
 
@@ -232,6 +242,10 @@ def fails(where: str, wrong: Callable[[], Any]) -> tuple[Sample, Bad]:
         ("step", lambda: Done(True), "step gave True as a reward"),
         ("step", lambda: Done(1.0, {"a b": 1.0}), "a metric 'a b'"),
         ("step", lambda: Done(1.0, {"a": "x"}), "step gave 'x' as the metric a"),
+        ("step", lambda: Done(1.0, None), "step gave None as metrics; wanted are numbers by name"),  # type: ignore[arg-type]
+        ("step", lambda: Done(10**400), "as a reward; wanted is a finite number"),
+        ("step", Unspeakable, "step raised ValueError: no words for it"),
+        ("step", interrupts, "step raised RuntimeError: it exits"),
     ],
 )
 def test_what_an_environment_does_wrong_costs_its_episode_alone(where: str, wrong: Any, reason: str) -> None:
@@ -250,6 +264,21 @@ def test_what_an_environment_does_wrong_costs_its_episode_alone(where: str, wron
             "user",
             "assistant",
         ]
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.float64])
+def test_numbers_may_be_those_of_numpy(number: Callable[[float], Any]) -> None:
+    sample, _ = fails("step", lambda: Done(number(2), {"solved": number(1)}))
+    assert sample.metadata.get("failure") is None
+    assert (sample.metadata["turn_rewards"][-1], sample.numbers["by/solved"]) == (2.0, 1.0)
+
+
+def test_half_a_character_is_told_as_a_question_mark() -> None:
+    """Such as in names of files that are no UTF-8: no tokenizer takes it."""
+    sample, _ = fails("step", lambda: Turn([{"role": "user", "content": "a\ud800b"}]))
+    assert sample.metadata.get("failure") is None and "a?b" in sample.response_text
+    sample, _ = fails("start", lambda: [{"role": "user", "content": "\ud800c"}])
+    assert sample.metadata.get("failure") is None and "?c" in sample.prompt.text
 
 
 def test_an_environment_that_does_not_heed_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tests.agents.forms import QWEN3, ends_of, make_tokenizer
 from tests.agents.playing import make_settings, play
 from tests.agents.test_episode import counting
 from tests.agents.test_tokens import Scripted, assert_exact
-from tests.agents.toolkit import count, exits, fails, hangs, look_up, multiply
+from tests.agents.toolkit import count, exits, fails, gives, hangs, look_up, multiply
 from tests.rollout.test_collector import make_recipe
 from tests.support.fake_sglang import FakeSglang
 
@@ -53,7 +53,7 @@ def test_a_schema_is_made_of_type_hints() -> None:
 
 
 def called(*calls: tuple[str, Any], timeout_s: float = 5.0) -> list[Result]:
-    tools = [Tool(each) for each in (multiply, look_up, count, fails, exits, hangs)]
+    tools = [Tool(each) for each in (multiply, look_up, count, fails, exits, hangs, gives)]
     asked = [
         ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments), f"c{number}")
         for number, (name, arguments) in enumerate(calls)
@@ -77,7 +77,11 @@ def called(*calls: tuple[str, Any], timeout_s: float = 5.0) -> list[Result]:
         ("fails", {"why": "no"}, "error: fails raised KeyError: 'no'"),
         ("exits", {"code": 3}, "error: exits raised RuntimeError: it exits (3)"),
         ("hangs", {"seconds": 3}, "error: hangs did not end within 0.3 s"),
-        ("divide", {}, "error: there is no tool 'divide'. Tools: multiply, look_up, count, fails, exits, hangs"),
+        ("divide", {}, "error: there is no tool 'divide'. Tools: multiply, look_up, count, fails, exits, hangs, gives"),
+        ("gives", {"what": "bytes"}, "\ufffd5"),
+        ("gives", {"what": "cycle"}, "error: gives raised PydanticSerializationError"),
+        ("gives", {"what": "half"}, "error: gives raised PydanticSerializationError"),
+        ("gives", {"what": "interrupt"}, "error: gives raised RuntimeError: it exits"),
     ],
 )
 def test_what_a_call_gives_or_what_the_policy_is_told(name: str, arguments: Any, content: str) -> None:

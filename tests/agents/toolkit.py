@@ -37,6 +37,15 @@ def hangs(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def gives(what: Literal["bytes", "cycle", "half", "interrupt"]) -> Any:
+    """What is no text, and none can be made of."""
+    if what == "interrupt":
+        raise KeyboardInterrupt
+    endless: list[Any] = []
+    endless.append(endless)
+    return {"bytes": b"\xff5", "cycle": endless, "half": {"name": "\ud800"}}[what]
+
+
 def unhinted(left: int, right) -> int:  # type: ignore[no-untyped-def]
     return left
 
