@@ -127,8 +127,9 @@ class Harnesses:
         if done is None:
             return
         try:
-            await session.reward(RewardReport(reward=done.reward, metrics=dict(done.metrics)))
-        except (ValidationError, ValueError, RefusedError) as error:
+            metrics = {name: float(value) for name, value in done.metrics.items()}
+            await session.reward(RewardReport(reward=float(done.reward), metrics=metrics))
+        except (ValidationError, RefusedError) as error:
             raise EnvironmentFailedError(f"the harness gave a wrong reward: {error}") from error
 
     async def _in_time(self, task: asyncio.Future[None], session: EpisodeSession) -> None:

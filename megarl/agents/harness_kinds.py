@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow
+from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, check_done
 from megarl.agents.harness_process import run_command, variables_of
 from megarl.agents.patience import within
 from megarl.core.errors import UserError
@@ -45,15 +45,19 @@ class FunctionHarness:
 
     async def play(self, url: str, key: str, row: EpisodeRow) -> Done | None:
         """What it gives: a number is the reward."""
-        found = await within(lambda: self._function(url, key, row), NEVER_S, "the harness")
-        if found is None or isinstance(found, Done):
-            return found
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise EnvironmentFailedError(
-                f"the harness gave a {type(found).__name__}; wanted is its reward, a number, or Done, or nothing where it was "
-                "reported at the endpoint"
-            )
-        return Done(float(found))
+
+        async def played() -> Done | None:
+            found = await self._function(url, key, row)
+            if found is None or isinstance(found, Done):
+                return found if found is None else check_done(found, "the harness")
+            if isinstance(found, bool) or not hasattr(found, "__float__"):
+                raise EnvironmentFailedError(
+                    f"the harness gave a {type(found).__name__}; wanted is its reward, a number, or Done, or nothing where it "
+                    "was reported at the endpoint"
+                )
+            return check_done(Done(found), "the harness")
+
+        return await within(played, NEVER_S, "the harness")
 
 
 def open_harness(agent: Agent) -> Harness:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -66,7 +67,10 @@ def row_json(row: EpisodeRow) -> bytes:
         "fields": dict(row.fields),
         "seed": row.seed,
     }
-    return orjson.dumps(told, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS) + b"\n"
+    try:
+        return orjson.dumps(told, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS) + b"\n"
+    except orjson.JSONEncodeError:  # whole numbers beyond 64 bits
+        return json.dumps(told, default=str).encode() + b"\n"
 
 
 class _Tail:

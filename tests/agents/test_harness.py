@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.agents.check import check_agent
-from megarl.agents.environment import EpisodeRow
+from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.environments.guess_number import GuessNumber
 from megarl.agents.harness import Harnesses
 from megarl.agents.harness_kinds import CommandHarness
-from megarl.agents.harness_process import EPISODE_VARIABLE
+from megarl.agents.harness_process import EPISODE_VARIABLE, row_json
 from megarl.agents.player import open_player
 from megarl.core.errors import UserError
 from megarl.core.types import Sample, Status
@@ -194,6 +196,32 @@ def test_a_function_that_raises_or_gives_nonsense_costs_its_episode() -> None:
     assert "test_harness.py" in raised.metadata["trace"]
     [wrong] = harnessed(writing("5"), nonsense)
     assert "the harness gave a str; wanted is its reward" in wrong.metadata["failure"]
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (Done(1.0, None), "the harness gave None as metrics; wanted are numbers by name"),  # type: ignore[arg-type]
+        (Done(1.0, {"a": "x"}), "the harness gave 'x' as the metric a"),  # type: ignore[dict-item]
+        (10**400, "as a reward; wanted is a finite number"),
+        (float("nan"), "the harness gave nan as a reward; wanted is a finite number"),
+        (np.ones(2), "as a reward; wanted is a finite number"),
+        (np.float32(0.5), None),
+        (Done(np.float32(0.5), {"solved": np.int64(1)}), None),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_number_costs_its_episode_and_numbers_may_be_those_of_numpy(end: Any, says: str | None) -> None:
+    async def ends(client: Any, row: EpisodeRow) -> Any:
+        await client.chat.completions.create(model=MODEL, messages=list(row.messages))
+        return end
+
+    [sample] = harnessed(writing("5"), ends)
+    assert (sample.reward == 0.5) if says is None else (says in sample.metadata["failure"])
+
+
+def test_a_row_of_whole_numbers_beyond_64_bits_is_told() -> None:
+    row = EpisodeRow("rows:1", (), "", {"big": 2**80, "list": [1]}, 3)
+    assert json.loads(row_json(row))["fields"] == {"big": 2**80, "list": [1]}
 
 
 async def whole(base_url: str, key: str, row: EpisodeRow) -> float:
