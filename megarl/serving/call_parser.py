@@ -42,7 +42,7 @@ class CallParser:
     """
 
     def __init__(self, router: ServerEndpoint, parser: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._router, self._parser, self._tools = router, parser, list(tools)
+        self._router, self._parser, self._tools = router, parser, [_told(tool) for tool in tools]
         self._servers: list[ServerClient] = []
         self._next = count()
 
@@ -50,7 +50,7 @@ class CallParser:
         """The calls in a text. tools: of this one. Raises ServerUnreachableError, ServerError, AnswerError, DeadlineError."""
         body = {
             "text": text,
-            "tools": self._tools if tools is None else list(tools),
+            "tools": self._tools if tools is None else [_told(tool) for tool in tools],
             "tool_call_parser": self._parser,
         }
         for attempt in range(ATTEMPTS):
@@ -84,6 +84,13 @@ class CallParser:
         workers = told.get("workers") if isinstance(told, dict) else None
         urls = [str(worker["url"]) for worker in workers or () if isinstance(worker, dict) and "url" in worker]
         return [ServerClient(ServerEndpoint(f"server at {url}", url, router.api_key)) for url in urls or [router.url]]
+
+
+def _told(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parser looks at of a tool: a server refuses what else clients send, such as `"strict": null`."""
+    function = tool["function"]
+    told = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
+    return {"type": "function", "function": told}
 
 
 def _read(answer: Any, text: str, where: str) -> Parsed:

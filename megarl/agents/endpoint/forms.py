@@ -40,7 +40,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)]
+# An empty one would end every choice at once.
+Stop = Annotated[str, Field(min_length=1)]
+Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 
 
 class _Form(BaseModel):
@@ -62,7 +64,7 @@ class _Request(_Form):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | Stops | None = None
+    stop: Stop | Stops | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -117,6 +119,19 @@ class ChatRequest(_Request):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     logprobs: bool | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Others no server's parser takes, and calls of them would be read as text."""
+        for number, tool in enumerate(tools or (), 1):
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(
+                    f'tool {number} is no function with a name: wanted is {{"type": "function", "function": {{"name": "...", '
+                    '"parameters": {...}}}'
+                )
+        return tools
 
     @property
     def most_tokens(self) -> int | None:
@@ -204,7 +219,7 @@ def _refusal(form: type[BaseModel], error: ValidationError) -> RefusedError:
     first = error.errors()[0]
     place = [str(part) for part in first["loc"]]
     # Of a union, pydantic names the kind that it tried last.
-    known = [part for part in place if not re.search(r"[\[\]()]|^(str|int|float|list|bool)$", part)]
+    known = [part for part in place if not re.search(r"[\[\]()]|^(constrained-)?(str|int|float|list|bool)$", part)]
     param = ".".join(known)
     if first["type"] == "extra_forbidden":
         names: Sequence[str] = [*form.model_fields, *NO_EFFECT]

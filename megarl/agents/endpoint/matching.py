@@ -34,7 +34,8 @@ def seen(message: ChatMessage) -> Seen:
     text = message.content or ""
     calls = []
     for call in message.tool_calls or ():
-        function = call.get("function") or {}
+        function = call.get("function")
+        function = function if isinstance(function, dict) else {}
         calls.append((str(call.get("id")), str(function.get("name")), _canonical(function.get("arguments"))))
     return message.role, text.strip() if message.role == "assistant" else text, tuple(calls), message.tool_call_id or ""
 
@@ -48,28 +49,32 @@ def seen_choice(choice: Choice) -> Seen:
 def continued(messages: Sequence[ChatMessage], known: Sequence[Seen], choices: Sequence[Choice]) -> Continued:
     """How messages go on after the known ones and the policy's last turn, of which there are these choices.
 
-    Raises RefusedError where they do not.
+    There are none where a request after that turn came to nothing, such as one whose client hung up: then the turn is known.
+    Raises RefusedError where they do not go on.
     """
-    number = len(known)
+    number, chosen = len(known), 0
     for at, had in enumerate(known):
         if at >= len(messages):
             raise _refused(f"it ends after message {at}, and went on already")
         if (got := seen(messages[at])) != had:
             raise _refused(f"message {at + 1} was {_shown(had)}, and now is {_shown(got)}", at)
-    if len(messages) <= number:
-        raise _refused(f"it was answered already, and has to go on after that answer, which is message {number + 1}")
-    answer = seen(messages[number])
-    found = [at for at, choice in enumerate(choices) if seen_choice(choice) == answer]
-    if not found:
-        raise _refused(
-            f"message {number + 1} was {_shown(seen_choice(choices[0]))}, and now is {_shown(answer)}", number
-        )
-    new = list(messages[number + 1 :])
+    if choices:
+        if len(messages) <= number:
+            raise _refused(
+                f"it was answered already, and has to go on after that answer, which is message {number + 1}"
+            )
+        answer = seen(messages[number])
+        found = [at for at, choice in enumerate(choices) if seen_choice(choice) == answer]
+        if not found:
+            had = seen_choice(choices[0])
+            raise _refused(f"message {number + 1} was {_shown(had)}, and now is {_shown(answer)}", number)
+        number, chosen = number + 1, found[0]
+    new = list(messages[number:])
     if not new:
         raise _refused("nothing was added to what the model said last")
     if any(message.role == "assistant" for message in new):
         raise _refused("a message of the assistant's was added that the model did not write")
-    return Continued(found[0], new)
+    return Continued(chosen, new)
 
 
 def _refused(why: str, at: int | None = None) -> RefusedError:

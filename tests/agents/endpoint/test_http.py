@@ -97,6 +97,13 @@ def test_who_has_no_key_or_another_gets_nothing() -> None:
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "Input should be 'auto' or 'none'"),
         ({"extra_body": {"temprature": 1}}, "temprature", "Unknown parameter: temprature. Did you mean temperature?"),
         ({"extra_body": {"top_k": 1}}, "top_k", "Unknown parameter: top_k"),
+        ({"stop": ""}, "stop", "at least 1 character"),
+        (
+            {"tools": [TOOL, {"type": "function", "name": "x", "parameters": {}}]},
+            "tools",
+            "tool 2 is no function with a name",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tool 1 is no function with a name"),
     ],
 )
 def test_what_is_not_honoured_is_refused_in_openais_form(changes: dict[str, Any], param: str, says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,6 +220,50 @@ def test_a_client_that_asks_again_gets_the_same_answer() -> None:
     fake = writing("50", "42")
     [sample] = harnessed(fake, again)
     assert len(fake.turns) == 1 and sample.numbers["turns"] == 1
+
+
+def test_a_client_that_hangs_up_in_a_later_turn_asks_again() -> None:
+    """Whoever asks then: the openai package by itself, or an agent with a patience of its own."""
+    fake = writing("50", "51", "42", "43")
+
+    async def hangs_up(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        messages: list[Any] = list(row.messages)
+        first = await client.chat.completions.create(model=MODEL, messages=messages, n=2)
+        messages += [first.choices[1].message, {"role": "user", "content": "on"}]
+        fake.gate = asyncio.Event()
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.2, max_retries=1).chat.completions.create(
+                model=MODEL, messages=messages
+            )
+        fake.gate.set()
+        for wrong, says in (
+            (messages[:1], "it ends after message 1"),
+            (messages[:2], "nothing was added"),
+            ([messages[0], first.choices[0].message, messages[2]], "message 2 was the assistant's '51'"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=says):
+                await client.chat.completions.create(model=MODEL, messages=wrong)
+        said = (await client.chat.completions.create(model=MODEL, messages=messages)).choices[0].message
+        await client.chat.completions.create(model=MODEL, messages=[*messages, said, {"role": "user", "content": "on"}])
+        return 1.0
+
+    [sample] = harnessed(fake, hangs_up)
+    assert sample.metadata.get("failure") is None and sample.numbers["turns"] == 3
+    assert [message["role"] for message in sample.metadata["messages"]] == ["user", "assistant"] * 3
+
+
+@pytest.mark.parametrize("calls", [[{"function": "multiply"}], [{"function": [1]}], [{}]])
+def test_calls_without_a_function_are_those_of_another_conversation(calls: Any) -> None:
+    async def odd(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        first = await client.chat.completions.create(model=MODEL, messages=list(row.messages))  # type: ignore[arg-type]
+        said = {**first.choices[0].message.model_dump(), "tool_calls": calls}
+        messages: list[Any] = [*row.messages, said, {"role": "user", "content": "on"}]
+        with pytest.raises(openai.BadRequestError, match="does not extend the episode's conversation"):
+            await client.chat.completions.create(model=MODEL, messages=messages)
+        return 1.0
+
+    [sample] = harnessed(writing("50"), odd)
+    assert sample.metadata.get("failure") is None
 
 
 def test_of_several_choices_the_one_that_the_conversation_goes_on_with_is_trained_on() -> None:
