@@ -48,15 +48,16 @@ async def read_calls(parser: Parser, text: str, tools: Sequence[Mapping[str, Any
 
 def named(parsed: Parsed, turn: int) -> tuple[ToolCall, ...]:
     """Calls of a turn, with their ids."""
-    return tuple(
-        ToolCall(call.name, call.arguments, f"c{turn % 10**4:04d}{number % 10**4:04d}")
-        for number, call in enumerate(parsed.calls)
-    )
+    return tuple(ToolCall(call.name, call.arguments, _id(turn, number)) for number, call in enumerate(parsed.calls))
+
+
+def _id(turn: int, number: int) -> str:
+    return f"c{turn % 10**4:04d}{number % 10**4:04d}"
 
 
 @dataclass(frozen=True)
 class Used:
-    """calls: that could be read. results: of each of them, or one that says that nothing could be read."""
+    """calls: that could be read, or one in the place of that which could not. results: of each."""
 
     calls: tuple[ToolCall, ...]
     results: Sequence[Result]
@@ -83,7 +84,9 @@ class ToolUse:
         """
         parsed = await read_calls(self._parser, text)
         if parsed.unread:
-            return Used((), [self._toolbox.unread()])
+            # Templates may want a call before each result, with its id; nothing else of it is seen.
+            call = ToolCall(self.schemas[0]["function"]["name"], "{}", _id(turn, 0))
+            return Used((call,), [self._toolbox.unread(call.id)])
         if not parsed.calls:
             return None
         calls = named(parsed, turn)

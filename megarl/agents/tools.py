@@ -116,9 +116,10 @@ class Toolbox:
         """Close what tools hold."""
         await asyncio.gather(*(each.close() for each in self._held))
 
-    def unread(self) -> Result:
-        """What the policy is told where it called something, but nobody can make out what."""
-        return self._failed(f"this call cannot be read, or names no tool. Tools: {', '.join(self._tools)}", {})
+    def unread(self, call_id: str) -> Result:
+        """What the policy is told where it called something, but nobody can make out what. call_id: of the result."""
+        why = f"this call cannot be read, or names no tool. Tools: {', '.join(self._tools)}"
+        return self._failed(why, {"tool_call_id": call_id})
 
     async def _one(self, call: ToolCall) -> Result:
         about = {"name": call.name, "tool_call_id": call.id}

@@ -194,6 +194,25 @@ def test_a_template_that_wants_calls_before_their_results_gets_them() -> None:
     assert template.shown(template.following(told, [5], [call])) == "<|im_end|>[R]c00000000:6[/R]"
 
 
+def test_a_call_that_cannot_be_read_is_told_of_by_templates_that_want_ids_and_calls() -> None:
+    """As Mistral's do: else an episode would fail in which the policy writes one, and never learn from it."""
+    tokenizer = make_tokenizer("qwen3", template=STRICT)
+    end = ends_of("qwen3")[0]
+    turns = iter(["?", "b"])
+
+    def write(*_: Any) -> list[int]:
+        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
+
+    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    tools = ToolUse(Toolbox([Tool(multiply)], 5.0), FakeReader())
+    template = ChatTemplate(tokenizer, tools.schemas)
+    settings = make_settings(lambda: Scripted([]), tokenizer, tools=tools, template=template)
+    [sample] = play(fake, settings, tokenizer)
+    assert sample.metadata.get("failure") is None and sample.numbers["tool_failures"] == 1.0
+    said = "[R]c00010000:error: this call cannot be read, or names no tool. Tools: multiply[/R]"
+    assert tokenizer.decode(sample.response_ids) == f"?<|im_end|>{said}b<|im_end|>"
+
+
 SILENT = TOOLLESS.replace("m.content", "(m.content if m.role != 'tool' else '')")
 REFUSING = QWEN3.replace("role == 'tool' %}", "role == 'tool' %}{{ raise_exception('no tools') }}", 1)
 
