@@ -9,14 +9,13 @@ from typing import Any, Protocol
 
 from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, check_done
 from megarl.agents.harness_process import run_command, variables_of
-from megarl.agents.patience import within
+from megarl.agents.patience import NEVER_S, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
 from megarl.recipe.agent import Agent
 
 FUNCTION = "agent.function"
 TAKES = ("base_url", "key", "row")
-NEVER_S = 1e9  # who ends it counts the seconds otherwise
 
 
 class Harness(Protocol):

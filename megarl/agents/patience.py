@@ -12,6 +12,7 @@ from megarl.agents.environment import EnvironmentFailedError
 T = TypeVar("T")
 
 GRACE_S = 1.0  # for a call that was cancelled to tidy up; one that does not end is left behind
+NEVER_S = 1e9  # for what counts its seconds by itself
 MOST_TRACE = 4000  # characters, the last ones
 ENDS_ALL = SystemExit | KeyboardInterrupt  # would end this process, whoever raises them
 

@@ -19,7 +19,7 @@ def open_toolbox(agent: Agent) -> Toolbox:
     held: list[Holder] = []
     if PYTHON in agent.tools:
         sandboxes = ToolSandboxes(agent.tool_timeout_s)
-        tools.append(Tool(PythonTool(sandboxes).python))
+        tools.append(Tool(PythonTool(sandboxes).python, timed=True))
         held.append(sandboxes)
     for server, served in open_servers(agent.mcp):
         tools += served

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
 
 from megarl.agents.environment import EnvironmentFailedError, Message
-from megarl.agents.patience import ENDS_ALL, within
+from megarl.agents.patience import ENDS_ALL, NEVER_S, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
 
@@ -43,14 +43,14 @@ class Result:
 
 
 class Tool:
-    """A function with the schema of its parameters.
+    """A function with the schema of its parameters. timed: it ends in time by itself, and its wait for a place does not count.
 
     Raises UserError where it has parameters without type hints, or of types that JSON has no schema for.
     """
 
-    def __init__(self, function: Callable[..., Any], where: str = KEY) -> None:
+    def __init__(self, function: Callable[..., Any], where: str = KEY, *, timed: bool = False) -> None:
         self.name: str = function.__name__
-        self._function = function
+        self._function, self._timed = function, timed
         self._parameters = _parameters(function, where)
         try:
             schema = self._parameters.model_json_schema()
@@ -75,7 +75,7 @@ class Tool:
             )
             raise EnvironmentFailedError(f"wrong arguments: {said}") from error
         values = {name: getattr(given, name) for name in type(given).model_fields}
-        return await within(lambda: self._run(values), seconds, self.name)
+        return await within(lambda: self._run(values), NEVER_S if self._timed else seconds, self.name)
 
     async def _run(self, values: Mapping[str, Any]) -> str:
         if inspect.iscoroutinefunction(self._function):
