@@ -72,7 +72,7 @@ class Environment(Protocol):
     """Answers the policy in one episode; a new one is made for each, out of the recipe's `agent.settings`.
 
     Coroutines share one event loop with all other episodes of the process: what blocks has to go elsewhere, such as into the
-    processes of `agent.workers`.
+    processes of `agent.workers`. One that has `timed = True` ends its steps in time by itself: they have no deadline.
     """
 
     async def start(self, row: EpisodeRow) -> list[Message]:

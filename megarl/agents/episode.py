@@ -22,7 +22,7 @@ from megarl.agents.environment import (
 )
 from megarl.agents.environment_processes import EnvironmentProcesses
 from megarl.agents.loading import Make, open_environment
-from megarl.agents.patience import within
+from megarl.agents.patience import NEVER_S, within
 from megarl.agents.renderings import Renderings
 from megarl.agents.rows import episode_row
 from megarl.agents.tally import Budget, Tally
@@ -205,7 +205,8 @@ class _Episode:
         async def step() -> Turn | Done:
             return check_step(await environment.step(response))  # what it looks at is a user's as well, and may raise
 
-        return await self._of_environment(step, "step")
+        timed = getattr(environment, "timed", False)  # it ends in time by itself, and waits for others meanwhile
+        return await self._of_environment(step, "step", NEVER_S if timed else None)
 
     async def _use_tools(self, answer: Generation) -> Turn | None:
         """Results of the tools that the policy has called, if it has called any."""
@@ -273,9 +274,9 @@ class _Episode:
             more=more,
         )
 
-    async def _of_environment(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _of_environment(self, call: Callable[[], Awaitable[T]], what: str, seconds: float | None = None) -> T:
         began = time.monotonic()
         try:
-            return await within(call, self._settings.step_timeout_s, what)
+            return await within(call, seconds or self._settings.step_timeout_s, what)
         finally:
             self.tally.environment_s += time.monotonic() - began

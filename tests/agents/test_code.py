@@ -16,7 +16,13 @@ from megarl.agents.environments.code import NO_CODE, CodeWithTests, Trials
 from megarl.agents.loading import Maker, check_environment
 from megarl.core.errors import UserError, WorkerDiedError
 from megarl.recipe.agent import Agent
+from tests.agents.fake_policy import FakePolicy
+from tests.agents.forms import ends_of, make_tokenizer
+from tests.agents.playing import make_row, make_settings
+from tests.agents.playing import play as play_episodes
 from tests.support.processes import ended
+
+END = ends_of("llama3")[0]
 
 ADD = {"tests": {"inputs": ["1 2", "4 5", "0 0"], "outputs": ["3", "9", "0"]}}
 DOUBLE = {"test_list": ["assert f(1) == 2", "assert f([1]) == [1, 1]"]}
@@ -87,6 +93,17 @@ def test_the_last_try_counts(score: str, worth: float) -> None:
     assert end.metrics == {"solved": 0.0, "tests_passed": pytest.approx(2 / 3), "tries": 2.0}
     [[nothing]] = plays([(ADD, ["no code"])], tries=1, score=score)
     assert isinstance(nothing, Done) and nothing.reward == 0
+
+
+def test_a_program_that_hangs_has_failed_its_tests_and_not_the_episode() -> None:
+    """However long others wait for a sandbox meanwhile: the policy has to learn that it is worth nothing."""
+    tokenizer = make_tokenizer("llama3")
+    maker = Maker(CodeWithTests, {"sandboxes": 1, "timeout_s": 0.3, "tries": 1})
+    fake = FakePolicy(lambda *_: [5, END], lambda _: block("while True: pass"), ends={END})
+    settings = make_settings(maker, tokenizer, close=maker.close, step_timeout_s=1.0)
+    samples = play_episodes(fake, settings, tokenizer, prompt=make_row("Add.", **ADD), indices=range(2))
+    assert [(sample.metadata.get("failure"), sample.reward) for sample in samples] == [(None, 0.0)] * 2
+    assert all(sample.numbers["by/tests_passed"] == 0.0 for sample in samples)
 
 
 def test_a_row_without_tests_is_the_rows_fault() -> None:

@@ -83,6 +83,10 @@ class CodeWithTests:
     The reward comes with the last try: by score `all`, 1 where every test passes; by `share`, the share of those that do.
     """
 
+    timed = (
+        True  # each program has its seconds, and a place in a sandbox may be long in coming where others use theirs up
+    )
+
     def __init__(self, shared: Trials) -> None:
         self._trials = shared
         self._tests = RowTests()
