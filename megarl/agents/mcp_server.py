@@ -18,6 +18,7 @@ from megarl.agents.environment import EnvironmentFailedError
 from megarl.agents.patience import within
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
+from megarl.data.chat import parse_arguments
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -120,11 +121,9 @@ class McpTool:
     async def call(self, arguments: str, seconds: float) -> str:
         """As of Tool. The server checks the arguments."""
         try:
-            given = json.loads(arguments or "{}")
+            given = parse_arguments(arguments)  # without half characters: a server's connection does not outlive one
         except ValueError as error:
             raise EnvironmentFailedError(f"wrong arguments: {error}") from error
-        if not isinstance(given, dict):
-            raise EnvironmentFailedError(f"wrong arguments: {arguments!r} is no object")
         return await within(lambda: self._server.call(self.name, given), seconds, self.name)
 
 
@@ -199,10 +198,18 @@ def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[
 
 def _text(result: CallToolResult) -> str:
     """What a model reads of a result: its texts, and of all else what it is."""
-    parts = [getattr(block, "text", None) or f"[{block.type}]" for block in result.content]
+    parts = [_shown(block) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content)
     return "\n".join(parts)
+
+
+def _shown(block: Any) -> str:
+    """A block's text, or that of the resource in it; of others their kind."""
+    for found in (block, getattr(block, "resource", None)):
+        if isinstance(text := getattr(found, "text", None), str):
+            return text
+    return f"[{block.type}]"
 
 
 def _why(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import sys
 import time
 
 from mcp.server import MCPServer
+from mcp_types import EmbeddedResource, TextContent, TextResourceContents
 
 with open(sys.argv[1], "a") as pids:
     pids.write(f"{os.getpid()}\n")
@@ -33,6 +34,15 @@ def wait(seconds: float) -> str:
     """Wait."""
     time.sleep(seconds)
     return "waited"
+
+
+@shop.tool()
+def leaflet(fruit: str) -> list[TextContent | EmbeddedResource]:
+    """Of a fruit, as a resource; nothing of a kiwi."""
+    if fruit == "kiwi":
+        return [TextContent(type="text", text="")]
+    page = TextResourceContents(uri=f"shop://{fruit}", text=f"{fruit}s are fresh")
+    return [EmbeddedResource(type="resource", resource=page)]
 
 
 if len(sys.argv) > 2:

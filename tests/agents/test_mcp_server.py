@@ -49,7 +49,7 @@ def test_the_tools_of_a_command_are_called_side_by_side(pids: Path) -> None:
     async def go() -> list[Result]:
         toolbox = opened(by_command(pids), tools=("tests.agents.toolkit:multiply",))
         names = [schema["function"]["name"] for schema in toolbox.schemas]
-        assert names == ["multiply", "price_of", "close_down", "wait"]
+        assert names == ["multiply", "price_of", "close_down", "wait", "leaflet"]
         assert toolbox.schemas[1]["function"] == {
             "name": "price_of",
             "description": "What so many pieces of a fruit cost.",
@@ -71,16 +71,19 @@ def test_the_tools_of_a_command_are_called_side_by_side(pids: Path) -> None:
                 ("price_of", {"fruit": "pear"}),
                 ("price_of", {"count": 1}),
                 ("price_of", [1]),
+                ("leaflet", {"fruit": "apple"}),
+                ("leaflet", {"fruit": "kiwi"}),
             )
         finally:
             await toolbox.close()
 
-    apple, product, kiwi, pear, without, no_object = asyncio.run(go())
+    apple, product, kiwi, pear, without, no_object, leaflet, nothing = asyncio.run(go())
+    assert [each.message["content"] for each in (leaflet, nothing)] == ["apples are fresh", ""]
     assert [each.message["content"] for each in (apple, product, pear)] == ["6.0", "6", "2.5"]
     assert not any(each.failed for each in (apple, product, pear))
     assert kiwi.failed and kiwi.message["content"].startswith("error: Error executing tool price_of")
     assert without.failed and "fruit" in without.message["content"]
-    assert no_object.failed and "is no object" in no_object.message["content"]
+    assert no_object.failed and no_object.message["content"].startswith("error: wrong arguments: they are ")
     listed, used = started(pids)
     assert ended([listed, used])
 
@@ -98,6 +101,24 @@ def test_one_that_ends_fails_its_call_and_is_there_again_for_the_next(pids: Path
     assert gone.failed and "Connection closed" in gone.message["content"]
     assert (apple.failed, apple.message["content"]) == (False, "3.0")
     assert len(started(pids)) == 3 and ended(started(pids))
+
+
+def test_half_a_character_costs_its_call_and_not_the_connection(pids: Path) -> None:
+    """A model can write one, and others have calls at the same server."""
+
+    async def go() -> list[Result]:
+        toolbox = opened(by_command(pids))
+        try:
+            half = ToolCall("price_of", '{"fruit": "\\ud83d"}', "c0")
+            apple = ToolCall("price_of", '{"fruit": "apple"}', "c1")
+            return await toolbox.call([half, apple]) + await toolbox.call([apple])
+        finally:
+            await toolbox.close()
+
+    half, apple, again = asyncio.run(go())
+    assert half.failed and half.message["content"].startswith("error: wrong arguments: ")
+    assert [apple.message["content"], again.message["content"]] == ["3.0", "3.0"]
+    assert len(started(pids)) == 2
 
 
 def test_a_call_has_a_deadline_and_the_server_goes_on(pids: Path) -> None:
