@@ -24,7 +24,8 @@ from megarl.data.rows import Row, json_type
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase, which has no type information
 Message = dict[str, Any]
 # What chat templates know by these names; a template may know others, and then names them.
-ROLES = ("system", "developer", "user", "assistant", "tool")
+DEVELOPER = "developer"  # the system, where a template does not know it
+ROLES = ("system", DEVELOPER, "user", "assistant", "tool")
 CALLS = "tool_calls"  # of a message
 TOOLS = "tools"  # of a row
 BLANK = "\u2581"  # how SentencePiece writes one
@@ -213,6 +214,8 @@ def apply_template(
 
     Raises TemplateRefusalError.
     """
+    if DEVELOPER not in str(tokenizer.chat_template):  # OpenAI's newer name; Qwen's templates leave out what has it
+        messages = [{**message, "role": "system"} if message["role"] == DEVELOPER else message for message in messages]
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in ROLES and role not in str(tokenizer.chat_template):

@@ -107,6 +107,16 @@ def test_a_template_that_refuses_names_the_row_and_the_roles(chat_tokenizer: Any
         render(chat_tokenizer, [{"role": "tool", "content": "a"}], ROW, generation_prompt=True)
 
 
+def test_a_developer_is_the_system_where_the_template_does_not_know_one() -> None:
+    """Qwen's templates would leave out all that a developer says, without a word."""
+    drops = "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    for template, role in ((drops, "system"), (drops.replace("'user'", "'user', 'developer'"), "developer")):
+        tokenizer = make_tokenizer(chat_template=template)
+        assert render(tokenizer, messages, ROW, generation_prompt=True) == f"{role}: a\nuser: b\n"
+    assert messages[0]["role"] == "developer"
+
+
 def test_a_role_that_nobody_knows_is_refused_and_one_that_the_template_names_is_not() -> None:
     renders_any = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     messages = [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]
