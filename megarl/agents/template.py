@@ -23,7 +23,9 @@ STAND_IN = "what-the-policy-wrote"
 ASKED: Message = {"role": "user", "content": "Go on."}
 SHOWN = 60  # characters of a rendering
 
-# A conversation that a template may rewrite; thinking is what most leave out of earlier turns.
+# A conversation that a template may rewrite: most leave thinking out of earlier turns, and Mistral's puts what the system says
+# before the last question.
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _TALK = ("Name a colour.", "Blue.", "Another one.", "Red.", "The last one.")
 _THOUGHTS = "<think>\nThe sky has one.\n</think>\n\n"
 
@@ -39,8 +41,10 @@ class ChatTemplate:
         self._tools = list(tools)
         self._special = special_ids(tokenizer)
         self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
-        ids = self._encode(self._ended)
-        self._end = int(ids[0]) if len(ids) and int(ids[0]) in self._special else None
+        ids = self._encode(self._ended).tolist()
+        at = next((at for at, token in enumerate(ids) if token in self._special), None)
+        # The turn's end; some templates, such as Llama 2's, put a space before it.
+        self._end = [] if at is None or self.shown(ids[:at]).strip() else ids[: at + 1]
 
     def prompt(self, messages: Sequence[Message]) -> tuple[TokenArray, str]:
         """The first messages up to where the policy's turn begins: ids [P], and their text. Raises TemplateRefusalError."""
@@ -58,8 +62,8 @@ class ChatTemplate:
         """
         ids = self._encode(self.between(messages, calls))
         # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
-        if len(ids) and int(ids[0]) == self._end and self._special.intersection(last):
-            return ids[1:]
+        if self._special.intersection(last) and ids[: len(self._end)].tolist() == self._end:
+            return ids[len(self._end) :]
         return ids
 
     def rewritten(self) -> str:
@@ -67,14 +71,22 @@ class ChatTemplate:
 
         Whatever it says of white space around a turn is not looked at.
         """
+        found = self._rewritten([])
+        try:
+            moved = "" if found else self._rewritten([_SYSTEM])
+        except TemplateRefusalError:  # it knows no system
+            moved = ""
+        return f"with a message of the system's, {moved}" if moved else found
+
+    def _rewritten(self, opening: Sequence[Message]) -> str:
         for thoughts in ("", _THOUGHTS):
             talk = [
                 assistant(f"{thoughts}{text}") if number % 2 else {"role": "user", "content": text}
                 for number, text in enumerate(_TALK)
             ]
             for count in range(1, len(talk) - 1, 2):
-                written = self._text(talk[:count], generation_prompt=True) + talk[count]["content"]
-                again = self._text(talk[: count + 2], generation_prompt=True)
+                written = self._text([*opening, *talk[:count]], generation_prompt=True) + talk[count]["content"]
+                again = self._text([*opening, *talk[: count + 2]], generation_prompt=True)
                 if found := difference(written, again):
                     return found
         return ""

@@ -78,6 +78,33 @@ def test_only_templates_that_drop_thinking_rewrite(form: str) -> None:
         assert found == ""
 
 
+def test_a_template_that_moves_what_the_system_says_rewrites() -> None:
+    """As that of Mistral 7B v0.3 and of Mistral Nemo does: the last question has it, whichever that is."""
+    moves = """\
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+{{- '<s>' }}{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '[INST]' + (system if loop.last else '') + m.content + '[/INST]' }}
+{%- elif m.role == 'assistant' %}{{- m.content + '</s>' }}{% endif %}{%- endfor %}"""
+    found = ChatTemplate(make_tokenizer("mistral", template=moves)).rewritten()
+    assert found.startswith("with a message of the system's, after '<s>[INST]' the policy had written 'Be brief.")
+    assert "and the template has 'Name a colour." in found
+
+
+def test_white_space_before_the_end_of_a_turn_belongs_to_it() -> None:
+    """Llama 2's template: ` said </s>`. A policy that has ended its turn by </s> alone would have a second end behind it."""
+    llama2 = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<s>[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{- ' ' + m.content + ' </s>' }}{% endif %}{%- endfor %}"""
+    for spaced in (False, True):
+        tokenizer = make_tokenizer("mistral", template=llama2, spaced=spaced)
+        template = ChatTemplate(tokenizer)
+        assert template.shown(template.following(HIGHER, ends_of("mistral"))) == "<s>[INST] higher [/INST]"
+        assert template.shown(template.following(HIGHER)) == " </s><s>[INST] higher [/INST]"
+    words = make_tokenizer("mistral", template=llama2.replace("' </s>'", "' done</s>'"))
+    assert ChatTemplate(words).shown(ChatTemplate(words).following(HIGHER, ends_of("mistral"))).startswith(" done</s>")
+
+
 def test_a_template_that_opens_the_thinking_itself_is_found_as_well() -> None:
     opens = LLAMA3.replace(
         "assistant<|end_header_id|>\\n\\n' }}{% endif %}", "assistant<|end_header_id|>\\n\\n<think>\\n' }}{% endif %}"
