@@ -167,13 +167,16 @@ class _Episode:
             return check_start(await self._environment.start(told))
 
         first = await self._of_environment(start, "start")
+        most = settings.max_prompt_tokens
+        if settings.template.exceeds(first, most):
+            raise EnvironmentFailedError(f"start gave messages far over data.max_prompt_tokens={most}")
         try:
             ids, text = settings.template.prompt(first)
         except TemplateRefusalError as error:
             raise EnvironmentFailedError(f"start: {error}") from error
-        if len(ids) > settings.max_prompt_tokens:
+        if len(ids) > most:
             raise EnvironmentFailedError(
-                f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={settings.max_prompt_tokens}"
+                f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={most}"
             )
         if settings.split:
             self._renderings = Renderings(settings.template, first)
@@ -234,8 +237,10 @@ class _Episode:
             return "turns"
         if self.tally.seconds > self._settings.timeout_s:
             return "time"
+        template, anew = self._settings.template, None
+        if template.exceeds(turn.messages, self._attempt.sampling.max_tokens - transcript.num_response):
+            return "tokens"
         try:
-            template, anew = self._settings.template, None
             ids = template.following(turn.messages, wrote[-1:], self._calls)
             if self._renderings is not None:
                 anew = self._renderings.next(template.text_with_marks(wrote), turn.messages)

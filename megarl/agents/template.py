@@ -8,6 +8,7 @@ found by `rewritten`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megarl.data.chat import Tokenizer, apply_template, parse_arguments, special
 STAND_IN = "what-the-policy-wrote"
 ASKED: Message = {"role": "user", "content": "Go on."}
 SHOWN = 60  # characters of a rendering
+QUICK = 2**20  # characters that are tokenised in about a second
 
 # A conversation that a template may rewrite: most leave thinking out of earlier turns, and Mistral's puts what the system says
 # before the last question.
@@ -50,6 +52,15 @@ class ChatTemplate:
         """The first messages up to where the policy's turn begins: ids [P], and their text. Raises TemplateRefusalError."""
         text = self._text(messages, generation_prompt=True)
         return self._encode(text), text
+
+    def exceeds(self, messages: Sequence[Message], most_tokens: int) -> bool:
+        """Whether messages are certainly longer, told without tokenising: that of a hundred megabytes would take minutes."""
+        size = sum(len(str(message.get("content") or "").strip()) for message in messages)
+        return size > QUICK and size > most_tokens * self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def following(
         self, messages: Sequence[Message], last: Sequence[int] = (), calls: Sequence[ToolCall] = ()

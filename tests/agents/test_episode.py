@@ -15,6 +15,7 @@ import pytest
 from megarl.agents import episode, patience
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.agents.episode import Episodes
+from megarl.agents.template import QUICK, ChatTemplate
 from megarl.core.types import Sample, Status
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt
@@ -129,6 +130,26 @@ def test_a_budget_that_runs_out_truncates_the_episode(
     cut = over == "tokens" and (most == 2 + TOLD + 1 or "turn_tokens" in changes)
     assert sample.reward == 0.5 * (turns - cut)
     assert made.made[0].closed == 1
+
+
+def test_what_is_far_too_long_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool may give gigabytes: all other episodes of the process would stand still for minutes."""
+    encode = ChatTemplate._encode
+
+    def short_ones(self: ChatTemplate, text: str) -> Any:
+        assert len(text) < QUICK
+        return encode(self, text)
+
+    monkeypatch.setattr(ChatTemplate, "_encode", short_ones)
+    long = [{"role": "user", "content": "a" * (QUICK + 1)}]
+    made = type("Long", (Bad,), {"__init__": lambda self: Bad.__init__(self, "step", lambda: Turn(long))})
+    [sample] = play(policy(), make_settings(made, TOKENIZER), TOKENIZER, sampling=Sampling(1000))
+    assert sample.status is Status.TRUNCATED and sample.numbers["truncated_by/tokens"] == 1.0
+    made = type("Long", (Bad,), {"__init__": lambda self: Bad.__init__(self, "start", lambda: long)})
+    [sample] = play(policy(), make_settings(made, TOKENIZER), TOKENIZER)
+    assert "start gave messages far over data.max_prompt_tokens=1000" in sample.metadata["failure"]
+    # Within the budget it is only long.
+    assert not ChatTemplate(TOKENIZER).exceeds(long, QUICK)
 
 
 @pytest.mark.parametrize(("timeout_s", "turns"), [(3.9, 1), (4.1, 2), (8.1, 3), (20.1, 5)])

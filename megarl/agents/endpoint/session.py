@@ -203,6 +203,9 @@ class EpisodeSession:
     def _said(self, template: ChatTemplate, messages: Sequence[ChatMessage]) -> _Said:
         """What is new of a conversation. Raises RefusedError where it is another conversation, or too long."""
         if self._transcript is None:
+            most = self._budgets.max_prompt_tokens
+            if template.exceeds([*map(as_told, messages)], most):
+                raise _too_long("far more", most)
             ids, text = self._model.prompt(template, messages)
             self._check_prompt(ids)
             return _Said(ids, [*map(as_told, messages)], text, [*map(seen, messages)])
@@ -211,6 +214,9 @@ class EpisodeSession:
             self._commit(self._choices[found.chosen])
         names = {call.id: call.name for call in self._calls}
         told = [self._named(as_told(message), names) for message in found.new]
+        if template.exceeds(told, self._attempt.sampling.max_tokens - self._transcript.num_response):
+            self.over = "tokens"
+            raise _is_over("tokens")
         last = self._transcript.context[-1:].tolist()
         try:
             return _Said(template.following(told, last, self._calls), told, seen=[*map(seen, found.new)])
@@ -227,11 +233,7 @@ class EpisodeSession:
         if not len(ids):
             raise RefusedError("The prompt has no tokens.", param="prompt")
         if len(ids) > most:
-            raise RefusedError(
-                f"The first messages have {len(ids)} tokens, and data.max_prompt_tokens is {most}.",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise _too_long(str(len(ids)), most)
 
     async def _turn(
         self, said: _Said, request: ChatRequest | CompletionRequest, read: Callable[[Generation], Awaitable[Choice]]
@@ -283,6 +285,14 @@ class EpisodeSession:
         self.tally.num_calls += len(choice.calls)
         said = {"role": "assistant", "content": choice.generation.text}
         self.tally.say([said], len(choice.generation.token_ids))
+
+
+def _too_long(tokens: str, most: int) -> RefusedError:
+    return RefusedError(
+        f"The first messages have {tokens} tokens, and data.max_prompt_tokens is {most}.",
+        code="context_length_exceeded",
+        param="messages",
+    )
 
 
 def _is_over(budget: Budget) -> RefusedError:

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from megarl.agents.endpoint import session
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.environments.guess_number import GuessNumber
+from megarl.agents.template import QUICK, ChatTemplate
 from megarl.core.types import Sample, Status
 from megarl.rollout.seeds import request_seed
 from megarl.serving.sampling import Sampling
@@ -96,6 +97,29 @@ def test_a_budget_that_runs_out_truncates_the_episode(
     assert sample.status is Status.TRUNCATED and sample.numbers[f"truncated_by/{over}"] == 1.0
     assert sample.numbers["turns"] == turns and sample.loss_mask[-1] == 1
     assert says in told[0] and len(told) == 1
+
+
+def test_what_is_far_too_long_is_refused_without_being_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ChatTemplate._encode
+
+    def short_ones(self: ChatTemplate, text: str) -> Any:
+        assert len(text) < QUICK
+        return encode(self, text)
+
+    monkeypatch.setattr(ChatTemplate, "_encode", short_ones)
+    long: Any = {"role": "user", "content": "a" * (QUICK + 1)}
+
+    async def babbles(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        with pytest.raises(openai.BadRequestError, match=r"far more tokens, and .* is 1000") as caught:
+            await client.chat.completions.create(model=MODEL, messages=[long])
+        assert caught.value.code == "context_length_exceeded"
+        first = await client.chat.completions.create(model=MODEL, messages=list(row.messages))  # type: ignore[arg-type]
+        with pytest.raises(openai.BadRequestError, match=r"rollout\.max_response_tokens .* is used up"):
+            await client.chat.completions.create(model=MODEL, messages=[*row.messages, first.choices[0].message, long])
+        return 1.0
+
+    [sample] = harnessed(writing("55"), babbles, sampling=Sampling(1000))
+    assert sample.status is Status.TRUNCATED and sample.numbers["truncated_by/tokens"] == 1.0
 
 
 def test_seconds_that_run_out_truncate_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
