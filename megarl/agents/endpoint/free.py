@@ -56,7 +56,7 @@ class FreeSession:
             raise RefusedError(str(error), status=500, kind="server_error") from error
         return Answered(choices, len(ids))
 
-    async def reward(self, report: RewardReport) -> None:
+    async def reward(self, report: RewardReport, retried: bytes | None, body: bytes) -> None:
         """Raises RefusedError: nothing is trained here."""
         raise RefusedError("Nothing is trained here, and no reward is taken.", code="no_episode")
 

@@ -41,7 +41,7 @@ class Session(Protocol):
     async def complete(self, request: CompletionRequest, retried: bytes | None, body: bytes) -> Answered:
         """Raises RefusedError."""
 
-    async def reward(self, report: RewardReport) -> None:
+    async def reward(self, report: RewardReport, retried: bytes | None, body: bytes) -> None:
         """Raises RefusedError."""
 
 
@@ -115,8 +115,8 @@ class Endpoint:
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         async with self._session_of(request) as session:
-            _, told = await _body(request)
-            await session.reward(read(RewardReport, told))
+            body, told = await _body(request)
+            await session.reward(read(RewardReport, told), _retried(request, body), body)
             return _json({"object": "episode.reward"})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

@@ -85,6 +85,7 @@ class EpisodeSession:
         self._text = KnownText()
         self._calls: tuple[ToolCall, ...] = ()  # of the last turn
         self._answered: tuple[bytes, Answered] | None = None
+        self._reported: bytes | None = None  # the last reward since the last turn
 
     def own_s(self) -> float:
         """Seconds that the agent itself has taken so far."""
@@ -133,15 +134,17 @@ class EpisodeSession:
             self._text.told(prompt)
             return self._keep(body, answered)
 
-    async def reward(self, report: RewardReport) -> None:
-        """What the last turn was worth; several reports add up. Raises RefusedError before the first turn."""
+    async def reward(self, report: RewardReport, retried: bytes | None = None, body: bytes = b"") -> None:
+        """What the last turn was worth; several add up. retried: see `chat`. Raises RefusedError before the first turn."""
+        if retried is not None and retried == self._reported:
+            return  # it was taken, and only the answer was lost
         tally = self.tally
         if not tally.turns:
             raise RefusedError("There is nothing to reward yet: the model was asked nothing.", code="no_turn")
         tally.rewards += [0.0] * (tally.turns - len(tally.rewards))
         tally.rewards[-1] += report.reward
         self.metrics |= report.metrics
-        self.rewarded = True
+        self.rewarded, self._reported = True, body
 
     def sample(self, decode: Callable[[Sequence[int]], str], *, rewards: bool) -> Sample | None:
         """The episode as a sample; None where nothing was asked. rewards: whether the agent's are a part of the reward."""
@@ -266,6 +269,7 @@ class EpisodeSession:
                 self._template = self._model.template(self._tools)
         else:
             transcript.told(said.ids)
+        self._reported = None
         self.tally.turns += 1
         self.tally.say(said.messages, len(said.ids))
         self._known += said.seen

@@ -433,6 +433,26 @@ def test_rewards_of_turns_add_up() -> None:
     assert sample.reward_parts == {"environment": 1.75}
 
 
+def test_a_reward_that_is_sent_again_counts_once() -> None:
+    """As the openai package does where it had no answer in time; two turns may be worth the same."""
+
+    async def rewards(client: AsyncOpenAI, row: EpisodeRow) -> None:
+        async def report(retry: int) -> None:
+            options: Any = {"headers": {"x-stainless-retry-count": str(retry)}}
+            await client.post("/episode/reward", body={"reward": 0.5}, cast_to=object, options=options)
+
+        await client.chat.completions.create(model=MODEL, messages=list(row.messages))  # type: ignore[arg-type]
+        await report(0)
+        await report(1)
+        messages: list[Any] = [*row.messages, {"role": "assistant", "content": "5"}, {"role": "user", "content": "on"}]
+        await client.chat.completions.create(model=MODEL, messages=messages)
+        await report(1)  # the first did not come so far
+        await report(2)
+
+    [sample] = harnessed(writing("5"), rewards)
+    assert sample.metadata["turn_rewards"] == [0.5, 0.5]
+
+
 def test_a_server_that_never_answers_fails_the_episode() -> None:
     async def ask(client: AsyncOpenAI, row: EpisodeRow) -> None:
         with pytest.raises(openai.InternalServerError, match="the episode has failed"):
