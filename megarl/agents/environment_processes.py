@@ -167,11 +167,19 @@ class _Process:
             await asyncio.wait({self._listening}, timeout=CLOSE_S)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while (answer := await _read(reader)) is not None:
+        ended = asyncio.ensure_future(self._process.wait())
+        while True:
+            reading = asyncio.ensure_future(_read(reader))
+            await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():  # what an environment has forked may hold the socket open
+                reading.cancel()
+                break
+            if (answer := reading.result()) is None:
+                break
             waiting = self._waiting.get(answer.number)
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
-        code = await self._process.wait()
+        code = await ended
         self.ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         for waiting in self._waiting.values():
             if not waiting.done():

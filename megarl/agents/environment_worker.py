@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from megarl.agents.environment import Environment
 from megarl.agents.environment_wire import Answer, Call, Cancel
 from megarl.agents.loading import Make, open_environment
-from megarl.agents.patience import MOST_TRACE
+from megarl.agents.patience import MOST_TRACE, in_words
 from megarl.recipe.agent import Agent
 from megarl.rewards.worker import HEADER, frame
 
@@ -88,7 +88,7 @@ def _answer(number: int, ended: Future[Any]) -> Answer:
         except Exception as unfit:  # whatever pickling a user's object raises
             return Answer(number, error=f"{type(unfit).__name__}: what it gave cannot leave its process: {unfit}")
     trace = "".join(traceback.format_exception(error))[-MOST_TRACE:]
-    return Answer(number, error=f"{type(error).__name__}: {error}", trace=trace)
+    return Answer(number, error=in_words(error), trace=trace)
 
 
 def serve(make: Make, channel: socket.socket) -> None:

@@ -42,8 +42,16 @@ async def within(call: Callable[[], Awaitable[T]], seconds: float, what: str) ->
         raise error
     if error is not None:
         trace = "".join(traceback.format_exception(error))[-MOST_TRACE:]
-        raise EnvironmentFailedError(f"{what} raised {type(error).__name__}: {error}", trace) from error
+        raise EnvironmentFailedError(f"{what} raised {in_words(error)}", trace) from error
     return task.result()
+
+
+def in_words(error: BaseException) -> str:
+    """Its type and what it says, where it can say something."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of the words themselves
+        return f"{type(error).__name__}, which has no words"
 
 
 async def _end(task: asyncio.Future[T]) -> None:

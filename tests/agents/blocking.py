@@ -12,6 +12,11 @@ from typing import Any
 from megarl.agents.environment import Done, EpisodeRow, Response, Turn
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise KeyError("words")
+
+
 class Blocking:
     """Two turns; `start` and `step` block until as many as `together` are in them at once, of all processes.
 
@@ -36,10 +41,14 @@ class Blocking:
             return Turn([{"role": "user", "content": "on"}], 0.5)
         if self._wrong == "raise":
             raise KeyError("no such door")
+        if self._wrong == "raise without words":
+            raise Speechless
         if self._wrong == "exit":
             raise SystemExit(3)
-        if self._wrong == "die" and not (self._folder / "died").exists():
+        if self._wrong in ("die", "fork and die") and not (self._folder / "died").exists():
             (self._folder / "died").touch()
+            if self._wrong == "fork and die" and os.fork() == 0:
+                time.sleep(600)
             os.kill(os.getpid(), signal.SIGKILL)
         if self._wrong == "hang":
             time.sleep(60)

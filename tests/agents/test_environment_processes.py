@@ -61,6 +61,7 @@ def test_all_that_block_do_so_side_by_side_in_as_many_processes(tmp_path: Path) 
     ("wrong", "says"),
     [
         ("raise", "step raised KeyError: 'no such door'"),
+        ("raise without words", "step raised Speechless, which has no words"),
         ("exit", "step raised RuntimeError: it exits (3)"),
         ("hang", "step did not end within 2 s"),
         ("unpicklable", "what it gave cannot leave its process"),
@@ -78,14 +79,15 @@ def test_what_goes_wrong_there_costs_its_episode(
     assert len([*tmp_path.glob("close-*")]) == (wrong != "hang")  # its thread is still in there
 
 
-def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Path) -> None:
-    """The first to get there kills the process; whoever begins after that has another."""
+@pytest.mark.parametrize("wrong", ["die", "fork and die"])
+def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Path, wrong: str) -> None:
+    """The first to get there kills the process; whoever begins after that has another. A child of it may hold its socket."""
 
     async def go() -> list[Any]:
         processes = EnvironmentProcesses(
             Agent(
                 environment="tests.agents.blocking:Blocking",
-                settings={"folder": str(tmp_path), "wrong": "die"},
+                settings={"folder": str(tmp_path), "wrong": wrong},
                 workers=1,
             )
         )
@@ -108,7 +110,7 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
             await processes.close()
         return found
 
-    died, done = asyncio.run(go())
+    died, done = asyncio.run(asyncio.wait_for(go(), 60))
     assert died == "its process ended by SIGKILL" and isinstance(done, Done) and done.reward == 1.0
 
 

@@ -23,6 +23,7 @@ from megarl.rollout.gate import Gate
 from megarl.rollout.seeds import environment_seed, request_seed
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
+from tests.agents.blocking import Speechless
 from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import ends_of, make_tokenizer
 from tests.agents.playing import make_row, make_settings, play
@@ -222,6 +223,10 @@ class Unspeakable:
         raise ValueError("no words for it")
 
 
+def raises_without_words() -> Any:
+    raise Speechless
+
+
 def interrupts() -> Any:
     raise KeyboardInterrupt
 
@@ -266,6 +271,7 @@ def fails(where: str, wrong: Callable[[], Any]) -> tuple[Sample, Bad]:
         ("step", lambda: Done(1.0, None), "step gave None as metrics; wanted are numbers by name"),  # type: ignore[arg-type]
         ("step", lambda: Done(10**400), "as a reward; wanted is a finite number"),
         ("step", Unspeakable, "step raised ValueError: no words for it"),
+        ("step", raises_without_words, "step raised Speechless, which has no words"),
         ("step", interrupts, "step raised RuntimeError: it exits"),
     ],
 )
