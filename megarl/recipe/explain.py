@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ from megarl.recipe.source import Keys, Tree
 
 MOST_NAMED = 6  # keys of another system's section that a message translates
 ANY_NAME = "NAME"  # stands for a key that users choose
+# What stands behind a key that takes one of several: sections' own marks, and pydantic's.
+_OPTION = re.compile(rf"{re.escape(A_VALUE)}|{re.escape(A_SECTION)}|literal\[.*\]|constrained-\w+")
 _TYPES = {
     "integer": "a whole number",
     "number": "a number",
@@ -76,6 +79,12 @@ class Schema:
         """What may stand there, in words."""
         node = self.node(keys)
         return "something else" if node is None else self._words(node)
+
+    def choices(self, keys: Keys) -> list[str]:
+        """The words that may stand there, or in the list that does."""
+        node = self.node(keys) or {}
+        options = [node, *node.get("anyOf", ()), node.get("items", {}), *node.get("items", {}).get("anyOf", ())]
+        return [str(each) for option in options for each in option.get("enum") or [option.get("const")] if each]
 
     def meaning(self, keys: Keys) -> str:
         """The key's description."""
@@ -143,7 +152,7 @@ def _either(node: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 def explain(errors: list[ErrorDetails], tree: Tree, kind: type[BaseModel]) -> list[str]:
     """One sentence or two for each error, in the order of the schema."""
     schema = Schema(kind)
-    return [_explain(error, tree, schema) for error in errors]
+    return list(dict.fromkeys(_explain(error, tree, schema) for error in errors))
 
 
 def nearest(keys: Keys, schema: Schema) -> str | None:
@@ -161,7 +170,7 @@ def nearest(keys: Keys, schema: Schema) -> str | None:
 
 
 def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
-    keys = tuple(str(part) for part in error["loc"] if part not in (A_VALUE, A_SECTION))
+    keys = tuple(str(part) for part in error["loc"] if not _OPTION.fullmatch(str(part)))
     written = schema.written(keys)
     dotted = ".".join(written)
     if error["type"] == "missing":
@@ -185,7 +194,9 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     quote = f" Quotes make it text: '{given}'." if error["type"] == "string_type" and given is not None else ""
     all_of_defaults = isinstance(given, bool) and schema.children(keys) and not _either(schema.node(keys) or {})
     section = " Write {} for a section of defaults." if all_of_defaults else ""
-    return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{quote}{section}"
+    near = difflib.get_close_matches(given, schema.choices(keys), n=1) if isinstance(given, str) else ()
+    guess = f" Did you mean {near[0]}?" if near and near[0] != given else ""
+    return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{guess}{quote}{section}"
 
 
 def _guess(keys: Keys, schema: Schema, given: Any) -> str:

@@ -63,6 +63,10 @@ def test_integers_are_good_floats_but_not_the_other_way(recipe_file: Path) -> No
         ("run.seed.x=1", ["`run.seed`", "(a section)", "a whole number at least 0"]),
         ("run.name=../up", ["`run.name`", "text that matches"]),
         ("model.path=1", ["`model.path`", "allowed: a path"]),
+        ("agent.environment=gues_number", ["cannot run. `agent.environment` (", "Did you mean guess_number?"]),
+        ("agent.environment=Shop", ["cannot run. `agent.environment` (", "code or text that matches"]),
+        ("agent.tools=[pyton]", ["`agent.tools.0` (", "Did you mean python?"]),
+        ("algorithm.kl_kind=abz", ['got "abz"', "Did you mean abs?"]),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(recipe_file: Path, override: str, says: list[str]) -> None:
