@@ -64,7 +64,8 @@ BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze", CODE)
 def _place(where: str) -> str:
     """A command, or an address without secrets. Raises ValueError."""
     if where.startswith(("http://", "https://")):
-        return plain_url(where, "http://host:8000/mcp")
+        remedy = "Name a command in its place that reads the key from its environment and asks the server"
+        return plain_url(where, "http://host:8000/mcp", remedy)
     try:
         words = shlex.split(where)
     except ValueError as error:

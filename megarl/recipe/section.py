@@ -24,8 +24,11 @@ def _expand_home(path: Path) -> Path:
 UserPath = Annotated[Path, AfterValidator(_expand_home)]
 
 
-def plain_url(url: str, example: str = "http://host:8000/grade") -> str:
-    """An address without secrets. Raises ValueError without repeating it: it may hold a password."""
+KEY_ENV = "Put the key into an environment variable and name it in key_env"
+
+
+def plain_url(url: str, example: str = "http://host:8000/grade", remedy: str = KEY_ENV) -> str:
+    """An address without secrets. remedy: for one with some. Raises ValueError without repeating it: it may hold a password."""
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -36,8 +39,7 @@ def plain_url(url: str, example: str = "http://host:8000/grade") -> str:
         raise ValueError(f"wanted is an address such as {example}, or one with https")
     if parts.username is not None or parts.password is not None or "?" in url or "#" in url:
         raise ValueError(
-            "an address with a user, a password, `?` or `#` is refused: recipes are saved and shown. "
-            "Put the key into an environment variable and name it in key_env"
+            f"an address with a user, a password, `?` or `#` is refused: recipes are saved and shown. {remedy}"
         )
     return url.rstrip("/")
 

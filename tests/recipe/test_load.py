@@ -65,6 +65,7 @@ def test_integers_are_good_floats_but_not_the_other_way(recipe_file: Path) -> No
         ("model.path=1", ["`model.path`", "allowed: a path"]),
         ("agent.environment=gues_number", ["cannot run. `agent.environment` (", "Did you mean guess_number?"]),
         ("agent.environment=Shop", ["cannot run. `agent.environment` (", "code or text that matches"]),
+        ("agent.mcp=[http://me:secret@a/mcp]", ["`agent.mcp.0` (", "Name a command in its place that reads the key"]),
         ("agent.tools=[pyton]", ["`agent.tools.0` (", "Did you mean python?"]),
         ("algorithm.kl_kind=abz", ['got "abz"', "Did you mean abs?"]),
     ],
