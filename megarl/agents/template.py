@@ -7,6 +7,7 @@ found by `rewritten`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -163,8 +164,12 @@ def _as_message(call: ToolCall) -> Message:
 
 def difference(written: str, again: str) -> str:
     """Where a rendering does not begin as what was written, in words; empty where it does, but for white space."""
-    found = (at for at, character in enumerate(again) if not character.isspace())
-    for at, character in enumerate(written):
+    # What both begin with is passed over first: it is nearly all of a long conversation, and characters one by one take long.
+    most = min(len(written), len(again))
+    same = bisect_left(range(most), True, key=lambda last: written[: last + 1] != again[: last + 1])
+    found = (at for at in range(same, len(again)) if not again[at].isspace())
+    for at in range(same, len(written)):
+        character = written[at]
         if character.isspace():
             continue
         other = next(found, len(again))

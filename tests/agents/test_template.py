@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from megarl.agents.template import ChatTemplate
+from megarl.agents.template import ChatTemplate, difference
 from megarl.core.errors import TemplateRefusalError
 from tests.agents.forms import FORMS, LLAMA3, ends_of, make_tokenizer
 
@@ -111,6 +112,29 @@ def test_a_template_that_opens_the_thinking_itself_is_found_as_well() -> None:
     )
     found = ChatTemplate(make_tokenizer("llama3", template=opens)).rewritten()
     assert "had written '<think>\\nBlue.', and the template has 'Blue.<|eot_id|>" in found
+
+
+@pytest.mark.parametrize(
+    ("written", "again", "where"),
+    [
+        ("a b", "a b c", ""),
+        ("a  b", "a b", ""),
+        ("ab ", " a\nb c", ""),
+        ("abc", "ab", "after 'ab' the policy had written 'c', and the template has ''"),
+        ("a xb", "a yb", "after 'a ' the policy had written 'xb', and the template has 'yb'"),
+        ("a x b", "a  x c", "after 'a x ' the policy had written 'b', and the template has 'c'"),
+    ],
+)
+def test_where_renderings_differ(written: str, again: str, where: str) -> None:
+    assert difference(written, again) == where
+
+
+def test_long_conversations_are_compared_in_moments() -> None:
+    """Turn by turn, on the event loop that all episodes share."""
+    said = "The quick brown fox. " * 400_000
+    began = time.monotonic()
+    assert difference(said + "a", said + "b").endswith("the policy had written 'a', and the template has 'b'")
+    assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize(
