@@ -126,7 +126,9 @@ class Agent(Section):
         "at the servers does not count",
     )
     step_timeout_s: PositiveFloat = Field(
-        60.0, description="deadline of one call of the environment, seconds; then the episode has failed"
+        60.0,
+        description="deadline of one call of the environment, seconds; then the episode has failed; programs of code have "
+        "seconds of their own",
     )
     tools: tuple[Literal["python"] | Path, ...] = Field(
         (),
@@ -145,7 +147,9 @@ class Agent(Section):
         description="SGLang's parser of the model's tool calls: qwen25 for Qwen2.5 and Qwen3, llama3, deepseekv3, mistral",
     )
     tool_timeout_s: PositiveFloat = Field(
-        30.0, description="deadline of one call of a tool, seconds; then the policy is told of an error"
+        30.0,
+        description="deadline of one call of a tool, seconds; then the policy is told of an error; of python, how long a program "
+        "may run once it has a sandbox",
     )
     served_as: str = Field(
         "policy",
