@@ -41,22 +41,24 @@ class McpServer:
         self.where = where
         self._opening = asyncio.Lock()
         self._connection: asyncio.Task[None] | None = None
-        self._client: Client | None = None
+        self._ready: asyncio.Future[Client] | None = None  # of a connection that is being made, or is there
         self._leave = asyncio.Event()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """What a tool gives, as text. Raises EnvironmentFailedError where the server says that it failed.
 
-        A server that ended is started, or looked for, anew by the next call; this one has failed.
+        A server that ended is started, or looked for, anew by the next call; this one has failed. One that starts for longer than
+        a call may take goes on starting for the next.
         """
-        client = await self._connected()
+        ready = await self._connection_made()
+        client = await asyncio.shield(ready)
         try:
             result = await client.call_tool(name, dict(arguments))
         except Exception as error:
-            if client is self._client and _gone(error):
+            if ready is self._ready and _gone(error):
                 log.warning("the MCP server %r is gone (%s); the next call connects anew", self.where, error)
                 self._leave.set()
-                self._client = None
+                self._ready = None
             raise
         text = _text(result)
         if result.is_error:
@@ -65,7 +67,7 @@ class McpServer:
 
     async def tools(self) -> list[dict[str, Any]]:
         """The schemas of its tools, as chat templates want them."""
-        client, schemas, cursor = await self._connected(), [], None
+        client, schemas, cursor = await (await self._connection_made()), [], None
         while True:
             listed = await client.list_tools(cursor=cursor)
             schemas += [_schema(tool.name, tool.description or "", tool.input_schema) for tool in listed.tools]
@@ -75,20 +77,22 @@ class McpServer:
 
     async def close(self) -> None:
         """End the connection, and with it a server that is a command."""
+        self._ready = None
         self._leave.set()
         if self._connection is not None:
             await asyncio.wait({self._connection}, timeout=CLOSE_S)
             self._connection.cancel()
 
-    async def _connected(self) -> Client:
+    async def _connection_made(self) -> asyncio.Future[Client]:
+        """The connection that there is, or is being made; another where that failed."""
         async with self._opening:
-            if self._client is None:
+            ready = self._ready
+            if ready is None or (ready.done() and ready.exception() is not None):
                 await self.close()
                 self._leave = asyncio.Event()
-                ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                ready = self._ready = asyncio.get_running_loop().create_future()
                 self._connection = asyncio.create_task(self._hold(ready, self._leave))
-                self._client = await ready
-            return self._client
+            return ready
 
     async def _hold(self, ready: asyncio.Future[Client], leave: asyncio.Event) -> None:
         """Be connected until told to leave."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -134,6 +135,25 @@ def test_a_call_has_a_deadline_and_the_server_goes_on(pids: Path) -> None:
     assert waited.failed and waited.message["content"] == "error: wait did not end within 8 s"
     assert apple.message["content"] == "3.0"
     assert len(started(pids)) == 2 and ended(started(pids))
+
+
+def test_a_server_that_starts_for_longer_than_a_call_may_take_is_there_in_the_end(pids: Path) -> None:
+    """It is not started anew by each call that has no time left for it."""
+    slow = f"import runpy, sys, time; time.sleep(3); sys.argv = ['shop', '{pids}']; runpy.run_path('{SHOP}')"
+
+    async def go() -> list[Result]:
+        toolbox = opened(shlex.join([sys.executable, "-c", slow]), timeout_s=1.0)
+        found: list[Result] = []
+        try:
+            while not found or found[-1].failed:
+                found += await call(toolbox, ("price_of", {"fruit": "apple"}))
+            return found
+        finally:
+            await toolbox.close()
+
+    *early, last = asyncio.run(asyncio.wait_for(go(), 60))
+    assert {each.message["content"] for each in early} == {"error: price_of did not end within 1 s"}
+    assert last.message["content"] == "3.0" and len(started(pids)) == 2
 
 
 def listens(port: int) -> bool:
