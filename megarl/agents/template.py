@@ -18,7 +18,7 @@ from megarl.agents.environment import Message
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
-from megarl.data.chat import Tokenizer, apply_template, parse_arguments, special_ids
+from megarl.data.chat import Tokenizer, apply_template, encode_behind, parse_arguments, special_ids
 
 # Stands in for what the policy wrote. Templates trim a message, and look for their own marks in it.
 STAND_IN = "what-the-policy-wrote"
@@ -44,7 +44,7 @@ class ChatTemplate:
         self._tools = list(tools)
         self._special = special_ids(tokenizer)
         self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
-        ids = self._encode(self._ended).tolist()
+        ids = self._encode_behind(self._ended).tolist()
         at = next((at for at, token in enumerate(ids) if token in self._special), None)
         # The turn's end; some templates, such as Llama 2's, put a space before it.
         self._end = [] if at is None or self.shown(ids[:at]).strip() else ids[: at + 1]
@@ -72,7 +72,7 @@ class ChatTemplate:
         whichever the template has: only what comes after is given. calls: of tools that it made, for templates that take results
         of calls alone. Raises TemplateRefusalError.
         """
-        ids = self._encode(self.between(messages, calls))
+        ids = self._encode_behind(self.between(messages, calls))
         # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
         if self._special.intersection(last) and ids[: len(self._end)].tolist() == self._end:
             return ids[len(self._end) :]
@@ -141,6 +141,10 @@ class ChatTemplate:
         text = apply_template(self._tokenizer, messages, generation_prompt=generation_prompt, tools=self._tools)
         # No tokenizer takes half a character, such as a tool may give that reads names of files.
         return text.encode("utf-8", "replace").decode()
+
+    def _encode_behind(self, text: str) -> TokenArray:
+        """Of text that stands behind what the policy wrote."""
+        return encode_behind(self._tokenizer, [(STAND_IN, text)])[0]
 
     def _encode(self, text: str) -> TokenArray:
         encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)

@@ -10,6 +10,7 @@ import pytest
 from megarl.agents.template import ChatTemplate, difference
 from megarl.core.errors import TemplateRefusalError
 from tests.agents.forms import FORMS, LLAMA3, ends_of, make_tokenizer
+from tests.support.llama2 import llama2_tokenizer
 
 HIGHER = [{"role": "user", "content": "higher"}]
 # What follows a turn that ended with the template's own end, and with a stop string.
@@ -104,6 +105,18 @@ def test_white_space_before_the_end_of_a_turn_belongs_to_it() -> None:
         assert template.shown(template.following(HIGHER)) == " </s><s>[INST] higher [/INST]"
     words = make_tokenizer("mistral", template=llama2.replace("' </s>'", "' done</s>'"))
     assert ChatTemplate(words).shown(ChatTemplate(words).following(HIGHER, ends_of("mistral"))).startswith(" done</s>")
+
+
+def test_a_tokenizer_that_puts_blanks_puts_none_between_turns() -> None:
+    tokenizer = llama2_tokenizer()
+    template = ChatTemplate(tokenizer)
+    talk = [{"role": "user", "content": "two"}]
+    begun, _ = template.prompt(talk)
+    whole, _ = template.prompt([*talk, {"role": "assistant", "content": "2"}, *HIGHER])
+    ended = whole.tolist().index(tokenizer.eos_token_id) + 1
+    for cut in (ended, ended - 2):  # with the turn's end, and without it
+        written = whole[len(begun) : cut].tolist()
+        assert [*begun.tolist(), *written, *template.following(HIGHER, written[-1:]).tolist()] == whole.tolist()
 
 
 def test_a_template_that_opens_the_thinking_itself_is_found_as_well() -> None:

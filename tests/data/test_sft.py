@@ -11,6 +11,7 @@ from megarl.data.sft import Demonstration, check_demonstrations, load_demonstrat
 from megarl.recipe.schema import Data
 from megarl.recipe.supervised import SftData
 from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
+from tests.support.llama2 import llama2_tokenizer
 
 DATA = SftData(train=Path("sft.jsonl"))
 # Shows no turn of the assistant's but the last.
@@ -252,36 +253,9 @@ def test_long_demonstrations_are_dropped_and_counted(tmp_path: Path, model_folde
         load_demonstrations(path, model_folder, SftData(train=path, max_tokens=5))
 
 
-LLAMA_2 = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-
-
 @pytest.fixture
 def blanks_tokenizer() -> Any:
-    """As Llama 2's: a blank before each text, blanks as a sign, bytes for what it does not know."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-    pieces += [*"abcdefghijklmnopqrstuvwxyz0123456789+?[]/INST=:AQ", "tw", "two", "▁two"]
-    joins = [("t", "w"), ("tw", "o"), ("▁", "two")]
-    model = models.BPE(
-        {piece: number for number, piece in enumerate(pieces)},
-        joins,
-        unk_token="<unk>",
-        byte_fallback=True,
-        fuse_unk=True,
-    )
-    made = Tokenizer(model)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=LLAMA_2
-    )
+    return llama2_tokenizer()
 
 
 def test_no_blank_comes_between_the_pieces_of_a_chat(blanks_tokenizer: Any) -> None:
