@@ -16,10 +16,11 @@ from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.layers import BACKWARD, GRADIENT_BYTES, Parts, micro_batch
 from megarl.placement.links import all_gather_s
-from megarl.placement.sizes import model_sizes
+from megarl.placement.sizes import adapter_sizes, model_sizes
 from megarl.placement.space import Layouts
 from megarl.placement.stages import Stage, stages
 from megarl.placement.workload import Workload
+from megarl.recipe.roles import Lora
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,22 @@ def score_seconds(
 
 
 def update_seconds(
-    config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool = True, epochs: int = 1
+    config: ModelConfig,
+    choice: Layouts,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    head: bool = True,
+    epochs: int = 1,
+    lora: Lora | None = None,
 ) -> Seconds:
-    """All optimizer steps of one step. epochs: times that the role goes through the samples."""
+    """All optimizer steps of one step. epochs: times that the role goes through the samples. lora: adapters that alone learn."""
     updates = workload.mini_batches * epochs
     assigned = batches(workload.samples / workload.mini_batches, workload, choice)
-    forward, backward, again = micro_batch(config, choice, assigned.tokens, workload, cluster, head=head)
+    forward, backward, again = micro_batch(config, choice, assigned.tokens, workload, cluster, head=head, lora=lora)
     both = forward.plus(backward).plus(again)
     seconds = _pipelined(config, both, assigned.count, choice, workload, cluster, updates=updates, calls=epochs)
-    gradients, optimizer = _step_seconds(config, choice, workload, cluster, head=head)
+    gradients, optimizer = _step_seconds(config, choice, workload, cluster, head=head, lora=lora)
     return Seconds(**{**vars(seconds), "gradients": updates * gradients, "optimizer": updates * optimizer})
 
 
@@ -145,7 +153,7 @@ def _of_most(amounts: list[Any], kinds: tuple[Stage, ...]) -> Stage:
 
 
 def _step_seconds(
-    config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool
+    config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool, lora: Lora | None
 ) -> tuple[Any, Any]:
     """Reducing gradients and gathering weights, and the optimizer's pass over its share; of one optimizer step."""
     sharded, sizes, kinds = workload.shards_optimizer, model_sizes(config, head=head), stages(config, choice)
@@ -153,6 +161,10 @@ def _step_seconds(
     fullest = _of_most([dense / choice.tp + routed / choice.ep for dense, routed in held], kinds)
     dense, routed = fullest.parameters(sizes)
     others, routed = dense / choice.tp, routed / choice.ep
+    if lora is not None:
+        # Routed experts have none.
+        each = [adapter_sizes(config, lora, choice.tp, kind.layers, kind.moe_layers) for kind in kinds]
+        others, routed = np.max(each, axis=0), np.zeros(len(choice))
     # Gradients are scattered, and then weights gathered where each rank has updated its share, gradients where it has not.
     moved = GRADIENT_BYTES + (workload.bytes_each if sharded else GRADIENT_BYTES)
     gradients, state = np.zeros(len(choice)), np.zeros(len(choice))

@@ -156,8 +156,11 @@ class _Step:
         heads = config.num_heads / self._choice.tp[wide]
         shared = heads if config.mla is not None else np.minimum(heads, config.num_heads / config.num_kv_heads)
         rows = np.ceil(shared / device.tile_rows) * device.tile_rows
-        # Two operations for each element of keys and of values and each row.
+        # Two operations for each element of keys and of values and each row; of latent attention one vector is both, but for
+        # the part with rotary positions, which keys alone have.
         flops = kv / self._bytes * 2 * rows
+        if config.mla is not None:
+            flops = flops * (2 * config.mla.kv_rank + config.mla.rope_dim) / (config.mla.kv_rank + config.mla.rope_dim)
         reached = device.product_flops("bfloat16" if self._bytes == 2 else "float32") * self._cluster.rates.attention
         return tokens * np.maximum(kv / self._roof.bytes_s, flops / reached)
 

@@ -24,17 +24,18 @@ from megarl.placement.roofline import (
     mlp_products,
     training_roof,
 )
-from megarl.placement.sizes import model_sizes
+from megarl.placement.sizes import adapter_sizes, model_sizes
 from megarl.placement.space import Layouts
 from megarl.placement.stages import Stage
 from megarl.placement.workload import Workload
+from megarl.recipe.roles import Lora
 
 # Gradients are summed in float32.
 GRADIENT_BYTES = 4
 # Backward multiplies twice for each multiplication of the forward pass, and moves twice the bytes.
 BACKWARD = 2
 # Collectives of tensor parallel with sequence parallel, of one layer's two halves: each gathers its input and scatters its
-# output; backward gathers the inputs once more for the gradients of the weights (arXiv 2205.05198).
+# output; backward gathers the inputs once more for the gradients of the weights (arXiv 2205.05198), which frozen ones have not.
 GATHERS, GATHERS_BACKWARD = 2, 3
 
 
@@ -92,20 +93,32 @@ class Parts:
 
 
 def micro_batch(
-    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster, *, head: bool
+    config: ModelConfig,
+    choice: Layouts,
+    tokens: Any,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    head: bool,
+    lora: Lora | None = None,
 ) -> tuple[Parts, Parts, Parts]:
-    """One micro-batch forward, backward, and what recompute adds to the latter. tokens: [N] on a data-parallel rank."""
+    """One micro-batch forward, backward, and what recompute adds to the latter. tokens: [N] on a data-parallel rank.
+
+    lora: adapters that alone are trained. What they multiply themselves is left out, as in `models.flops`.
+    """
     here, moe = tokens / choice.cp, config.moe is not None and bool(config.moe_layers)
-    dense = _dense_layer(config, choice, tokens, workload, cluster)
-    expert = _expert_layer(config, choice, tokens, workload, cluster) if moe else (_only_compute(0.0),) * 2
+    frozen = lora is not None
+    dense = _dense_layer(config, choice, tokens, workload, cluster, frozen)
+    expert = _expert_layer(config, choice, tokens, workload, cluster, frozen) if moe else (_only_compute(0.0),) * 2
     width = here / choice.tp * config.hidden_size * workload.bytes_each
     # Every virtual stage sends to the next one.
     send = np.where(choice.pp > 1, send_s(cluster, width, choice.devices // choice.pp), 0.0) * choice.vpp
     micro_s = cluster.rates.micro_s * choice.vpp
     nothing = _only_compute(0.0)
-    head_s = _only_compute(_head_seconds(config, choice, here, workload, cluster)) if head else nothing
+    product, logits = _head_seconds(config, choice, here, workload, cluster) if head else (0.0, 0.0)
+    head_s = _only_compute(product + logits)
     forward = Parts(dense[0], expert[0], nothing, head_s, _only_compute(0.0, launch=micro_s, pipeline=send))
-    added = _summed_gradients(config, choice, workload, cluster)
+    added = _summed_gradients(config, choice, workload, cluster, lora)
     end = _only_compute(added.end)
     # A tied matrix has one gradient where one rank has both ends.
     tied_once = np.where((choice.pp == 1) & config.tied_embeddings, 0.0, 1.0)
@@ -113,7 +126,7 @@ def micro_batch(
         dense[1].plus(_only_compute(added.dense)),
         expert[1].plus(_only_compute(added.expert)),
         end,
-        head_s.times(BACKWARD).plus(end, tied_once) if head else nothing,
+        _only_compute(_backward(product, logits, frozen)).plus(end, tied_once) if head else nothing,
         _only_compute(0.0, launch=BACKWARD * micro_s, pipeline=send),
     )
     attention = _attention_seconds(config, choice, here, workload, cluster) * (choice.recompute == 1)
@@ -131,10 +144,15 @@ class _Added:
     end: Any
 
 
-def _summed_gradients(config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster) -> _Added:
+def _summed_gradients(
+    config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, lora: Lora | None
+) -> _Added:
     """Read in the model's dtype, read and written in float32."""
     sizes, roof = model_sizes(config), training_roof(cluster, workload.dtype)
     each = (workload.bytes_each + 2 * GRADIENT_BYTES) / roof.bytes_s
+    if lora is not None:
+        dense, expert = (adapter_sizes(config, lora, choice.tp, 1, moe) * each for moe in (0, 1))
+        return _Added(dense, expert, 0.0)
     return _Added(
         dense=(sizes.attention + sizes.dense_mlp) / choice.tp * each,
         expert=((sizes.attention + sizes.shared) / choice.tp + sizes.routed / choice.ep) * each,
@@ -142,12 +160,17 @@ def _summed_gradients(config: ModelConfig, choice: Layouts, workload: Workload, 
     )
 
 
+def _backward(products: Any, beside: Any, frozen: bool) -> Any:
+    """Seconds backward of what takes so many forward. frozen: weights have no gradients, and inputs alone are multiplied for."""
+    return products * (1 if frozen else BACKWARD) + BACKWARD * beside
+
+
 def _only_compute(compute: Any, launch: Any = 0.0, pipeline: Any = 0.0) -> Pass:
     return Pass(compute=compute, launch=launch, tensor=0.0, context=0.0, expert=0.0, pipeline=pipeline)
 
 
 def _dense_layer(
-    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster
+    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster, frozen: bool
 ) -> tuple[Pass, Pass]:
     """Forward and backward of one layer without experts."""
     here, each, roof, rates = (
@@ -160,17 +183,18 @@ def _dense_layer(
         config.hidden_size, config.ffn_hidden_size, choice.tp
     )
     elements = attention_elements(config, choice.tp) + 3 * config.ffn_hidden_size / choice.tp
-    own = roof.products_s(here, products, each, each) + here * elements * each * rates.traffic / roof.bytes_s
+    multiplied = roof.products_s(here, products, each, each)
+    beside = here * elements * each * rates.traffic / roof.bytes_s
     attention = _attention_seconds(config, choice, here, workload, cluster)
     gather = all_gather_s(cluster, here * config.hidden_size * each, choice.tp, 1)
     launch = rates.layer_s + _sequence_launch(choice, tokens, workload, cluster)
     context = _context_seconds(config, choice, tokens, workload, cluster)
     return (
-        _layer(own + attention, launch, 2 * GATHERS * gather, context, cluster),
+        _layer(multiplied + beside + attention, launch, 2 * GATHERS * gather, context, cluster),
         _layer(
-            BACKWARD * own + ATTENTION_BACKWARD * attention,
+            _backward(multiplied, beside, frozen) + ATTENTION_BACKWARD * attention,
             BACKWARD * launch,
-            2 * GATHERS_BACKWARD * gather,
+            2 * (GATHERS if frozen else GATHERS_BACKWARD) * gather,
             2 * context,
             cluster,
         ),
@@ -185,7 +209,7 @@ def _layer(compute: Any, launch: Any, tensor: Any, context: Any, cluster: Cluste
 
 
 def _expert_layer(
-    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster
+    config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster, frozen: bool
 ) -> tuple[Pass, Pass]:
     """Forward and backward of one layer with experts: tokens go out to them and come back, and the host waits for counts."""
     moe, rates, each = config.moe, cluster.rates, workload.bytes_each
@@ -200,18 +224,19 @@ def _expert_layer(
     experts = experts + roof.product_s(own_tokens, hidden, moe.num_experts, each, each)
     products = attention_products(config, choice.tp) + mlp_products(hidden, moe.shared_ffn_hidden_size, choice.tp)
     elements = here * attention_elements(config, choice.tp) + sent * expert_elements(hidden, moe.ffn_hidden_size)
-    own = experts + roof.products_s(here, products, each, each) + elements * each * rates.traffic / roof.bytes_s
+    multiplied = experts + roof.products_s(here, products, each, each)
+    beside = elements * each * rates.traffic / roof.bytes_s
     attention = _attention_seconds(config, choice, here, workload, cluster)
     gather = all_gather_s(cluster, here * hidden * each, choice.tp, 1)
     context = _context_seconds(config, choice, tokens, workload, cluster)
     launch = rates.expert_layer_s + _sequence_launch(choice, tokens, workload, cluster)
     exchange = 2 * all_to_all_s(cluster, sent * hidden * each, choice.ep, 1) + np.zeros(len(choice))
     # Of the two halves only attention is cut by tensor parallel.
-    forward = Pass(own + attention, launch, GATHERS * gather, context, exchange, 0.0)
+    forward = Pass(multiplied + beside + attention, launch, GATHERS * gather, context, exchange, 0.0)
     backward = Pass(
-        compute=BACKWARD * own + ATTENTION_BACKWARD * attention,
+        compute=_backward(multiplied, beside, frozen) + ATTENTION_BACKWARD * attention,
         launch=BACKWARD * launch,
-        tensor=GATHERS_BACKWARD * gather,
+        tensor=(GATHERS if frozen else GATHERS_BACKWARD) * gather,
         context=2 * context,
         expert=exchange,
         pipeline=0.0,
@@ -237,7 +262,10 @@ def _attention_seconds(config: ModelConfig, choice: Layouts, here: Any, workload
     return here / choice.tp * each / (cluster.device.product_flops(workload.dtype) * cluster.rates.attention)
 
 
-def _head_seconds(config: ModelConfig, choice: Layouts, here: Any, workload: Workload, cluster: Cluster) -> Any:
-    """The vocabulary's product and what reads its logits, forward."""
+def _head_seconds(
+    config: ModelConfig, choice: Layouts, here: Any, workload: Workload, cluster: Cluster
+) -> tuple[Any, Any]:
+    """The vocabulary's product, and what reads its logits, forward."""
     columns, roof, each = config.vocab_size / choice.tp, training_roof(cluster, workload.dtype), workload.bytes_each
-    return roof.product_s(here, config.hidden_size, columns, each, each) + here * columns * LOGIT_BYTES / roof.bytes_s
+    product = roof.product_s(here, config.hidden_size, columns, each, each)
+    return product, here * columns * LOGIT_BYTES / roof.bytes_s

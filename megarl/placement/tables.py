@@ -165,7 +165,8 @@ def stage_seconds(
         score = score_seconds(config, choice, workload, cluster, head=head)
     if role in TRAINED:
         epochs = workload.epochs if role == ACTOR else workload.critic_epochs
-        update = update_seconds(config, choice, workload, cluster, head=head, epochs=epochs)
+        lora = workload.lora if role == ACTOR else None
+        update = update_seconds(config, choice, workload, cluster, head=head, epochs=epochs, lora=lora)
     return score, update
 
 

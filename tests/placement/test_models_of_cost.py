@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.layout import Layout
+from megarl.models.config import Mla
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
-from megarl.placement.generation import rollout_seconds
+from megarl.placement.generation import rollout_seconds, step_model
 from megarl.placement.lengths import lognormal
 from megarl.placement.links import all_gather_s, group_bytes_s
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
+from megarl.recipe.roles import Lora
 from tests.placement.samples import LATENT, LLAMA_7B, QWEN_7B, QWEN_30B_A3B, workload
 
 CLUSTER = make_cluster("H100", 4)
@@ -93,6 +95,44 @@ def test_an_update_multiplies_three_times_and_recompute_a_fourth() -> None:
     # All layers once more, but not the vocabulary's product.
     assert update + 0.8 * one < again < update + one
     assert update < some < update + 0.1 * one
+
+
+def test_an_update_of_adapters_multiplies_twice_and_moves_their_gradients_alone() -> None:
+    work = workload(QWEN_7B, mini_batches=1)
+    one = score_seconds(QWEN_7B, choice(8, 2), work, CLUSTER)
+    lora = Lora()
+    whole, some = (update_seconds(QWEN_7B, choice(8, 2), work, CLUSTER, lora=each) for each in (None, lora))
+    # Forward, and backward for the inputs alone (as models/flops has it); attention's backward pass is longer.
+    assert 2 * one.compute[0] < some.compute[0] < 2.5 * one.compute[0]
+    assert some.tensor[0] == pytest.approx(2 * one.tensor[0])
+    # Each of 4 copies sends 3/4 of 4 + 2 bytes for each number that is trained on its rank.
+    hidden, mixed = 3584, (28 + 2 * 4) * 128
+    trained = 28 * 32 * ((hidden + mixed / 2) + (hidden / 2 + hidden))
+    rate = CLUSTER.device.inside_bytes_s * CLUSTER.rates.links
+    hops = whole.gradients[0] - 0.75 * 6 * (model_sizes(QWEN_7B).total / 2) / rate
+    assert some.gradients[0] - hops == pytest.approx(0.75 * 6 * trained / rate)
+    fixed = CLUSTER.rates.update_s
+    assert some.optimizer[0] - fixed < (whole.optimizer[0] - fixed) / 100
+
+
+def test_an_update_of_adapters_takes_less_with_experts_too() -> None:
+    work = workload(QWEN_30B_A3B, mini_batches=1)
+    whole, some = (update_seconds(QWEN_30B_A3B, choice(8, ep=8), work, CLUSTER, lora=each) for each in (None, Lora()))
+    assert some.compute[0] < 0.9 * whole.compute[0]
+    assert some.gradients[0] < whole.gradients[0] / 5
+
+
+def test_a_latent_is_read_once_and_multiplied_as_key_and_as_value() -> None:
+    # As wide as DeepSeek-V3's. Few bytes and many heads on a device with little arithmetic: multiplying is what takes long.
+    config = replace(LATENT, num_heads=128, mla=Mla(None, 512, 128, 64, 128))
+    cluster = make_cluster("H20", 1)
+    step = step_model(workload(config, roles=("actor", "rollout")), cluster, 8, 1)
+    batch = np.array([64.0])
+    more = step(batch, 5000)[0] - step(batch, 1000)[0]
+    # 16 heads a rank share a tile of 64 rows; scores over 512 + 64, sums over 512.
+    flops = 64 * 4000 * config.num_layers * 64 * 2 * (576 + 512)
+    reached = cluster.device.product_flops("bfloat16") * cluster.rates.attention
+    assert more == pytest.approx(flops / reached)
 
 
 def test_a_pipeline_waits_for_its_ends() -> None:
