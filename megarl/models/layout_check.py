@@ -25,6 +25,23 @@ def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
         )
 
 
+def cuts_servers(config: ModelConfig, tp: int) -> bool:
+    """SGLang cuts heads and MLP columns evenly, and repeats key-value heads where there are fewer than ranks."""
+    heads = config.num_kv_heads
+    even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
+    return even and (config.mla is not None or heads % tp == 0 or tp % heads == 0)
+
+
+def check_server_layout(config: ModelConfig, tp: int) -> None:
+    """Raise UserError where a server of so many devices cannot be cut evenly, with the sizes that can."""
+    if not cuts_servers(config, tp):
+        valid = ", ".join(str(size) for size in range(1, config.num_heads + 1) if cuts_servers(config, size))
+        raise UserError(
+            f"rollout.tp {tp} does not divide the model: it has {config.num_heads} attention heads, "
+            f"{config.num_kv_heads} key-value heads and {config.ffn_hidden_size} MLP columns. Sizes that work: {valid}."
+        )
+
+
 def layout_problems(config: ModelConfig, layout: Layout) -> list[str]:
     """What stands against a layout, one sentence each; empty when nothing does."""
     problems = _tensor_problems(config, layout.tp) + _expert_problems(config, layout)

@@ -29,9 +29,11 @@ from megarl.placement.workload import (
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.placement import Pool
 from megarl.recipe.roles import Parallel
+from megarl.recipe.sampling_rules import asks_beside
 from megarl.recipe.schema import Recipe
 
 AUTO = "auto"
+SHARED_NAMES = ("colocate", "hybrid")
 _SERVER_PARTS = ("weights", "kv_cache")
 _PARTS = {True: ("grads", "params", "optimizer"), False: ("params",)}
 
@@ -65,21 +67,37 @@ def place(recipe: Recipe) -> Placed:
     workload = recipe_workload(recipe, read_model(recipe.model.path))
     if name is None:
         return Placed(recipe, check_fits(recipe, workload, cluster))
-    plan = plan_recipe(recipe, workload, cluster, name)
+    plan = plan_recipe(recipe, workload, cluster, name, as_it_is=True)
     return Placed(apply_plan(recipe, plan), plan.best, plan)
 
 
-def plan_recipe(recipe: Recipe, workload: Workload, cluster: Cluster, name: str = AUTO, *, top: int = 5) -> Plan:
-    """The best placement that the recipe can run. name: auto looks at all, else one of NAMES.
+def plan_recipe(
+    recipe: Recipe, workload: Workload, cluster: Cluster, name: str = AUTO, *, top: int = 5, as_it_is: bool = False
+) -> Plan:
+    """The best placement of a recipe. name: auto looks at all, else one of NAMES.
 
-    Raises UserError: an unknown name; nothing fits.
+    as_it_is: the recipe runs there without a change: where it has servers work while the ranks train, they have devices of
+    their own. Raises UserError: an unknown name; nothing fits.
     """
     tied = REFERENCE in workload.models and is_tied(recipe)
+    # Where processes stand for devices servers take none of the ranks'.
+    beside = asks_beside(recipe) if as_it_is and cluster.device.offloads_to_host else None
+    if beside is not None and name in SHARED_NAMES:
+        raise UserError(
+            f"placement.name {name} puts the servers on devices of the ranks, and {beside} has them work while the ranks train. "
+            "Set placement.name to auto, split or standalone, or remove that key."
+        )
 
     def runs(partition: Partition) -> bool:
-        return not tied or any(ACTOR in pool and REFERENCE in pool for pool in partition)
+        together = not tied or any(ACTOR in pool and REFERENCE in pool for pool in partition)
+        return together and (beside is None or (ROLLOUT,) in partition)
 
-    return make_plan(workload, cluster, top=top, name=None if name == AUTO else name, allowed=runs)
+    try:
+        return make_plan(workload, cluster, top=top, name=None if name == AUTO else name, allowed=runs)
+    except UserError as error:
+        if beside is None:
+            raise
+        raise UserError(f"{error} Servers need devices of their own here, because of {beside}.") from None
 
 
 def is_tied(recipe: Recipe) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import permutations
 
 from megarl.core.errors import UserError
-from megarl.models.layout_check import check_layout
+from megarl.models.layout_check import check_layout, check_server_layout
 from megarl.placement.cluster import Cluster
 from megarl.placement.plan import Own
 from megarl.placement.recipe_plan import predict_recipe, too_full
-from megarl.placement.workload import Workload
+from megarl.placement.workload import ROLLOUT, Workload
+from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import role_layouts
+from megarl.recipe.sampling_rules import check_beside
 from megarl.recipe.schema import Recipe
 
 
@@ -20,6 +22,8 @@ def own_placement(recipe: Recipe, workload: Workload, cluster: Cluster) -> Own:
         for role, layout in role_layouts(recipe).items():
             if role in workload.models:
                 check_layout(workload.models[role], layout, f"{role}.parallel")
+        plan_batches(recipe)
+        check_server_layout(workload.models[ROLLOUT], recipe.rollout.tp)
     except UserError as error:
         return Own(None, str(error))
     ranks, servers = recipe.cluster.devices, recipe.rollout.server_devices
@@ -41,4 +45,10 @@ def _on(recipe: Recipe, workload: Workload, cluster: Cluster, kind: Cluster, ser
     plan = predict_recipe(recipe, workload, kind, serving=serving, within=cluster if cluster.others else None)
     if plan.step_s == float("inf"):
         return Own(None, "the KV cache of its servers does not hold one sample of the greatest length")
+    [generating] = [pool for pool in plan.pools if any(role.role == ROLLOUT for role in pool.roles)]
+    try:
+        # Where processes stand for devices servers take none of the ranks'.
+        check_beside(recipe, beside=len(generating.roles) == 1 or not kind.device.offloads_to_host)
+    except UserError as error:
+        return Own(plan, str(error))
     return Own(plan, too_full(plan, kind))

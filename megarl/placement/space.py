@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.flops import Recompute
-from megarl.models.layout_check import layout_problems
+from megarl.models.layout_check import cuts_servers, layout_problems
 from megarl.placement.cuts import cuts
 
 Ints = NDArray[np.int64]
@@ -219,7 +219,7 @@ def servers(
     where devices share cores.
     """
     allowed = [node * nodes for nodes in space.server_nodes] if spanning else [s for s in space.tp if node % s == 0]
-    sizes = [size for size in allowed if _cuts_servers(config, size)]
+    sizes = [size for size in allowed if cuts_servers(config, size)]
     rows = [
         (devices, tp, share, used)
         for devices, tp, share in product(pool_sizes, sizes, space.memory_shares)
@@ -229,10 +229,3 @@ def servers(
     table = np.array(rows, np.float64).reshape(-1, 4)
     whole = table.astype(np.int64)
     return Servers(whole[:, 0], whole[:, 1], table[:, 2], whole[:, 3])
-
-
-def _cuts_servers(config: ModelConfig, tp: int) -> bool:
-    """SGLang cuts heads and MLP columns evenly, and repeats key-value heads where there are fewer than ranks."""
-    heads = config.num_kv_heads
-    even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
-    return even and (config.mla is not None or heads % tp == 0 or tp % heads == 0)

@@ -16,8 +16,10 @@ from megarl.models.context import SAMPLE_PARTS, check_context
 from megarl.models.hf_config import parse_model_config
 from megarl.placement.lengths import Lengths, assumed_lengths
 from megarl.placement.sizes import model_sizes
+from megarl.recipe.batch import uneven_mini_batch
 from megarl.recipe.roles import Lora
 from megarl.recipe.rules import longest_sample
+from megarl.recipe.sampling_rules import beside_ranks
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import scored_first
 
@@ -125,7 +127,7 @@ def recipe_workload(
     """The workload of a recipe. model: the actor's. read: reads those of other folders; default: read_model.
 
     responses: their lengths where they are known; else the likely ones of `assumed_lengths`. prompt_tokens: mean, where it is
-    known. Raises UserError for samples that are longer than a model's context.
+    known. Raises UserError for samples that are longer than a model's context, and mini-batches that do not divide a step's.
     """
     rollout, actor, read = recipe.rollout, recipe.actor, read or read_model
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -142,12 +144,14 @@ def recipe_workload(
     for role, each in models.items():
         check_context(each, longest, SAMPLE_PARTS, "the model" if each is model else f"{role}.path")
     mini_batch = actor.mini_batch_samples or samples
+    if uneven := uneven_mini_batch(rollout.prompts_per_step, rollout.samples_per_prompt, mini_batch):
+        raise UserError(uneven)
     given = max(actor.micro_batch_tokens, longest)
     return Workload(
         models=models,
         prompts=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
-        mini_batches=max(1, samples // mini_batch),
+        mini_batches=samples // mini_batch,
         prompt_tokens=prompt_tokens or min(ASSUMED_PROMPT, recipe.data.max_prompt_tokens / 2),
         responses=responses or assumed_lengths(rollout.max_response_tokens).likely,
         longest_sample=longest,
@@ -157,7 +161,8 @@ def recipe_workload(
         max_running=rollout.max_running_requests,
         in_flight=rollout.most_in_flight if rollout.external is not None else rollout.concurrency,
         dtype=recipe.model.dtype,
-        staleness=rollout.max_staleness,
+        # Groups that are carried over do not make servers work beside the ranks.
+        staleness=rollout.max_staleness if beside_ranks(recipe) else 0,
         scores=scored_first(recipe, "may ask for all"),
         shards_optimizer=actor.optimizer.name == "adam",
         lora=actor.lora,

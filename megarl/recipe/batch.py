@@ -152,6 +152,18 @@ def _warmup_problems(recipe: AnyRecipe, plan: BatchPlan) -> list[str]:
     ]
 
 
+def uneven_mini_batch(prompts: int, samples_per_prompt: int, size: int, shards: int = 1) -> str | None:
+    """What is wrong with mini-batches that do not divide a step's samples; None where they do. shards: each has a sample."""
+    samples = prompts * samples_per_prompt
+    if samples % size == 0:
+        return None
+    valid = _either(nearest_divisors(samples, max(size, shards), at_least=shards))
+    return (
+        f"actor.mini_batch_samples {size} does not divide rollout.prompts_per_step {prompts} x rollout.samples_per_prompt "
+        f"{samples_per_prompt} = {samples} samples. Nearest valid value: {valid}."
+    )
+
+
 def nearest_divisors(number: int, wanted: int, at_least: int = 1) -> list[int]:
     """The divisors of `number`, not under `at_least`, that stand nearest to `wanted`: one below, one above."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
@@ -204,10 +216,10 @@ def _mini_batch_problems(plan: BatchPlan, dp: int) -> list[str]:
             f"{product} is less than one sample for each of {dp} data-parallel ranks. "
             f"Set rollout.prompts_per_step to at least {-(-dp // plan.samples_per_prompt)}."
         ]
-    valid = _either(nearest_divisors(samples, max(size, dp), at_least=dp))
-    if samples % size:
-        return [f"actor.mini_batch_samples {size} does not divide {product}. Nearest valid value: {valid}."]
+    if uneven := uneven_mini_batch(plan.prompts, plan.samples_per_prompt, size, dp):
+        return [uneven]
     if size < dp:
+        valid = _either(nearest_divisors(samples, dp, at_least=dp))
         whose = (
             f"{plan.given_by} {plan.devices} / actor.parallel {_axes(plan.parallel)}"
             if dp == plan.dp

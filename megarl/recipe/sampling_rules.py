@@ -34,23 +34,30 @@ def overlaps(recipe: Recipe) -> bool:
     return recipe.rollout.max_staleness > 0 and beside_ranks(recipe)
 
 
+def asks_beside(recipe: Recipe) -> str | None:
+    """The key that has servers work while the ranks train, for which they need devices of their own; None where none does."""
+    if overlaps(recipe):
+        return f"rollout.max_staleness {recipe.rollout.max_staleness}"
+    return "eval.overlap" if recipe.eval.overlap and beside_ranks(recipe) else None
+
+
 def check_beside(recipe: Recipe, *, beside: bool) -> None:
     """Whether the servers' devices let the run be what the recipe says. Raises UserError.
 
     beside: whether the servers share no device with the ranks, as it is found when both have theirs.
     """
-    if beside:
+    asks = None if beside else asks_beside(recipe)
+    if asks is None:
         return
     if overlaps(recipe):
         raise UserError(
             f"rollout.max_staleness is {recipe.rollout.max_staleness}, and there are not devices enough for ranks and servers: "
             f"{CARRY_OVER_ONLY}, or set it to 0."
         )
-    if recipe.eval.overlap and beside_ranks(recipe):
-        raise UserError(
-            "eval.overlap is set, and there are not devices enough for ranks and servers: servers that share the ranks' devices "
-            "do not answer while the ranks train. Remove it, or give the servers devices of their own."
-        )
+    raise UserError(
+        f"{asks} is set, and there are not devices enough for ranks and servers: servers that share the ranks' devices "
+        "do not answer while the ranks train. Remove it, or give the servers devices of their own."
+    )
 
 
 def correction_by_default(recipe: Recipe) -> Correction | None:

@@ -29,6 +29,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.context import check_context
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
+from megarl.models.layout_check import check_server_layout
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.role_check import check_roles
 from megarl.models.rules import expected_tensors
@@ -42,7 +43,7 @@ from megarl.rewards.check import check_graders, compares_answers
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.resume_check import check_resumed
-from megarl.run.servers_check import check_server_layout, check_servers
+from megarl.run.servers_check import check_servers
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from megarl.core.janitor import RUN_ID_VARIABLE
 from megarl.core.platform import get_platform
 from megarl.core.scratch import Scratch, temporary
 from megarl.data.chat import has_chat_template, load_tokenizer
+from megarl.models.layout_check import check_server_layout
 from megarl.recipe.agent import PARSERS
 from megarl.rollout.asking import Asker
 from megarl.rollout.gate import Gate
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.preflight import CHECKPOINTS, check_model_folder
-from megarl.run.servers_check import check_server_layout
 from megarl.serving.call_parser import CallParser
 from megarl.serving.client import ServerClient
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec

@@ -183,19 +183,3 @@ def _check_private(urls: Sequence[str]) -> None:
                 f"{KEY}.key_env is given: whoever reaches a server without a key can read prompts, and put other weights there. "
                 f"Start it with --api-key, and name the environment variable that holds the key in {KEY}.key_env."
             )
-
-
-def check_server_layout(model: ModelConfig, tp: int) -> None:
-    """SGLang cuts heads and MLP columns evenly; it repeats key-value heads where there are fewer than ranks."""
-    sizes = {"attention heads": model.num_heads, "MLP columns": model.ffn_hidden_size}
-
-    def fits(size: int) -> bool:
-        heads = model.num_kv_heads
-        return all(count % size == 0 for count in sizes.values()) and (heads % size == 0 or size % heads == 0)
-
-    if not fits(tp):
-        valid = ", ".join(str(size) for size in range(1, model.num_heads + 1) if fits(size))
-        raise UserError(
-            f"rollout.tp {tp} does not divide the model: it has {model.num_heads} attention heads, "
-            f"{model.num_kv_heads} key-value heads and {model.ffn_hidden_size} MLP columns. Sizes that work: {valid}."
-        )

@@ -11,6 +11,7 @@ from megarl.core.errors import UserError
 from megarl.placement.apply import apply_plan, place, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.local import host_cluster
+from megarl.placement.own import own_placement
 from megarl.placement.placed import PlacementPlan
 from megarl.placement.recipe_plan import check_fits, predict_recipe, too_full
 from megarl.placement.workload import ROLLOUT, read_model, recipe_workload
@@ -18,6 +19,7 @@ from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.load import load_recipe, resolve
 from megarl.recipe.schema import Recipe
+from megarl.recipe.source import dump_yaml
 from tests.placement.samples import write_config
 
 LARGE = (
@@ -90,6 +92,48 @@ def test_a_reference_that_is_tied_to_the_actor_stays_with_it(tmp_path: Path, tie
     [pool] = [pool for pool in plan.best.pools if "actor" in {role.role for role in pool.roles}]
     assert "reference" in {role.role for role in pool.roles}
     assert apply_plan(before, plan).reference.parallel is None
+
+
+@pytest.mark.parametrize(("key", "value"), [("rollout.max_staleness", "1"), ("eval.overlap", "true")])
+def test_servers_that_work_while_the_ranks_train_are_placed_apart(tmp_path: Path, key: str, value: str) -> None:
+    cluster, held_out = make_cluster("H100", 2), "data.eval=rows.jsonl"
+    before = recipe(tmp_path, *LARGE, held_out, f"{key}={value}")
+    work = recipe_workload(before, read_model(tmp_path))
+    plan = plan_recipe(before, work, cluster, as_it_is=True)
+    assert ["rollout"] in [[role.role for role in pool.roles] for pool in plan.best.pools]
+    assert own_placement(apply_plan(before, plan), work, cluster).problem is None
+    with pytest.raises(UserError, match=f"colocate puts the servers on devices of the ranks, and {key}"):
+        plan_recipe(before, work, cluster, "colocate", as_it_is=True)
+    with pytest.raises(UserError, match=f"Servers need devices of their own here, because of {key}"):
+        plan_recipe(before, work, make_cluster("H100", 1, 1), as_it_is=True)
+
+
+def test_a_recipe_that_is_searched_for_is_planned_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("nodes: 1\ndevice: H100\ndevices_per_node: 2\n")
+    words = (f"cluster.file={tmp_path / 'cluster.yaml'}", "placement.name=auto", "model.dtype=bfloat16")
+    for staleness in (0, 1):
+        before = recipe(tmp_path, *words, "cluster.platform=cuda", f"rollout.max_staleness={staleness}")
+        write_config(tmp_path, layers=2, hidden=256, heads=8, ffn=768, vocab=320)
+        placed = place(before)
+        assert placed.predicted is not None
+        assert placed.predicted.asynchronous == (len(placed.predicted.pools) == 2) == (staleness > 0)
+        assert load_recipe(_saved(tmp_path, placed.recipe)).recipe == placed.recipe
+
+
+def _saved(folder: Path, given: Recipe) -> Path:
+    (folder / "saved.yaml").write_text(dump_yaml(resolve(given)))
+    return folder / "saved.yaml"
+
+
+def test_groups_that_are_carried_over_do_not_make_a_plan_asynchronous(tmp_path: Path) -> None:
+    before = recipe(tmp_path, *LARGE, "rollout.max_staleness=1", "rollout.oversample=1.25")
+    assert recipe_workload(before, read_model(tmp_path)).staleness == 0
+
+
+def test_mini_batches_that_do_not_divide_a_step_are_not_planned(tmp_path: Path) -> None:
+    before = recipe(tmp_path, *LARGE, "actor.mini_batch_samples=300")
+    with pytest.raises(UserError, match=r"300 does not divide .* Nearest valid value: 256 or 512"):
+        recipe_workload(before, read_model(tmp_path))
 
 
 def test_a_placement_of_the_recipe_that_does_not_fit_is_refused(tmp_path: Path) -> None:

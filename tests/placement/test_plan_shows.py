@@ -27,6 +27,7 @@ from megarl.run.plan_models import PlannedModels
 from tests.placement.samples import GRPO, PPO, QWEN_7B, QWEN_30B_A3B, workload, write_config
 
 LONG = ("rollout.max_response_tokens=4096", "actor.micro_batch_tokens=8192", "rollout.kv_tokens=300000")
+EIGHT = ("cluster.devices=8", "actor.parallel.tp=4")
 MIXED = replace(make_cluster("H100", 2), others=(make_cluster("H20", 4),))
 
 
@@ -57,6 +58,19 @@ def told(plan: Plan) -> str:
         (MIXED, ["cluster.devices=1"], "GiB of each device while actor works"),
         (make_cluster("H100", 1), ["cluster.devices=16"], "its ranks are 16 devices .*, and there are 8"),
         (make_cluster("H100", 1), ["cluster.devices=3", "actor.parallel.tp=3"], "tp 3 does not divide"),
+        (make_cluster("H100", 1), ["rollout.tp=3"], "rollout.tp 3 does not divide the model"),
+        (
+            make_cluster("H100", 1),
+            ["cluster.devices=4", "actor.mini_batch_samples=2"],
+            "less than one sample for each of 4",
+        ),
+        (make_cluster("H100", 1), ["actor.micro_batch_tokens=100"], "does not hold the longest sample"),
+        (
+            make_cluster("H100", 1),
+            [*EIGHT, "rollout.max_staleness=1"],
+            "rollout.max_staleness is 1, and there are not devices",
+        ),
+        (make_cluster("H100", 1), [*EIGHT, "eval.overlap=true"], "eval.overlap is set, and there are not devices"),
         (
             make_cluster("H100", 1),
             ["cluster.platform=cuda", "rollout.kv_tokens=null", "rollout.server_args=[--mem-fraction-static, '0.2']"],
@@ -70,6 +84,11 @@ def told(plan: Plan) -> str:
         "too full on both kinds",
         "too many",
         "cannot be cut",
+        "servers cannot be cut",
+        "too small mini-batches",
+        "too small micro-batches",
+        "no devices to work beside the ranks",
+        "no devices to answer beside the ranks",
         "no cache",
     ],
 )
