@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from megarl.core.errors import UserError
+from megarl.core.errors import MegarlError, UserError
 from megarl.launch.script import TEMPLATE
 
 app = typer.Typer()
@@ -117,10 +117,20 @@ def status(
     runs = [run] if run is not None else submitted_runs(Path("runs"))
     if not runs:
         raise UserError("No run in runs/ was submitted from here. Name a run's folder: megarl status RUN.")
-    table = Table("run", "job", "state", "steps")
+    # Folders are whole: they are what the other commands take.
+    table = Table(*(Column(name, overflow="fold") for name in ("run", "job", "state", "steps")))
+    failed = 0
     for each in runs:
-        table.add_row(str(each), *state_of(each))
+        try:
+            table.add_row(str(each), *state_of(each))
+        except MegarlError as error:
+            if run is not None:
+                raise
+            # One scheduler that does not answer hides no run of another.
+            table.add_row(str(each), "", str(error), "")
+            failed = error.exit_code
     Console().print(table)
+    raise typer.Exit(failed)
 
 
 @app.command()

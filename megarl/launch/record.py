@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.errors import UserError
+from megarl.launch.progress import whole_lines
 
 FOLDER, FILE, EVENTS = "launch", "submission.json", "events.jsonl"
 METRICS = "metrics.jsonl"
@@ -32,9 +33,14 @@ class Submission:
 
 
 def last_submission(run: Path) -> Submission | None:
-    """The last submission of the run in this folder; None where there was none."""
+    """The last submission of the run in this folder; None where there was none. Raises UserError for one that is no record."""
     file = run / FOLDER / FILE
-    return Submission(**json.loads(file.read_text())) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Submission(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is no record of a submission ({error}). Remove it to submit the run again.") from None
 
 
 def find_submission(run: Path) -> Submission:
@@ -55,14 +61,12 @@ def submitted_runs(folder: Path) -> list[Path]:
 
 def last_exit_code(run: Path, job: str) -> int | None:
     """Of the last driver of a SLURM job, as the job's leader wrote it down; None where none has ended."""
-    file = run / FOLDER / EVENTS
-    events = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    events = whole_lines(run / FOLDER / EVENTS)
     codes = [event["exit_code"] for event in events if event["job"] == job and "exit_code" in event]
     return int(codes[-1]) if codes else None
 
 
 def steps_done(run: Path) -> int | None:
     """The last step in the run's metrics; None where there is none yet."""
-    file = run / METRICS
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return int(json.loads(lines[-1])["step"]) if lines else None
+    lines = whole_lines(run / METRICS)
+    return int(lines[-1]["step"]) if lines else None

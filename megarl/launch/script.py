@@ -19,6 +19,19 @@ TEMPLATE = shipped("launch") / "slurm.sbatch"
 PARTS = ("--exclusive", "--oversubscribe", "--share", "-s", "--cpus-per-task", "-c", "--cpus-per-gpu", "--mem")
 
 
+# Options of sbatch that decide what the job is made for, and why they cannot be given beside.
+_NODES = "the recipe is checked against --nodes, and each node has one task"
+_AGAIN = "the run is stopped before the time limit and goes on in the same job; how long before is --grace"
+OWNED = {
+    **dict.fromkeys(("--array", "-a"), "every job of an array would be the same run, in the same folder"),
+    **dict.fromkeys(("--output", "-o", "--error", "-e"), "megarl logs reads the log that the script names"),
+    **dict.fromkeys(("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node"), _NODES),
+    **dict.fromkeys(("--signal", "--no-requeue"), _AGAIN),
+    **dict.fromkeys(("--time", "-t"), "give it as --time"),
+    **dict.fromkeys(("--gpus-per-node",), "give it as --gpus-per-node"),
+}
+
+
 @dataclass(frozen=True)
 class SlurmJob:
     """What a job asks of SLURM, and what it runs.
@@ -65,14 +78,25 @@ class SlurmJob:
 
 def _is_part(option: str) -> bool:
     """Whether an option of sbatch is one of PARTS: `-c8`, `--mem=0`, `--mem-per-gpu=80G`."""
-    name = re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]
-    return name in PARTS or name.startswith("--mem-per-")
+    return _name(option) in PARTS or _name(option).startswith("--mem-per-")
+
+
+def _name(option: str) -> str:
+    return re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]
+
+
+def _quoted(path: Path) -> str:
+    """A path as sbatch reads it in a script's option: within quotes, `\\` takes what stands behind it as it is."""
+    escaped = re.sub(r'(["\\])', r"\\\1", str(path))
+    return f'"{escaped}"'
 
 
 def render(job: SlurmJob, template: Path = TEMPLATE) -> str:
-    """The script. Raises UserError for a template that is missing or that asks for what is not there."""
+    """The script. Raises UserError for a template that is missing or that asks for what is not there, and for OWNED options."""
     if odd := [each for each in job.extra if not each.startswith("-")]:
         raise UserError(f"--sbatch {odd[0]} is no option of sbatch. Write it as it is, with `=`: --sbatch=--qos=high.")
+    if owned := [each for each in job.extra if _name(each) in OWNED]:
+        raise UserError(f"--sbatch {owned[0]} cannot be: {OWNED[_name(owned[0])]}.")
     if not template.is_file():
         raise UserError(
             f"There is no job script at {template}. megarl brings one as launch/slurm.sbatch; see --template."
@@ -83,6 +107,7 @@ def render(job: SlurmJob, template: Path = TEMPLATE) -> str:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["sbatch"] = _quoted
     try:
         return environment.from_string(template.read_text()).render(job=job)
     except TemplateError as error:

@@ -99,7 +99,9 @@ def state_of(job: str) -> JobState | None:
         return None
     if done.returncode:
         raise MegarlError(f"SLURM does not answer: {done.stderr.strip()}")
-    fields = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
+    fields: dict[str, str] = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
+    if "JobState" not in fields:
+        raise MegarlError(f"SLURM says no state of job {job}: {done.stdout.strip()[:200]!r}")
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     return JobState(
         fields["JobState"],

@@ -193,7 +193,7 @@ def _slurm_job(recipe: AnyRecipe, platform: Platform, options: SlurmOptions, per
         name=recipe.run.name,
         recipe=folder / "recipe.yaml",
         command=_command(recipe),
-        log=folder / "slurm-%j.out",
+        log=Path(str(folder).replace("%", "%%")) / "slurm-%j.out",  # %j: the job's number
         events=folder / EVENTS,
         metrics=run / METRICS_FILE,
         nodes=options.nodes,

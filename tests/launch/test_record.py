@@ -34,15 +34,26 @@ def test_a_folder_that_is_no_submitted_run_is_answered_with_those_that_are(tmp_p
     assert submitted_runs(tmp_path) == [tmp_path / "here"]
 
 
+@pytest.mark.parametrize("text", ['{"kind": "slurm"', "[]", '{"kind": "slurm", "job": "1", "colour": 3}'])
+def test_a_record_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    Submission("slurm", "1").write(tmp_path)
+    (tmp_path / "launch" / "submission.json").write_text(text)
+    with pytest.raises(UserError, match=r"submission.json is no record of a submission"):
+        find_submission(tmp_path)
+
+
 def test_steps_done_are_the_last_in_the_metrics(tmp_path: Path) -> None:
     assert steps_done(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 12}\n')
     assert steps_done(tmp_path) == 12
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 13, "rew')
+    assert steps_done(tmp_path) == 12, "a line that is not whole yet"
 
 
 def test_the_exit_code_of_a_job_is_that_of_its_last_driver(tmp_path: Path) -> None:
     assert last_exit_code(tmp_path, "7") is None
     (tmp_path / "launch").mkdir()
     lines = [{"job": "6", "exit_code": 3}, {"job": "7", "exit_code": 75}, {"job": "7", "event": "started"}]
-    (tmp_path / "launch" / "events.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "launch" / "events.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"job": "7", "ex']))
     assert last_exit_code(tmp_path, "7") == 75 and last_exit_code(tmp_path, "5") is None

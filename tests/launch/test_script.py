@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_a_job_on_gpus_takes_whole_nodes_where_nothing_else_is_said() -> None:
     whole = {"--exclusive", "--mem=0"}
     gpus = replace(JOB, gpus_per_node=8)
     assert asked(render(gpus)) == asked(render(JOB)) | whole | {"--gpus-per-node=8"}
-    assert whole <= asked(render(replace(gpus, extra=("--qos=high", "--signal=B:TERM@9", "-Cfast"))))
+    assert whole <= asked(render(replace(gpus, extra=("--qos=high", "--dependency=afterok:9", "-Cfast"))))
     assert not whole & asked(render(replace(gpus, cpus_per_task=96)))
     assert not whole & asked(render(replace(gpus, memory="800G")))
 
@@ -108,6 +109,31 @@ def test_what_is_said_of_a_nodes_parts_stands_alone(option: str) -> None:
     """SLURM refuses --mem beside --mem-per-gpu."""
     job = replace(JOB, gpus_per_node=8)
     assert asked(render(replace(job, extra=(option,)))) == asked(render(JOB)) | {"--gpus-per-node=8", option}
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--array=1-3", "every job of an array would be the same run"),
+        ("-a1-3", "every job of an array would be the same run"),
+        ("--output=mine.out", "megarl logs reads the log"),
+        ("--nodes=4", "checked against --nodes"),
+        ("-n 8", "each node has one task"),
+        ("--no-requeue", "goes on in the same job"),
+        ("--signal=B:TERM@9", "is --grace"),
+        ("--time=5", "give it as --time"),
+    ],
+)
+def test_what_the_job_is_made_for_cannot_be_undone(option: str, says: str) -> None:
+    """sbatch takes the last word of several: what stood before the script's own would be read by nothing."""
+    with pytest.raises(UserError, match=re.escape(f"--sbatch {option} cannot be: ") + f".*{says}"):
+        render(replace(JOB, extra=("--qos=high", option)))
+
+
+def test_a_log_in_any_folder_is_read_as_it_is_by_sbatch() -> None:
+    script = render(replace(JOB, log=Path('/shared/my "new" runs\\of 50%%/slurm-%j.out')))
+    # As sbatch splits it: quotes hold blanks together, a backslash takes what is behind it as it is.
+    assert r'--output="/shared/my \"new\" runs\\of 50%%/slurm-%j.out"' in asked(script)
 
 
 def test_sbatch_reads_all_options_because_nothing_else_stands_before_them() -> None:

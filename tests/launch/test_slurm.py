@@ -107,3 +107,9 @@ def test_a_job_that_slurm_has_forgotten_is_not_a_slurm_that_is_silent(answers: P
     program(answers, "scontrol", err="Unable to contact slurm controller", code=1)
     with pytest.raises(MegarlError, match="SLURM does not answer: Unable to contact"):
         slurm.state_of("7")
+
+
+def test_an_answer_without_a_state_is_shown(answers: Path) -> None:
+    program(answers, "scontrol", "No jobs in the system")
+    with pytest.raises(MegarlError, match="SLURM says no state of job 7: 'No jobs in the system'"):
+        slurm.state_of("7")

@@ -47,6 +47,11 @@ def test_devices_on_cpus_are_spread_over_the_nodes(dry_run: Callable[..., str], 
     assert f"megarl train {place.run}/launch/recipe.yaml --continue" in script
 
 
+def test_a_percent_of_a_folder_is_no_pattern_of_the_logs_name(dry_run: Callable[..., str], place: Place) -> None:
+    script = dry_run(SlurmOptions(), f"run.dir={place.root}/50%j")
+    assert f'--output="{place.root}/50%%j/' in script and "/launch/slurm-%j.out" in script
+
+
 def test_spares_are_counted_among_the_nodes(dry_run: Callable[..., str]) -> None:
     script = dry_run(SlurmOptions(nodes=3), "cluster.devices=4", "cluster.spares=1")
     assert "--nodes=3" in script and "--resource megarl_cpu_device=2" in script and "#SBATCH --no-kill" in script

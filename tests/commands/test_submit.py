@@ -1,0 +1,34 @@
+"""`megarl status`: every submitted run has its line, whole, whatever became of the others' schedulers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.core.errors import MegarlError
+from megarl.launch.record import Submission
+
+LONG = "a_run_with_a_name_that_is_longer_than_what_a_narrow_terminal_has_for_it"
+
+
+def test_a_scheduler_that_does_not_answer_hides_no_run_and_no_name_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/bash\necho "JobState=RUNNING Reason=None ExitCode=0:0"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.chdir(tmp_path)
+    Submission("ray", "raysubmit_1", "http://127.0.0.1:9").write(Path("runs/a_gone"))
+    Submission("slurm", "7").write(Path("runs") / LONG)
+    found = CliRunner().invoke(app, ["status"])
+    text = "".join(character for character in found.output if character.isalnum() or character in "_")
+    assert found.exit_code == 2
+    assert "RUNNING" in text and "a_gone" in text and "doesnottakejobs" in text
+    columns = [[cell.strip() for cell in line.split("│")] for line in found.output.splitlines() if "│" in line]
+    assert LONG in "".join(cells[1] for cells in columns)
+    with pytest.raises(MegarlError, match="does not take jobs from here"):
+        CliRunner().invoke(app, ["status", "runs/a_gone"], catch_exceptions=False)
