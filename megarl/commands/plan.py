@@ -82,7 +82,8 @@ def _check_read(ctx: typer.Context) -> None:
     if unread:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
         raise UserError(f"{names} cannot go with --sync, which shows how the recipe's own placement sends its weights.")
-    for name, needed in (("seed", "simulate"), ("response_spread", "response_mean")):
+    needs = {"seed": "simulate", "response_spread": "response_mean", "nodes": "device", "devices_per_node": "device"}
+    for name, needed in needs.items():
         if name in given and not ctx.params[needed]:
             raise UserError(
                 f"--{name.replace('_', '-')} is read with --{needed.replace('_', '-')} alone: give that as well."

@@ -191,7 +191,7 @@ def read_cluster(path: Path) -> Cluster:
             f"{tree.origin(('nodes',))}: the list of nodes is empty. Name a kind: - {{device: H100, count: 4}}."
         )
     kinds = [_cluster_of(kind, kind.count, tree, ("nodes", str(index)), path) for index, kind in enumerate(file.nodes)]
-    if len(set(kinds)) < len(kinds):
+    if len({kind.of_nodes(1) for kind in kinds}) < len(kinds):
         raise UserError(
             f"{tree.origin(('nodes',))}: two kinds of nodes are alike. Write them as one, with the sum as count."
         )

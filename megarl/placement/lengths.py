@@ -77,12 +77,12 @@ class Lengths:
 def lognormal(mean: float, spread: float, longest: float) -> Lengths:
     """Log-normal lengths of that mean after being cut at `longest`; spread: standard deviation over mean before the cut.
 
-    Raises UserError for a mean that the cut makes impossible.
+    Raises UserError for a mean that the cut makes impossible, and for a spread beyond those that are looked through.
     """
-    if not 0 < mean < longest or spread < 0:
+    if not 0 < mean < longest or not 0 <= spread <= _SPREADS[1]:
         raise UserError(
             f"A mean response of {mean:g} tokens (spread {spread:g}) cannot be where the longest is {longest:g}: give a "
-            f"mean between 0 and {longest:g} and a spread of at least 0."
+            f"mean between 0 and {longest:g} and a spread from 0 to {_SPREADS[1]:g}."
         )
     return cut_lognormal(_mean_before(mean, spread, longest), spread, longest)
 

@@ -120,6 +120,18 @@ def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> N
         (("plan", "{r}", "--device", "H100", "--sync", "--html", "x.html"), "--html cannot go with --sync"),
         (("plan", "{r}", "--device", "H100", "--seed", "3"), "--seed is read with --simulate alone"),
         (
+            ("plan", "{r}", "--cluster", "c.yaml", "--nodes", "4"),
+            "--nodes is read with --device alone",
+        ),
+        (
+            ("plan", "{r}", "--from-run", "x", "--devices-per-node", "4"),
+            "--devices-per-node is read with --device alone",
+        ),
+        (
+            ("plan", "{r}", "--device", "H100", "--response-mean", "100", "--response-spread", "1e300"),
+            "a spread from 0 to 20",
+        ),
+        (
             ("plan", "{r}", "--device", "H100", "--response-spread", "2"),
             "--response-spread is read with --response-mean alone",
         ),

@@ -47,6 +47,7 @@ def test_a_file_replaces_figures_of_the_table(tmp_path: Path) -> None:
         ("nodes: [{device: H100}]\ndevice: H20\n", ["device"]),
         ("nodes: []\n", ["list of nodes is empty"]),
         ("nodes: [{device: H100}, {device: H100}]\n", ["are alike", "sum as count"]),
+        ("nodes: [{device: H100, count: 1}, {device: H100, count: 2}]\n", ["are alike", "sum as count"]),
         ("device: [\n", ["YAML"]),
     ],
 )
