@@ -81,7 +81,9 @@ def show(
             table.add_row(*row)
         console.print(table)
     else:
-        console.print(Syntax(dump_yaml(loaded.resolved), "yaml", background_color="default"))
-    console.print(plan_batches(loaded.recipe).describe(), highlight=False)
-    for note in staleness_notes(loaded.recipe) if isinstance(loaded.recipe, Recipe) else ():
-        console.print(note, highlight=False)
+        # Not the syntax itself, which cuts off what is longer than a line.
+        colours = Syntax("", "yaml", background_color="default")
+        console.print(colours.highlight(dump_yaml(loaded.resolved)), soft_wrap=True, end="")
+    notes = staleness_notes(loaded.recipe) if isinstance(loaded.recipe, Recipe) else ()
+    for line in (plan_batches(loaded.recipe).describe(), *notes):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
