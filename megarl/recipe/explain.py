@@ -6,13 +6,14 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from megarl.recipe.glossary import RENAMED, meant_by
+from megarl.recipe.glossary import RENAMED, Meant, meant_by
 from megarl.recipe.section import A_SECTION, A_VALUE
 from megarl.recipe.source import Keys, Tree
 
@@ -205,32 +206,46 @@ def _guess(keys: Keys, schema: Schema, given: Any) -> str:
     now = RENAMED.get(name)
     if now in schema.children(tuple(section)):
         return f" It is called `{'.'.join((*section, now))}` now."
-    theirs = None if any(leaf[-1] == name for leaf in schema.leaves()) else _ours(keys, schema)
-    if theirs is not None:
-        return f" What {theirs[1]} has by that name is `{theirs[0]}` here."
+    theirs = [] if any(leaf[-1] == name for leaf in schema.leaves()) else _ours(keys, schema)
+    if theirs:
+        return f" {_told(theirs)}"
     inside = (
         [(below, _ours(below, schema)) for below in _leaves(given, keys)]
         if isinstance(given, dict) and not section
         else []
     )
-    named = [f"`{'.'.join(below)}` is `{ours[0]}`" for below, ours in inside if ours is not None]
+    named = [f"`{'.'.join(below)}` is {' and '.join(each.words for each in ours)}" for below, ours in inside if ours]
     if named:
         return f" It is another system's section. Here {', '.join(named[:MOST_NAMED])}; for more see docs/glossary.md."
     guess = nearest(keys, schema)
     return f" Did you mean `{guess}`?" if guess else ""
 
 
-def _ours(keys: Keys, schema: Schema) -> tuple[str, str] | None:
-    """The key of this recipe that a peer's stands for, and whose name it is; of the role that it was written under."""
+def _told(theirs: list[Meant]) -> str:
+    """Their name in ours: one name of several peers may be several keys."""
+    by_peers: dict[str, list[Meant]] = {}
+    for each in theirs:
+        by_peers.setdefault(each.peers, []).append(each)
+    told = []
+    for peers, keys in by_peers.items():
+        have = "have" if " and " in peers else "has"
+        notes = "; ".join(each.note for each in keys if each.note)
+        told.append(
+            f"What {peers} {have} by that name is {' and '.join(f'`{each.key}`' for each in keys)} here"
+            + (f" ({notes})." if notes else ".")
+        )
+    return " ".join(told)
+
+
+def _ours(keys: Keys, schema: Schema) -> list[Meant]:
+    """The keys of this recipe that a peer's stands for, of the role that it was written under."""
     # What the table says of the actor holds for every role that has the same keys.
-    theirs = meant_by(keys[-1], (*keys[:-1], *(["actor"] if schema.node((keys[0], "parallel")) else [])))
-    if theirs is None:
-        return None
-    key, peers = theirs
-    role = (keys[0], *key.split(".")[1:])
-    if key.startswith("actor.") and schema.node(role) is not None:
-        key = ".".join(role)
-    return (key, peers) if schema.node(tuple(key.split("."))) is not None else None
+    found = []
+    for each in meant_by(keys[-1], (*(["actor"] if schema.node((keys[0], "parallel")) else []), *keys[:-1])):
+        role = (keys[0], *each.key.split(".")[1:])
+        of_role = each.key.startswith("actor.") and schema.node(role) is not None
+        found.append(replace(each, key=".".join(role)) if of_role else each)
+    return [each for each in found if schema.node(tuple(each.key.split("."))) is not None]
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[Keys]:

@@ -18,7 +18,10 @@ RENAMED: Mapping[str, str] = MappingProxyType({"resting": "offload", "virtual_st
 
 @dataclass(frozen=True)
 class Entry:
-    """One key, or a few of one section, and the others' names; several are separated by blanks. note: what differs."""
+    """One key, or a few of one section, and the others' names; several are separated by blanks. note: what differs.
+
+    A name that means this key in one of a peer's sections alone stands with it: `val_kwargs.n`.
+    """
 
     key: str
     verl: str = ""
@@ -59,7 +62,7 @@ ENTRIES = (
     Entry("rollout.stop", "", "rollout_stop", "", ""),
     Entry("rollout.servers", "", "rollout_num_gpus", "", "vllm_num_engines", "servers, not devices"),
     Entry("rollout.tp", "tensor_model_parallel_size", "rollout_num_gpus_per_engine", "vllm_tensor_parallel_size", "vllm_tensor_parallel_size"),
-    Entry("rollout.kv_tokens", "gpu_memory_utilization", "sglang_mem_fraction_static", "vllm_gpu_memory_utilization", "vllm_gpu_memory_utilization", "tokens of the KV cache (SGLang: max_total_tokens), not a share of the memory"),
+    Entry("rollout.kv_tokens", "gpu_memory_utilization", "sglang_mem_fraction_static", "vllm_gpu_memory_utilization", "vllm_gpu_memory_utilization", "tokens of the KV cache (SGLang: max_total_tokens); a share of the memory is --mem-fraction-static in rollout.server_args"),
     Entry("rollout.max_running_requests", "max_num_seqs", "sglang_max_running_requests", "", "", "SGLang's name"),
     Entry("rollout.concurrency", "", "sglang_server_concurrency", "", ""),
     Entry("rollout.offload", "free_cache_engine", "offload_rollout", "vllm_enable_sleep_mode", "vllm_enable_sleep", "vLLM's sleep, SGLang's release_memory_occupation"),
@@ -73,13 +76,13 @@ ENTRIES = (
     Entry("reward.graders", "", "", "reward_weights", "", "several, each with a weight"),
     Entry("reward_model.path", "", "", "", "reward_pretrain"),
     Entry("algorithm.advantage", "adv_estimator", "advantage_estimator", "", "advantage_estimator"),
-    Entry("algorithm.normalize_std", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "scale_rewards", ""),
+    Entry("algorithm.normalize_std", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "scale_rewards", "", "slime's is the other way round"),
     Entry("algorithm.gamma", "gamma", "gamma", "", "gamma"),
     Entry("algorithm.lam", "lam", "lambd", "", "lambd"),
     Entry("algorithm.whiten", "", "normalize_advantages", "", ""),
     Entry("algorithm.policy_loss", "loss_mode", "", "importance_sampling_level", "", "TRL's level: gspo"),
     Entry("algorithm.clip_low", "clip_ratio clip_ratio_low", "eps_clip", "epsilon", "eps_clip eps_clip_low_high"),
-    Entry("algorithm.clip_high", "clip_ratio_high", "eps_clip_high", "epsilon_high", ""),
+    Entry("algorithm.clip_high", "clip_ratio clip_ratio_high", "eps_clip eps_clip_high", "epsilon epsilon_high", "eps_clip eps_clip_low_high", "0.2 by default, whatever clip_low is"),
     Entry("algorithm.dual_clip", "clip_ratio_c", "eps_clip_c", "delta", "dual_clip"),
     Entry("algorithm.reduction", "loss_agg_mode", "calculate_per_token_loss", "loss_type", ""),
     Entry("algorithm.kl_coef", "kl_loss_coef kl_coef use_kl_loss", "kl_loss_coef kl_coef use_kl_loss", "beta", "init_kl_coef"),
@@ -112,12 +115,12 @@ ENTRIES = (
     Entry("actor.parallel.last_stage_layers", "num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers", "", ""),
     Entry("actor.optimizer.lr", "lr", "lr", "learning_rate", "actor_learning_rate"),
     Entry("actor.optimizer.schedule", "lr_decay_style lr_scheduler_type", "lr_decay_style", "lr_scheduler_type", "lr_scheduler"),
-    Entry("actor.optimizer.warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "warmup_steps", "lr_warmup_ratio"),
+    Entry("actor.optimizer.warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "warmup_steps", "lr_warmup_ratio", "optimizer steps; OpenRLHF's is a share of them"),
     Entry("actor.optimizer.min_lr", "min_lr", "min_lr", "", ""),
     Entry("actor.optimizer.weight_decay", "weight_decay", "weight_decay", "weight_decay", "l2"),
     Entry("actor.optimizer.clip_grad", "clip_grad grad_clip", "clip_grad", "max_grad_norm", "max_norm"),
     Entry("actor.optimizer.beta1", "", "adam_beta1", "adam_beta1", "adam_betas"),
-    Entry("actor.optimizer.beta2", "", "adam_beta2", "adam_beta2", ""),
+    Entry("actor.optimizer.beta2", "", "adam_beta2", "adam_beta2", "adam_betas"),
     Entry("reference.refresh_every", "", "ref_update_interval", "ref_model_sync_steps", ""),
     Entry("critic.value_clip", "cliprange_value", "value_clip", "cliprange_value", "value_clip"),
     Entry("critic.warmup_steps", "critic_warmup", "num_critic_only_steps", "", "freezing_actor_steps"),
@@ -126,8 +129,8 @@ ENTRIES = (
     Entry("placement.pools", "resource_pool_spec", "", "", ""),
     Entry("sync.bucket_mb", "update_weights_bucket_megabytes", "update_weight_buffer_size", "", "", "megabytes"),
     Entry("eval.every", "test_freq", "eval_interval", "eval_steps", "eval_steps"),
-    Entry("eval.samples_per_prompt", "", "n_samples_per_eval_prompt", "num_generations_eval", "eval_n_samples_per_prompt"),
-    Entry("eval.temperature", "", "eval_temperature", "", "eval_temperature"),
+    Entry("eval.samples_per_prompt", "val_kwargs.n", "n_samples_per_eval_prompt", "num_generations_eval", "eval_n_samples_per_prompt"),
+    Entry("eval.temperature", "val_kwargs.temperature", "eval_temperature", "", "eval_temperature"),
     Entry("train.steps", "total_training_steps total_epochs", "num_rollout", "max_steps", "num_episodes", "rollout-and-update steps"),
     Entry("train.save_every", "save_freq", "save_interval", "save_steps", "save_steps"),
     Entry("train.keep_last", "max_actor_ckpt_to_keep", "", "save_total_limit", "max_ckpt_num"),
@@ -189,19 +192,41 @@ def page() -> str:
     return "\n".join([HEAD, *rows])
 
 
-def meant_by(name: str, section: Sequence[str] = ()) -> tuple[str, str] | None:
-    """The key that a peer's name stands for, and the peers that have it; None where nobody does.
+@dataclass(frozen=True)
+class Meant:
+    """A key that a peer's name stands for. peers: that have the name, in words. note: what differs."""
+
+    key: str
+    peers: str
+    note: str
+
+    @property
+    def words(self) -> str:
+        """The key, with what differs."""
+        return f"`{self.key}`" + (f" ({self.note})" if self.note else "")
+
+
+def meant_by(name: str, section: Sequence[str] = ()) -> list[Meant]:
+    """The keys that a peer's name stands for: several where one name is more than one key; none where no peer has it.
 
     name: with or without leading dashes, words joined by dashes or underscores. section: the words that it stands under;
     they choose where one name is that of several keys, as `tensor_model_parallel_size` is of servers and actor.
     """
-    plain = name.lstrip("-").replace("-", "_")
-    found = [
-        (entry.key, " and ".join(dict.fromkeys(peers)))
-        for entry in ENTRIES
-        if (peers := [peer for peer, theirs in entry.names() if theirs == plain])
-    ]
-    return max(found, key=lambda each: len(set(section).intersection(each[0].split("."))), default=None)
+    plain, found = name.lstrip("-").replace("-", "_"), []
+    for entry in ENTRIES:
+        own = entry.key.split(".")
+        names = [(peer, *theirs.rpartition(".")[::2]) for peer, theirs in entry.names()]
+        peers = [
+            peer
+            for peer, under, theirs in names
+            if theirs == plain and (not under or {under, own[0]} & {*section[-1:]})
+        ]
+        if peers:
+            bound = any(theirs == plain and under for _, under, theirs in names)
+            score = (bound, len(set(section).intersection(own)))
+            found.append((score, Meant(entry.key, " and ".join(dict.fromkeys(peers)), entry.note)))
+    best = max((score for score, _ in found), default=None)
+    return [meant for score, meant in found if score == best]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,28 @@ def test_every_key_exists_and_stands_once() -> None:
         ("algorithm.adv_estimator=gae", "What verl has by that name is `algorithm.advantage` here"),
         ("rollout.num_generations=8", "What TRL has by that name is `rollout.samples_per_prompt` here"),
         ("rollout.n_samples_per_prompt=8", "`rollout.samples_per_prompt`"),
-        ("actor.ppo_mini_batch_size=8", "What verl has by that name is `actor.mini_batch_samples` here"),
+        ("actor.ppo_mini_batch_size=8", "is `actor.mini_batch_samples` here (samples; verl counts prompts)."),
+        (
+            "algorithm.clip_ratio=0.1",
+            "What verl has by that name is `algorithm.clip_low` and `algorithm.clip_high` here",
+        ),
+        ("epsilon=0.1", "What TRL has by that name is `algorithm.clip_low` and `algorithm.clip_high` here"),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.1",
+            "clip_ratio` is `algorithm.clip_low` and `algorithm.clip_high` (0.2",
+        ),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.n=16",
+            "`actor_rollout_ref.rollout.val_kwargs.n` is `eval.samples_per_prompt`;",
+        ),
+        ("eval.n=16", "What verl has by that name is `eval.samples_per_prompt` here"),
+        ("rollout.n=16", "What verl has by that name is `rollout.samples_per_prompt` here"),
+        (
+            "train_batch_size=8",
+            "What verl has by that name is `rollout.prompts_per_step` here (prompts; TRL counts samples). What OpenRLHF has by "
+            "that name is `actor.mini_batch_samples` here",
+        ),
+        ("algorithm.kl_loss_coef=0.1", "What verl and slime have by that name"),
         ("algorithm.eps_clip_high=0.3", "What slime has by that name is `algorithm.clip_high` here"),
         ("rollout.tensor_model_parallel_size=2", "is `rollout.tp` here"),
         ("actor.tensor_model_parallel_size=2", "is `actor.parallel.tp` here"),
