@@ -16,6 +16,32 @@ PAGE = (DOCS / "coming_from.md").read_text()
 # Keys that have no other side: what the page's text, the model's config.json or the layout answer for.
 WITHOUT = {"apply_chat_template", "args", "bf16", "model", "split", "use_vllm", "zero_stage"}
 
+# What their runs leave unsaid, and ours would have otherwise: verl's generated configuration for Megatron, TRL's GRPOConfig with
+# transformers' TrainingArguments, the defaults of OpenRLHF's train_ppo_ray.
+UNSAID: dict[str, dict[str, Any]] = {
+    "verl": {
+        "algorithm.reduction": "token-mean",
+        "algorithm.dual_clip": 3.0,
+        "actor.optimizer.weight_decay": 0.01,
+        "actor.optimizer.beta2": 0.999,
+    },
+    "slime": {"algorithm.reduction": "sequence-mean"},
+    "TRL": {
+        "algorithm.correction": {"kind": "mask", "level": "sequence", "low": 0.0, "high": 3.0},
+        "actor.optimizer.beta2": 0.999,
+        "actor.optimizer.schedule": "linear",
+    },
+    "OpenRLHF": {
+        "critic.path": "models/Llama-3-8b-rm",
+        "algorithm.kl_kind": "k1",
+        "algorithm.kl_in": "reward",
+        "actor.optimizer.beta2": 0.95,
+        "actor.optimizer.schedule": "cosine",
+        "actor.optimizer.min_lr": 5.0e-8,
+        "critic.optimizer.min_lr": 9.0e-7,
+    },
+}
+
 
 def theirs(system: str) -> list[str]:
     """The names of the keys of their run, without sections and dashes."""
@@ -38,6 +64,11 @@ def test_each_key_of_theirs_is_in_the_recipe_beside_it(system: str, tmp_path: Pa
         ours = [each.key for each in ENTRIES if key in getattr(each, system.lower()).split()]
         assert ours or key in WITHOUT, f"{key} is in no row of the glossary"
         assert key in WITHOUT or any(_has(resolved, each) for each in ours), f"{key}: none of {ours} is in {name}"
+    for each, value in UNSAID[system].items():
+        found: Any = resolved
+        for part in each.split("."):
+            found = found[part]
+        assert found == value, each
 
 
 def _has(values: dict[str, Any], key: str) -> bool:
