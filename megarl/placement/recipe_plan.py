@@ -133,7 +133,11 @@ def _rollout_table(
 ) -> RolloutTable:
     settings = recipe.rollout
     tp = np.array([settings.tp], np.int64)
-    used = np.array([settings.num_servers * settings.tp], np.int64)
+    most = settings.num_servers * settings.tp
+    if shared and cluster.device.offloads_to_host:
+        # Servers that share devices with each other as well generate no faster than one on each.
+        most = min(most, max(1, recipe.cluster.devices // settings.tp) * settings.tp)
+    used = np.array([most], np.int64)
     fraction = workload.server_share or (SHARED_FRACTION if shared else OWN_FRACTION)
     choice = Servers(np.array([devices], np.int64) if devices else used, tp, np.array([fraction]), used)
     offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
