@@ -46,9 +46,13 @@ def _on(recipe: Recipe, workload: Workload, cluster: Cluster, kind: Cluster, ser
     if plan.step_s == float("inf"):
         return Own(None, "the KV cache of its servers does not hold one sample of the greatest length")
     [generating] = [pool for pool in plan.pools if any(role.role == ROLLOUT for role in pool.roles)]
+    # Where processes stand for devices servers take none of the ranks'.
+    beside = len(generating.roles) == 1 or not kind.device.offloads_to_host
+    devices, tp = recipe.cluster.devices, recipe.rollout.tp
+    if not beside and tp > devices:
+        return Own(plan, f"a server of rollout.tp {tp} fits neither beside the ranks nor on their {devices} devices")
     try:
-        # Where processes stand for devices servers take none of the ranks'.
-        check_beside(recipe, beside=len(generating.roles) == 1 or not kind.device.offloads_to_host)
+        check_beside(recipe, beside=beside)
     except UserError as error:
         return Own(plan, str(error))
     return Own(plan, too_full(plan, kind))

@@ -60,6 +60,11 @@ def told(plan: Plan) -> str:
         (make_cluster("H100", 1), ["cluster.devices=3", "actor.parallel.tp=3"], "tp 3 does not divide"),
         (make_cluster("H100", 1), ["rollout.tp=3"], "rollout.tp 3 does not divide the model"),
         (
+            make_cluster("H100", 1, 4),
+            ["cluster.devices=2", "rollout.tp=4"],
+            "rollout.tp 4 fits neither beside the ranks nor",
+        ),
+        (
             make_cluster("H100", 1),
             ["cluster.devices=4", "actor.mini_batch_samples=2"],
             "less than one sample for each of 4",
@@ -85,6 +90,7 @@ def told(plan: Plan) -> str:
         "too many",
         "cannot be cut",
         "servers cannot be cut",
+        "servers fit nowhere",
         "too small mini-batches",
         "too small micro-batches",
         "no devices to work beside the ranks",
