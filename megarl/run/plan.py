@@ -24,8 +24,9 @@ from megarl.placement.plan import Plan
 from megarl.placement.recompute import spared_layers
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions, render_simulation, simulate
-from megarl.placement.workload import Quantization, Workload, recipe_workload
+from megarl.placement.workload import ROLLOUT, Quantization, Workload, recipe_workload
 from megarl.recipe.load import load_recipe
+from megarl.recipe.sampling_rules import asks_beside
 from megarl.recipe.schema import Recipe
 from megarl.run.past_run import calibrated, cluster_of_run, compare, read_run
 from megarl.run.plan_models import PlannedModels
@@ -110,6 +111,12 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     plan = replace(plan, own=own_placement(recipe, workload, cluster))
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
     console.print(_words(lengths, seconds), highlight=False)
+    if (asks := _unlike_pick(recipe, plan)) is not None:
+        console.print(
+            f"{asks} has servers work while the ranks train, and the fastest placement has both on the same devices: to run it, "
+            "remove the key. With servers apart: --placement split.",
+            highlight=False,
+        )
     if options.html is not None:
         options.html.write_text(page(plan))
     played = simulate(plan.best, workload, options.simulate, options.conditions) if options.simulate else None
@@ -128,6 +135,14 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
             console.print(f"{whose}: {one.words}", highlight=False)
     if played is not None:
         console.print(render_simulation(played, plan.best), highlight=False)
+
+
+def _unlike_pick(recipe: Recipe, plan: Plan) -> str | None:
+    """The key that the recipe cannot keep where the pick has its servers; None where it runs there as it is."""
+    [generating] = [pool for pool in plan.best.pools if any(role.role == ROLLOUT for role in pool.roles)]
+    # Where processes stand for devices servers take none of the ranks'.
+    shared = len(generating.roles) > 1 and generating.kind.device.offloads_to_host
+    return asks_beside(recipe) if shared else None
 
 
 @dataclass(frozen=True)

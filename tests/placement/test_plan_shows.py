@@ -189,6 +189,23 @@ def test_asynchronous_plans_are_asked_for_in_a_recipe_and_on_the_command_line(tm
     assert steps[1] == steps[2] < steps[0] == steps[3]
 
 
+def test_a_pick_that_the_recipe_does_not_run_on_as_it_is_says_so(tmp_path: Path) -> None:
+    words = [f"model.path={write_config(tmp_path)}", *LONG, "model.dtype=bfloat16", "data.eval=rows.jsonl"]
+    words += ["--device", "H100", "--response-mean", "1500"]
+    for more, says in (
+        ([], ""),
+        (
+            ["eval.overlap=true", "--placement", "colocate"],
+            "eval.overlap has servers work while the ranks train, and",
+        ),
+        (["eval.overlap=true", "--placement", "split"], ""),
+    ):
+        code, text = planned(*more, *words)
+        assert code == 0, text
+        shown = " ".join(text.split())
+        assert says in shown and ("work while the ranks train" in shown) == bool(says)
+
+
 def test_a_model_that_nothing_is_known_of_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no model folder models/Mystery-9B") as caught:
         PlannedModels(recipe(tmp_path, "model.path=models/Mystery-9B"))
