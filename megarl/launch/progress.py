@@ -1,11 +1,11 @@
-"""Whether the starts of a job come further: one that loses nodes at every start is not queued for ever. Standard library only."""
+"""Whether the starts of a job come further: one that loses nodes at every start is not queued for ever."""
 
 from __future__ import annotations
 
-import json
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+
+from megarl.core.json_file import whole_lines
 
 MOST_VAIN = 3  # starts in a row without a further step, after which the job ends
 
@@ -29,14 +29,3 @@ def vain_starts(events: Path, job: str, step: int) -> int:
         start["restart"] not in asked and furthest >= max(best[-1], step)
         for start, furthest in zip(starts, best, strict=True)
     )
-
-
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file; the last may be half-written."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.errors import UserError
-from megarl.launch.progress import whole_lines
+from megarl.core.json_file import whole_lines
 
 FOLDER, FILE, EVENTS = "launch", "submission.json", "events.jsonl"
 METRICS = "metrics.jsonl"
