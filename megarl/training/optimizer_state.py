@@ -27,6 +27,8 @@ from megarl.training.state_shares import StateShares
 
 METADATA = {"chained_optim_avoid_prefix": True}
 PREFIX = "optimizer.state"  # of the tensors' names, as Megatron's
+# Of a parameter group, what a checkpoint decides: all else is the recipe's, which may be another than it was saved with.
+RESTORED = ("params", "step")
 Group = dict[str, Any]
 T = TypeVar("T")
 
@@ -73,9 +75,16 @@ class OptimizerState:
         return {"optimizer_state": states}
 
     def load(self, found: Mapping[str, Any]) -> None:
-        """Take over what `to_load` was filled with; collective."""
+        """Take over what `to_load` was filled with: moments and the count of steps. Rates and betas stay the recipe's. Collective."""
         if self._optimizer is None:
             return
+        own = [{key: group[key] for key in group if key not in RESTORED} for group in self._optimizer.param_groups]
+        self._load(found)
+        for group, settings in zip(self._optimizer.param_groups, own, strict=True):
+            group.update(settings)
+
+    def _load(self, found: Mapping[str, Any]) -> None:
+        assert self._optimizer is not None
         if not self._is_distributed:
             self._optimizer.load_state_dict(found["optimizer"])
             return

@@ -113,6 +113,40 @@ def test_a_longer_run_lays_its_schedule_out_anew(rank, folder, tmp_path):
     assert steps(rank, [2])["actor/lr"] == pytest.approx(0.25e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (
+            Optimizer(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
+            Optimizer(lr=1e-4, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.2, min_lr=1e-5, schedule="cosine"),
+        ),
+        (Optimizer(name="sgd", lr=1e-3, momentum=0.9), Optimizer(name="sgd", lr=1e-4, momentum=0.5)),
+    ],
+    ids=["adam", "sgd"],
+)
+def test_a_resumed_run_learns_at_the_rates_of_its_own_recipe(rank, folder, tmp_path, dtype, before, now):
+    """Against a run that was built with them and takes over no checkpoint."""
+
+    def build(optimizer):
+        rank.build("actor", RoleSpec(folder, dtype, optimizer=optimizer, total_steps=6, objective=POLICY))
+
+    def settings():
+        groups = rank.engine("actor")._stepper.optimizer.param_groups
+        return [{key: group[key] for key in group if key not in ("params", "lr", "step")} for group in groups]
+
+    build(now)
+    steps(rank, [0, 1])
+    expected, rate = settings(), steps(rank, [2])["actor/lr"]
+    build(before)
+    steps(rank, [0, 1])
+    rank.save("actor", tmp_path)
+    build(now)
+    rank.load("actor", tmp_path)
+    assert settings() == expected
+    assert steps(rank, [2])["actor/lr"] == rate
+
+
 def test_a_folder_without_a_checkpoint_is_refused(rank, folder, tmp_path):
     rank.build(
         "actor",
