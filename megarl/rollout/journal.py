@@ -123,11 +123,12 @@ class Journal:
             batch, self._waiting = self._waiting, []
             try:
                 await loop.run_in_executor(self._thread, self._write, batch)
-            except (sqlite3.Error, OSError) as error:
+            except Exception as error:  # of whatever kind: whoever waits would wait for ever
                 failure = JournalError(
                     f"The journal in {self._folder} cannot be written: {error}. Nothing that it has is lost. Make room, or set "
                     "train.journal to false, and go on with --resume."
                 )
+                failure.__cause__ = error
                 for each in batch:
                     if not each.written.done():
                         each.written.set_exception(failure)

@@ -72,7 +72,7 @@ def row_of(
         None if sample.prompt is prompt else sample.prompt.text,
         len(sample.prompt.token_ids),
         memory.tobytes(),
-        sample.response_text.encode(errors="replace").decode(),
+        sample.response_text,
         None if math.isnan(sample.reward) else float(sample.reward) + 0.0,  # SQLite gives -0.0 back as 0.0
         _json(sample.reward_parts),
         sample.grade_failure,
@@ -84,7 +84,9 @@ def row_of(
         0 if routing is None else routing.shape[1],
         _json(sample.starts),
     )
-    return (*values, _crc(values))
+    # Half a character, in what a grader or an environment said, is none that a file can hold.
+    whole = tuple(each.encode(errors="replace").decode() if isinstance(each, str) else each for each in values)
+    return (*whole, _crc(whole))
 
 
 def read_sample(row: sqlite3.Row, prompt: Prompt) -> Sample:

@@ -108,6 +108,22 @@ def test_half_a_character_in_a_conversation_costs_nothing_but_itself(tmp_path: P
     assert found is not None and found.samples[0].metadata == {"messages": [{"role": "user", "content": "a?"}]}
 
 
+@pytest.mark.parametrize("where", ["grade_failure", "id", "prompt"])
+def test_half_a_character_anywhere_else_keeps_nobody_waiting(tmp_path: Path, where: str) -> None:
+    """An error of a user's grader may quote one."""
+    said = replace(PROMPT, text="a\ud800") if where == "prompt" else "a\ud800/0"
+    write(tmp_path, written=Written([replace(sample(0), **{where: said}), sample(1)], [sample(2)]))
+    found = find(tmp_path)
+    assert found is not None
+    [first, _], read = found.samples, getattr(found.samples[0], where)
+    assert (read.text if where == "prompt" else read).startswith("a?") and first.reward == 0.5
+
+
+def test_what_nobody_foresaw_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"cannot be written: .*too large"):
+        write(tmp_path, replace(TASK, row=2**70))
+
+
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     made = group()
     write(tmp_path, written=made)
