@@ -9,7 +9,6 @@ import importlib.util
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,12 @@ FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):\w+")
 HARMLESS = (
     "run.dir",
     "run.name",
+    "agent.listen",
+    "agent.processes",
     "cluster.file",
+    "cluster.max_recoveries",
     "cluster.peak_tflops",
+    "cluster.spares",
     "data.eval",
     "data.eval_config",
     "data.eval_split",
@@ -42,6 +45,8 @@ HARMLESS = (
     "eval",
     "placement",
     "report",
+    "reward.max_failed_share",
+    "reward.workers",
     "rollout.collectors",
     "rollout.concurrency",
     "rollout.kv_tokens",
@@ -59,6 +64,7 @@ HARMLESS = (
     "train.journal_keep",
     "train.keep_every",
     "train.keep_last",
+    "train.max_rewinds",
     "train.save_every",
     "train.steps",
 )
@@ -75,10 +81,8 @@ def made_with(recipe: Recipe) -> dict[str, Any]:
         found["train.steps"] = recipe.train.steps  # learning rates are a part of the way there
     named = (text for name, value in values.items() if name in found for text in _texts(value))
     for text in named:
-        if match := FUNCTION.fullmatch(text):
-            spec = importlib.util.find_spec(match[1])
-            if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
-                found[f"source of {text}"] = sum_file(Path(spec.origin)).crc32
+        if (match := FUNCTION.fullmatch(text)) and (source := _source(match[1])) is not None:
+            found[f"source of {text}"] = sum_file(source).crc32
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
     return found | {package: installed(package) for package in PACKAGES}
@@ -87,11 +91,11 @@ def made_with(recipe: Recipe) -> dict[str, Any]:
 def check_journal(recipe: Recipe, *, discard: bool) -> None:
     """Whether the journal in the run's folder, where there is one, can be gone on with.
 
-    discard: it is removed. Raises UserError where it was written by what would sample or learn otherwise.
+    discard: it is removed. Raises UserError where it cannot be, or was written by what would sample or learn otherwise.
     """
     folder = recipe.run.folder / JOURNAL
     if discard:
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear(recipe.run.folder)
     if not recipe.train.journal or not (folder / MADE_WITH).exists():
         return
     before = read_object(folder / MADE_WITH, "Begin a journal anew with --discard-journal.")
@@ -120,13 +124,23 @@ def begin_journal(recipe: Recipe, *, keeps: bool) -> None:
     """
     folder = recipe.run.folder / JOURNAL
     if not keeps:
-        shutil.rmtree(folder, ignore_errors=True)
+        _clear(recipe.run.folder)
     if recipe.train.journal:
         with writing(recipe.run.folder):
             folder.mkdir(parents=True, exist_ok=True)
             temporary = folder / f".{MADE_WITH}.tmp"
             temporary.write_text(json.dumps(made_with(recipe), indent=1))
             temporary.replace(folder / MADE_WITH)
+
+
+def _clear(run: Path) -> None:
+    """Remove the journal in a run's folder; of a link what is behind it. Raises UserError: what is left would be trained on."""
+    folder = run / JOURNAL
+    with writing(run):
+        for path in folder.glob("*"):
+            path.unlink()
+        if folder.is_dir() and not folder.is_symlink():
+            folder.rmdir()
 
 
 def changes(folder: Path, before: Recipe, now: Recipe) -> list[str]:
@@ -167,6 +181,15 @@ def trim_journal(recipe: Recipe, checkpoints: list[Committed]) -> None:
         oldest = checkpoints[0]
         waiting = [int(step) for _, step, _ in oldest.state.get("data", {}).get("waiting", ())]
         forget(recipe.run.folder / JOURNAL, before=min([oldest.step + 1, *waiting]))
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module; None where there is none: other texts look like functions too, such as a judge's qwen2.5:7b."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None and Path(spec.origin).is_file() else None
 
 
 def _harmless(name: str) -> bool:

@@ -37,6 +37,9 @@ def journal(tmp_path: Path) -> Path:
         {"deadlines": {"start_s": 5.0}, "report": {"tensorboard": False}},
         {"rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "servers": 3}},
         {"eval": {"every": 2}},
+        {"cluster": {"max_recoveries": 9, "spares": 1}},
+        {"train": {"steps": 1, "max_rewinds": 9}},
+        {"reward": {"workers": 3, "max_failed_share": 0.9}},
     ],
 )
 def test_what_changes_no_sample_may_change(tmp_path: Path, journal: Path, sections: dict[str, Any]) -> None:
@@ -88,6 +91,29 @@ def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
     assert steps_of(journal) == []
     begin_journal(recipe_of(tmp_path, train={"steps": 1, "journal": False}), keeps=False)
     assert not journal.exists()
+
+
+def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:
+    elsewhere = journal.rename(tmp_path / "elsewhere")
+    journal.symlink_to(elsewhere)
+    check_journal(recipe_of(tmp_path), discard=True)
+    assert list(elsewhere.iterdir()) == [] and journal.is_symlink()
+
+
+def test_a_journal_that_cannot_be_removed_is_told_and_not_gone_on_with(tmp_path: Path, journal: Path) -> None:
+    (journal / "step_000005-aa.sqlite").mkdir()
+    with pytest.raises(UserError, match=r"cannot be written to: .*step_000005"):
+        check_journal(recipe_of(tmp_path), discard=True)
+
+
+def test_what_only_looks_like_a_function_has_no_source(tmp_path: Path) -> None:
+    """A judge's name at its server, texts that end a response."""
+    judge = {"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "qwen2.5:7b"}
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8}
+    found = made_with(
+        recipe_of(tmp_path, reward={"fn": None, "graders": {"j": judge}}, rollout={**sizes, "stop": ["no.such:thing"]})
+    )
+    assert not [name for name in found if name.startswith("source of")]
 
 
 @pytest.mark.parametrize(("waiting", "left"), [([], [4]), ([[0, 5, 0], [7, 3, 2]], [3, 4])])
