@@ -88,6 +88,9 @@ class Checkpoints:
         self._remove(target)  # left by a run that was resumed from before this step
         temporary.rename(target)
         sync(self.folder)
+        for later, folder in self._folders():
+            if later > step:  # damaged, and passed over: it would count as one of the newest
+                self._remove(folder)
         for old in self.committed()[: -self.keep_last]:
             if self.keep_every is None or old.step % self.keep_every:
                 self._remove(old.folder)

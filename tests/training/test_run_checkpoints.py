@@ -182,6 +182,18 @@ def test_a_damaged_one_does_not_push_whole_ones_out(tmp_path: Path) -> None:
     assert [each.step for each in checkpoints.committed()] == [1, 3]
 
 
+def test_what_was_passed_over_does_not_push_out_what_is_saved_before_its_step(tmp_path: Path) -> None:
+    """Damage that no size tells of; the run goes on from before it, and stops early."""
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (10, 20):
+        save(checkpoints, step, write_weights, {})
+    (tmp_path / "step_000020" / "actor" / "weights").write_text(".tmp-step_000030")
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    assert checkpoints.latest().step == 10
+    save(checkpoints, 13, write_weights, {})
+    assert [each.step for each in checkpoints.committed()] == [13] and checkpoints.latest().step == 13
+
+
 def test_what_has_begun_is_a_checkpoint_once_it_is_committed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     save(checkpoints, 1, write_weights, {})
