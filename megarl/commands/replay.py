@@ -11,9 +11,7 @@ from megarl.commands.options import Overrides
 
 
 def replay(
-    run: Annotated[
-        Path, typer.Argument(help="Folder of a run of `megarl train`, or of one of its dumps.", show_default=False)
-    ],
+    run: Annotated[Path, typer.Argument(help="Folder of a run of `megarl train`.", show_default=False)],
     overrides: Overrides = None,
     from_step: Annotated[int | None, typer.Option(min=1, help="First step; default: the first that is there.")] = None,
     to_step: Annotated[int | None, typer.Option(min=1, help="Last step; default: the last that is there.")] = None,

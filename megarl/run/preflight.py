@@ -218,8 +218,8 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = 
     found = [name for name in ((EXPORT,) if forgets else RESULTS) if (folder / name).exists()]
     if found:
         raise UserError(
-            f"{folder} already holds a run ({', '.join(found)}). Go on with it by --resume, choose another name by "
-            "run.name=..., or delete the folder."
+            f"{folder} already holds a run ({', '.join(found)}). Go on with it by --resume, or by --continue where "
+            "it has no checkpoint yet, choose another name by run.name=..., or delete the folder."
         )
     _check_writable(folder)
     return None

@@ -131,10 +131,13 @@ class Checkpoints:
             else:
                 return Committed(folder, step, read_object(folder / STATE, DAMAGED))
         found = f" Damaged: {'. '.join(damaged)}." if damaged else ""
+        anew = "Give --continue"
+        if any(self.folder.glob("step_*")):
+            anew = f"Remove {self.folder}, and give --continue"
         raise UserError(
-            f"There is nothing to resume: {self.folder} holds no committed checkpoint.{found} Start the run without "
-            "--resume, or name the run to go on with by run.name=... and run.dir=...; train.save_every decides how often "
-            "one is kept."
+            f"There is nothing to resume: {self.folder} holds no committed checkpoint.{found} "
+            f"{anew} in the place of --resume, which also goes on where no checkpoint was committed, or name the run to go on "
+            "with by run.name=... and run.dir=...; train.save_every decides how often one is kept."
         )
 
     def abandon(self) -> list[int]:

@@ -205,7 +205,7 @@ def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:
     note_export(tmp_path, 5)
     with pytest.raises(UserError, match=r"already done 5 steps.* remove .*/hf\."):
         check_run_folder(tmp_path, 5, resume=True)
-    with pytest.raises(UserError, match=r"already holds a run \(checkpoints, hf\)"):
+    with pytest.raises(UserError, match=r"already holds a run \(checkpoints, hf\)\. .*--resume, or by --continue"):
         check_run_folder(tmp_path, 6, resume=False)
 
 

@@ -106,7 +106,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no committed checkpoint.*Start the run without --resume"):
+    with pytest.raises(UserError, match=r"holds no committed checkpoint\. Give --continue in the place of"):
         Checkpoints(tmp_path / "none", keep_last=1).latest()
 
 
@@ -168,7 +168,8 @@ def test_where_all_are_damaged_each_is_named(tmp_path: Path) -> None:
     for step in (1, 2):
         lose(save(checkpoints, step, write_weights, {}))
     with pytest.raises(
-        UserError, match=r"step_000002: actor/weights is missing. step_000001: actor/weights is missing"
+        UserError,
+        match=r"step_000002: actor/weights is missing. step_000001: actor/weights is missing\. Remove .*give --continue",
     ):
         checkpoints.latest()
 
