@@ -194,11 +194,12 @@ def _read(path: Path, task: GroupTask, prompt: Prompt) -> Written | None:
     if not rows:
         return None
     rows = [row for row in rows if row["written"] == rows[-1]["written"]]
-    if len(rows) != rows[0]["size"] or len(rows) != task.count + task.greedy:
+    greedy = [row for row in rows if row["position"] == GREEDY]
+    # A replay may have no use for greedy answers that the run had.
+    if len(rows) != rows[0]["size"] or len(rows) - len(greedy) != task.count or len(greedy) < task.greedy:
         raise Damage(f"{len(rows)} samples of {rows[0]['size']}, where {task.count + task.greedy} are asked for")
-    read = [(row["position"], read_sample(row, prompt)) for row in rows]
-    samples = [sample for position, sample in read if position != GREEDY]
-    return Written(samples, [sample for position, sample in read if position == GREEDY], rows[0]["written"])
+    samples = [read_sample(row, prompt) for row in rows if row["position"] != GREEDY]
+    return Written(samples, [read_sample(row, prompt) for row in greedy[: task.greedy]], rows[0]["written"])
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -18,6 +18,7 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.types import EvalResult
 from megarl.core.versions import installed
+from megarl.data.digests import NO_DIGESTS, Digests
 from megarl.recipe.load import load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
@@ -69,12 +70,16 @@ HARMLESS = (
     "train.steps",
 )
 HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
+OF_ROWS = " of the rows of data.train"
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
 
 
-def made_with(recipe: Recipe) -> dict[str, Any]:
-    """What the samples of a run, and what is learned from them, depend on: plain values by dotted names."""
+def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
+    """What the samples of a run, and what is learned from them, depend on: plain values by dotted names.
+
+    digests: of what the rows to train on say.
+    """
     values = dict(_leaves(recipe.model_dump(mode="json"), ""))
     found = {name: value for name, value in values.items() if not _harmless(name)}
     if recipe.actor.optimizer.schedule != "constant":
@@ -85,13 +90,15 @@ def made_with(recipe: Recipe) -> dict[str, Any]:
             found[f"source of {text}"] = sum_file(source).crc32
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
+    found |= {f"{name}{OF_ROWS}": digest for name, digest in digests.items()}
     return found | {package: installed(package) for package in PACKAGES}
 
 
-def check_journal(recipe: Recipe, *, discard: bool) -> None:
+def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
     """Whether the journal in the run's folder, where there is one, can be gone on with.
 
-    discard: it is removed. Raises UserError where it cannot be, or was written by what would sample or learn otherwise.
+    digests: of what the rows to train on say. discard: it is removed. Raises UserError where it cannot be, or was
+    written by what would sample or learn otherwise.
     """
     folder = recipe.run.folder / JOURNAL
     if discard:
@@ -99,7 +106,9 @@ def check_journal(recipe: Recipe, *, discard: bool) -> None:
     if not recipe.train.journal or not (folder / MADE_WITH).exists():
         return
     before = read_object(folder / MADE_WITH, "Begin a journal anew with --discard-journal.")
-    now: dict[str, Any] = json.loads(json.dumps(made_with(recipe)))
+    # The journal of an older megarl says nothing of rows.
+    known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
+    now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
     changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     if changed:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
@@ -117,10 +126,16 @@ def check_journal(recipe: Recipe, *, discard: bool) -> None:
         )
 
 
-def begin_journal(recipe: Recipe, *, keeps: bool) -> None:
-    """Write down what the journal is made with. keeps: what there is of one is this run's; else nothing is there afterwards.
+def other_rows(folder: Path, digests: Digests) -> list[str]:
+    """What training rows say otherwise than when the journal in a run's folder was written. digests: of them now."""
+    before = read_object(folder / JOURNAL / MADE_WITH, "It is of no run of this version.")
+    return [name for name, digest in digests.items() if before.get(f"{name}{OF_ROWS}", digest) != digest]
 
-    Raises UserError where it cannot be written.
+
+def begin_journal(recipe: Recipe, digests: Digests, *, keeps: bool) -> None:
+    """Write down what the journal is made with. digests: of what the rows to train on say.
+
+    keeps: what there is of one is this run's; else nothing is there afterwards. Raises UserError where it cannot be written.
     """
     folder = recipe.run.folder / JOURNAL
     if not keeps:
@@ -129,7 +144,7 @@ def begin_journal(recipe: Recipe, *, keeps: bool) -> None:
         with writing(recipe.run.folder):
             folder.mkdir(parents=True, exist_ok=True)
             temporary = folder / f".{MADE_WITH}.tmp"
-            temporary.write_text(json.dumps(made_with(recipe), indent=1))
+            temporary.write_text(json.dumps(made_with(recipe, digests), indent=1))
             temporary.replace(folder / MADE_WITH)
 
 

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ class Preflight:
 
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
     notes: keys without effect on this platform, which has them so that one recipe runs on all; rows that no response is
-    right by; steps with more rows than there are. external: servers that somebody else started, and that were asked.
+    right by; steps with more rows than there are. external: servers that somebody else started. digests: of what the rows say.
     """
 
     plan: BatchPlan
@@ -72,6 +72,7 @@ class Preflight:
     eval_rows: int
     notes: tuple[str, ...] = ()
     external: ExternalPool | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """What a user wants to see before waiting for the start."""
@@ -129,11 +130,11 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
             f"{recipe.data.train} has {rows} usable rows, fewer than the rollout.prompts_per_step "
-            f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more "
-            "rows."
+            f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more rows."
         )
+    digests = digests_of(prompts.prompts)
     if committed is not None:
-        check_resumed(recipe, committed, rows, digests_of(prompts.prompts))
+        check_resumed(recipe, committed, rows, digests)
     eval_rows, notes = _eval_rows(recipe, model)
     notes = (
         *staleness_notes(recipe),
@@ -142,7 +143,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *notes,
     )
     external = check_servers(recipe, model, platform, here=here)
-    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external)
+    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external, digests)
 
 
 def preflight_eval(recipe: Recipe) -> Preflight:

@@ -28,7 +28,7 @@ from megarl.run.begin import finish, handles_of, opened, say
 from megarl.run.journal import changes
 from megarl.run.preflight import preflight
 from megarl.run.recorder import Recorder
-from megarl.run.replayable import Replay, check_model, check_overrides, find_replay
+from megarl.run.replayable import Replay, check_greedy, check_inputs, check_model, check_overrides, find_replay
 from megarl.train import train
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def run_replay(
     recorded = localize(load_recipe(folder / RECIPE_FILE, (), Recipe), read_model, say, run=folder)
     loaded = localize(load_recipe(folder / RECIPE_FILE, overrides, Recipe), read_model, say, run=folder)
     check_model(recorded.recipe, loaded.recipe, replay.start)
+    check_greedy(recorded.recipe, loaded.recipe)
     if replay.last > loaded.recipe.train.steps:
         raise UserError(
             f"train.steps is {loaded.recipe.train.steps}, and step {replay.last} is to be replayed: set --to-step."
@@ -115,6 +116,7 @@ def _replay(loaded: Loaded[Recipe], replay: Replay, recorded: Recipe, again: str
     # The run's own keys were checked by the run; some of them are for servers.
     given = {text.partition("=")[0] for text in loaded.overrides}
     checked = preflight(recipe, sources={key: at for key, at in loaded.sources.items() if key in given})
+    check_inputs(replay, recipe, checked.rows, checked.digests)
     changed = changes(replay.folder, recorded, recipe)
     from megarl.run.session import replay_session
 

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from megarl.core.checksums import sum_file
 from megarl.core.errors import UserError
+from megarl.data.digests import Digests
 from megarl.models.hf_config import load_model_config
+from megarl.recipe.functions import asked
 from megarl.recipe.schema import Recipe
 from megarl.rollout.decisions import Decision, read_decisions, standing
 from megarl.rollout.journal import JOURNAL, steps_of
-from megarl.run.journal import MADE_WITH
+from megarl.run.journal import MADE_WITH, other_rows
 from megarl.run.preflight import CHECKPOINTS
+from megarl.run.resume_check import check_resumed
 from megarl.training.run_checkpoints import Checkpoints, Committed, step_damage
 
 # Sections and keys that decided what is in the journal, and decide nothing any more.
@@ -31,6 +34,7 @@ DECIDED = (
     "train.journal_keep",
 )
 TOKENIZER = "tokenizer.json"
+GREEDY = "greedy_rewards"  # what an advantage asks for
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,30 @@ def check_overrides(overrides: Iterable[str]) -> None:
             f"{', '.join(wrong)}: a replay trains on samples as they were generated and graded, and asks no server. What can be "
             "changed is what is learned from them, and how: actor, critic, reference, reward_model, teacher, algorithm, model, "
             "train, cluster and placement. The folder that it writes into is named by --out."
+        )
+
+
+def check_inputs(replay: Replay, recipe: Recipe, rows: int, digests: Digests) -> None:
+    """Raise UserError where the rows are others than the run's, or the checkpoint was made with what the recipe has no more.
+
+    rows: training rows within the length limit; digests: of what they say.
+    """
+    if others := other_rows(replay.folder, digests):
+        raise UserError(
+            f"{' and '.join(others)} of the rows of {recipe.data.train} (data.train) are others than those that {replay.folder} "
+            "was trained on: a replay needs the same. Put the file back that the run had."
+        )
+    if replay.start is not None:
+        check_resumed(recipe, replay.start, rows, digests)
+
+
+def check_greedy(recorded: Recipe, recipe: Recipe) -> None:
+    """An advantage that compares with greedy answers needs a run that had them. Raises UserError."""
+    was, needs = (GREEDY in asked(each.algorithm, "look").advantage for each in (recorded, recipe))
+    if needs and not was:
+        raise UserError(
+            f"algorithm.advantage: {recipe.algorithm.advantage} compares each sample with a greedy answer to its prompt, and the "
+            f"run, of {recorded.algorithm.advantage}, asked for none. Replay it with another advantage."
         )
 
 

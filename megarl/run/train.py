@@ -69,13 +69,13 @@ def _train(
     checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, forgets=go_on)
     recipe = (loaded := share_cores(loaded)).recipe
     if keeps:
-        check_journal(recipe, discard=discard_journal)
+        check_journal(recipe, checked.digests, discard=discard_journal)
     predicted = place(recipe).predicted
     from megarl.run.session import train_session
 
     with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume, go_on) as run:
         recoveries.tell()
-        begin_journal(recipe, keeps=keeps)
+        begin_journal(recipe, checked.digests, keeps=keeps)
         with run.timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, run.timer, scratch, kept))
             recorder = Recorder(

@@ -256,6 +256,12 @@ def test_a_journal_is_replayed_without_servers_and_stays_as_it_is(tmp_path: Path
     assert not (tmp_path / "other" / "run" / JOURNAL).exists()
 
 
+def test_a_replay_leaves_out_greedy_answers_that_it_has_no_use_for(tmp_path: Path) -> None:
+    before = Life(tmp_path / "run", 1, sections={"algorithm": {"advantage": "remax"}}).run(2)
+    replayed = Life(tmp_path / "other", 1, replay=tmp_path / "run" / "run" / JOURNAL).run(2)
+    assert replayed.steps == before.steps
+
+
 def test_what_the_journal_lacks_ends_a_replay(tmp_path: Path) -> None:
     Life(tmp_path / "run", 1).run(2)
     journal = tmp_path / "run" / "run" / JOURNAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.recipe.schema import Recipe
 from megarl.rollout.journal import JOURNAL, steps_of
-from megarl.run.journal import begin_journal, check_journal, made_with, trim_journal
+from megarl.run.journal import MADE_WITH, begin_journal, check_journal, made_with, trim_journal
 from megarl.training.run_checkpoints import Committed
 from tests.rollout.test_collector import make_recipe
+
+ROWS = {"ids": "1a", "answers": "2b"}  # what training rows say
 
 
 def recipe_of(folder: Path, **sections: dict[str, Any]) -> Recipe:
@@ -23,7 +26,7 @@ def recipe_of(folder: Path, **sections: dict[str, Any]) -> Recipe:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
-    begin_journal(recipe_of(tmp_path), keeps=False)
+    begin_journal(recipe_of(tmp_path), ROWS, keeps=False)
     folder = tmp_path / "run" / JOURNAL
     for step in (2, 3, 4):
         (folder / f"step_{step:06d}-aa.sqlite").touch()
@@ -43,7 +46,7 @@ def journal(tmp_path: Path) -> Path:
     ],
 )
 def test_what_changes_no_sample_may_change(tmp_path: Path, journal: Path, sections: dict[str, Any]) -> None:
-    check_journal(recipe_of(tmp_path, **sections), discard=False)
+    check_journal(recipe_of(tmp_path, **sections), ROWS, discard=False)
     assert steps_of(journal) == [2, 3, 4]
 
 
@@ -59,9 +62,9 @@ def test_what_changes_samples_or_learning_is_refused(
     tmp_path: Path, journal: Path, sections: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UserError, match=told.replace(".", r"\.")) as caught:
-        check_journal(recipe_of(tmp_path, **sections), discard=False)
+        check_journal(recipe_of(tmp_path, **sections), ROWS, discard=False)
     assert "--discard-journal" in str(caught.value) and str(journal) in str(caught.value)
-    check_journal(recipe_of(tmp_path, **sections), discard=True)
+    check_journal(recipe_of(tmp_path, **sections), ROWS, discard=True)
     assert not journal.exists()
 
 
@@ -70,40 +73,50 @@ def test_a_reward_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: 
     code = tmp_path / "my_reward_of_the_journal.py"
     code.write_text("def score(prompt, response, answer, metadata):\n    return 1.0\n")
     recipe = recipe_of(tmp_path, reward={"fn": "my_reward_of_the_journal:score"})
-    begin_journal(recipe, keeps=False)
-    check_journal(recipe, discard=False)
+    begin_journal(recipe, ROWS, keeps=False)
+    check_journal(recipe, ROWS, discard=False)
     code.write_text(code.read_text().replace("1.0", "2.0"))
     with pytest.raises(UserError, match="source of my_reward_of_the_journal:score was "):
-        check_journal(recipe, discard=False)
+        check_journal(recipe, ROWS, discard=False)
 
 
 def test_other_weights_are_refused(tmp_path: Path, journal: Path) -> None:
     recipe = recipe_of(tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"longer weights")
     with pytest.raises(UserError, match="model's files was "):
-        check_journal(recipe, discard=False)
+        check_journal(recipe, ROWS, discard=False)
 
 
 def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
-    begin_journal(recipe_of(tmp_path), keeps=True)
+    begin_journal(recipe_of(tmp_path), ROWS, keeps=True)
     assert steps_of(journal) == [2, 3, 4]
-    begin_journal(recipe_of(tmp_path), keeps=False)
+    begin_journal(recipe_of(tmp_path), ROWS, keeps=False)
     assert steps_of(journal) == []
-    begin_journal(recipe_of(tmp_path, train={"steps": 1, "journal": False}), keeps=False)
+    begin_journal(recipe_of(tmp_path, train={"steps": 1, "journal": False}), ROWS, keeps=False)
     assert not journal.exists()
+
+
+def test_other_rows_are_refused_where_no_checkpoint_knows_of_them(tmp_path: Path, journal: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    with pytest.raises(UserError, match=r"answers of the rows of data\.train was '2b' and is '3c'") as caught:
+        check_journal(recipe, {**ROWS, "answers": "3c"}, discard=False)
+    assert "ids of" not in str(caught.value)
+    made = json.loads((journal / MADE_WITH).read_text())
+    (journal / MADE_WITH).write_text(json.dumps({name: made[name] for name in made if "of the rows" not in name}))
+    check_journal(recipe, {**ROWS, "answers": "3c"}, discard=False)  # one of an older megarl says nothing of rows
 
 
 def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:
     elsewhere = journal.rename(tmp_path / "elsewhere")
     journal.symlink_to(elsewhere)
-    check_journal(recipe_of(tmp_path), discard=True)
+    check_journal(recipe_of(tmp_path), ROWS, discard=True)
     assert list(elsewhere.iterdir()) == [] and journal.is_symlink()
 
 
 def test_a_journal_that_cannot_be_removed_is_told_and_not_gone_on_with(tmp_path: Path, journal: Path) -> None:
     (journal / "step_000005-aa.sqlite").mkdir()
     with pytest.raises(UserError, match=r"cannot be written to: .*step_000005"):
-        check_journal(recipe_of(tmp_path), discard=True)
+        check_journal(recipe_of(tmp_path), ROWS, discard=True)
 
 
 def test_what_only_looks_like_a_function_has_no_source(tmp_path: Path) -> None:

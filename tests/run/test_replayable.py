@@ -14,7 +14,7 @@ from megarl.rollout.journal import JOURNAL
 from megarl.run.journal import MADE_WITH
 from megarl.run.preflight import CHECKPOINTS
 from megarl.run.replay import compared
-from megarl.run.replayable import check_model, check_overrides, find_replay
+from megarl.run.replayable import check_greedy, check_inputs, check_model, check_overrides, find_replay
 from megarl.training.run_checkpoints import Checkpoints
 from tests.rollout.test_collector import make_recipe
 from tests.support.tiny import write_tiny_model
@@ -104,6 +104,25 @@ def test_another_model_learns_from_the_same_tokens_only(run: Path, tmp_path: Pat
         check_model(first, other, None)
     with pytest.raises(UserError, match=r"the replay begins with .*step_000002, which is of"):
         check_model(first, same, find_replay(run, 3, None).start)
+
+
+def test_rows_and_a_checkpoint_are_looked_at_before_anything_starts(run: Path, tmp_path: Path) -> None:
+    """The checkpoint as where a run goes on: under another alpha its adapters would be another model."""
+    recipe = make_recipe(tmp_path)
+    (run / JOURNAL / MADE_WITH).write_text('{"answers of the rows of data.train": "2b"}')
+    check_inputs(find_replay(run, 1, 1), recipe, 3, {"answers": "2b", "ids": "1a"})
+    with pytest.raises(UserError, match=r"answers of the rows of .* are others than those that .* was trained on"):
+        check_inputs(find_replay(run, 1, 1), recipe, 3, {"answers": "3c"})
+    with pytest.raises(UserError, match=r"actor[/\\]megarl\.json is missing"):
+        check_inputs(find_replay(run, 3, 3), recipe, 3, {"answers": "2b"})
+
+
+def test_greedy_answers_are_asked_for_only_where_the_run_had_some(tmp_path: Path) -> None:
+    plain, greedy = (make_recipe(tmp_path, algorithm={"advantage": name}) for name in ("grpo", "remax"))
+    for recorded, recipe in ((plain, plain), (greedy, greedy), (greedy, plain)):
+        check_greedy(recorded, recipe)
+    with pytest.raises(UserError, match=r"remax compares .* of grpo, asked for none\. Replay it with another"):
+        check_greedy(plain, greedy)
 
 
 def test_the_first_difference_is_named() -> None:
