@@ -98,7 +98,7 @@ class Coordinator:
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
             await self._commit(before=step)
             if before:
-                self._decisions.leave(f"a collector died, and step {step} is made again")
+                self._decisions.leave(f"a collector died, and step {step} is made again", self._step)
                 await self._links.release()  # they were held once the step was made
             each = self._recipe.rollout.samples_per_prompt
             with self._progress.of(each * self._pace.groups_per_step, "samples"):
@@ -183,7 +183,7 @@ class Coordinator:
         """Write down that the run goes back to a checkpoint, of this newest decision; whether not too often."""
         if not self._rewinds.may(to_step):
             return False
-        self._decisions.leave(f"step {self._step} is gone back over")
+        self._decisions.leave(f"step {self._step} is gone back over", self._step)
         self._decisions.add("rewound", to_step, [(to_number, 0, 0)])
         await self._decisions.write()
         return True
@@ -194,7 +194,7 @@ class Coordinator:
         self.advantages.load_state(state)
         self._step = int(state.get("step", self._step))
         self._rewinds.total = int(state.get("rewinds", 0))
-        self._decisions.resume(state.get("decisions"))
+        self._decisions.resume(state.get("decisions"), state.get("waiting", ()))
 
     @property
     def samples(self) -> StepSamples:
@@ -245,12 +245,12 @@ class Coordinator:
             if decision.kind == "taken":
                 self._take(groups)
                 if not all(each.recorded for each in facts):
-                    self._decisions.leave(f"samples of step {self._step} were made anew")
+                    self._decisions.leave(f"samples of step {self._step} were made anew", self._step)
                 return True
             self._dull += facts
             self._refills -= len(groups)
             await self._drop(groups, "zero_variance")
-        self._decisions.leave(f"what step {self._step} took is not known")
+        self._decisions.leave(f"what step {self._step} took is not known", self._step)
         return False
 
     async def _pass_over(self, decision: Decision) -> None:

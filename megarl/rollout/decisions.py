@@ -9,11 +9,12 @@ depends on who finished first, which no seed repeats. One SQLite file, `journal/
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,13 +25,22 @@ import orjson
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.rollout.journal import JournalError
+from megarl.rollout.journal import BUSY_S, JournalError, forget, forget_others
 from megarl.rollout.ledger import Key
 
 log = get_logger(__name__)
 
 FILE = "decisions.sqlite"
 TABLE = "create table if not exists decisions (number integer primary key, kind text, step integer, groups text, crc integer)"
+# Primary codes of SQLite's errors that say nothing of what is in a file.
+OF_THE_SYSTEM = (
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+)
 INSERT = "insert or replace into decisions values (?, ?, ?, ?, ?)"
 
 # admitted: asked for; dull: dropped because they taught nothing; late: dropped because they ran too long; taken: by a step.
@@ -69,16 +79,22 @@ class Decisions:
         self._file: sqlite3.Connection | None = None
         self._earlier: deque[Decision] | None = None  # None: nobody has looked
         self._last = 0
+        self._left = False  # whether this life decides by itself
+        self._waiting: set[Key] = set()
         self.spent_s = 0.0  # writing, so far, with what is waited for the disk
 
-    def resume(self, after: int | None) -> None:
+    def resume(self, after: int | None, waiting: Iterable[Sequence[int]] = ()) -> None:
         """The run goes on from where the decision of this number was the newest: those after it are to be made again.
 
-        None: that was in a life without a journal, and what an earlier one left is of no use.
+        waiting: groups that were asked for then, and not taken. None: that was in a life without a journal, and what an earlier
+        one left is of no use.
         """
         self._last, self._earlier = after or 0, deque()
+        self._waiting = {(int(row), int(step), int(first)) for row, step, first in waiting}
         if self._folder is None:
             return
+        if after is None and not self._replays:
+            forget(self._folder, after=0)
         earlier = [] if after is None else read_decisions(self._folder, after)
         if not self._replays:
             forget_decisions(self._folder, self._last + len(earlier))
@@ -107,19 +123,27 @@ class Decisions:
     def lacks(self, why: str) -> None:
         """A group of a step that is made again cannot be read. Raises MegarlError in a replay, which cannot ask for it."""
         if self._replays:
-            self.leave(why)
+            self.leave(why, 0)
 
-    def leave(self, why: str) -> None:
-        """Make none of the rest again: what they followed from is not what it was. Raises MegarlError in a replay."""
+    def leave(self, why: str, step: int) -> None:
+        """Make none of the rest again: what they followed from is not what it was. Raises MegarlError in a replay.
+
+        step: that is under way. Groups that only the rest had asked for, for this step or later ones, were sampled by weights
+        that there will not be again: whoever asks for the same ones is not to find them.
+        """
         if self._replays:
             raise MegarlError(
                 f"The journal in {self._folder} cannot be replayed any further: {why}. Replay steps before it (--to-step), or "
                 "from a checkpoint after it (--from-step)."
             )
-        if self.repeating and self._folder is not None:
+        if self._folder is None or self._left:
+            return
+        if self.repeating:
             log.warning("The journal is not followed any further: %s.", why)
             self._earlier = deque()
             forget_decisions(self._folder, self._last)
+        self._left = True
+        forget_others(self._folder, step, self._waiting | _asked_for(self._folder))
 
     def add(self, kind: Kind, step: int, groups: Sequence[Key]) -> None:
         """One more; `write` brings it to the disk."""
@@ -185,32 +209,61 @@ def standing(made: Sequence[Decision]) -> list[Decision]:
 
 
 def read_decisions(folder: Path, after: int) -> list[Decision]:
-    """Decisions after the one of this number, in order, up to the first that is damaged: that is told."""
+    """Decisions after the one of this number, in order, up to the first that is damaged: that is told.
+
+    Raises JournalError where the system does not let them be read.
+    """
     path = folder / FILE
     if not path.exists():
         return []
     found: list[Decision] = []
     try:
-        with closing(sqlite3.connect(path)) as file:
+        with closing(sqlite3.connect(path, timeout=BUSY_S)) as file:
             for row in file.execute("select * from decisions where number > ? order by number", (after,)):
                 found.append(_decision(row, after + len(found) + 1))
     except (sqlite3.Error, ValueError) as error:
+        _refuse(folder, error)
         log.warning(
             "%s: decisions after number %d cannot be read (%s): they are made anew", path, after + len(found), error
         )
     return found
 
 
+def _asked_for(folder: Path) -> set[Key]:
+    """Groups that were asked for, by all decisions that can be read."""
+    found: set[Key] = set()
+    if not (folder / FILE).exists():
+        return found
+    with contextlib.suppress(sqlite3.Error, ValueError), closing(sqlite3.connect(folder / FILE)) as file:
+        for number, kind, step, groups, crc in file.execute("select * from decisions where kind = 'admitted'"):
+            if _crc(number, kind, step, groups) == crc:
+                found.update((row, meant, first) for row, meant, first in orjson.loads(groups))
+    return found
+
+
 def forget_decisions(folder: Path, after: int) -> None:
-    """Remove decisions after the one of this number: others are made in their place."""
+    """Remove decisions after the one of this number: others are made in their place. Raises JournalError as reading does."""
     path = folder / FILE
     if path.exists():
         try:
-            with closing(sqlite3.connect(path)) as file, file:
+            with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
                 file.execute("delete from decisions where number > ?", (after,))
-        except sqlite3.DatabaseError as error:
+        except (
+            sqlite3.Error,
+            ValueError,
+        ) as error:  # bytes that are no text, in what SQLite says of them, are a ValueError
+            _refuse(folder, error)
             log.warning("%s cannot be read (%s), and is begun anew", path, error)
             path.unlink()
+
+
+def _refuse(folder: Path, error: sqlite3.Error | ValueError) -> None:
+    """Raise JournalError where nothing is damaged: the disk is full, somebody else holds the file, it may not be written."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in OF_THE_SYSTEM:
+        raise JournalError(
+            f"The journal in {folder} cannot be gone on with: {error}. Nothing that it has is lost. Make room, end what else has "
+            f"{FILE} open, or mend its permissions, and go on with --resume; --discard-journal goes on without it."
+        ) from error
 
 
 def _row(decision: Decision) -> tuple[int, str, int, str, int]:

@@ -15,7 +15,7 @@ import contextlib
 import secrets
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -213,6 +213,22 @@ def forget(folder: Path, *, before: int | None = None, after: int | None = None)
         step = _step(path)
         if (before is not None and step < before) or (after is not None and step > after):
             path.unlink(missing_ok=True)
+
+
+def forget_others(folder: Path, step: int, known: Collection[tuple[int, int, int]]) -> None:
+    """Remove groups that were meant for this step or later ones, and are none of these. known: row, step, first sample."""
+    for path in folder.glob("step_*-*.sqlite"):
+        if (meant := _step(path)) < step:
+            continue
+        try:
+            with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
+                file.execute("create temp table known (row integer, first integer, primary key (row, first))")
+                file.executemany(
+                    "insert into known values (?, ?)", {(row, first) for row, at, first in known if at == meant}
+                )
+                file.execute("delete from samples where (row, first) not in known")
+        except sqlite3.Error as error:
+            log.warning("%s cannot be read (%s): its groups are made anew", path, error)
 
 
 def _step(path: Path) -> int:

@@ -6,12 +6,14 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megarl.rollout.decisions import FILE, Decision, Decisions, read_decisions
+from megarl.rollout import decisions as module
+from megarl.rollout.decisions import FILE, Decision, Decisions, forget_decisions, read_decisions
 from megarl.rollout.journal import JournalError
 from megarl.rollout.ledger import Key
 
@@ -73,7 +75,7 @@ def test_what_is_decided_otherwise_takes_the_place_of_the_rest(tmp_path: Path) -
     def otherwise(decisions: Decisions) -> None:
         assert decisions.again(9) is not None
         assert decisions.again(9) is not None
-        decisions.leave("for a test")
+        decisions.leave("for a test", 1)
         assert decisions.again(9) is None
         decisions.add("taken", 2, [B])
 
@@ -109,6 +111,20 @@ def test_a_file_that_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert repeated(tmp_path) == []
     assert "is begun anew" in caplog.text
     life(tmp_path, first)
+    assert repeated(tmp_path) == ALL
+
+
+def test_what_somebody_else_holds_is_neither_passed_over_nor_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUSY_S", 0.05)
+    life(tmp_path, first)
+    with closing(sqlite3.connect(tmp_path / FILE)) as other:
+        other.execute("begin exclusive")
+        with pytest.raises(JournalError, match=r"cannot be gone on with: database is locked.*end what else has"):
+            read_decisions(tmp_path, 0)
+        with pytest.raises(JournalError, match="database is locked"):
+            forget_decisions(tmp_path, 2)
     assert repeated(tmp_path) == ALL
 
 

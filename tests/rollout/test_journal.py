@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.blocks import laid, sample_block
 from megarl.rollout.attempt import Attempt, failed_sample
-from megarl.rollout.journal import Journal, JournalError, Written, forget, steps_of
+from megarl.rollout.journal import Journal, JournalError, Written, forget, forget_others, steps_of
 from megarl.rollout.tasks import GroupTask
 from megarl.serving.sampling import Sampling
 from tests.rollout.samples import make_prompt
@@ -282,6 +282,16 @@ def test_a_disk_that_takes_nothing_is_an_error_that_says_what_to_do(tmp_path: Pa
     (tmp_path / "journal").write_text("a file where the folder should be")
     with pytest.raises(JournalError, match=r"cannot be written: .*Make room, or set train.journal to false"):
         write(tmp_path / "journal")
+
+
+def test_only_what_is_known_of_a_step_and_those_after_it_stays(tmp_path: Path) -> None:
+    tasks = [replace(TASK, row=row, step=step) for step in (1, 2, 3) for row in (3, 8)]
+    for task in tasks:
+        write(tmp_path, task)
+    (tmp_path / "step_000003-damaged.sqlite").write_bytes(b"not SQLite at all" * 100)
+    forget_others(tmp_path, 2, {(3, 2, TASK.first), (8, 3, TASK.first), (8, 2, TASK.first + 1), (3, 4, TASK.first)})
+    left = [(task.step, task.row) for task in tasks if find(tmp_path, task) is not None]
+    assert left == [(1, 3), (1, 8), (2, 3), (3, 8)]
 
 
 def test_steps_are_forgotten(tmp_path: Path) -> None:

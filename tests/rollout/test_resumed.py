@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,33 @@ def test_what_is_damaged_is_made_anew_and_the_steps_behind_it(tmp_path: Path, ca
     assert after.steps[3] != before.steps[3] and after.steps[4] != before.steps[4]
     assert after.asked == [0, 2, 2 + 8] and after.needed == [False, True, True]
     assert "the checksum of sample" in caplog.text and "samples of step 3 were made anew" in caplog.text
+
+
+def test_what_was_left_behind_is_not_found_by_a_later_life(tmp_path: Path) -> None:
+    """The second life takes another way from step 3 on, and is killed while nothing of step 4 has finished."""
+    folder = tmp_path / "run" / JOURNAL
+    before = Life(tmp_path, 1).run(4)
+    for path in folder.glob("step_000003-*.sqlite"):
+        with sqlite3.connect(path) as file:
+            file.execute("update samples set reward = reward + 1 where rowid = 5")
+    place = Life(tmp_path, 1).run(3, before.places[1]).places[3]
+    there = set(folder.glob("step_*.sqlite"))
+    second = Life(tmp_path, 1).run(4, place)
+    assert second.steps[4] != before.steps[4]
+    for path in set(folder.glob("step_*.sqlite")) - there:
+        path.unlink()
+    third = Life(tmp_path, 1).run(4, place)
+    assert third.asked == [8] and third.steps[4] not in (before.steps[4], second.steps[4])
+
+
+def test_behind_a_life_without_a_journal_nothing_of_an_earlier_one_is_found(tmp_path: Path) -> None:
+    Life(tmp_path, 1, max_staleness=2).run(4)
+    place = Life(tmp_path, 1, max_staleness=2, journal=False).run(2).places[2]
+    assert place["waiting"]
+    began = time.time()
+    Life(tmp_path, 1, max_staleness=2).run(3, place)
+    for path in (tmp_path / "run" / JOURNAL).glob("step_*.sqlite"):
+        assert sqlite3.connect(path).execute("select min(written) from samples").fetchone()[0] >= began
 
 
 def test_without_a_journal_all_is_made_anew(tmp_path: Path) -> None:
