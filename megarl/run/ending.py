@@ -22,8 +22,8 @@ from megarl.recipe.schema import Recipe
 from megarl.training.run_checkpoints import Checkpoints
 
 SHARED_MEMORY = Path("/dev/shm")
-# How the system says it, and Ray of its object store; errors of other processes arrive as texts.
-FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "Local disk is full")
+# How the system says it, SQLite of the journal, and Ray of its object store; errors of other processes arrive as texts.
+FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "database or disk is full", "Local disk is full")
 FULL_BYTES = 2**20  # less than this is nothing
 
 
