@@ -53,11 +53,19 @@ class Open:
 
 
 @contextmanager
-def opened(loaded: Loaded[R], lines: list[str], resume: bool, forgets: bool = False, again: str = "") -> Iterator[Open]:
+def opened(
+    loaded: Loaded[R],
+    lines: list[str],
+    resume: bool,
+    stop: StopRequest,
+    forgets: bool = False,
+    again: str = "",
+) -> Iterator[Open]:
     """The run's folder, log, writers and console; closed in the end, whatever happens.
 
     Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with. forgets:
-    what an earlier start left that came to no checkpoint, where this one goes on from none either.
+    what an earlier start left that came to no checkpoint, where this one goes on from none either. stop: the request to end
+    early, which may have come before.
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
@@ -67,7 +75,6 @@ def opened(loaded: Loaded[R], lines: list[str], resume: bool, forgets: bool = Fa
         out = Console()
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
-        stop = stack.enter_context(StopRequest())
         with writing(folder):
             if forgets and not resume:
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)

@@ -14,6 +14,7 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.pending import Finished
 from megarl.core.protocols import Metrics, State
 from megarl.core.scratch import Scratch
+from megarl.core.stop import StopRequest
 from megarl.core.types import EvalResult
 from megarl.hub.recipe import localize
 from megarl.models.fingerprint import fingerprint
@@ -83,8 +84,8 @@ def run_replay(
         )
     loaded = loaded.with_recipe(_own(loaded.recipe, out or _free(folder)))
     words = [str(folder), *overrides, *_option("--from-step", from_step), *_option("--to-step", to_step)]
-    with Scratch.open() as scratch:
-        _replay(loaded, replay, recorded.recipe, shlex.join(["megarl", "replay", *words]), scratch)
+    with StopRequest() as stop, Scratch.open() as scratch:
+        _replay(loaded, replay, recorded.recipe, shlex.join(["megarl", "replay", *words]), scratch, stop)
 
 
 def _own(recipe: Recipe, out: Path) -> Recipe:
@@ -111,7 +112,9 @@ def _option(name: str, value: int | None) -> list[str]:
     return [] if value is None else [name, str(value)]
 
 
-def _replay(loaded: Loaded[Recipe], replay: Replay, recorded: Recipe, again: str, scratch: Scratch) -> None:
+def _replay(
+    loaded: Loaded[Recipe], replay: Replay, recorded: Recipe, again: str, scratch: Scratch, stop: StopRequest
+) -> None:
     recipe = loaded.recipe
     # The run's own keys were checked by the run; some of them are for servers.
     given = {text.partition("=")[0] for text in loaded.overrides}
@@ -120,7 +123,7 @@ def _replay(loaded: Loaded[Recipe], replay: Replay, recorded: Recipe, again: str
     changed = changes(replay.folder, recorded, recipe)
     from megarl.run.session import replay_session
 
-    with opened(loaded, [replay.told(), *changed, *checked.lines()], resume=False, again=again) as run:
+    with opened(loaded, [replay.told(), *changed, *checked.lines()], resume=False, stop=stop, again=again) as run:
         with run.timer.phase("start"):
             session = run.stack.enter_context(replay_session(recipe, checked, replay.journal, run.timer, scratch))
             recorder = Recorder(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl.core.scratch import Scratch
+from megarl.core.stop import StopRequest
 from megarl.models.fingerprint import fingerprint
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
@@ -21,22 +22,24 @@ S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe)
 
 def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
     """`megarl sft`, `megarl rm` and `megarl dpo`."""
-    with Scratch.open() as scratch:
+    with StopRequest() as stop, Scratch.open() as scratch:
         loaded = load_recipe(path, overrides, kind)
         recoveries = Recoveries(loaded.recipe.cluster.max_recoveries, loaded.recipe.run.folder / METRICS_FILE)
         live(
             recoveries,
-            lambda again: _supervise(loaded, resume and not again, go_on or again, scratch, recoveries),
+            lambda again: _supervise(loaded, resume and not again, go_on or again, scratch, recoveries, stop),
         )
 
 
-def _supervise(loaded: Loaded[S], resume: bool, go_on: bool, scratch: Scratch, recoveries: Recoveries) -> None:
+def _supervise(
+    loaded: Loaded[S], resume: bool, go_on: bool, scratch: Scratch, recoveries: Recoveries, stop: StopRequest
+) -> None:
     loaded, resume = found(loaded, resume, go_on)
     recipe = loaded.recipe
     checked = preflight_supervised(recipe, resume=resume, forgets=go_on)
     from megarl.run.session import supervised_session
 
-    with opened(loaded, checked.lines(), resume, go_on) as run:
+    with opened(loaded, checked.lines(), resume, stop, go_on) as run:
         recoveries.tell()
         with run.timer.phase("start"):
             session = run.stack.enter_context(supervised_session(recipe, checked, run.timer, scratch))

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megarl.core.protocols import State
 from megarl.core.scratch import Scratch
+from megarl.core.stop import StopRequest
 from megarl.models.fingerprint import fingerprint
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
@@ -38,15 +39,15 @@ CRITIC_EXPORT = "hf_critic"
 
 def run_train(path: Path, overrides: list[str], resume: bool, go_on: bool, discard_journal: bool = False) -> None:
     """`megarl train`."""
-    with Scratch.open() as scratch, Kept() as kept:
+    with StopRequest() as stop, Scratch.open() as scratch, Kept() as kept:
         loaded = load_recipe(path, overrides, Recipe)
         recoveries = Recoveries(loaded.recipe.cluster.max_recoveries, loaded.recipe.run.folder / METRICS_FILE)
 
         def life(again: bool) -> None:
             if again:
-                _train(loaded, False, True, False, scratch, recoveries, kept)
+                _train(loaded, False, True, False, scratch, recoveries, kept, stop)
             else:
-                _train(loaded, resume, go_on, discard_journal, scratch, recoveries, kept)
+                _train(loaded, resume, go_on, discard_journal, scratch, recoveries, kept, stop)
 
         live(recoveries, life)
 
@@ -59,6 +60,7 @@ def _train(
     scratch: Scratch,
     recoveries: Recoveries,
     kept: Kept,
+    stop: StopRequest,
 ) -> None:
     """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
@@ -73,7 +75,7 @@ def _train(
     predicted = place(recipe).predicted
     from megarl.run.session import train_session
 
-    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume, go_on) as run:
+    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume, stop, go_on) as run:
         recoveries.tell()
         begin_journal(recipe, checked.digests, keeps=keeps)
         with run.timer.phase("start"):
@@ -108,15 +110,15 @@ def _train(
         handles = handles_of(session, session.rollout, session.sync, recorder, run.timer)
         with rewinding(session.rollout.samples, run.checkpoints):
             end(recorder, train(handles, recipe, first), recipe)
-        _finish(run, session.roles, recipe)
-        if predicted is not None and (line := advice(recipe.run.folder)) is not None:
-            Console().print(line, highlight=False, soft_wrap=True)
+        _finish(run, session.roles, recipe, placed=predicted is not None)
 
 
-def _finish(run: Open, roles: Mapping[str, Role], recipe: Recipe) -> None:
-    """What the run leaves: the policy's HF folder, and the critic's where there is one."""
+def _finish(run: Open, roles: Mapping[str, Role], recipe: Recipe, *, placed: bool) -> None:
+    """What the run leaves: the policy's HF folder, and the critic's where there is one; what it says of its placement."""
     if recipe.critic is not None:
         with run.timer.phase("export"):
             source = (recipe.critic.path or recipe.model.path).resolve()
             roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
     finish(run, roles["actor"], recipe)
+    if placed and (line := advice(recipe.run.folder)) is not None:
+        Console().print(line, highlight=False, soft_wrap=True)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.core.stop import STOP_SIGNAL, StopRequest
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.run import begin
+from megarl.recipe.supervised import SftRecipe
+from megarl.run import begin, supervised, train
 from megarl.run.exported import NOTE, exported_step
 from megarl.run.lock import LOCK, locked
 from megarl.run.serve import servable
@@ -40,6 +44,24 @@ def test_the_policys_folder_is_written_last(world: Path) -> None:
     assert told == ["export adapters", "export"]
     critic = run(world, "critic", "algorithm.preset=ppo")
     assert [each[1] for each in critic.told if each[0] == "export"] == ["critic", "actor"]
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_a_request_to_stop_that_comes_before_the_start_is_heeded(
+    kind: str, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one between two lives of a run is: the signal would otherwise kill the driver."""
+    module, name = (train, "preflight") if kind == "train" else (supervised, "preflight_supervised")
+    check = getattr(module, name)
+
+    def asked(*arguments: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), STOP_SIGNAL)
+        return check(*arguments, **named)
+
+    monkeypatch.setattr(module, name, asked)
+    words = (f"run.name=stopped_{kind}", "cluster.platform=cpu", "train.steps=2")
+    book = driver.run(Recipe if kind == "train" else SftRecipe, world / f"{kind}.yaml", words, world)
+    assert ("stopped", "stopped as it was asked to, after step 1 of 2, which is committed.") in book.told
 
 
 @pytest.mark.parametrize("name", ["logs", "journal", "metrics.jsonl"])
@@ -113,7 +135,7 @@ def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Pat
     with (
         driver.stage(Book(), world),
         pytest.raises(UserError, match=r"runs/removed cannot be written to: .*No such file"),
-        begin.opened(loaded, [], resume=False) as opened,
+        begin.opened(loaded, [], False, StopRequest()) as opened,
     ):
         shutil.rmtree(folder)
         with opened.timer.phase("rollout"):
