@@ -82,7 +82,7 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
     """
     values = dict(_leaves(recipe.model_dump(mode="json"), ""))
     found = {name: value for name, value in values.items() if not _harmless(name)}
-    if recipe.actor.optimizer.schedule != "constant":
+    if any(role.optimizer.schedule != "constant" for role in (recipe.actor, recipe.critic) if role is not None):
         found["train.steps"] = recipe.train.steps  # learning rates are a part of the way there
     named = (text for name, value in values.items() if name in found for text in _texts(value))
     for text in named:

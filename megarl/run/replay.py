@@ -27,7 +27,7 @@ from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, Row, read_history
 from megarl.run.begin import finish, handles_of, opened, say
 from megarl.run.journal import changes
-from megarl.run.preflight import preflight
+from megarl.run.preflight import RESULTS, preflight
 from megarl.run.recorder import Recorder
 from megarl.run.replayable import Replay, check_greedy, check_inputs, check_model, check_overrides, find_replay
 from megarl.train import train
@@ -72,6 +72,8 @@ def run_replay(
     """`megarl replay`."""
     if not (folder / RECIPE_FILE).is_file():
         raise UserError(f"{folder} is no folder of a run: it has no {RECIPE_FILE}.")
+    if out is not None and (there := [name for name in RESULTS if (out / name).exists()]):
+        raise UserError(f"--out {out} already holds a run ({', '.join(there)}). Name another folder, or delete it.")
     check_overrides(overrides)
     replay = find_replay(folder, from_step, to_step)
     recorded = localize(load_recipe(folder / RECIPE_FILE, (), Recipe), read_model, say, run=folder)

@@ -68,6 +68,12 @@ def test_what_changes_samples_or_learning_is_refused(
     assert not journal.exists()
 
 
+def test_how_long_a_run_is_counts_where_a_rate_depends_on_it(tmp_path: Path) -> None:
+    for name, counts in (("constant", False), ("cosine", True)):
+        critic = {"critic": {"optimizer": {"schedule": name}}, "algorithm": {"advantage": "gae"}}
+        assert ("train.steps" in made_with(recipe_of(tmp_path, **critic))) == counts
+
+
 def test_a_reward_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     code = tmp_path / "my_reward_of_the_journal.py"
