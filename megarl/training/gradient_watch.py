@@ -40,8 +40,10 @@ class GradientWatch:
         return f"is a spike (norm {grad_norm:.4g}, {grad_norm / median:.3g} times the median of the last {len(self._recent)})"
 
     def took(self, grad_norm: float) -> None:
-        """A step was taken: later ones are measured by it."""
-        self._recent.append(grad_norm)
+        """A step was taken: later ones are measured by it, unless it had nothing to teach."""
+        # Where all rewards are equal the norm is 0: by a median of those every gradient would be a spike.
+        if grad_norm > 0:
+            self._recent.append(grad_norm)
         self.skipped = 0
 
     def skip(self, grad_norm: float) -> bool:
@@ -61,5 +63,5 @@ class GradientWatch:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self._recent = deque(state["norms"], maxlen=WINDOW)
+        self._recent = deque((norm for norm in state["norms"] if norm > 0), maxlen=WINDOW)  # an older megarl kept zeros
         self.skipped = state["skipped"]

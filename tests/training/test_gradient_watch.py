@@ -28,6 +28,17 @@ def test_a_spike_is_measured_by_the_median_of_the_last() -> None:
     assert watch.trouble(39.0) == ""
 
 
+def test_steps_without_a_gradient_make_none_a_spike() -> None:
+    """As at the start of a run whose rewards are all zero."""
+    watch = GradientWatch(4.0)
+    for _ in range(WINDOW):
+        assert watch.trouble(0.0) == ""
+        watch.took(0.0)
+    assert watch.trouble(0.5) == ""
+    watch.load_state({"norms": [0.0] * FEWEST, "skipped": 0})
+    assert watch.trouble(0.5) == ""
+
+
 def test_it_goes_on_as_it_was() -> None:
     first, second = GradientWatch(2.0), GradientWatch(2.0)
     for norm in range(1, WINDOW + 9):
