@@ -62,17 +62,24 @@ class Loaded(Generic[R]):
 @overload
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Loaded[Recipe]: ...
 @overload
-def load_recipe(path: Path, overrides: Sequence[str], kind: type[R]) -> Loaded[R]: ...
-def load_recipe(path: Path, overrides: Sequence[str] = (), kind: Any = Recipe) -> Loaded[Any]:
-    """Read, validate and check a recipe of that kind. Raises UserError that lists everything wrong with it."""
-    tree = _read(path, overrides)
+def load_recipe(path: Path, overrides: Sequence[str], kind: type[R], *, recorded: bool = ...) -> Loaded[R]: ...
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), kind: Any = Recipe, *, recorded: bool = False
+) -> Loaded[Any]:
+    """Read, validate and check a recipe of that kind. Raises UserError that lists everything wrong with it.
+
+    recorded: a run has written the file, every default in it: its values are no more than defaults to what overrides give. A
+    preset among these goes over them, and what they leave unread is no mistake.
+    """
+    tree = _read(path, overrides, recorded=recorded)
     try:
         recipe = kind.model_validate(tree.values)
     except ValidationError as error:
         _refuse_other_kind(path, tree, kind)
         raise UserError(_problems(path, explain(error.errors(), tree, kind))) from None
     sources = {".".join(keys): str(tree.origins[keys]) for keys in tree.given()}
-    problems = check_recipe(recipe, sources)
+    given = {".".join(keys) for keys in tree.given() if tree.origins[keys].file is None}
+    problems = check_recipe(recipe, {key: at for key, at in sources.items() if key in given or not recorded})
     if problems:
         raise UserError(_problems(path, problems))
     recipe = fill_defaults(recipe)
@@ -116,16 +123,19 @@ def resolve(recipe: AnyRecipe) -> dict[str, Any]:
     return {name: section for name, section in values.items() if section != {}}
 
 
-def _read(path: Path, overrides: Sequence[str]) -> Tree:
+def _read(path: Path, overrides: Sequence[str], *, recorded: bool = False) -> Tree:
     tree = read_tree(path)
     for text in overrides:
         tree.merge(read_override(text))
-    _expand_preset(tree)
+    _expand_preset(tree, recorded=recorded)
     return tree
 
 
-def _expand_preset(tree: Tree) -> None:
-    """Put the settings of algorithm.preset under those that were given. Raises UserError for a name that is none."""
+def _expand_preset(tree: Tree, *, recorded: bool) -> None:
+    """Put the settings of algorithm.preset under those that were given. Raises UserError for a name that is none.
+
+    recorded: those of the file count as given only where the preset is the file's too.
+    """
     section = tree.values.get("algorithm")
     name = section.get("preset") if isinstance(section, dict) else None
     if section is None or not isinstance(name, str):
@@ -135,7 +145,10 @@ def _expand_preset(tree: Tree) -> None:
         hint = f" Did you mean {near[0]}?" if near else ""
         where = tree.origin(("algorithm", "preset"))
         raise UserError(f"`algorithm.preset` ({where}): there is no {name!r}.{hint} Presets: {', '.join(PRESETS)}.")
-    tree.values["algorithm"] = {**PRESETS[name], **section}
+    given = section
+    if recorded and tree.origins["algorithm", "preset"].file is None:
+        given = {key: value for key, value in section.items() if tree.origins["algorithm", key].file is None}
+    tree.values["algorithm"] = {**section, **PRESETS[name], **given}
 
 
 def _refuse_other_kind(path: Path, tree: Tree, kind: type[AnyRecipe]) -> None:

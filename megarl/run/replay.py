@@ -77,7 +77,8 @@ def run_replay(
     check_overrides(overrides)
     replay = find_replay(folder, from_step, to_step)
     recorded = localize(load_recipe(folder / RECIPE_FILE, (), Recipe), read_model, say, run=folder)
-    loaded = localize(load_recipe(folder / RECIPE_FILE, overrides, Recipe), read_model, say, run=folder)
+    changed = load_recipe(folder / RECIPE_FILE, overrides, Recipe, recorded=True)
+    loaded = localize(changed, read_model, say, run=folder)
     check_model(recorded.recipe, loaded.recipe, replay.start)
     check_greedy(recorded.recipe, loaded.recipe)
     if replay.last > loaded.recipe.train.steps:

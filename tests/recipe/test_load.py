@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.explain import Schema, nearest
 from megarl.recipe.load import KINDS, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.recipe.source import dump_yaml
 
 
 def test_file_overrides_and_defaults(recipe_file: Path) -> None:
@@ -23,6 +25,27 @@ def test_file_overrides_and_defaults(recipe_file: Path) -> None:
     assert "actor.optimizer.beta1" not in loaded.sources
     assert loaded.resolved["actor"]["optimizer"]["lr"] == 1e-5
     assert loaded.resolved["data"]["train"] == "rows.jsonl"
+
+
+def test_what_a_run_has_written_is_no_more_than_defaults_to_a_replay(recipe_file: Path, tmp_path: Path) -> None:
+    """It has every default in it: a user can neither leave one out nor have a preset below them."""
+    written = tmp_path / "written.yaml"
+    written.write_text(
+        dump_yaml(load_recipe(recipe_file, ["algorithm.preset=dapo", "algorithm.clip_low=0.1"]).resolved)
+    )
+
+    def algorithm(*overrides: str) -> Algorithm:
+        return load_recipe(written, overrides, Recipe, recorded=True).recipe.algorithm
+
+    same = algorithm("actor.optimizer.name=sgd")
+    assert (same.preset, same.reduction, same.clip_low, same.clip_high) == ("dapo", "token-mean", 0.1, 0.28)
+    other = algorithm("algorithm.preset=dr_grpo", "algorithm.clip_low=0.3")
+    assert (other.normalize_std, other.reduction, other.clip_low) == (False, "constant", 0.3)
+    assert algorithm("algorithm.advantage=rloo").advantage == "rloo"
+    with pytest.raises(UserError, match=r"`actor.optimizer.momentum` \(on the command line\) is read by nothing"):
+        algorithm("actor.optimizer.momentum=0.5")
+    with pytest.raises(UserError, match=r"`algorithm.normalize_std` \(.*written.yaml:\d+\) is read by nothing"):
+        load_recipe(written, ["algorithm.advantage=rloo"])
 
 
 def test_home_is_expanded_where_the_shell_does_not(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
