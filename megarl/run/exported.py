@@ -30,4 +30,5 @@ def exported_step(folder: Path, newest: int) -> int | None:
         return None
     if not (folder / NOTE).exists():
         return newest
-    return int(read_object(folder / NOTE, f"Remove it, and {folder / EXPORT}: `--resume` writes both.").get("step", -1))
+    step = read_object(folder / NOTE, f"Remove it, and {folder / EXPORT}: `--resume` writes both.").get("step")
+    return step if isinstance(step, int) else -1  # of none, so that the folder is written anew

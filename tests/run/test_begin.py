@@ -114,6 +114,9 @@ def test_a_folder_of_a_runs_earlier_end_is_not_taken_for_the_newest(
     assert exported_step(folder, 3) == 3 and servable(folder) == folder / "hf"
     with pytest.raises(UserError, match="nothing is left to do"):
         run(world, "longer", "train.save_every=1", "train.steps=3", resume=True)
+    for step in ('"x"', "null", "[3]"):
+        (folder / NOTE).write_text(f'{{"step": {step}}}')
+        assert exported_step(folder, 3) == -1, "a folder of no step is written anew"
 
 
 def killed(*_: object) -> None:
