@@ -143,7 +143,7 @@ class Decisions:
             self._earlier = deque()
             forget_decisions(self._folder, self._last)
         self._left = True
-        forget_others(self._folder, step, self._waiting | _asked_for(self._folder))
+        forget_others(self._folder, step, self._waiting | _spoken_of(self._folder))
 
     def add(self, kind: Kind, step: int, groups: Sequence[Key]) -> None:
         """One more; `write` brings it to the disk."""
@@ -229,13 +229,13 @@ def read_decisions(folder: Path, after: int) -> list[Decision]:
     return found
 
 
-def _asked_for(folder: Path) -> set[Key]:
-    """Groups that were asked for, by all decisions that can be read."""
+def _spoken_of(folder: Path) -> set[Key]:
+    """Groups that all decisions speak of that can be read."""
     found: set[Key] = set()
     if not (folder / FILE).exists():
         return found
     with contextlib.suppress(sqlite3.Error, ValueError), closing(sqlite3.connect(folder / FILE)) as file:
-        for number, kind, step, groups, crc in file.execute("select * from decisions where kind = 'admitted'"):
+        for number, kind, step, groups, crc in file.execute("select * from decisions where kind <> 'rewound'"):
             if _crc(number, kind, step, groups) == crc:
                 found.update((row, meant, first) for row, meant, first in orjson.loads(groups))
     return found
