@@ -235,7 +235,9 @@ def _spoken_of(folder: Path) -> set[Key]:
     if not (folder / FILE).exists():
         return found
     with contextlib.suppress(sqlite3.Error, ValueError), closing(sqlite3.connect(folder / FILE)) as file:
-        for number, kind, step, groups, crc in file.execute("select * from decisions where kind <> 'rewound'"):
+        # The newest first: what is damaged ends it.
+        rows = file.execute("select * from decisions where kind <> 'rewound' order by number desc")
+        for number, kind, step, groups, crc in rows:
             if _crc(number, kind, step, groups) == crc:
                 found.update((row, meant, first) for row, meant, first in orjson.loads(groups))
     return found
