@@ -19,6 +19,7 @@ from megarl.core.json_file import read_object
 from megarl.core.types import EvalResult
 from megarl.core.versions import installed
 from megarl.data.digests import NO_DIGESTS, Digests
+from megarl.data.rows import data_files
 from megarl.recipe.load import load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
@@ -70,6 +71,8 @@ HARMLESS = (
     "train.steps",
 )
 HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
+HELD_OUT_ROWS = "files of data.eval"
+BEGIN_ANEW = "Begin a journal anew with --discard-journal."
 OF_ROWS = " of the rows of data.train"
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
@@ -105,7 +108,8 @@ def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
         _clear(recipe.run.folder)
     if not recipe.train.journal or not (folder / MADE_WITH).exists():
         return
-    before = read_object(folder / MADE_WITH, "Begin a journal anew with --discard-journal.")
+    before = read_object(folder / MADE_WITH, BEGIN_ANEW)
+    before.pop(HELD_OUT_ROWS, None)  # they decide no sample
     # The journal of an older megarl says nothing of rows.
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
@@ -144,7 +148,8 @@ def begin_journal(recipe: Recipe, digests: Digests, *, keeps: bool) -> None:
         with writing(recipe.run.folder):
             folder.mkdir(parents=True, exist_ok=True)
             temporary = folder / f".{MADE_WITH}.tmp"
-            temporary.write_text(json.dumps(made_with(recipe, digests), indent=1))
+            made = made_with(recipe, digests) | {HELD_OUT_ROWS: _held_out(recipe)}
+            temporary.write_text(json.dumps(made, indent=1))
             temporary.replace(folder / MADE_WITH)
 
 
@@ -175,6 +180,9 @@ def evaluations_before(recipe: Recipe) -> dict[int, EvalResult]:
     folder = recipe.run.folder
     if not (folder / METRICS_FILE).is_file() or not (folder / RECIPE_FILE).is_file():
         return {}
+    written, rows = folder / JOURNAL / MADE_WITH, _held_out(recipe)
+    if rows and written.exists() and read_object(written, BEGIN_ANEW).get(HELD_OUT_ROWS, rows) != rows:
+        return {}
     before = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
     if before.eval != recipe.eval or any(getattr(before.data, key) != getattr(recipe.data, key) for key in HELD_OUT):
         return {}
@@ -196,6 +204,15 @@ def trim_journal(recipe: Recipe, checkpoints: list[Committed]) -> None:
         oldest = checkpoints[0]
         waiting = [int(step) for _, step, _ in oldest.state.get("data", {}).get("waiting", ())]
         forget(recipe.run.folder / JOURNAL, before=min([oldest.step + 1, *waiting]))
+
+
+def _held_out(recipe: Recipe) -> list[str]:
+    """Checksums of the files of held-out rows; none where a hub's name stands for them yet, or they cannot be read."""
+    files = data_files(recipe.data.eval) if recipe.data.eval is not None else []
+    try:
+        return [sum_file(file).crc32 for file in files if file.is_file()]
+    except OSError:
+        return []  # whoever reads their rows says so
 
 
 def _source(module: str) -> Path | None:

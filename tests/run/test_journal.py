@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.recipe.load import resolve
+from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
+from megarl.recipe.source import dump_yaml
+from megarl.report.history import METRICS_FILE
 from megarl.rollout.journal import JOURNAL, steps_of
-from megarl.run.journal import MADE_WITH, begin_journal, check_journal, made_with, trim_journal
+from megarl.run.journal import MADE_WITH, begin_journal, check_journal, evaluations_before, made_with, trim_journal
 from megarl.training.run_checkpoints import Committed
 from tests.rollout.test_collector import make_recipe
 
@@ -110,6 +114,19 @@ def test_other_rows_are_refused_where_no_checkpoint_knows_of_them(tmp_path: Path
     made = json.loads((journal / MADE_WITH).read_text())
     (journal / MADE_WITH).write_text(json.dumps({name: made[name] for name in made if "of the rows" not in name}))
     check_journal(recipe, {**ROWS, "answers": "3c"}, discard=False)  # one of an older megarl says nothing of rows
+
+
+def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: Path) -> None:
+    rows = tmp_path / "held_out.jsonl"
+    rows.write_text("a row\n")
+    recipe = recipe_of(tmp_path, data={"eval": str(rows)})
+    begin_journal(recipe, ROWS, keeps=False)
+    (recipe.run.folder / RECIPE_FILE).write_text(dump_yaml(resolve(recipe)))
+    (recipe.run.folder / METRICS_FILE).write_text('{"step": 2, "eval/accuracy": 0.5}\n')
+    assert evaluations_before(recipe)[2].accuracy == 0.5
+    rows.write_text("another\n")
+    check_journal(recipe, ROWS, discard=False)
+    assert evaluations_before(recipe) == {}
 
 
 def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:
