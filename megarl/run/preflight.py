@@ -30,7 +30,6 @@ from megarl.models.context import check_context
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_server_layout
-from megarl.models.lora_settings import LoraSettings
 from megarl.models.role_check import check_roles
 from megarl.models.rules import expected_tensors
 from megarl.recipe.batch import BatchPlan, plan_batches
@@ -38,10 +37,11 @@ from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
+from megarl.recipe.supervised import SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
+from megarl.run.model_check import check_experts, check_head, check_lora
 from megarl.run.resume_check import check_resumed
 from megarl.run.servers_check import check_servers
 from megarl.training.run_checkpoints import Checkpoints, Committed
@@ -121,8 +121,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     model = _check_generation(recipe)
     _check_sync(recipe, model)
     check_roles(recipe, model)
-    _check_experts(recipe, model, platform)
-    _check_lora(recipe, model)
+    check_experts(recipe, model, platform)
+    check_lora(recipe, model)
     # Data sets are files by now; the keys that name them were checked when the recipe was read.
     check_functions(recipe, {key: at for key, at in sources.items() if not key.startswith("data.")})
     prompts = _load_prompts(recipe, recipe.data.train, model)
@@ -177,11 +177,11 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file in files:
         check_supervised(file, recipe.data)
     model = check_model_folder(recipe.model.path)
-    _check_head(recipe, model)
+    check_head(recipe, model)
     check_context(model, recipe.data.max_tokens, "data.max_tokens")
     check_roles(recipe, model)
-    _check_experts(recipe, model, platform)
-    _check_lora(recipe, model)
+    check_experts(recipe, model, platform)
+    check_lora(recipe, model)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
     if committed is not None:
         check_resumed(recipe, committed, len(rows), rows.digests)
@@ -313,48 +313,6 @@ def check_model_folder(folder: Path) -> ModelConfig:
     model = load_model_config(folder)
     check_weights(expected_tensors(model), folder, model)
     return model
-
-
-def _check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
-    """A reward model learns by its score head, everything else by the vocabulary."""
-    scores = isinstance(recipe, RmRecipe)
-    if model.head == "score" and not scores:
-        raise UserError(
-            f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary. "
-            "Name a language model, or train on pairs by `megarl rm`."
-        )
-    if scores and model.head != "score" and recipe.actor.lora is not None:
-        raise UserError(
-            f"model.path {recipe.model.path} is a language model, whose new score head begins at zero, and under actor.lora "
-            "only adapters learn. Remove actor.lora, or begin with a reward model."
-        )
-
-
-def _check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:
-    """Adapters on linears that the model has."""
-    lora = recipe.actor.lora
-    if lora is None:
-        return
-    LoraSettings(lora.rank, lora.alpha, lora.targets)
-    if model.mla is not None and "linear_qkv" in lora.targets:
-        raise UserError(
-            "actor.lora.targets names linear_qkv, and latent attention has none: choose among linear_proj, "
-            "linear_q_down_proj, linear_q_up_proj (or linear_q_proj), linear_kv_down_proj and linear_kv_up_proj."
-        )
-
-
-def _check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> None:
-    """Keys that speak of experts need a model that has some, and servers that say which they chose."""
-    replay = isinstance(recipe, Recipe) and recipe.actor.routing_replay
-    asked = {"actor.aux_loss_coef": recipe.actor.aux_loss_coef > 0, "actor.routing_replay": replay}
-    if model.moe is None and any(asked.values()):
-        names = " and ".join(name for name, given in asked.items() if given)
-        raise UserError(f"{names} is for a mixture of experts, and {recipe.model.path} has none. Remove the key.")
-    if replay and not platform.returns_routing:
-        raise UserError(
-            f"actor.routing_replay needs servers that return their routing, and on {platform.name} SGLang does not. "
-            "Set it to false, or run on cuda."
-        )
 
 
 def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class OptimizerState:
         return {"optimizer_state": states}
 
     def load(self, found: Mapping[str, Any]) -> None:
-        """Take over what `to_load` was filled with: moments and the count of steps. Rates and betas stay the recipe's. Collective."""
+        """Take over what `to_load` was filled with; collective. Rates, betas and momentum stay the recipe's."""
         if self._optimizer is None:
             return
         own = [{key: group[key] for key in group if key not in RESTORED} for group in self._optimizer.param_groups]

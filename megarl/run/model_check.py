@@ -1,0 +1,52 @@
+"""Whether a recipe's model is one for what the recipe does with it: its head, adapters, experts. Part of the preflight."""
+
+from __future__ import annotations
+
+from megarl.core.errors import UserError
+from megarl.core.platform import Platform
+from megarl.models.config import ModelConfig
+from megarl.models.lora_settings import LoraSettings
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
+
+
+def check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
+    """A reward model learns by its score head, everything else by the vocabulary. Raises UserError."""
+    scores = isinstance(recipe, RmRecipe)
+    if model.head == "score" and not scores:
+        raise UserError(
+            f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary. "
+            "Name a language model, or train on pairs by `megarl rm`."
+        )
+    if scores and model.head != "score" and recipe.actor.lora is not None:
+        raise UserError(
+            f"model.path {recipe.model.path} is a language model, whose new score head begins at zero, and under actor.lora "
+            "only adapters learn. Remove actor.lora, or begin with a reward model."
+        )
+
+
+def check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:
+    """Adapters on linears that the model has. Raises UserError."""
+    lora = recipe.actor.lora
+    if lora is None:
+        return
+    LoraSettings(lora.rank, lora.alpha, lora.targets)
+    if model.mla is not None and "linear_qkv" in lora.targets:
+        raise UserError(
+            "actor.lora.targets names linear_qkv, and latent attention has none: choose among linear_proj, "
+            "linear_q_down_proj, linear_q_up_proj (or linear_q_proj), linear_kv_down_proj and linear_kv_up_proj."
+        )
+
+
+def check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> None:
+    """Keys that speak of experts need a model that has some, and servers that say which they chose. Raises UserError."""
+    replay = isinstance(recipe, Recipe) and recipe.actor.routing_replay
+    asked = {"actor.aux_loss_coef": recipe.actor.aux_loss_coef > 0, "actor.routing_replay": replay}
+    if model.moe is None and any(asked.values()):
+        names = " and ".join(name for name, given in asked.items() if given)
+        raise UserError(f"{names} is for a mixture of experts, and {recipe.model.path} has none. Remove the key.")
+    if replay and not platform.returns_routing:
+        raise UserError(
+            f"actor.routing_replay needs servers that return their routing, and on {platform.name} SGLang does not. "
+            "Set it to false, or run on cuda."
+        )
