@@ -44,7 +44,7 @@ def own_placement(recipe: Recipe, workload: Workload, cluster: Cluster) -> Own:
 def _on(recipe: Recipe, workload: Workload, cluster: Cluster, kind: Cluster, serving: Cluster | None) -> Own:
     plan = predict_recipe(recipe, workload, kind, serving=serving, within=cluster if cluster.others else None)
     if plan.step_s == float("inf"):
-        return Own(None, "the KV cache of its servers does not hold one sample of the greatest length")
+        return Own(None, "its servers do not hold the weights and, in the KV cache, one sample of the greatest length")
     [generating] = [pool for pool in plan.pools if any(role.role == ROLLOUT for role in pool.roles)]
     # Where processes stand for devices servers take none of the ranks'.
     beside = len(generating.roles) == 1 or not kind.device.offloads_to_host

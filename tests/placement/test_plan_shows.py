@@ -79,7 +79,7 @@ def told(plan: Plan) -> str:
         (
             make_cluster("H100", 1),
             ["cluster.platform=cuda", "rollout.kv_tokens=null", "rollout.server_args=[--mem-fraction-static, '0.2']"],
-            "does not hold one sample",
+            "do not hold the weights and, in the KV cache, one sample",
         ),
     ],
     ids=[
