@@ -165,7 +165,7 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
     """Read this rank's part of a checkpoint, whatever layout wrote it; collective.
 
     With an optimizer, the checkpoint has to hold one's state; without, that is left where it is. Raises UserError where
-    there is no checkpoint, it holds weights only, or another optimizer's state.
+    there is no checkpoint, it holds weights only, another optimizer's state, or one of other weights.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise UserError(
@@ -184,6 +184,7 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
         missing, unexpected = chunk.load_state_dict(found[name], strict=False)
         if wrong := [each for each in [*missing, *unexpected] if not each.endswith("_extra_state")]:
             raise MegarlError(f"{folder} does not fill the model's {wrong}.")
+    state.check_weights(found, folder)
     state.load(found)
     if scheduler is not None:
         scheduler.load_state_dict(found["scheduler"])

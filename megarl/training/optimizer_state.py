@@ -8,7 +8,7 @@ tells them apart. Import only after `models.bootstrap.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +74,18 @@ class OptimizerState:
             states[str(index)] = _described(shares, shares.empty(), weights)
         return {"optimizer_state": states}
 
+    def check_weights(self, found: Mapping[str, Any], folder: Path) -> None:
+        """Raise UserError where the optimizer's weights are not those that the model has from `folder` already; collective."""
+        if self._optimizer is None or not self._is_distributed:
+            return
+        others = sum(_gathered(sum(shares.differing(whole) for shares, whole in self._each(found))))
+        if others:
+            raise UserError(
+                f"{folder}: the weights in its optimizer's state are not the model's, in {others} tensors. An earlier "
+                "megarl wrote such states of tied embeddings under pipeline parallel. The model's weights are right: export them "
+                "(`megarl convert mcore-to-hf`) and start a new run from the HF folder (model.path)."
+            )
+
     def load(self, found: Mapping[str, Any]) -> None:
         """Take over what `to_load` was filled with; collective. Rates, betas and momentum stay the recipe's."""
         if self._optimizer is None:
@@ -89,10 +101,15 @@ class OptimizerState:
             self._optimizer.load_state_dict(found["optimizer"])
             return
         saved = found["optimizer"]["groups"]
-        for index, member in enumerate(self._members):
+        for member, (shares, whole) in zip(self._members, self._each(found), strict=True):
             groups = [_matching(own, saved) for own in _groups(member.state_dict())]
             member.load_state_dict({"optimizer": {"param_groups": groups}})  # makes the state where there is none yet
-            StateShares(member).scatter(found.get("optimizer_state", {}).get(str(index), {}))
+            shares.scatter(whole)
+
+    def _each(self, found: Mapping[str, Any]) -> Iterator[tuple[StateShares, Mapping[int, Mapping[str, Tensor]]]]:
+        """Of every optimizer with parameters, who takes what, and what this rank was given."""
+        for index, member in enumerate(self._members):
+            yield StateShares(member), found.get("optimizer_state", {}).get(str(index), {})
 
     def check_readable(self, manifest: Manifest, folder: Path) -> None:
         """Raise UserError where a checkpoint does not have what this optimizer needs."""

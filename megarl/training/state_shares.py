@@ -151,6 +151,15 @@ class StateShares:
                 came = [(piece.owner, piece) for piece in planned if piece.holder == self._rank]
                 self._exchange(sent, given, came, partial(self._kept_piece, key=key))
 
+    def differing(self, whole: Mapping[int, Mapping[str, Tensor]]) -> int:
+        """Of how many parameters the float32 weights in `whole` are not the model's own, whatever the model's dtype."""
+        return sum(
+            not torch.equal(
+                *(each.detach().flatten().bfloat16().cpu() for each in (states["param"], self.parameters[index]))
+            )
+            for index, states in whole.items()
+        )
+
     def _kept(self, index: int, key: str) -> Tensor:
         """[elements of this rank] of a parameter."""
         states = self._member._get_main_param_and_optimizer_states(self.parameters[index])

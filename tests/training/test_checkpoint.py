@@ -242,6 +242,20 @@ def test_a_frozen_role_reads_the_weights_of_one_in_training(rank, folder, tmp_pa
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rank, "reference").items())
 
 
+def test_a_state_of_other_weights_is_refused(rank, folder, tmp_path):
+    """megatron-core 0.16.1 gathers such ones where a bucket is padded before another."""
+    spec = RoleSpec(folder, "bfloat16", optimizer=Optimizer(lr=1e-3), total_steps=6, objective=POLICY)
+    rank.build("actor", spec)
+    steps(rank, [0])
+    [member] = rank.engine("actor")._stepper.optimizer.chained_optimizers
+    with torch.no_grad():
+        member.shard_fp32_from_float16_groups[0][0].neg_()
+    rank.save("actor", tmp_path)
+    rank.build("actor", spec)
+    with pytest.raises(UserError, match=r"are not the model's, in 1 tensors.*convert mcore-to-hf"):
+        rank.load("actor", tmp_path)
+
+
 def test_the_state_of_another_optimizer_is_refused(rank, folder, tmp_path):
     sgd = Optimizer(name="sgd", lr=1e-2)
     rank.build("actor", RoleSpec(folder, "float32", optimizer=sgd, objective=POLICY, total_steps=2))
