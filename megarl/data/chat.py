@@ -29,6 +29,7 @@ ROLES = ("system", DEVELOPER, "user", "assistant", "tool")
 CALLS = "tool_calls"  # of a message
 TOOLS = "tools"  # of a row
 BLANK = "\u2581"  # how SentencePiece writes one
+LINE = "\n"
 REASON_CHARACTERS = 400  # of what transformers says
 
 
@@ -256,13 +257,18 @@ def encode_behind(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> lis
     alone = encode(tokenizer, [text for _, text in texts], special_tokens=False)
     if not puts_blanks(tokenizer):
         return alone
-    before = encode(tokenizer, [before for before, _ in texts], special_tokens=False)
-    both = encode(tokenizer, ["".join(each) for each in texts], special_tokens=False)
-    # What is joined over the border is left apart, as a policy leaves it that writes behind a prompt.
-    return [
-        whole[len(first) :] if np.array_equal(whole[: len(first)], first) else own
-        for first, whole, own in zip(before, both, alone, strict=True)
-    ]
+    # What is joined over the border is left apart, as a policy leaves it that writes behind a prompt: it is taken from
+    # behind a new line, with which little is joined.
+    found = list(alone)
+    for fronts in ([LINE] * len(texts), [before for before, _ in texts]):
+        before = encode(tokenizer, fronts, special_tokens=False)
+        both = encode(
+            tokenizer, [front + text for front, (_, text) in zip(fronts, texts, strict=True)], special_tokens=False
+        )
+        for at, (first, whole) in enumerate(zip(before, both, strict=True)):
+            if np.array_equal(whole[: len(first)], first):
+                found[at] = whole[len(first) :]
+    return found
 
 
 def puts_blanks(tokenizer: Tokenizer) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.data.chat import check_messages, encode, load_tokenizer, render
+from megarl.data.chat import check_messages, encode, encode_behind, load_tokenizer, render
 from megarl.data.rows import Row
 from tests.data.conftest import make_tokenizer
+from tests.support.llama2 import llama2_tokenizer
 from tests.support.tiny import tiny_config
 
 ROW = Row(Path("a.jsonl"), 7, {})
@@ -162,3 +163,21 @@ def test_files_with_wrong_types_are_refused_or_harmless(name: str, model_folder:
             assert str(folder) in str(error)
             assert len(str(error)) < 1000
     assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("before", "text", "tokens"),
+    [
+        ("tell me: ", "two", ["two"]),  # together the blank is a part of the word
+        ("t", "wo", ["w", "o"]),
+        ("tell me:", " two", ["▁two"]),
+        ("a\n", "two", ["two"]),
+        ("", "two", ["▁two"]),
+    ],
+)
+def test_a_text_behind_another_gets_no_blank_whatever_stands_at_the_border(
+    before: str, text: str, tokens: list[str]
+) -> None:
+    tokenizer = llama2_tokenizer()
+    [ids] = encode_behind(tokenizer, [(before, text)])
+    assert tokenizer.convert_ids_to_tokens(ids) == tokens
