@@ -26,7 +26,7 @@ from megarl.placement.roofline import (
 )
 from megarl.placement.sizes import adapter_sizes, model_sizes
 from megarl.placement.space import Layouts
-from megarl.placement.stages import Stage
+from megarl.placement.stages import Stage, stages
 from megarl.placement.workload import Workload
 from megarl.recipe.roles import Lora
 
@@ -130,7 +130,8 @@ def micro_batch(
         _only_compute(0.0, launch=BACKWARD * micro_s, pipeline=send),
     )
     attention = _attention_seconds(config, choice, here, workload, cluster) * (choice.recompute == 1)
-    full = choice.again(config.num_layers / choice.pp)
+    # Of the fullest rank, which the others wait for.
+    full = choice.again(np.max([stage.layers for stage in stages(config, choice)], axis=0))
     again = (layer[0].times(full).plus(_only_compute(attention)) for layer in (dense, expert))
     return forward, backward, Parts(next(again), next(again), nothing, nothing, nothing)
 

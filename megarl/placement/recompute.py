@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.core.layout import stage_layers
 from megarl.placement.cluster import Cluster
 from megarl.placement.own import own_placement
 from megarl.placement.workload import ACTOR, CRITIC, Workload
@@ -16,7 +17,10 @@ from megarl.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Spared:
-    """A role that fits with fewer layers computed again. layers: of each pipeline stage, of so many. seconds: saved a step."""
+    """A role that fits with fewer layers computed again.
+
+    layers: of each virtual stage, of so many in the largest. seconds: saved a step.
+    """
 
     role: str
     layers: int
@@ -50,8 +54,8 @@ def spared_layers(recipe: Recipe, workload: Workload, cluster: Cluster) -> Itera
             or section.recompute_num_layers
         ):
             continue
-        layout = role_layouts(recipe)[role]
-        most = -(-workload.models[role].num_layers // (layout.pp * layout.vpp))
+        cut = stage_layers(role_layouts(recipe)[role], workload.models[role].num_layers)
+        most = max(len(part) for parts in cut for part in parts)
 
         def fits(layers: int, role: str = role, section: Any = section) -> bool:
             return own_placement(_with(recipe, role, section, layers), workload, cluster).problem is None
@@ -60,7 +64,8 @@ def spared_layers(recipe: Recipe, workload: Workload, cluster: Cluster) -> Itera
         if layers < most:
             fewer = own_placement(_with(recipe, role, section, layers), workload, cluster).predicted
             assert fewer is not None
-            yield Spared(role, layers, most, whole.predicted.step_s - fewer.step_s)
+            if (seconds := whole.predicted.step_s - fewer.step_s) > 0:
+                yield Spared(role, layers, most, seconds)
 
 
 def _with(recipe: Recipe, role: str, section: Any, layers: int) -> Recipe:

@@ -90,7 +90,8 @@ class Actor(Section):
         "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
     )
     recompute_num_layers: PositiveInt | None = Field(
-        None, description="with recompute full: so many layers of each pipeline stage, and no others; default: all"
+        None,
+        description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all",
     )
     aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of the load-balancing loss of a mixture of experts"
@@ -138,7 +139,8 @@ class Critic(Section):
         "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
     )
     recompute_num_layers: PositiveInt | None = Field(
-        None, description="with recompute full: so many layers of each pipeline stage, and no others; default: all"
+        None,
+        description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all",
     )
     offload: tuple[Part, ...] = Field(
         (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"

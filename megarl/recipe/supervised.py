@@ -74,7 +74,8 @@ class SftActor(Section):
         "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
     )
     recompute_num_layers: PositiveInt | None = Field(
-        None, description="with recompute full: so many layers of each pipeline stage, and no others; default: all"
+        None,
+        description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all",
     )
     aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of the load-balancing loss of a mixture of experts"

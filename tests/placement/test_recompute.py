@@ -58,6 +58,22 @@ def test_where_nothing_need_be_computed_again_that_is_said(tmp_path: Path) -> No
     assert spared.layers == 0 and spared.words.startswith("actor.recompute=none fits as well")
 
 
+def test_of_stages_of_different_sizes_the_largest_counts(tmp_path: Path) -> None:
+    """By hand: of 24 layers in the larger stage 20 are computed again. Of 14, the mean, that would be all."""
+    uneven = (FULL, "actor.parallel.pp=2", "actor.parallel.first_stage_layers=4", "actor.micro_batch_tokens=131072")
+    recipe, workload, cluster = given(tmp_path, *uneven)
+    [spared] = spared_layers(recipe, workload, cluster)
+    assert 14 < spared.layers < spared.of == 24
+
+    def seconds(layers: int) -> float:
+        other, *_ = given(tmp_path, *uneven, f"actor.recompute_num_layers={layers}")
+        own = own_placement(other, workload, cluster)
+        assert own.predicted is not None
+        return own.predicted.step_s
+
+    assert seconds(24) - seconds(20) == pytest.approx(2 * (seconds(24) - seconds(22)), rel=1e-3) != 0
+
+
 @pytest.mark.parametrize("overrides", [(), (FULL, "actor.micro_batch_tokens=4000000")], ids=["none is", "too full"])
 def test_nothing_is_said_of_what_does_not_recompute_or_does_not_fit(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     assert not list(spared_layers(*given(tmp_path, *overrides)))
