@@ -194,6 +194,15 @@ def known(found: Iterable[dict[str, Any]]) -> tuple[list[Cell], float | None]:
     return [Cell(**line["cell"]) for line in found if "problem" not in line], products[-1] if products else None
 
 
+def of_another(kept: Iterable[dict[str, Any]], shapes: Shapes, platform: Platform) -> bool:
+    """Whether lines of an earlier call are of other shapes or of another platform: their best product is none of this one's."""
+    return any(
+        line["cell"]["model"] not in ("", *shapes.models)
+        or ("cudnn" in line and (line["cudnn"] is None) == platform.has_device_memory)
+        for line in kept
+    )
+
+
 def main(
     *,
     platform: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where a device is.")] = "auto",
@@ -216,6 +225,8 @@ def main(
     file, failed = out or RESULTS / "gpu_engine.jsonl", 0
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = whole_lines(file) if go_on else []
+    if of_another(kept, SHAPES[shapes], chosen):
+        sys.exit(f"{file} is of another --platform or other --shapes, and --go-on keeps it: give another --out.")
     done, best = known(kept)
     todo = [each for each in cells(SHAPES[shapes], fused=chosen.has_transformer_engine) if each not in done]
     with file.open("w") as lines:

@@ -349,7 +349,9 @@ def main() -> int:
         )
         return 2
     place = Place(chosen.platform, time.time() + 60 * chosen.minutes, chosen.out.absolute())
-    if chosen.go_on and (other := {row.platform for row in rows_of(place.rows)} - {place.platform}):
+    if chosen.go_on and (
+        other := {row.platform or "an earlier check" for row in rows_of(place.rows)} - {place.platform}
+    ):
         print(f"megarl: {place.rows} is of {' and '.join(sorted(other))}, and --go-on keeps it: give another --out.")
         return 2
     begin(place, go_on=chosen.go_on)

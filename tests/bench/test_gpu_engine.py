@@ -174,6 +174,21 @@ def test_a_second_call_leaves_out_what_came_to_its_end() -> None:
     assert known([]) == ([], None)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [{"cell": asdict(Cell("peak")), "cudnn": 91002, "matmul_flops_s": 8e14}, {"cell": asdict(Cell("engine", "4B"))}],
+    ids=["of a device", "of real shapes"],
+)
+def test_lines_of_another_platform_or_of_other_shapes_are_not_gone_on_with(
+    line: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "lines.jsonl"
+    out.write_text(json.dumps(line) + "\n")
+    with pytest.raises(SystemExit, match=r"another --platform or other --shapes.* give another --out"):
+        gpu_engine.main(platform="cpu", shapes="tiny", out=out, go_on=True)
+    assert json.loads(out.read_text()) == line
+
+
 def test_sequences_of_a_mixed_cell_all_differ_and_fill_each_micro_batch() -> None:
     cell = Cell("engine", "4B", 4096, 4, mixed=True)
     # As `shards` deals them: the first sequences of both micro-batches, the second ones, ...

@@ -227,15 +227,16 @@ def test_a_second_call_reads_past_what_a_killed_one_left_half_written(tmp_path: 
     assert (row.verdict, row.detail) == ("works", "3 passed")
 
 
-def test_results_of_another_platform_are_not_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("platform", "named"), [("cuda", "cuda"), ("", "an earlier check")])
+def test_results_of_another_platform_are_not_gone_on_with(tmp_path: Path, platform: str, named: str) -> None:
     place = gpu_check.Place("cuda", time.time(), tmp_path)
-    place.rows.write_text(json.dumps(asdict(gpu_check.Row("a", "works", "", platform="cuda"))) + "\n")
+    place.rows.write_text(json.dumps(asdict(gpu_check.Row("a", "works", "", platform=platform))) + "\n")
     words = ["--platform", "cpu", "--go-on", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu_check", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "is of cuda, and --go-on keeps it: give another --out" in done.stdout
+    assert f"is of {named}, and --go-on keeps it: give another --out" in done.stdout
 
 
 def test_a_second_call_takes_complete_rows_as_they_are(monkeypatch: pytest.MonkeyPatch, place: gpu_check.Place) -> None:
