@@ -28,7 +28,7 @@ DEVELOPER = "developer"  # the system, where a template does not know it
 ROLES = ("system", DEVELOPER, "user", "assistant", "tool")
 CALLS = "tool_calls"  # of a message
 TOOLS = "tools"  # of a row
-BLANK = "\u2581"  # how SentencePiece writes one
+BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BPE
 LINE = "\n"
 REASON_CHARACTERS = 400  # of what transformers says
 
@@ -274,4 +274,4 @@ def encode_behind(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> lis
 def puts_blanks(tokenizer: Tokenizer) -> bool:
     """Whether a blank comes before a text that has none."""
     first = tokenizer("a", add_special_tokens=False)["input_ids"][:1]
-    return bool(first) and str(tokenizer.convert_ids_to_tokens(first)[0]).startswith(BLANK)
+    return bool(first) and str(tokenizer.convert_ids_to_tokens(first)[0]).startswith(BLANKS)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megarl.core.errors import UserError
-from megarl.data.chat import check_messages, encode, encode_behind, load_tokenizer, render
+from megarl.data.chat import check_messages, encode, encode_behind, load_tokenizer, puts_blanks, render
 from megarl.data.rows import Row
 from tests.data.conftest import make_tokenizer
 from tests.support.llama2 import llama2_tokenizer
@@ -181,3 +183,14 @@ def test_a_text_behind_another_gets_no_blank_whatever_stands_at_the_border(
     tokenizer = llama2_tokenizer()
     [ids] = encode_behind(tokenizer, [(before, text)])
     assert tokenizer.convert_ids_to_tokens(ids) == tokens
+
+
+def test_byte_level_tokenizers_that_put_blanks_are_known_too() -> None:
+    pieces = {piece: number for number, piece in enumerate(["<unk>", "\u0120", *"abc:"])}
+    for puts in (True, False):
+        made = Tokenizer(models.BPE(pieces, [], unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=puts)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+        assert puts_blanks(tokenizer) == puts
+        [ids] = encode_behind(tokenizer, [("a:", "bc")])
+        assert tokenizer.convert_ids_to_tokens(ids) == ["b", "c"]
