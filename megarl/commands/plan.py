@@ -32,9 +32,7 @@ def plan(
         int | None, typer.Option(min=0, help="Versions that samples may be behind: above 0 also asynchronous plans.")
     ] = None,
     from_run: Annotated[Path | None, typer.Option(help="Run whose measurements calibrate the rates.")] = None,
-    simulate: Annotated[
-        int, typer.Option(min=0, max=1_000_000, help="Also play so many steps: lengths drawn, devices failing.")
-    ] = 0,
+    simulate: Annotated[int, typer.Option(min=0, max=10**6, help="Also play so many steps, with failures.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="With --simulate: of what is drawn.")] = 1,
     explain: Annotated[bool, typer.Option("--explain", help="Show where seconds and bytes go, and what lost.")] = False,
     sync: Annotated[
