@@ -116,7 +116,10 @@ class StateShares:
 
     def empty(self) -> dict[int, dict[str, Tensor]]:
         """Memory on the host for the parameters of this rank: by number, and by what is kept of each. [numel] float32."""
-        return {index: {key: torch.empty(self.parameters[index].numel()) for key in STATES} for index in self.own}
+        return {
+            index: {key: torch.empty(self.parameters[index].numel(), dtype=torch.float32) for key in STATES}
+            for index in self.own
+        }
 
     def gather(self) -> dict[int, dict[str, Tensor]]:
         """The parameters of this rank, as `empty` has them, filled; collective. Of one rank: the optimizer's own tensors."""
@@ -173,17 +176,22 @@ class StateShares:
         """One round; collective. sent, came: what goes to whom, and comes from whom. source, target: where a piece lies here."""
         sent, came = sorted(sent, key=_peer), sorted(came, key=_peer)
         outgoing, incoming = (
-            torch.empty(sum(piece.numel for _, piece in ways), device=self._device) for ways in (sent, came)
+            torch.empty(sum(piece.numel for _, piece in ways), dtype=torch.float32, device=self._device)
+            for ways in (sent, came)
         )
         for part, piece in _parts(outgoing, sent):
             part.copy_(source(piece))
-        taken, given = (
-            [sum(piece.numel for peer, piece in ways if peer == rank) for rank in range(self._ranks)]
-            for ways in (came, sent)
-        )
+        taken, given = self._sizes(came), self._sizes(sent)
         dist.all_to_all_single(incoming, outgoing, taken, given, group=self._group)
         for part, piece in _parts(incoming, came):
             target(piece).copy_(part)
+
+    def _sizes(self, ways: Ways) -> list[int]:
+        """Elements for, or from, each rank."""
+        sizes = [0] * self._ranks
+        for peer, piece in ways:
+            sizes[peer] += piece.numel
+        return sizes
 
 
 def _peer(way: tuple[int, Piece]) -> int:
