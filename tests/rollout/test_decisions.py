@@ -184,3 +184,40 @@ def test_of_a_file_that_is_harmed_anywhere_only_what_was_decided_is_repeated(tmp
         life(tmp_path, on)
         assert repeated(tmp_path) == [*found, (len(found) + 1, "dull", 3, (A,))]
     assert {0, len(ALL)} <= repeats
+
+
+def _stays(folder: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> set[Key]:
+    """Groups that stay in the journal where nothing is followed behind this decision."""
+    stays: list[set[Key]] = []
+    monkeypatch.setattr(module, "forget_others", lambda folder, step, keys: stays.append(keys))
+
+    def leave(decisions: Decisions) -> None:
+        decisions.resume(after)
+        decisions.leave("for a test", 1)
+
+    life(folder, leave)
+    [kept] = stays
+    return kept
+
+
+def test_groups_that_a_decision_speaks_of_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that it only took: they were admitted by a decision that is not there any more."""
+    life(tmp_path, lambda decisions: decisions.add("taken", 1, [A, B]))
+    assert _stays(tmp_path, 1, monkeypatch) == {A, B}
+
+
+def test_groups_stay_whose_decisions_are_newer_than_damaged_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[Key] = [(row, 1, 0) for row in range(1000)]
+
+    def many(decisions: Decisions) -> None:
+        for key in keys:
+            decisions.add("admitted", 1, [key])
+
+    life(tmp_path, many)
+    content, page = bytearray((tmp_path / FILE).read_bytes()), 4096
+    second = len(content) // page // 2 * page
+    content[second : second + page] = bytes(page)
+    (tmp_path / FILE).write_bytes(content)
+    assert {*keys[-200:]} <= _stays(tmp_path, 1000, monkeypatch) < {*keys}
