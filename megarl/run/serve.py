@@ -75,7 +75,7 @@ def run_serve(settings: ServeSettings) -> None:
             env={RUN_ID_VARIABLE: scratch.run_id},
             temp=temporary(scratch.folder),
         )
-        spec = ServerSpec(folder.resolve(), settings.dtype, settings.tp, MOST_AT_ONCE, kv_tokens)
+        spec = ServerSpec(folder.resolve(), settings.dtype, settings.tp, MOST_AT_ONCE, kv_tokens, context)
         server = ServerProcess("server 0", spec, platform, place)
         try:
             with console.status(f"starting SGLang with {folder}"):

@@ -23,7 +23,7 @@ from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import read_key
-from megarl.serving.server_flags import check_server_args
+from megarl.serving.server_flags import SPARE_TOKENS, check_server_args
 
 if TYPE_CHECKING:
     from megarl.serving.external import ExternalPool
@@ -67,7 +67,7 @@ def check_servers(
     expected = ModelFacts(
         name=model_name(recipe.model.path),
         architectures=(model.architecture,),
-        context=longest_sample(recipe),
+        context=longest_sample(recipe) + SPARE_TOKENS,
         probe_ids=probe_ids(load_tokenizer(recipe.model.path).encode),
         sglang=pins()["sglang"],
         device=platform.device,

@@ -190,8 +190,9 @@ def _other_model(url: str, facts: ModelFacts, expected: ModelFacts) -> str | Non
 def _other_flags(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
     if facts.context < expected.context:
         return (
-            f"The external server {url} takes sequences of {facts.context} tokens at most; the recipe asks for up to "
-            f"{expected.context}. Start it with --context-length {expected.context}, or lower data.max_prompt_tokens or "
+            f"The external server {url} takes sequences of {facts.context} tokens at most; the recipe's take up to "
+            f"{expected.context}, with what SGLang keeps of a context. Start it with --context-length "
+            f"{expected.context}, or lower data.max_prompt_tokens or "
             "rollout.max_response_tokens."
         )
     if facts.replicas > 1 or facts.stages > 1:

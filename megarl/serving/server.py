@@ -18,11 +18,12 @@ from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.serving import server_models
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
-from megarl.serving.server_flags import OVERRIDES, split_overrides
+from megarl.serving.server_flags import OVERRIDES, SPARE_TOKENS, split_overrides
 
 # SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
 # that, and a training step lasts longer: the first requests of the next step would be sent into closed connections.
 KEEP_ALIVE_S = 3600
+LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's own: without it a server refuses a context beyond the model's
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class ServerSpec:
             *("--log-level", "warning"),
         ]
         if self.kv_tokens is not None:
-            flags += ["--max-total-tokens", str(self.kv_tokens)]
+            flags += ["--max-total-tokens", str(self.kv_tokens + SPARE_TOKENS)]
         if self.context_length is not None:
-            flags += ["--context-length", str(self.context_length)]
+            flags += ["--context-length", str(self.context_length + SPARE_TOKENS)]
         if self.span is not None:
             flags += ["--nnodes", str(self.span.num_nodes), "--node-rank", str(self.span.node_rank)]
             flags += ["--dist-init-addr", self.span.meet]
@@ -96,11 +97,15 @@ class ServerSpec:
         return [*flags, *extra]
 
     def env(self) -> dict[str, str]:
-        """Variables for what is served: of SGLang's own models those that it need not load."""
+        """Variables for what is served: a context that is no longer than the model's but for what SGLang keeps of it, and of
+        SGLang's own models those that it need not load.
+        """
+        own, asked = server_models.max_positions(self.model), self.context_length
+        found = {LONGER: "1"} if asked is not None and asked <= own < asked + SPARE_TOKENS else {}
         # Flags of a user's own may ask for others: a second model that guesses ahead, another implementation.
         if self.extra or server_models.VARIABLE in os.environ:
-            return {}
-        return {server_models.VARIABLE: ",".join(server_models.unused_models(self.model))}
+            return found
+        return {**found, server_models.VARIABLE: ",".join(server_models.unused_models(self.model))}
 
     def words(self, platform: Platform, host: str, port: int) -> list[str]:
         """All that the launcher is told on a platform; of a flag that comes twice the last counts."""

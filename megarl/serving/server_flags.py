@@ -16,6 +16,10 @@ from megarl.core.platform import Platform
 KEY = "rollout.server_args"
 OVERRIDES = "--json-model-override-args"
 SHORTEST = "--json"  # argparse takes the beginning of a flag for it, and no other of SGLang's begins so
+# SGLang 0.5.21 ends a response two tokens before its context is full, or its cache where that is smaller, and takes no prompt
+# that leaves less than seven (managers/tp_worker.py, managers/scheduler.py). With so many more, a prompt and its response fill
+# all that was asked for; one that was cut off just before can be gone on with, and a whole one be looked at by a weight sync.
+SPARE_TOKENS = 7
 DEADLINE_S = 300.0  # a few seconds of one core; many more where the disk is cold
 
 

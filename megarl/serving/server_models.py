@@ -26,6 +26,11 @@ def missing_settings(model: Path) -> dict[str, object]:
     return {key: value for key, value in wanted.items() if config.get(key) is None}
 
 
+def max_positions(model: Path) -> int:
+    """How many tokens the config of this HF folder says that the model takes; 0 where it does not."""
+    return int(_config(model).get("max_position_embeddings") or 0)
+
+
 def unused_models(model: Path) -> tuple[str, ...]:
     """Names of SGLang's modules that register no architecture of this HF folder.
 

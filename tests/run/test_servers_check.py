@@ -17,6 +17,7 @@ from megarl.run.plan import PlanOptions, run_plan
 from megarl.run.servers_check import _check_dtype, _check_hashes, check_servers, model_name
 from megarl.serving import external
 from megarl.serving.external import ExternalPool, ModelFacts
+from megarl.serving.server_flags import SPARE_TOKENS
 from tests.support.bad_input import Place, good_place
 from tests.support.fp8_models import write_wide
 from tests.support.tiny import write_tiny_model, write_tiny_qwen
@@ -50,7 +51,7 @@ def test_what_is_expected_of_a_server_is_what_the_recipe_has(place: Place, asked
     [(urls, key, expected), (*_, untrained)] = asked
     assert (urls, key) == (("http://8.8.8.8:30000",), KEY)
     assert (expected.name, expected.architectures) == ("model", ("Qwen3ForCausalLM",))
-    assert (expected.context, expected.sglang, expected.device) == (96, pins()["sglang"], "cpu")
+    assert (expected.context, expected.sglang, expected.device) == (96 + SPARE_TOKENS, pins()["sglang"], "cpu")
     assert (expected.weight_version, untrained.weight_version) == ("", "0")
     assert isinstance(expected, ModelFacts) and len(expected.probe_ids) > 20 and not expected.routing
 

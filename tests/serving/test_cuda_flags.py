@@ -29,6 +29,7 @@ from megarl.recipe.load import load_recipe
 from megarl.run.server_spec import server_spec
 from megarl.run.servers_check import SEPARATE_EXPERTS
 from megarl.serving.server import ServerSpec, Span
+from megarl.serving.server_flags import SPARE_TOKENS
 
 CUDA = get_platform("cuda")
 RECIPES = Path(megarl.__file__).parent.parent / "recipes"
@@ -54,7 +55,7 @@ FORMS = {
     "a share of the plan's": Asked(
         {**SLEEPS, "extra": ("--mem-fraction-static", "0.55")}, {"mem_fraction_static": 0.55}
     ),
-    "kv tokens": Asked({"kv_tokens": 65536}, {"max_total_tokens": 65536}),
+    "kv tokens": Asked({"kv_tokens": 65536}, {"max_total_tokens": 65536 + SPARE_TOKENS}),
     "deterministic": Asked(
         {"deterministic": True}, {"enable_deterministic_inference": True, "disable_radix_cache": False}
     ),

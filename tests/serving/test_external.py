@@ -126,7 +126,7 @@ def test_one_where_nobody_listens_is_refused() -> None:
         ({"name": "Qwen3-4B"}, "serves 'Qwen3-4B'.* --served-model-name Qwen3-8B"),
         ({"architectures": ("LlamaForCausalLM",)}, "LlamaForCausalLM"),
         ({"probe_ids": (1, 2, 4)}, "another tokenizer"),
-        ({"context": 4095}, "4095 tokens at most; the recipe asks for up to 4096"),
+        ({"context": 4095}, "4095 tokens at most; the recipe's take up to 4096"),
         ({"device": "cpu"}, "is on cpu and the run on cuda"),
         ({"replicas": 2}, "--dp-size 2 and --pp-size 1.*a server for each copy"),
         ({"stages": 4}, "--dp-size 1 and --pp-size 4"),

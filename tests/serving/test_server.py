@@ -19,7 +19,7 @@ from megarl.serving.client import ServerClient
 from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
 from tests.support.sampled import generate_sample
-from tests.support.served import KEY, HfModel, Pool
+from tests.support.served import CONTEXT, KEY, HfModel, Pool
 from tests.support.tiny import SPECIAL
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,23 @@ def test_logprobs_equal_transformers(served: Pool, temperature: float) -> None:
         return float(max(differences))
 
     assert asyncio.run(go()) < 1e-5
+
+
+def test_prompt_and_response_fill_all_of_the_context_that_was_asked_for(served: Pool) -> None:
+    """To the last token: also where there is no room for more than that one, and where nothing is generated."""
+
+    async def go() -> list[int]:
+        async with ServerClient(served.router.endpoint, attempts=1) as client:
+            lengths = [len(await client.prompt_logprobs([5] * CONTEXT))]
+            for left in (1, 2, 8):
+                while True:  # until one does not end by itself
+                    answer = await client.generate([5] * (CONTEXT - left), Sampling(left))
+                    if answer.finish == "length":
+                        break
+                lengths.append(len(answer.token_ids))
+        return lengths
+
+    assert asyncio.run(go()) == [CONTEXT - 1, 1, 2, 8]
 
 
 def test_servers_behind_the_router_read_calls_of_tools(served: Pool) -> None:

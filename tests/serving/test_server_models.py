@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config
 
 from megarl.models.families import FAMILIES
 from megarl.serving import server_models
-from megarl.serving.server import ServerSpec
+from megarl.serving.server import LONGER, ServerSpec
 from megarl.serving.server_models import VARIABLE, missing_settings, unused_models
 
 
@@ -42,6 +42,18 @@ def test_where_a_user_asks_for_more_all_are_loaded(tmp_path: Path, monkeypatch: 
     assert ServerSpec(model, "float32", extra=("--speculative-algorithm", "EAGLE")).env() == {}
     monkeypatch.setenv(VARIABLE, "gemma")
     assert ServerSpec(model, "float32").env() == {}
+
+
+@pytest.mark.parametrize(("asked", "allowed"), [(None, False), (57, False), (58, True), (64, True), (65, False)])
+def test_a_context_beyond_the_models_is_for_what_sglang_keeps_alone(
+    tmp_path: Path, asked: int | None, *, allowed: bool
+) -> None:
+    model = folder(tmp_path, architectures=["Qwen3ForCausalLM"], max_position_embeddings=64)
+    spec = ServerSpec(model, "float32", kv_tokens=100, context_length=asked)
+    assert (LONGER in spec.env()) is allowed
+    flags = spec.flags("127.0.0.1", 1)
+    assert flags[flags.index("--max-total-tokens") + 1] == "107"
+    assert asked is None or flags[flags.index("--context-length") + 1] == str(asked + 7)
 
 
 def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(tmp_path: Path) -> None:

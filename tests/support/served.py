@@ -26,6 +26,7 @@ from tests.support.tiny import write_tiny_qwen
 KEY = "key-of-the-tests-servers"
 START_S = 300.0
 TRIES = 5
+CONTEXT = 2048  # all of the tiny model's
 NEEDS = ("SGLang",)
 # Of servers on devices: several share one, and the heads of tiny models are too narrow for the other kernels.
 ON_DEVICES = ("--mem-fraction-static", "0.15", "--attention-backend", "triton")
@@ -79,7 +80,7 @@ def serving(folder: Path, platform: Platform, num_servers: int = 1) -> Iterator[
     place = ProcessPlace(folder / "logs", KEY)
     # Shows SGLang's settings in its log, where the key must not be.
     extra = ("--log-level", "info", *(ON_DEVICES if platform.has_device_memory else ()))
-    spec = ServerSpec(model, "float32", kv_tokens=16384, extra=extra)
+    spec = ServerSpec(model, "float32", kv_tokens=16384, context_length=CONTEXT, extra=extra)
     servers = [ServerProcess(f"server {index}", spec, platform, place) for index in range(num_servers)]
     router = RouterProcess(RouterSpec(), place)
     try:
