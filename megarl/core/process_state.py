@@ -33,8 +33,8 @@ def started_at(pid: int) -> int:
 
 def _fields(pid: int) -> list[str]:
     """Of `/proc/PID/stat`, from the third on. Raises OSError where there is no such process."""
-    # The name of the program, in brackets, may itself hold spaces and brackets.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The name of the program, in brackets, may itself hold spaces and brackets, and half of a character at its end.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def stopped(pid: int) -> Stopped | None:

@@ -56,7 +56,7 @@ def usage(pid: int, *, memory: bool) -> Usage:
         try:
             # The program's name, in brackets, may itself hold spaces and brackets.
             fields = Path(f"/proc/{each}/stat").read_bytes().rpartition(b")")[2].split()
-            status = Path(f"/proc/{each}/status").read_text() if memory else ""
+            status = Path(f"/proc/{each}/status").read_text(errors="replace") if memory else ""
         except OSError:
             continue
         ticks += sum(map(int, fields[11:15]))  # utime, stime, and those of children that were waited for

@@ -197,7 +197,10 @@ class ManagedProcess:
         if code is None:
             how = "It has not ended."
         elif code < 0:
-            how = f"It was ended by signal {-code} ({signal.Signals(-code).name})."
+            name = (
+                f" ({signal.Signals(-code).name})" if -code in {*signal.Signals} else ""
+            )  # of real-time ones most have none
+            how = f"It was ended by signal {-code}{name}."
         else:
             how = f"Its exit code was {code}."
         return f"{how}\n{self._shown_log()}"
@@ -230,11 +233,11 @@ def process_tree(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                stat = (entry / "stat").read_text()
+                stat = (entry / "stat").read_bytes()
             except OSError:
                 continue  # it ended meanwhile
-            # The name of the program, in brackets, may itself hold spaces and brackets.
-            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+            # The name of the program, in brackets, may itself hold spaces and brackets, and half of a character at its end.
+            parents.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(int(entry.name))
     tree, queue = [], [pid]
     while queue:
         current = queue.pop()
@@ -280,9 +283,9 @@ def _members(group: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                stat = (entry / "stat").read_text()
+                stat = (entry / "stat").read_bytes()
             except OSError:
                 continue  # it ended meanwhile
-            if int(stat.rpartition(")")[2].split()[2]) == group:
+            if int(stat.rpartition(b")")[2].split()[2]) == group:
                 found.append(int(entry.name))
     return found

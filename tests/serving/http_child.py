@@ -1,6 +1,7 @@
 """A small HTTP process to supervise: `http_child.py PORT [FLAG...]`. Prints the secret's length, never the secret.
 
-Flags: die (exit 3 at once), silent (listen, never answer), child (start a child that ignores SIGTERM), stubborn (ignore
+Flags: die (exit 3 at once), signal=NUMBER (sent to itself), name (call itself by half a character), silent (listen, never
+answer), child (start a child that ignores SIGTERM), stubborn (ignore
 SIGTERM), segment=NAME (hold shared memory of that name), semaphore (hold one of multiprocessing's).
 """
 
@@ -46,6 +47,11 @@ def main() -> None:
     if "die" in flags:
         print("died on purpose", flush=True)
         sys.exit(3)
+    for flag in flags:
+        if flag.startswith("signal="):
+            os.kill(os.getpid(), int(flag.partition("=")[2]))
+    if "name" in flags:
+        Path("/proc/self/comm").write_bytes(b"caf\xc3")
     if "stubborn" in flags:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     segments = [hold_segment(flag.partition("=")[2]) for flag in flags if flag.startswith("segment=")]

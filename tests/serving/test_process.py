@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import DeadlineError, WorkerDiedError
+from megarl.core.process_state import started_at, stopped
+from megarl.sandbox.watch import usage
 from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port, process_tree, start_all
 from tests.support.processes import ended
 
@@ -55,6 +57,19 @@ def test_a_process_is_ready_when_it_answers(make: Make) -> None:
     process.wait_ready(20)
     assert process.alive()
     assert f"secret of {len(SECRET)} characters" in process.log_tail()
+
+
+def test_names_of_processes_are_cut_within_a_character(make: Make) -> None:
+    """The kernel keeps 15 bytes of a name: whatever another process of the machine is called, ours are found and ended."""
+    process = make("name")
+    process.start()
+    process.wait_ready(20)
+    assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"caf\xc3\n"
+    assert process_tree(os.getpid()).count(process.pid) == 1
+    assert stopped(process.pid) is None and started_at(process.pid) > 0
+    assert usage(process.pid, memory=True).memory_bytes > 0
+    process.stop(0.1)
+    assert not process.alive()
 
 
 def test_the_secret_is_on_no_command_line_and_in_no_environment(make: Make) -> None:
