@@ -72,6 +72,13 @@ def test_names_of_processes_are_cut_within_a_character(make: Make) -> None:
     assert not process.alive()
 
 
+def test_a_process_that_a_signal_without_a_name_ended_says_which(make: Make) -> None:
+    process = make("signal=35")
+    process.start()
+    with pytest.raises(WorkerDiedError, match=r"It was ended by signal 35\."):
+        process.wait_ready(20)
+
+
 def test_the_secret_is_on_no_command_line_and_in_no_environment(make: Make) -> None:
     process = make()
     process.start()
