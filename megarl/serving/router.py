@@ -10,7 +10,8 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from urllib.error import HTTPError, URLError
+from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from megarl.core.errors import DeadlineError, MegarlError
@@ -116,10 +117,14 @@ class RouterProcess(ManagedProcess):
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
         direct = build_opener(ProxyHandler({}))  # whatever proxy the environment names: the router is the run's own
+        request = Request(self.url + path, data, headers, method=method)
         try:
-            with direct.open(Request(self.url + path, data, headers, method=method), timeout=CALL_S) as answer:
-                return str(answer.read().decode())
-        except HTTPError as error:
-            raise MegarlError(f"{self.name} {method} {path} answered {error.code}: {error.read().decode()}") from error
-        except (URLError, TimeoutError) as error:
-            raise MegarlError(f"{self.name} {method} {path}: {error}. {self.epitaph()}") from error
+            try:
+                with direct.open(request, timeout=CALL_S) as answer:
+                    return str(answer.read().decode())
+            except HTTPError as error:
+                told = error.read().decode(errors="replace")
+                raise MegarlError(f"{self.name} {method} {path} answered {error.code}: {told}") from error
+        except (OSError, HTTPException) as error:  # one that dies while it answers says half of it, or nothing
+            what = str(error) or type(error).__name__
+            raise MegarlError(f"{self.name} {method} {path}: {what}. {self.epitaph()}") from error

@@ -1,0 +1,56 @@
+"""What is made of a router that does not answer as it should."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import MegarlError
+from megarl.serving.client import ServerEndpoint
+from megarl.serving.router import RouterProcess, RouterSpec
+from megarl.serving.server import ProcessPlace
+
+SERVER = ServerEndpoint("server 0", "http://127.0.0.1:1", "key")
+
+
+@contextmanager
+def answering(said: bytes) -> Iterator[int]:
+    """A port where each request is answered with these bytes, and the connection closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return  # closed
+                with connection:
+                    asked = b""
+                    while not asked.endswith(b"}"):  # of the whole body
+                        asked += connection.recv(2**16)
+                    connection.sendall(said)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield int(listening.getsockname()[1])
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (b"", "closed connection without response"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{"workers', "IncompleteRead"),
+        (b"HTTP/1.1 500 Sorry\r\nContent-Length: 200\r\n\r\nwhy", "IncompleteRead"),
+    ],
+)
+def test_one_that_dies_while_it_answers_is_an_error_of_ours(tmp_path: Path, said: bytes, shown: str) -> None:
+    """Whoever watches it starts it again; what comes out of Python's HTTP client would end the run."""
+    with answering(said) as port:
+        router = RouterProcess(RouterSpec(port=port), ProcessPlace(tmp_path, "key"))
+        with pytest.raises(MegarlError, match=f"router POST /workers: .*{shown}"):
+            router.add(SERVER)
