@@ -224,7 +224,7 @@ class Collector:
             for row in rows:
                 prompt = self._eval_prompts[row]
                 making += [
-                    tasks.create_task(self._sample(prompt, sampling, step, index, "eval"))
+                    tasks.create_task(self._sample(prompt, _bounded(sampling, prompt), step, index, "eval"))
                     for index in range(settings.samples_per_prompt)
                 ]
         samples = [task.result() for task in making]
@@ -269,8 +269,7 @@ class Collector:
             self._recipe.actor.routing_replay,
             alone=settings.deterministic,
         )
-        if prompt.max_response_tokens is not None:
-            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, prompt.max_response_tokens))
+        sampling = _bounded(sampling, prompt)
         async with asyncio.TaskGroup() as tasks:
             making = [
                 tasks.create_task(
@@ -306,6 +305,12 @@ class Collector:
         count = self._recipe.report.samples
         if count:
             write_samples(self._recipe.run.folder / "samples" / name, shown(samples, count))
+
+
+def _bounded(sampling: Sampling, prompt: Prompt) -> Sampling:
+    """With no more tokens than the row itself allows."""
+    own = prompt.max_response_tokens
+    return sampling if own is None else replace(sampling, max_tokens=min(sampling.max_tokens, own))
 
 
 def _patience_s(recipe: Recipe) -> float:

@@ -7,6 +7,7 @@ import gc
 import json
 import weakref
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import pytest
 
 from megarl.core.errors import MegarlError
 from megarl.core.metrics import METRICS, check_names
+from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
@@ -458,6 +460,24 @@ def test_evaluation_counts_every_prompt(tmp_path: Path) -> None:
     assert result.metrics["eval/accuracy"] == 0.5
     assert set(result.metrics) <= set(METRICS)
     assert (tmp_path / "run/samples/eval_000005.jsonl").exists()
+
+
+def test_held_out_rows_have_bounds_of_their_own_too(tmp_path: Path) -> None:
+    async def asked(rows: list[Prompt]) -> list[int]:
+        async with FakeSglang() as fake:
+            prompts = PromptSet((make_prompt("p0"),), 0, 3)
+            rollout = LocalRollout(
+                make_recipe(tmp_path), model=PLAIN, prompts=prompts, eval_prompts=rows, server=fake.endpoint
+            )
+            await rollout.start()
+            try:
+                await rollout.evaluate(1, 0)
+            finally:
+                await rollout.close()
+            return sorted(body["sampling_params"]["max_new_tokens"] for body in fake.bodies("/generate"))
+
+    rows = [replace(make_prompt("p8"), max_response_tokens=bound) for bound in (3, 100, None)]
+    assert asyncio.run(asked(rows)) == [3, 8, 8]
 
 
 def test_evaluation_is_greedy_unless_told_otherwise(tmp_path: Path) -> None:
