@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -43,7 +44,9 @@ class CallParser:
 
     def __init__(self, router: ServerEndpoint, parser: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._router, self._parser, self._tools = router, parser, [_told(tool) for tool in tools]
-        self._servers: list[ServerClient] = []
+        self._urls: list[str] = []
+        self._finding = asyncio.Lock()
+        self._clients: dict[str, ServerClient] = {}
         self._next = count()
 
     async def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Parsed:
@@ -54,27 +57,36 @@ class CallParser:
             "tool_call_parser": self._parser,
         }
         for attempt in range(ATTEMPTS):
-            if not self._servers:
-                self._servers = await self._find()
-            server = self._servers[next(self._next) % len(self._servers)]
+            urls = await self._known()
+            url = urls[next(self._next) % len(urls)]
+            if url not in self._clients:
+                self._clients[url] = ServerClient(ServerEndpoint(f"server at {url}", url, self._router.api_key))
+            server = self._clients[url]
             try:
                 answer = await server.ask("/parse_function_call", body, PARSE_S)
             except ServerUnreachableError:
                 if attempt == ATTEMPTS - 1:
                     raise
-                await self.close()  # one has gone, and another may have come
+                if self._urls is urls:
+                    self._urls = []  # one has gone, and another may have come; the others' answers are still awaited
                 continue
             return _read(answer, text, f"{server.endpoint.name} ({server.endpoint.url}) /parse_function_call")
         raise AssertionError("the last attempt returns or raises")
 
     async def close(self) -> None:
         """Close the connections; the next text opens new ones."""
-        servers, self._servers = self._servers, []
-        for server in servers:
-            await server.close()
+        clients, self._clients, self._urls = self._clients, {}, []
+        for client in clients.values():
+            await client.close()
 
-    async def _find(self) -> list[ServerClient]:
-        """Clients of all servers."""
+    async def _known(self) -> list[str]:
+        """Where all servers are: whoever asks first finds out, and the others wait for that."""
+        async with self._finding:
+            if not self._urls:
+                self._urls = await self._find()
+            return self._urls
+
+    async def _find(self) -> list[str]:
         router = self._router
         async with ServerClient(router) as client:
             try:
@@ -83,7 +95,7 @@ class CallParser:
                 told = {}  # a server, which knows no workers
         workers = told.get("workers") if isinstance(told, dict) else None
         urls = [str(worker["url"]) for worker in workers or () if isinstance(worker, dict) and "url" in worker]
-        return [ServerClient(ServerEndpoint(f"server at {url}", url, router.api_key)) for url in urls or [router.url]]
+        return urls or [router.url]
 
 
 def _told(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import importlib.util
 import json
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from megarl.agents.check import check_agent
 from megarl.agents.template import ChatTemplate
@@ -300,6 +301,25 @@ def test_a_server_behind_the_router_reads_calls() -> None:
     found = asyncio.run(go())
     assert [(len(each.calls), each.unread) for each in found] == [(1, False), (0, True), (0, False), (1, False)]
     assert found[0].calls[0].arguments == '{"left": 3}'
+
+
+def test_turns_that_end_together_find_servers_once_and_leave_no_connection() -> None:
+    """Also where a server goes meanwhile: what the others were asked is still answered."""
+
+    async def go() -> tuple[int, int]:
+        async with FakeServers(lambda body: {"normal_text": body["text"], "calls": []}) as fakes:
+            parser = CallParser(fakes.router.endpoint, "qwen25", [Tool(multiply).schema])
+            await asyncio.gather(*(parser.parse("words") for _ in range(8)))
+            found = len(fakes.router.calls)
+            fakes.server.drop_next = 1
+            await asyncio.gather(*(parser.parse("words") for _ in range(8)))
+            asked = len(fakes.server.calls)
+            await parser.close()
+            assert found == 1 and len(fakes.router.calls) == 2
+            return asked, sum(isinstance(each, ClientSession) and not each.closed for each in gc.get_objects())
+
+    asked, opened = asyncio.run(go())
+    assert (asked, opened) == (17, 0)
 
 
 @pytest.mark.parametrize(("status", "fails_sample"), [(500, False), (400, False), (401, True)])
