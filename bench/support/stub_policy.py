@@ -20,7 +20,6 @@ def serve_stub(told: Any, answers_after_s: float = 0.0) -> None:
             "output_ids": TURN,
             "meta_info": {
                 "finish_reason": {"type": "stop", "matched": TURN[-1]},
-                "prompt_tokens": 10,
                 "completion_tokens": len(TURN),
                 "cached_tokens": 0,
                 "weight_version": "0",

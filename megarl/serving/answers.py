@@ -99,8 +99,10 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
         logprobs = _logprobs(field(whole, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where)
     # A request that is ended while it waits in the server's queue is answered without these.
     counts = {"prompt_tokens": num_prompt, "cached_tokens": 0} | meta
-    num_prompt = field(counts, "prompt_tokens", int, where, "meta_info.")
-    routing = _routing(meta.get("routed_experts"), num_prompt + len(token_ids) - 1, where)
+    read = field(counts, "prompt_tokens", int, where, "meta_info.")
+    if read < num_prompt and finish != "abort":
+        raise _cut(where, read, num_prompt)
+    routing = _routing(meta.get("routed_experts"), read + len(token_ids) - 1, where)
     if routed and routing is None and finish != "abort":
         raise AnswerError(
             f"{where} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
@@ -113,18 +115,30 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
         finish=finish,  # type: ignore[arg-type]
         finish_message=str(reason.get("message") or ""),
         versions=_versions(meta, len(token_ids), where),
-        prompt_tokens=num_prompt,
+        prompt_tokens=read,
         cached_tokens=field(counts, "cached_tokens", int, where, "meta_info."),
         routing=routing,
         matched=matched if isinstance(matched, (int, str)) else None,
     )
 
 
-def read_prompt_logprobs(body: bytes, where: str) -> FloatArray:
-    """Log-probs of a prompt's tokens but the first, out of an answer of /generate: [P - 1]. Raises AnswerError."""
+def read_prompt_logprobs(body: bytes, where: str, num_prompt: int) -> FloatArray:
+    """Log-probs of a prompt's tokens but the first, out of an answer of /generate: [P - 1].
+
+    num_prompt: tokens that were sent, P. Raises AnswerError.
+    """
     meta = field(read_json(body, where), "meta_info", dict, where)
-    rows = field(meta, "input_token_logprobs", list, where, "meta_info.")[1:]  # nothing stands before the first
-    return _floats(_column(rows), "input_token_logprobs", where)
+    rows = field(meta, "input_token_logprobs", list, where, "meta_info.")
+    if len(rows) != num_prompt:
+        raise _cut(where, len(rows), num_prompt)
+    return _floats(_column(rows[1:]), "input_token_logprobs", where)  # nothing stands before the first
+
+
+def _cut(where: str, read: int, sent: int) -> AnswerError:
+    return AnswerError(
+        f"{where} answered to {read} tokens, and was asked with {sent}: a server with --allow-auto-truncate cuts a prompt that "
+        "its context or its cache does not hold. Start it without that flag."
+    )
 
 
 def read_json(body: bytes, where: str) -> Any:

@@ -155,14 +155,16 @@ class ServerClient:
 
     async def prompt_logprobs(self, token_ids: Sequence[int] | TokenArray, deadline_s: float = CALL_S) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
+        ids = np.asarray(token_ids).tolist()
         body = {
-            "input_ids": np.asarray(token_ids).tolist(),
+            "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
             **self._adapter,
         }
-        return answers.read_prompt_logprobs(await self._post("/generate", body, deadline_s), self._what("/generate"))
+        answer = await self._post("/generate", body, deadline_s)
+        return answers.read_prompt_logprobs(answer, self._what("/generate"), len(ids))
 
     async def health(self, deadline_s: float = 5.0) -> bool:
         """Whether the server answers that it is well."""

@@ -37,8 +37,7 @@ def test_what_was_sent_is_read_whatever_the_text_and_however_it_is_spaced(
 
 def test_a_request_that_was_ended_in_the_queue_has_what_the_server_told_of_it() -> None:
     answer = generation([5, 6], finish="abort")
-    for name in ("prompt_tokens", "cached_tokens"):
-        del answer["meta_info"][name]
+    del answer["meta_info"]["cached_tokens"]
     answer["meta_info"]["finish_reason"]["message"] = "Abort in waiting queue"
     read = read_generation(orjson.dumps(answer), WHERE, 7)
     assert (read.finish, read.finish_message, read.prompt_tokens, read.cached_tokens) == (
@@ -94,6 +93,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     [
         ("output_ids", None, "output_ids is missing"),
         ("meta_info.prompt_tokens", "many", "meta_info.prompt_tokens is 'many'; expected is a int"),
+        ("meta_info.prompt_tokens", 2, "answered to 2 tokens, and was asked with 3: .* --allow-auto-truncate"),
         ("meta_info.cached_tokens", [1], r"meta_info.cached_tokens is \[1\]; expected is a int"),
         ("output_ids", [1.5, 2], "output_ids are no token ids"),
         ("text", 3, "text is 3; expected is a str"),
@@ -125,6 +125,8 @@ def test_what_is_no_answer_at_all_is_shown(body: bytes) -> None:
 
 def test_log_probs_of_a_prompt_leave_out_the_first_token() -> None:
     body = orjson.dumps({"meta_info": {"input_token_logprobs": [[None, 4, None], [-0.5, 5, None]]}})
-    assert read_prompt_logprobs(body, WHERE).tolist() == [-0.5]
+    assert read_prompt_logprobs(body, WHERE, 2).tolist() == [-0.5]
+    with pytest.raises(AnswerError, match="answered to 2 tokens, and was asked with 3"):
+        read_prompt_logprobs(body, WHERE, 3)
     with pytest.raises(AnswerError, match="input_token_logprobs is missing"):
-        read_prompt_logprobs(orjson.dumps({"meta_info": {}}), WHERE)
+        read_prompt_logprobs(orjson.dumps({"meta_info": {}}), WHERE, 2)

@@ -26,7 +26,6 @@ def generation(token_ids: list[int], *, finish: str = "stop", version: int = 0, 
         "meta_info": {
             "id": "x",
             "finish_reason": {"type": finish},
-            "prompt_tokens": 3,
             "completion_tokens": len(token_ids),
             "cached_tokens": 1,
             "weight_version": str(version),
@@ -102,7 +101,10 @@ class FakeSglang:
                 if self.gate is not None:
                     await self.gate.wait()
                 await asyncio.sleep(0)
-                return web.json_response(self.answer(body))
+                made = self.answer(body)
+                if isinstance(meta := made.get("meta_info"), dict):
+                    meta.setdefault("prompt_tokens", len(body["input_ids"]))
+                return web.json_response(made)
             finally:
                 self.in_flight -= 1
         if path == "/model_info":
