@@ -58,7 +58,7 @@ def check_server_args(words: Sequence[str], platform: Platform) -> None:
 
     Where no SGLang is installed, as on a machine that only submits, nothing can be said.
     """
-    split_overrides(words)
+    rest, _ = split_overrides(words)
     if not words or importlib.util.find_spec("sglang") is None:
         return
     command = [sys.executable, "-m", "megarl.serving.sglang_flags", platform.server_module, json.dumps(list(words))]
@@ -81,6 +81,7 @@ def check_server_args(words: Sequence[str], platform: Platform) -> None:
         raise UserError(f"SGLang does not load, to look at `{KEY}`: {last}. See `megarl doctor`.")
     found = json.loads(asked.stdout.splitlines()[-1])  # after whatever SGLang says while it loads
     if found["problem"] is None:
+        _check_whole(rest, found["flags"])
         return
     near = [match for word in words for match in _nearest(word, found["flags"])]
     hint = f" Did you mean {near[0]}?" if near else ""
@@ -88,6 +89,17 @@ def check_server_args(words: Sequence[str], platform: Platform) -> None:
         f"`{KEY}`: the installed SGLang {found['version']} refuses these flags: {found['problem']}.{hint} Its flags: "
         "`python -m sglang.launch_server --help`."
     )
+
+
+def _check_whole(words: Sequence[str], flags: Sequence[str]) -> None:
+    """Raise UserError for the beginning of a flag: all that the recipe knows of flags, it knows by their whole names."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name not in flags:
+            whole = next((flag for flag in flags if flag.startswith(name)), "a flag")
+            raise UserError(
+                f"`{KEY}`: SGLang takes {name} for {whole}. Write the whole name: it may be one that megarl sets."
+            )
 
 
 def _nearest(word: str, flags: Sequence[str]) -> list[str]:

@@ -19,6 +19,15 @@ def test_a_flag_that_sglang_does_not_know_is_refused_with_the_nearest() -> None:
     assert "Did you mean --chunked-prefill-size?" in text
 
 
+@pytest.mark.slow
+def test_a_flag_is_written_out() -> None:
+    """The beginning of one that megarl sets itself would pass by the rule that refuses it."""
+    with pytest.raises(
+        UserError, match=r"`rollout\.server_args`: SGLang takes --weight-ver for --weight-version\. Write"
+    ):
+        check_server_args(["--json-model", '{"a": 1}', "--log-level=info", "--weight-ver=7"], get_platform("cpu"))
+
+
 def test_without_flags_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.serving.server_flags.subprocess.run", None)
     check_server_args((), get_platform("cpu"))
