@@ -17,7 +17,7 @@ from megarl.agents.endpoint.http import Endpoint
 from megarl.agents.endpoint.model import Model
 from megarl.convert.source import find_source
 from megarl.core.errors import MegarlError, UserError
-from megarl.core.janitor import RUN_ID_VARIABLE
+from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
 from megarl.core.platform import get_platform
 from megarl.core.scratch import Scratch, temporary
 from megarl.data.chat import has_chat_template, load_tokenizer
@@ -81,6 +81,7 @@ def run_serve(settings: ServeSettings) -> None:
             with console.status(f"starting SGLang with {folder}"):
                 server.start()
                 server.wait_ready(settings.start_s)
+            register_segments(scratch.registry, sorted(server.shm_names()))
             parser = CallParser(server.endpoint, settings.tool_parser) if settings.tool_parser else None
             name = settings.name or settings.path.resolve().name
             if not has_chat_template(tokenizer):

@@ -20,7 +20,8 @@ import pytest
 
 from megarl.cli import main
 from megarl.core.errors import UserError
-from megarl.core.janitor import kill_all
+from megarl.core.janitor import kill_all, segments_of
+from megarl.core.scratch import REGISTRY
 from megarl.run.serve import servable
 from megarl.serving.process import process_tree
 from tests.support.processes import ended, heed_interrupts
@@ -94,6 +95,9 @@ def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served) -> None:
         assert cached >= 0.95 * before, usages  # of what both requests have in common
 
     tree = process_tree(served.process.pid)
+    # The janitor finds what a killed one leaves by its name: no process has it mapped any more.
+    [registry] = served.temp.glob(f"megarl-*/{REGISTRY}")
+    assert segments_of(tree) <= set(registry.read_text().split()) != set()
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(60) == 128 + signal.SIGINT
     assert ended(tree)
