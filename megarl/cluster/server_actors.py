@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LOOK_S = 2.0  # between two looks at whether a process stands still
 ASK_S = 30.0  # most seconds between two questions whether it answers
 REGISTER_S = 0.2  # between two looks at the shared memory of a process that starts
+ENDING_S = 1.0  # a router that has broken off is given to end
 HEALTH_S = 20.0  # longest wait for one such answer
 
 
@@ -197,7 +198,8 @@ class RouterActor(_Supervisor):
         try:
             await asyncio.to_thread(self._router.add, server)
         except MegarlError as error:
-            return str(error) if self._router.alive() else ""
+            # One that is killed closes its connections first, and has ended a moment later.
+            return "" if await asyncio.to_thread(self._router.wait_exit, ENDING_S) else str(error)
         return ""
 
     async def remove(self, url: str) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megarl.cluster.server_actors import RouterActor
 from megarl.core.errors import MegarlError
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.router import RouterProcess, RouterSpec
@@ -54,3 +59,33 @@ def test_one_that_dies_while_it_answers_is_an_error_of_ours(tmp_path: Path, said
         router = RouterProcess(RouterSpec(port=port), ProcessPlace(tmp_path, "key"))
         with pytest.raises(MegarlError, match=f"router POST /workers: .*{shown}"):
             router.add(SERVER)
+
+
+DYING = """
+import socket, time
+with socket.create_server(("127.0.0.1", {port})) as listening:
+    print("up", flush=True)
+    while True:
+        listening.accept()[0].close()
+        if {ends}:
+            break
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_no_server_is_to_blame_where_the_router_ends(tmp_path: Path, *, ends: bool) -> None:
+    """The kernel closes a process's connections before it has ended."""
+    router = RouterProcess(RouterSpec(), ProcessPlace(tmp_path, "key"))
+    source = DYING.format(port=router.command.endpoint.port, ends=ends)
+    router.command = replace(router.command, argv=(sys.executable, "-c", source))
+    actor = RouterActor.__new__(RouterActor)
+    actor._router = router
+    router.start()
+    try:
+        while "up" not in router.log_tail():
+            time.sleep(0.01)
+        trouble = asyncio.run(actor.add(SERVER))
+        assert trouble == "" if ends else "/workers: " in trouble
+    finally:
+        router.stop(0.1)
