@@ -186,9 +186,19 @@ def await_exit(pids: Iterable[int], timeout_s: float) -> None:
         except ProcessLookupError:
             continue
         try:
-            select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            readable(handle, max(0.0, deadline - time.monotonic()))
         finally:
             os.close(handle)
+
+
+def readable(handle: int, timeout_s: float | None = None) -> bool:
+    """Wait until there is something to read, or the process of a pidfd has ended; whether that came about.
+
+    Whatever the handle's number: `select` takes none over 1,023, and a driver of many processes has more.
+    """
+    watched = select.poll()
+    watched.register(handle, select.POLLIN)
+    return bool(watched.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def main() -> None:
@@ -207,7 +217,7 @@ def main() -> None:
     except ProcessLookupError:
         handle = None  # the driver has already ended
     if handle is not None:
-        select.select([handle], [], [])
+        readable(handle)
     clean(options.run_id, options.registry, folders=options.folder)
 
 

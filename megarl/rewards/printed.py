@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
+
+from megarl.core import janitor
 
 STDERR = 2
 MOST_PRINTED = 2**20  # bytes of one grader in one run
@@ -48,7 +49,7 @@ class Printed(asyncio.Protocol):
             return
         transport, self._transport = self._transport, None
         pipe = transport.get_extra_info("pipe").fileno()
-        while self._left > 0 and select.select([pipe], [], [], 0)[0] and (data := os.read(pipe, 65536)):
+        while self._left > 0 and janitor.readable(pipe, 0) and (data := os.read(pipe, 65536)):
             self.data_received(data)
         os.close(self.write_end)
         transport.close()

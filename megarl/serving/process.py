@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import os
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -146,7 +145,7 @@ class ManagedProcess:
                     f"did not answer 200. Raise deadlines.start_s if it only needs longer.\n{self._shown_log()}"
                 )
             # Wakes up early when the process ends.
-            select.select([self._pidfd], [], [], POLL_S)
+            janitor.readable(self._pidfd, POLL_S)
         self.shm_names()
 
     def answers(self, timeout_s: float = CONNECT_S) -> bool:
@@ -173,7 +172,7 @@ class ManagedProcess:
         """Wait until the main process has ended; False when it still runs after `timeout_s`."""
         if not self.alive():
             return True
-        select.select([self._pidfd], [], [], timeout_s)
+        janitor.readable(self._pidfd, timeout_s)
         return not self.alive()
 
     def shm_names(self) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -77,6 +78,24 @@ def test_a_process_that_a_signal_without_a_name_ended_says_which(make: Make) -> 
     process.start()
     with pytest.raises(WorkerDiedError, match=r"It was ended by signal 35\."):
         process.wait_ready(20)
+
+
+def test_a_process_is_waited_for_and_ended_by_one_that_has_many_files_open(make: Make) -> None:
+    """As a driver has, whose every peer is a connection, and a collector at its thousandth request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        process = make()
+        process.start()
+        process.wait_ready(20)
+        assert not process.wait_exit(0.01)
+        process.stop(0.1)
+        assert not process.alive()
+    finally:
+        for each in many:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_secret_is_on_no_command_line_and_in_no_environment(make: Make) -> None:
