@@ -136,9 +136,12 @@ class ManagedProcess:
         Raises WorkerDiedError as soon as the process has ended, DeadlineError after `deadline_s`; both show its log.
         """
         end = time.monotonic() + deadline_s
-        while not self.answers():
-            if not self.alive():
+        while True:
+            ready = self.answers()
+            if not self.alive():  # whoever answers there is another
                 raise WorkerDiedError(f"{self.name} ended while it started. {self.epitaph()}")
+            if ready:
+                break
             if time.monotonic() > end:
                 raise DeadlineError(
                     f"{self.name} was not ready within {deadline_s:g} s: {self.url}{self.command.endpoint.ready_path} "

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ def test_a_process_is_ready_when_it_answers(make: Make) -> None:
     process.wait_ready(20)
     assert process.alive()
     assert f"secret of {len(SECRET)} characters" in process.log_tail()
+
+
+def test_one_that_found_its_port_taken_is_not_ready_because_the_other_answers(make: Make) -> None:
+    first, second = make(), make(name="server 1")
+    first.start()
+    first.wait_ready(20)
+    second.command = replace(first.command, name="server 1", log=second.command.log)
+    second.start()
+    assert second.wait_exit(20)
+    with pytest.raises(WorkerDiedError, match=r"server 1 ended while it started(.|\n)*Address already in use"):
+        second.wait_ready(20)
 
 
 def test_names_of_processes_are_cut_within_a_character(make: Make) -> None:
