@@ -124,6 +124,9 @@ UNREAD_RULES: tuple[Unread, ...] = (
     ),
 )
 
+# SGLang's own bounds of what a request asks for (sampling/sampling_params.py).
+MOST_STOPS, LEAST_TEMPERATURE = 32, 1e-6
+
 # Flags of SGLang that megarl sets itself, to the recipe's key that decides them.
 OWNED_FLAGS: Mapping[str, str] = {
     "--model-path": "model.path",
@@ -163,6 +166,23 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "rollout.stop",
         lambda r, _: "" in r.rollout.stop,
         lambda r: "an empty stop string ends every response at once. Remove it from the list",
+        (Recipe,),
+    ),
+    Contradiction(
+        "rollout.stop",
+        lambda r, _: len(r.rollout.stop) > MOST_STOPS,
+        lambda r: (
+            f"SGLang takes {MOST_STOPS} stop strings, and got {len(r.rollout.stop)}: it would refuse every request. Drop some"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "rollout.temperature",
+        lambda r, _: r.rollout.temperature < LEAST_TEMPERATURE,
+        lambda r: (
+            f"below {LEAST_TEMPERATURE:g} SGLang takes the likeliest token and tells its log-prob at 1, where the trainer "
+            f"divides by {r.rollout.temperature:g}. Set it to more: 1.0 is common"
+        ),
         (Recipe,),
     ),
     Contradiction(

@@ -293,6 +293,8 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["rollout.top_k=0"], "got 0; set it to -1 (off)"),
         (["rollout.top_k=-2"], "got -2; set it to -1 (off)"),
         (["rollout.stop=['']"], "an empty stop string"),
+        ([f"rollout.stop={[str(number) for number in range(33)]}"], "SGLang takes 32 stop strings, and got 33"),
+        (["rollout.temperature=9e-7"], "the trainer divides by 9e-07. Set it to more"),
         (["rollout.kv_tokens=1000"], "Set it to 1088 or more"),
         (["data.eval=x", "eval.samples_per_prompt=2"], "2 greedy answers to one prompt are all the same"),
         (["actor.optimizer.schedule=linear", "actor.optimizer.min_lr=1"], "Set it to at most 1e-06"),
