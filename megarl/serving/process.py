@@ -199,9 +199,8 @@ class ManagedProcess:
         if code is None:
             how = "It has not ended."
         elif code < 0:
-            name = (
-                f" ({signal.Signals(-code).name})" if -code in {*signal.Signals} else ""
-            )  # of real-time ones most have none
+            # Most real-time signals have no name.
+            name = f" ({signal.Signals(-code).name})" if -code in {*signal.Signals} else ""
             how = f"It was ended by signal {-code}{name}."
         else:
             how = f"Its exit code was {code}."
