@@ -33,7 +33,7 @@ class RolloutSeconds:
     """[N] seconds of one step's rollout. full: while samples wait. tail: from then on, to the last response.
 
     flow: seconds that a step's tokens take where samples of other steps fill the tail (asynchronous rollout).
-    running: sequences that one server decodes at once, at most.
+    running: sequences that one server decodes at once, at most; flowing: the same with those of other steps among them.
     """
 
     prefill: Any
@@ -42,6 +42,7 @@ class RolloutSeconds:
     requests: float
     flow: Any
     running: Any
+    flowing: Any
 
     @property
     def total(self) -> Any:
@@ -88,7 +89,7 @@ def rollout_seconds(
     holds = held.cache_tokens >= workload.longest_sample
     never = np.where(holds, 0.0, np.inf)
     requests = workload.samples * cluster.rates.request_s
-    return RolloutSeconds(prefill + never, full, tail, requests, flow + requests + never, cap)
+    return RolloutSeconds(prefill + never, full, tail, requests, flow + requests + never, cap, most)
 
 
 def step_model(workload: Workload, cluster: Cluster, tp: int, servers: int) -> Callable[[Any, float], Any]:

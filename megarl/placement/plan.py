@@ -284,7 +284,8 @@ def _rollout_plan(
     offloaded = bool(table.offloaded[row])
     separate, together = sync_seconds(config, workload, cluster, across=tables.serving is not None)
     generation = float((seconds.flow if asynchronous else seconds.total)[0])
-    count, tp, running = int(choice.count[0]), int(choice.tp[0]), int(seconds.running[0])
+    running = int((seconds.flowing if asynchronous else seconds.running)[0])
+    count, tp = int(choice.count[0]), int(choice.tp[0])
     servers = f"{count} server{'s' if count > 1 else ''} of tp{tp}, {running} sequences each"
     parts = {name: float(np.ravel(getattr(seconds, name))[0]) for name in ("prefill", "full", "tail", "requests")}
     return RolePlan(

@@ -13,9 +13,10 @@ import numpy as np
 from rich.table import Table
 
 from megarl.placement.cluster import Cluster
-from megarl.placement.generation import step_model
+from megarl.placement.generation import prefill_seconds, step_model
 from megarl.placement.lengths import Floats
 from megarl.placement.placed import PlacementPlan, PoolPlan, RolePlan
+from megarl.placement.simulate_async import Flow, play
 from megarl.placement.workload import ROLLOUT, Workload
 
 HOUR_S = 3600.0
@@ -41,7 +42,8 @@ class Played:
     """A run that was played.
 
     step_s: [N] seconds of each step that counted, waits for samples included. rollout_s: [N] of its generation; tail_s: [N]
-    of it, while fewer than a quarter of the sequences that a server holds still ran. busy_s: seconds of work by pool.
+    of it, while fewer than a quarter of the sequences that a server holds still ran; of an asynchronous run what servers
+    worked while the step was the one under way, for whichever step. busy_s: seconds of work by pool.
     failures: how many there were; lost_s: steps done twice and restarts.
     """
 
@@ -62,11 +64,13 @@ class Played:
 def simulate(placement: PlacementPlan, workload: Workload, steps: int, conditions: Conditions) -> Played:
     """Play so many steps."""
     random = np.random.default_rng(conditions.seed)
-    drawn = [_draw_step(placement, workload, random) for _ in range(steps)]
-    rollout, tail, stages = (np.array([step[index] for step in drawn]) for index in range(3))
-    fixed = sum(float(placement.phases[phase]) for phase in ("sync", "sleep and wake", "between stages"))
-    ends = _schedule(rollout, stages + fixed, workload.staleness if placement.asynchronous else None)
-    step_s = np.diff(ends, prepend=0.0)
+    lengths = workload.responses
+    tokens = np.interp(random.random((steps, workload.samples)), lengths.levels, lengths.values)
+    expected = workload.samples * (workload.prompt_tokens + lengths.mean)
+    share = (workload.samples * workload.prompt_tokens + tokens.sum(axis=1)) / expected
+    stages = float(placement.phases["prepare"] + placement.phases["train"]) * share
+    run = _asynchronous if placement.asynchronous else _synchronous
+    step_s, rollout, tail = run(tokens, stages, placement, workload)
     total, lost, failures = _with_failures(step_s, placement, conditions, random)
     busy = tuple(
         float(
@@ -78,16 +82,45 @@ def simulate(placement: PlacementPlan, workload: Workload, steps: int, condition
     return Played(total, step_s, rollout, tail, busy, failures, lost)
 
 
-def _draw_step(placement: PlacementPlan, workload: Workload, random: np.random.Generator) -> tuple[float, float, float]:
-    """Seconds of one step's rollout, of its tail, and of both stages, for lengths that are drawn."""
-    lengths = workload.responses
-    tokens = np.interp(random.random(workload.samples), lengths.levels, lengths.values)
-    kind, rollout = next((pool.kind, role) for pool in placement.pools for role in pool.roles if role.role == ROLLOUT)
-    generation, tail = _rollout_seconds(tokens, rollout, workload, kind)
-    expected = workload.samples * (workload.prompt_tokens + lengths.mean)
-    share = (workload.samples * workload.prompt_tokens + float(tokens.sum())) / expected
-    stages = float(placement.phases["prepare"] + placement.phases["train"]) * share
-    return generation, tail, stages
+def _synchronous(
+    tokens: Floats, stages: Floats, placement: PlacementPlan, workload: Workload
+) -> tuple[Floats, Floats, Floats]:
+    """[N] seconds of steps, of their rollouts and of their tails: one thing after the other."""
+    kind, role = _rollout(placement)
+    rollout, tail = np.array([_rollout_seconds(each, role, workload, kind) for each in tokens]).T
+    fixed = sum(float(placement.phases[phase]) for phase in ("sync", "sleep and wake", "between stages"))
+    return rollout + stages + fixed, rollout, tail
+
+
+def _asynchronous(
+    tokens: Floats, stages: Floats, placement: PlacementPlan, workload: Workload
+) -> tuple[Floats, Floats, Floats]:
+    """The same where servers go on while ranks train."""
+    kind, role = _rollout(placement)
+    count, tp, running = (int(role.choice[name]) for name in ("servers", "tp", "running"))
+    # What a server reads and is asked keeps its sequences waiting; both are of a whole step.
+    prefill = float(prefill_seconds(workload.models[ROLLOUT], count * tp, tp, workload, kind))
+    start_s = (prefill + workload.samples * kind.rates.request_s) * count / workload.samples
+    # A running response is met at an age of E[L^2] / 2 E[L].
+    context = workload.prompt_tokens + float(np.square(tokens).sum() / (2 * tokens.sum()))
+    batch = np.maximum(np.arange(running + 1, dtype=np.float64), 1)
+    flow = Flow(
+        tokens=tokens.reshape(len(tokens), workload.prompts, -1),
+        train_s=stages + float(placement.phases["between stages"]),
+        sync_s=float(placement.phases["sync"]),
+        staleness=workload.staleness,
+        servers=count,
+        start_s=start_s,
+        decode_s=step_model(workload, kind, tp, count)(batch, context),
+    )
+    played = play(flow)
+    step_s, busy_s, tail_s = (np.diff(each, prepend=0.0) for each in (played.end_s, played.busy_s, played.tail_s))
+    return step_s, busy_s, tail_s
+
+
+def _rollout(placement: PlacementPlan) -> tuple[Cluster, RolePlan]:
+    """The devices of the servers, and what is planned for them."""
+    return next((pool.kind, role) for pool in placement.pools for role in pool.roles if role.role == ROLLOUT)
 
 
 def _rollout_seconds(tokens: Floats, rollout: RolePlan, workload: Workload, cluster: Cluster) -> tuple[float, float]:
@@ -114,19 +147,6 @@ def _rollout_seconds(tokens: Floats, rollout: RolePlan, workload: Workload, clus
     fixed = sum(float(rollout.parts.get("rollout", {}).get(name, 0.0)) for name in ("prefill", "requests"))
     tail = float(spent[slowest, running < max(cap / 4, 1)].sum())
     return float(spent[slowest].sum()) + fixed, tail
-
-
-def _schedule(rollout: Floats, rest: Floats, staleness: int | None) -> Floats:
-    """[N] when each step ends. staleness: how many versions samples may be old; None where the rollout is waited for."""
-    if staleness is None:
-        ends: Floats = np.cumsum(rollout + rest)
-        return ends
-    generated, trained = 0.0, [0.0] * (staleness + 1)
-    for one, other in zip(rollout, rest, strict=True):
-        # A rollout needs the weights of `staleness` steps ago, an update needs its samples.
-        generated = max(generated, trained[-1 - staleness]) + one
-        trained.append(max(trained[-1], generated) + other)
-    return np.array(trained[staleness + 1 :])
 
 
 def _with_failures(

@@ -10,7 +10,7 @@ import pytest
 from megarl.placement.cluster import make_cluster
 from megarl.placement.lengths import lognormal
 from megarl.placement.plan import make_plan
-from megarl.placement.simulate import Conditions, _schedule, simulate
+from megarl.placement.simulate import Conditions, simulate
 from tests.placement.samples import GRPO, QWEN_7B, workload
 
 CLUSTER = make_cluster("H100", 4)
@@ -45,12 +45,13 @@ def test_failures_cost_what_came_after_the_checkpoint_and_a_restart() -> None:
     assert played.total_s == pytest.approx(played.step_s.sum() + played.lost_s)
 
 
-def test_staleness_lets_the_rollout_run_ahead_by_hand() -> None:
-    rollout, rest = np.array([2.0, 2.0, 2.0]), np.ones(3)
-    assert list(_schedule(rollout, rest, None)) == [3, 6, 9]
-    assert list(_schedule(rollout, rest, 0)) == [3, 6, 9]
-    assert list(_schedule(rollout, rest, 1)) == [3, 5, 7]
-    assert list(_schedule(np.array([1.0, 5.0, 1.0]), 2 * np.ones(3), 1)) == [3, 8, 10]
+def test_an_asynchronous_run_is_played_as_predicted_where_servers_never_wait() -> None:
+    work = replace(WORK, prompts=32, responses=lognormal(1000, 0.3, 4096), staleness=4)
+    plan = make_plan(work, CLUSTER)
+    assert plan.best.asynchronous
+    played = simulate(plan.best, work, 24, NO_FAILURES)
+    assert played.step_s[8:-4].mean() == pytest.approx(plan.best.step_s, rel=0.1)
+    assert all(0 < busy <= 1.001 * played.total_s for busy in played.busy_s)
 
 
 def test_sixteen_thousand_devices_are_played() -> None:
