@@ -33,6 +33,7 @@ class RolloutSeconds:
     """[N] seconds of one step's rollout. full: while samples wait. tail: from then on, to the last response.
 
     flow: seconds that a step's tokens take where samples of other steps fill the tail (asynchronous rollout).
+    longest: seconds of the longest response of a step among them: it is waited for where it may get no older.
     running: sequences that one server decodes at once, at most; flowing: the same with those of other steps among them.
     """
 
@@ -41,6 +42,7 @@ class RolloutSeconds:
     tail: Any
     requests: float
     flow: Any
+    longest: Any
     running: Any
     flowing: Any
 
@@ -86,10 +88,15 @@ def rollout_seconds(
     # Samples of as many steps as they may be old are in flight beside this one's.
     most = np.maximum(np.minimum(room, each * (1 + workload.staleness)), 1)
     flow = prefill + each * mean / most * step.seconds(most, context)
+    # While the longest is waited for, others end: on average those run whose tokens are made in that time.
+    tokens = float(width @ -np.expm1(workload.samples * np.log1p(-np.minimum(alive, 1 - 1e-12))))
+    met = np.clip(each * mean * (1 + workload.staleness) / tokens, 1, most)
+    longest = tokens * step.seconds(met, context)
     holds = held.cache_tokens >= workload.longest_sample
     never = np.where(holds, 0.0, np.inf)
     requests = workload.samples * cluster.rates.request_s
-    return RolloutSeconds(prefill + never, full, tail, requests, flow + requests + never, cap, most)
+    flow = np.maximum(flow + requests, longest / (1 + workload.staleness))
+    return RolloutSeconds(prefill + never, full, tail, requests, flow + never, longest, cap, most)
 
 
 def step_model(workload: Workload, cluster: Cluster, tp: int, servers: int) -> Callable[[Any, float], Any]:

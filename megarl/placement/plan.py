@@ -91,7 +91,8 @@ def make_plan(
         raise UserError(
             f"There is no placement named {name!r}. Names: {', '.join(NAMES)}; without a name all are tried."
         )
-    asked = _Asked(top, name, space, allowed)
+    # How long an asynchronous step waits for the longest response is known of whole placements alone: more are looked at.
+    asked = _Asked(max(top, MOST_LATE) if workload.staleness else top, name, space, allowed)
     # All on one kind of nodes, or the rollout on another than the ranks.
     hosts: list[tuple[Cluster, Cluster | None]] = [(kind, None) for kind in cluster.kinds]
     hosts += permutations(cluster.kinds, 2)
@@ -109,10 +110,15 @@ def make_plan(
     if not best:
         raise UserError(_infeasible(looks[0].tables, workload, cluster.kinds[0], asked))
     # What one size of micro-batches cut away was behind `top` partitions of it: it cannot come before these.
-    ranked = sorted(best.values(), key=lambda pair: pair[0].seconds)[:top]
-    plans = [placement_plan(found, look.tables, look.workload, look.cluster, cluster) for found, look in ranked]
+    ranked = sorted(best.values(), key=lambda pair: pair[0].seconds)[: asked.top]
+    priced = [
+        (placement_plan(found, look.tables, look.workload, look.cluster, cluster), look.key(found.partition))
+        for found, look in ranked
+    ]
+    priced = sorted(priced, key=lambda pair: pair[0].step_s)[:top]
+    plans = [plan for plan, _ in priced]
     others = tuple((plan, why_lost(plan, plans[0])) for plan in plans[1:])
-    shown = {look.key(found.partition) for found, look in ranked}
+    shown = {key for _, key in priced}
     return Plan(cluster, workload.tokens, plans[0], others, _bounds(looks, best, shown))
 
 
@@ -130,6 +136,8 @@ class _Asked:
         named = self.name is None or self.name in names_of(partition)
         return named and (self.allowed is None or self.allowed(partition))
 
+
+MOST_LATE = 8  # placements that are priced whole where some are asynchronous
 
 _Key = tuple[Cluster, Cluster | None, frozenset[Pool]]
 
@@ -207,7 +215,11 @@ def placement_plan(
     phases = {phase: _phase(phase, pools, cluster) for phase in PHASES}
     if found.asynchronous:
         # The rollout runs beside all but the sync: only what it takes longer than they do is waited for.
-        phases["rollout"] = max(0.0, phases["rollout"] - phases["sleep and wake"] - phases["prepare"] - phases["train"])
+        beside = phases["sleep and wake"] + phases["prepare"] + phases["train"]
+        # What begins after a sync has to be there for the step that comes `staleness` steps later, before its training.
+        longest, old = _longest_s(found, tables, workload, cluster), workload.staleness
+        late = (longest - old * (beside + phases["sync"])) / (1 + old)
+        phases["rollout"] = max(0.0, phases["rollout"] - beside, late)
     # A late critic's pool likewise; what it takes longer is waited for when the next samples are there.
     whole = max(
         (sum(sum(role.seconds.values()) for role in pool.roles) for pool in pools if _is_late(pool)), default=0.0
@@ -217,6 +229,15 @@ def placement_plan(
         role.dispatch_s for pool in pools for role in pool.roles
     )
     return PlacementPlan(names_of(found.partition), found.asynchronous, tuple(pools), sum(phases.values()), phases)
+
+
+def _longest_s(found: Found, tables: AllTables, workload: Workload, cluster: Cluster) -> float:
+    """Seconds of a step's longest response beside those of other steps."""
+    [row] = next(rows for pool, rows in zip(found.partition, found.rows, strict=True) if pool == (ROLLOUT,))
+    choice = tables.rollout.servers.take(np.array([row]))
+    kind = tables.serving or cluster
+    held = served_bytes(choice, workload, kind)
+    return float(rollout_seconds(workload.models[ROLLOUT], choice, held, workload, kind).longest[0])
 
 
 def _is_late(pool: PoolPlan) -> bool:
