@@ -1,4 +1,4 @@
-"""The recipe's keys beside the names that verl, slime, TRL and OpenRLHF have for the same thing.
+"""The recipe's keys beside the names that verl, slime (miles has the same), TRL, OpenRLHF and NeMo-RL have for the same thing.
 
     python -m megarl.recipe.glossary > docs/glossary.md
 
@@ -29,98 +29,106 @@ class Entry:
     trl: str = ""
     openrlhf: str = ""
     note: str = ""
+    nemo_rl: str = ""
 
     def names(self) -> Iterator[tuple[str, str]]:
         """(peer, name) of every name of a peer."""
-        for peer, names in (("verl", self.verl), ("slime", self.slime), ("TRL", self.trl), ("OpenRLHF", self.openrlhf)):
+        theirs = {
+            "verl": self.verl,
+            "slime": self.slime,
+            "TRL": self.trl,
+            "OpenRLHF": self.openrlhf,
+            "NeMo-RL": self.nemo_rl,
+        }
+        for peer, names in theirs.items():
             yield from ((peer, name) for name in names.split())
 
 
 ENTRIES = (
     Entry("run.name", "experiment_name", "wandb_group", "run_name", "wandb_run_name"),
-    Entry("run.dir", "default_local_dir", "save", "output_dir", "save_path"),
-    Entry("run.seed", "seed", "seed rollout_seed", "seed", "seed"),
-    Entry("model.path", "path", "hf_checkpoint ref_load", "model_name_or_path", "pretrain"),
-    Entry("model.dtype", "dtype", "bf16", "bf16", "param_dtype"),
-    Entry("cluster.devices", "n_gpus_per_node nnodes", "actor_num_gpus_per_node actor_num_nodes", "", "actor_num_gpus_per_node actor_num_nodes", "all devices of the roles"),
-    Entry("data.train", "train_files", "prompt_data", "train_dataset dataset_name", "prompt_data"),
-    Entry("data.eval", "val_files", "eval_prompt_data", "eval_dataset", "eval_dataset"),
+    Entry("run.dir", "default_local_dir", "save", "output_dir", "save_path", nemo_rl="checkpoint_dir log_dir"),
+    Entry("run.seed", "seed", "seed rollout_seed", "seed", "seed", nemo_rl="seed"),
+    Entry("model.path", "path", "hf_checkpoint ref_load", "model_name_or_path", "pretrain", nemo_rl="model_name"),
+    Entry("model.dtype", "dtype", "bf16", "bf16", "param_dtype", nemo_rl="precision"),
+    Entry("cluster.devices", "n_gpus_per_node nnodes", "actor_num_gpus_per_node actor_num_nodes", "", "actor_num_gpus_per_node actor_num_nodes", "all devices of the roles", nemo_rl="gpus_per_node num_nodes"),
+    Entry("data.train", "train_files", "prompt_data", "train_dataset dataset_name", "prompt_data", nemo_rl="train_data_path train.data_path train.dataset_name"),
+    Entry("data.eval", "val_files", "eval_prompt_data", "eval_dataset", "eval_dataset", nemo_rl="val_data_path validation.data_path"),
     Entry("data.config", "", "", "dataset_config", ""),
-    Entry("data.train_split", "", "", "dataset_train_split", "prompt_split"),
-    Entry("data.eval_split", "", "", "dataset_test_split", "eval_split"),
-    Entry("data.prompt_key", "prompt_key", "input_key", "", "input_key"),
-    Entry("data.answer_key", "", "label_key", "", "label_key", "verl reads a row's reward_model.ground_truth, and so does megarl"),
-    Entry("data.max_prompt_tokens", "max_prompt_length", "rollout_max_prompt_len", "max_prompt_length", "prompt_max_len"),
+    Entry("data.train_split", "", "", "dataset_train_split", "prompt_split", nemo_rl="train_split"),
+    Entry("data.eval_split", "", "", "dataset_test_split", "eval_split", nemo_rl="val_split"),
+    Entry("data.prompt_key", "prompt_key", "input_key", "", "input_key", nemo_rl="input_key"),
+    Entry("data.answer_key", "", "label_key", "", "label_key", "verl reads a row's reward_model.ground_truth, and so does megarl", nemo_rl="output_key"),
+    Entry("data.max_prompt_tokens", "max_prompt_length", "rollout_max_prompt_len", "max_prompt_length", "prompt_max_len", nemo_rl="max_input_seq_length"),
     Entry("data.over_length", "filter_overlong_prompts truncation", "", "", "", "drop or error; a prompt is never cut"),
-    Entry("data.shuffle", "shuffle", "rollout_shuffle", "shuffle_dataset", ""),
-    Entry("rollout.prompts_per_step", "train_batch_size", "rollout_batch_size", "", "rollout_batch_size", "prompts; TRL counts samples"),
-    Entry("rollout.samples_per_prompt", "n", "n_samples_per_prompt", "num_generations", "n_samples_per_prompt"),
-    Entry("rollout.max_response_tokens", "max_response_length response_length", "rollout_max_response_len", "max_completion_length", "generate_max_len max_new_tokens"),
-    Entry("rollout.temperature", "temperature", "rollout_temperature", "temperature", "temperature", "the trainer divides its logits by it too"),
-    Entry("rollout.top_p", "top_p", "rollout_top_p", "top_p", "top_p", "1.0 alone: the trainer's log-probs are of the whole distribution"),
-    Entry("rollout.top_k", "top_k", "rollout_top_k", "top_k", "", "-1 alone, as with top_p"),
-    Entry("rollout.stop", "", "rollout_stop", "", ""),
+    Entry("data.shuffle", "shuffle", "rollout_shuffle", "shuffle_dataset", "", nemo_rl="shuffle"),
+    Entry("rollout.prompts_per_step", "train_batch_size", "rollout_batch_size", "", "rollout_batch_size", "prompts; TRL counts samples", nemo_rl="num_prompts_per_step"),
+    Entry("rollout.samples_per_prompt", "n", "n_samples_per_prompt", "num_generations", "n_samples_per_prompt", nemo_rl="num_generations_per_prompt"),
+    Entry("rollout.max_response_tokens", "max_response_length response_length", "rollout_max_response_len", "max_completion_length", "generate_max_len max_new_tokens", nemo_rl="max_new_tokens"),
+    Entry("rollout.temperature", "temperature", "rollout_temperature", "temperature", "temperature", "the trainer divides its logits by it too", nemo_rl="temperature"),
+    Entry("rollout.top_p", "top_p", "rollout_top_p", "top_p", "top_p", "1.0 alone: the trainer's log-probs are of the whole distribution", nemo_rl="top_p"),
+    Entry("rollout.top_k", "top_k", "rollout_top_k", "top_k", "", "-1 alone, as with top_p", nemo_rl="top_k"),
+    Entry("rollout.stop", "", "rollout_stop", "", "", nemo_rl="stop_strings"),
     Entry("rollout.servers", "", "rollout_num_gpus", "", "vllm_num_engines", "servers, not devices"),
-    Entry("rollout.tp", "tensor_model_parallel_size", "rollout_num_gpus_per_engine", "vllm_tensor_parallel_size", "vllm_tensor_parallel_size"),
-    Entry("rollout.kv_tokens", "gpu_memory_utilization", "sglang_mem_fraction_static", "vllm_gpu_memory_utilization", "vllm_gpu_memory_utilization", "tokens of the KV cache (SGLang: max_total_tokens); a share of the memory is --mem-fraction-static in rollout.server_args"),
+    Entry("rollout.tp", "tensor_model_parallel_size", "rollout_num_gpus_per_engine", "vllm_tensor_parallel_size", "vllm_tensor_parallel_size", nemo_rl="vllm_cfg.tensor_parallel_size"),
+    Entry("rollout.kv_tokens", "gpu_memory_utilization", "sglang_mem_fraction_static", "vllm_gpu_memory_utilization", "vllm_gpu_memory_utilization", "tokens of the KV cache (SGLang: max_total_tokens); a share of the memory is --mem-fraction-static in rollout.server_args", nemo_rl="gpu_memory_utilization"),
     Entry("rollout.max_running_requests", "max_num_seqs", "sglang_max_running_requests", "", "", "SGLang's name"),
     Entry("rollout.concurrency", "", "sglang_server_concurrency", "", ""),
     Entry("rollout.offload", "free_cache_engine", "offload_rollout", "vllm_enable_sleep_mode", "vllm_enable_sleep", "vLLM's sleep, SGLang's release_memory_occupation"),
-    Entry("rollout.max_staleness", "staleness_threshold", "", "max_staleness", "async_queue_size", "weight versions; NeMo-RL: max_trajectory_age_steps; verl's is a share of a step's samples"),
-    Entry("rollout.in_flight", "partial_rollout", "partial_rollout", "", "partial_rollout", "abort goes on with partial answers; NeMo-RL's in_flight_weight_updates is in_place"),
-    Entry("rollout.keep_kv", "", "", "", "", "NeMo-RL: recompute_kv_cache_after_weight_updates, the other way round"),
+    Entry("rollout.max_staleness", "staleness_threshold", "", "max_staleness", "async_queue_size", "weight versions; verl's is a share of a step's samples", nemo_rl="max_trajectory_age_steps"),
+    Entry("rollout.in_flight", "partial_rollout", "partial_rollout", "", "partial_rollout", "abort goes on with partial answers; NeMo-RL's is in_place", nemo_rl="in_flight_weight_updates"),
+    Entry("rollout.keep_kv", "", "", "", "", "NeMo-RL's is the other way round", nemo_rl="recompute_kv_cache_after_weight_updates"),
     Entry("rollout.oversample", "", "over_sampling_batch_size", "", "vllm_generate_batch_size", "a factor; unfinished groups are carried over, unless rollout.late is drop"),
     Entry("rollout.collectors", "num_workers", "", "", "", "processes"),
-    Entry("rollout.server_args", "engine_kwargs", "", "", "", "SGLang's own flags; slime takes them as --sglang-*"),
+    Entry("rollout.server_args", "engine_kwargs", "", "", "", "SGLang's own flags; slime takes them as --sglang-*", nemo_rl="vllm_kwargs"),
     Entry("reward.fn", "custom_reward_function compute_score", "custom_rm_path rm_type", "reward_funcs", "remote_rm_url", "remote rewards: reward.graders"),
     Entry("reward.graders", "", "", "reward_weights", "", "several, each with a weight"),
     Entry("reward_model.path", "", "", "", "reward_pretrain"),
-    Entry("algorithm.advantage", "adv_estimator", "advantage_estimator", "", "advantage_estimator"),
-    Entry("algorithm.normalize_std", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "scale_rewards", "", "slime's is the other way round"),
+    Entry("algorithm.advantage", "adv_estimator", "advantage_estimator", "", "advantage_estimator", nemo_rl="use_leave_one_out_baseline"),
+    Entry("algorithm.normalize_std", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "scale_rewards", "", "slime's is the other way round", nemo_rl="normalize_rewards"),
     Entry("algorithm.gamma", "gamma", "gamma", "", "gamma"),
     Entry("algorithm.lam", "lam", "lambd", "", "lambd"),
     Entry("algorithm.whiten", "", "normalize_advantages", "", ""),
-    Entry("algorithm.policy_loss", "loss_mode", "", "importance_sampling_level", "", "TRL's level: gspo"),
-    Entry("algorithm.clip_low", "clip_ratio clip_ratio_low", "eps_clip", "epsilon", "eps_clip eps_clip_low_high"),
-    Entry("algorithm.clip_high", "clip_ratio clip_ratio_high", "eps_clip eps_clip_high", "epsilon epsilon_high", "eps_clip eps_clip_low_high", "0.2 by default, whatever clip_low is"),
-    Entry("algorithm.dual_clip", "clip_ratio_c", "eps_clip_c", "delta", "dual_clip"),
-    Entry("algorithm.reduction", "loss_agg_mode", "calculate_per_token_loss", "loss_type", ""),
-    Entry("algorithm.kl_coef", "kl_loss_coef kl_coef use_kl_loss", "kl_loss_coef kl_coef use_kl_loss", "beta", "init_kl_coef"),
-    Entry("algorithm.kl_kind", "kl_loss_type kl_penalty", "kl_loss_type", "", "kl_estimator", "verl's low_var_kl is k3"),
+    Entry("algorithm.policy_loss", "loss_mode", "", "importance_sampling_level", "", "TRL's level: gspo", nemo_rl="sequence_level_importance_ratios"),
+    Entry("algorithm.clip_low", "clip_ratio clip_ratio_low", "eps_clip", "epsilon", "eps_clip eps_clip_low_high", nemo_rl="ratio_clip_min"),
+    Entry("algorithm.clip_high", "clip_ratio clip_ratio_high", "eps_clip eps_clip_high", "epsilon epsilon_high", "eps_clip eps_clip_low_high", "0.2 by default, whatever clip_low is", nemo_rl="ratio_clip_max"),
+    Entry("algorithm.dual_clip", "clip_ratio_c", "eps_clip_c", "delta", "dual_clip", nemo_rl="ratio_clip_c"),
+    Entry("algorithm.reduction", "loss_agg_mode", "calculate_per_token_loss", "loss_type", "", nemo_rl="token_level_loss"),
+    Entry("algorithm.kl_coef", "kl_loss_coef kl_coef use_kl_loss", "kl_loss_coef kl_coef use_kl_loss", "beta", "init_kl_coef", nemo_rl="reference_policy_kl_penalty"),
+    Entry("algorithm.kl_kind", "kl_loss_type kl_penalty", "kl_loss_type", "", "kl_estimator", "verl's low_var_kl is k3", nemo_rl="reference_policy_kl_type"),
     Entry("algorithm.kl_in", "use_kl_in_reward", "", "", ""),
     Entry("algorithm.kl_control", "kl_ctrl target_kl horizon", "", "", "kl_target kl_horizon"),
     Entry("algorithm.entropy_coef", "entropy_coeff", "entropy_coef", "", "entropy_loss_coef"),
-    Entry("algorithm.overlong_buffer", "overlong_buffer", "", "", "overlong_buffer_len", "a share of max_response_tokens"),
-    Entry("algorithm.drop_zero_variance_groups", "filter_groups", "dynamic_sampling_filter_path", "", "dynamic_filtering"),
-    Entry("algorithm.refill_rounds", "max_num_gen_batches", "over_sampling_batch_size", "", ""),
+    Entry("algorithm.overlong_buffer", "overlong_buffer", "", "", "overlong_buffer_len", "a share of max_response_tokens", nemo_rl="overlong_buffer_length"),
+    Entry("algorithm.drop_zero_variance_groups", "filter_groups", "dynamic_sampling_filter_path", "", "dynamic_filtering", nemo_rl="use_dynamic_sampling"),
+    Entry("algorithm.refill_rounds", "max_num_gen_batches", "over_sampling_batch_size", "", "", nemo_rl="dynamic_sampling_max_gen_batches"),
     Entry("algorithm.old_logprobs", "bypass_mode", "use_rollout_logprobs", "", ""),
-    Entry("algorithm.correction", "rollout_is tis_imp_ratio_cap", "use_tis tis_clip", "vllm_importance_sampling_correction vllm_importance_sampling_cap", "enable_vllm_is_correction"),
-    Entry("actor.mini_batch_samples", "ppo_mini_batch_size", "global_batch_size", "gradient_accumulation_steps", "train_batch_size", "samples; verl counts prompts"),
-    Entry("actor.micro_batch_tokens", "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size train_max_tokens_per_gpu", "packed tokens, always"),
+    Entry("algorithm.correction", "rollout_is tis_imp_ratio_cap", "use_tis tis_clip", "vllm_importance_sampling_correction vllm_importance_sampling_cap", "enable_vllm_is_correction", nemo_rl="use_importance_sampling_correction truncated_importance_sampling_ratio"),
+    Entry("actor.mini_batch_samples", "ppo_mini_batch_size", "global_batch_size", "gradient_accumulation_steps", "train_batch_size", "samples; verl counts prompts", nemo_rl="train_global_batch_size"),
+    Entry("actor.micro_batch_tokens", "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu", "max_tokens_per_gpu micro_batch_size", "per_device_train_batch_size", "micro_train_batch_size train_max_tokens_per_gpu", "packed tokens, always", nemo_rl="train_mb_tokens train_micro_batch_size"),
     Entry("actor.epochs", "ppo_epochs", "", "num_iterations", "max_epochs"),
-    Entry("actor.recompute", "enable_gradient_checkpointing recompute_granularity", "recompute_granularity", "gradient_checkpointing", "gradient_checkpointing"),
+    Entry("actor.recompute", "enable_gradient_checkpointing recompute_granularity", "recompute_granularity", "gradient_checkpointing", "gradient_checkpointing", nemo_rl="activation_checkpointing"),
     Entry("actor.recompute_num_layers", "recompute_num_layers", "recompute_num_layers", "", "", "Megatron's method block"),
     Entry("actor.offload", "param_offload grad_offload optimizer_offload", "offload_train", "", "adam_offload deepspeed_enable_sleep"),
     Entry("actor.aux_loss_coef", "", "moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coef"),
     Entry("actor.routing_replay", "", "use_rollout_routing_replay", "", ""),
-    Entry("actor.lora.rank", "lora_rank", "", "lora_r", "lora_rank"),
-    Entry("actor.lora.alpha", "lora_alpha", "", "lora_alpha", "lora_alpha"),
-    Entry("actor.parallel.tp", "tensor_model_parallel_size", "tensor_model_parallel_size", "", ""),
-    Entry("actor.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_size", "", ""),
-    Entry("actor.parallel.cp", "context_parallel_size", "context_parallel_size", "", "ring_attn_size"),
-    Entry("actor.parallel.ep", "expert_model_parallel_size", "expert_model_parallel_size", "", ""),
-    Entry("actor.parallel.etp", "expert_tensor_parallel_size", "expert_tensor_parallel_size", "", ""),
+    Entry("actor.lora.rank", "lora_rank", "", "lora_r", "lora_rank", nemo_rl="lora_cfg.dim"),
+    Entry("actor.lora.alpha", "lora_alpha", "", "lora_alpha", "lora_alpha", nemo_rl="lora_cfg.alpha"),
+    Entry("actor.parallel.tp", "tensor_model_parallel_size", "tensor_model_parallel_size", "", "", nemo_rl="megatron_cfg.tensor_model_parallel_size dtensor_cfg.tensor_parallel_size"),
+    Entry("actor.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_size", "", "", nemo_rl="pipeline_model_parallel_size"),
+    Entry("actor.parallel.cp", "context_parallel_size", "context_parallel_size", "", "ring_attn_size", nemo_rl="context_parallel_size"),
+    Entry("actor.parallel.ep", "expert_model_parallel_size", "expert_model_parallel_size", "", "", nemo_rl="expert_model_parallel_size"),
+    Entry("actor.parallel.etp", "expert_tensor_parallel_size", "expert_tensor_parallel_size", "", "", nemo_rl="expert_tensor_parallel_size"),
     Entry("actor.parallel.vpp", "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "", ""),
-    Entry("actor.parallel.first_stage_layers", "num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers", "", ""),
-    Entry("actor.parallel.last_stage_layers", "num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers", "", ""),
-    Entry("actor.optimizer.lr", "lr", "lr", "learning_rate", "actor_learning_rate"),
-    Entry("actor.optimizer.schedule", "lr_decay_style lr_scheduler_type", "lr_decay_style", "lr_scheduler_type", "lr_scheduler"),
-    Entry("actor.optimizer.warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "warmup_steps", "lr_warmup_ratio", "optimizer steps; OpenRLHF's is a share of them"),
-    Entry("actor.optimizer.min_lr", "min_lr", "min_lr", "", ""),
-    Entry("actor.optimizer.weight_decay", "weight_decay", "weight_decay", "weight_decay", "l2"),
-    Entry("actor.optimizer.clip_grad", "clip_grad grad_clip", "clip_grad", "max_grad_norm", "max_norm"),
-    Entry("actor.optimizer.beta1", "", "adam_beta1", "adam_beta1", "adam_betas"),
-    Entry("actor.optimizer.beta2", "", "adam_beta2", "adam_beta2", "adam_betas"),
+    Entry("actor.parallel.first_stage_layers", "num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers", "", "", nemo_rl="num_layers_in_first_pipeline_stage"),
+    Entry("actor.parallel.last_stage_layers", "num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers", "", "", nemo_rl="num_layers_in_last_pipeline_stage"),
+    Entry("actor.optimizer.lr", "lr", "lr", "learning_rate", "actor_learning_rate", nemo_rl="lr"),
+    Entry("actor.optimizer.schedule", "lr_decay_style lr_scheduler_type", "lr_decay_style", "lr_scheduler_type", "lr_scheduler", nemo_rl="lr_decay_style"),
+    Entry("actor.optimizer.warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "warmup_steps", "lr_warmup_ratio", "optimizer steps; OpenRLHF's is a share of them", nemo_rl="lr_warmup_iters"),
+    Entry("actor.optimizer.min_lr", "min_lr", "min_lr", "", "", nemo_rl="min_lr"),
+    Entry("actor.optimizer.weight_decay", "weight_decay", "weight_decay", "weight_decay", "l2", nemo_rl="weight_decay"),
+    Entry("actor.optimizer.clip_grad", "clip_grad grad_clip", "clip_grad", "max_grad_norm", "max_norm", nemo_rl="clip_grad max_grad_norm"),
+    Entry("actor.optimizer.beta1", "", "adam_beta1", "adam_beta1", "adam_betas", nemo_rl="adam_beta1"),
+    Entry("actor.optimizer.beta2", "", "adam_beta2", "adam_beta2", "adam_betas", nemo_rl="adam_beta2"),
     Entry("reference.refresh_every", "", "ref_update_interval", "ref_model_sync_steps", ""),
     Entry("critic.value_clip", "cliprange_value", "value_clip", "cliprange_value", "value_clip"),
     Entry("critic.warmup_steps", "critic_warmup", "num_critic_only_steps", "", "freezing_actor_steps"),
@@ -128,15 +136,15 @@ ENTRIES = (
     Entry("placement.name", "", "colocate", "vllm_mode", "colocate_all_models", "auto searches; see docs/placement.md"),
     Entry("placement.pools", "resource_pool_spec", "", "", ""),
     Entry("sync.bucket_mb", "update_weights_bucket_megabytes", "update_weight_buffer_size", "", "", "megabytes"),
-    Entry("eval.every", "test_freq", "eval_interval", "eval_steps", "eval_steps"),
+    Entry("eval.every", "test_freq", "eval_interval", "eval_steps", "eval_steps", nemo_rl="val_period"),
     Entry("eval.samples_per_prompt", "val_kwargs.n", "n_samples_per_eval_prompt", "num_generations_eval", "eval_n_samples_per_prompt"),
     Entry("eval.temperature", "val_kwargs.temperature", "eval_temperature", "", "eval_temperature"),
-    Entry("train.steps", "total_training_steps total_epochs", "num_rollout", "max_steps", "num_episodes", "rollout-and-update steps"),
-    Entry("train.save_every", "save_freq", "save_interval", "save_steps", "save_steps"),
-    Entry("train.keep_last", "max_actor_ckpt_to_keep", "", "save_total_limit", "max_ckpt_num"),
+    Entry("train.steps", "total_training_steps total_epochs", "num_rollout", "max_steps", "num_episodes", "rollout-and-update steps", nemo_rl="max_num_steps max_num_epochs"),
+    Entry("train.save_every", "save_freq", "save_interval", "save_steps", "save_steps", nemo_rl="save_period"),
+    Entry("train.keep_last", "max_actor_ckpt_to_keep", "", "save_total_limit", "max_ckpt_num", nemo_rl="keep_top_k"),
     Entry("train.async_save", "", "async_save", "", ""),
-    Entry("report.wandb", "logger project_name", "use_wandb wandb_project", "report_to", "use_wandb wandb_project"),
-    Entry("report.tensorboard", "", "use_tensorboard", "logging_dir", "use_tensorboard"),
+    Entry("report.wandb", "logger project_name", "use_wandb wandb_project", "report_to", "use_wandb wandb_project", nemo_rl="wandb_enabled"),
+    Entry("report.tensorboard", "", "use_tensorboard", "logging_dir", "use_tensorboard", nemo_rl="tensorboard_enabled"),
 )  # fmt: skip
 
 HEAD = """# Glossary: megarl's words beside the field's
@@ -175,8 +183,8 @@ where the last column says so, and often elsewhere: `megarl recipe show` prints 
 
 ## Keys
 
-| megarl | verl | slime | TRL | OpenRLHF | |
-|---|---|---|---|---|---|"""
+| megarl | verl | slime | TRL | OpenRLHF | NeMo-RL | |
+|---|---|---|---|---|---|---|"""
 
 
 def page() -> str:
@@ -186,10 +194,14 @@ def page() -> str:
         return " ".join(f"`{name}`" for name in names.split())
 
     rows = [
-        f"| `{each.key}` | {cell(each.verl)} | {cell(each.slime)} | {cell(each.trl)} | {cell(each.openrlhf)} | {each.note} |"
+        [
+            f"`{each.key}`",
+            *(cell(names) for names in (each.verl, each.slime, each.trl, each.openrlhf, each.nemo_rl)),
+            each.note,
+        ]
         for each in ENTRIES
     ]
-    return "\n".join([HEAD, *rows])
+    return "\n".join([HEAD, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 @dataclass(frozen=True)
@@ -216,15 +228,15 @@ def meant_by(name: str, section: Sequence[str] = ()) -> list[Meant]:
     for entry in ENTRIES:
         own = entry.key.split(".")
         names = [(peer, *theirs.rpartition(".")[::2]) for peer, theirs in entry.names()]
-        peers = [
-            peer
+        met = [
+            (peer, under)
             for peer, under, theirs in names
             if theirs == plain and (not under or {under, own[0]} & {*section[-1:]})
         ]
-        if peers:
-            bound = any(theirs == plain and under for _, under, theirs in names)
+        if met:
+            bound = any(under for _, under in met)
             score = (bound, len(set(section).intersection(own)))
-            found.append((score, Meant(entry.key, " and ".join(dict.fromkeys(peers)), entry.note)))
+            found.append((score, Meant(entry.key, " and ".join(dict.fromkeys(peer for peer, _ in met)), entry.note)))
     best = max((score for score, _ in found), default=None)
     return [meant for score, meant in found if score == best]
 

@@ -14,10 +14,10 @@ from tests.docs.pages import DOCS, blocks
 
 PAGE = (DOCS / "coming_from.md").read_text()
 # Keys that have no other side: what the page's text, the model's config.json or the layout answer for.
-WITHOUT = {"apply_chat_template", "args", "bf16", "model", "split", "use_vllm", "zero_stage"}
+WITHOUT = {"apply_chat_template", "args", "bf16", "enabled", "model", "split", "use_vllm", "zero_stage"}
 
 # What their runs leave unsaid, and ours would have otherwise: verl's generated configuration for Megatron, TRL's GRPOConfig with
-# transformers' TrainingArguments, the defaults of OpenRLHF's train_ppo_ray.
+# transformers' TrainingArguments, the defaults of OpenRLHF's train_ppo_ray, NeMo-RL's grpo_math_1B.yaml.
 UNSAID: dict[str, dict[str, Any]] = {
     "verl": {
         "algorithm.reduction": "token-mean",
@@ -40,6 +40,15 @@ UNSAID: dict[str, dict[str, Any]] = {
         "actor.optimizer.min_lr": 5.0e-8,
         "critic.optimizer.min_lr": 9.0e-7,
     },
+    "NeMo-RL": {
+        "algorithm.kl_kind": "k3",
+        "algorithm.kl_in": "loss",
+        "algorithm.reduction": "token-mean",
+        "actor.optimizer.weight_decay": 0.01,
+        "actor.optimizer.beta1": 0.9,
+        "actor.optimizer.beta2": 0.999,
+        "actor.optimizer.schedule": "constant",
+    },
 }
 
 
@@ -53,15 +62,18 @@ def theirs(system: str) -> list[str]:
     return [flag.rpartition(".")[2].replace("-", "_") for flag in flags]
 
 
-@pytest.mark.parametrize("system", ["verl", "slime", "TRL", "OpenRLHF"])
+@pytest.mark.parametrize("system", ["verl", "slime", "TRL", "OpenRLHF", "NeMo-RL"])
 def test_each_key_of_theirs_is_in_the_recipe_beside_it(system: str, tmp_path: Path) -> None:
-    name = f"from_{system.lower()}.yaml"
+    peer = system.lower().replace("-", "_")
+    name = f"from_{peer}.yaml"
     (tmp_path / name).write_text(next(each.text for each in blocks(PAGE) if each.name == name))
     resolved = load_recipe(tmp_path / name).resolved
     keys = theirs(system)
     assert len(keys) > 12
     for key in keys:
-        ours = [each.key for each in ENTRIES if key in getattr(each, system.lower()).split()]
+        ours = [
+            each.key for each in ENTRIES if key in (name.rpartition(".")[2] for name in getattr(each, peer).split())
+        ]
         assert ours or key in WITHOUT, f"{key} is in no row of the glossary"
         assert key in WITHOUT or any(_has(resolved, each) for each in ours), f"{key}: none of {ours} is in {name}"
     for each, value in UNSAID[system].items():
