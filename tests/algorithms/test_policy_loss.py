@@ -124,7 +124,7 @@ def test_gspo_is_the_gradient_of_the_sequence_form(rows: list[Row], clip: float,
 
     mean = sequence_log_ratio(token_form, old, torch.ones_like(old), bounds)
     result = gspo_loss(token_form, of_sequences.repeat_interleave(lengths), mean, clip, clip)
-    weights = (1 / lengths.clamp(min=1)).repeat_interleave(lengths)
+    weights = (1 / lengths.clamp(min=1).double()).repeat_interleave(lengths)
     token_loss = (weights * result.loss).sum()
     token_loss.backward()
 

@@ -13,8 +13,9 @@ from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient
 from megarl.serving.external import identify, probe_ids
 from megarl.serving.sampling import Sampling
+from megarl.serving.server_flags import SPARE_TOKENS
 from tests.support.sampled import generate_sample
-from tests.support.served import Pool, begun
+from tests.support.served import CONTEXT, Pool, begun
 
 pytestmark = pytest.mark.slow
 
@@ -68,4 +69,4 @@ def test_a_server_says_what_it_serves(served: Pool) -> None:
     facts = asyncio.run(identify(served.servers[0].endpoint))
     assert facts.name == "model" and facts.architectures == ("Qwen3ForCausalLM",)
     assert facts.probe_ids == probe_ids(load_tokenizer(served.model).encode)
-    assert (facts.context, facts.weight_version, facts.sglang) == (2048, "0", "0.5.21")
+    assert (facts.context, facts.weight_version, facts.sglang) == (CONTEXT + SPARE_TOKENS, "0", "0.5.21")
