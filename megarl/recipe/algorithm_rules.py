@@ -210,7 +210,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r, asked: (
             r.rollout.samples_per_prompt < 2
             and not is_own(r.algorithm.advantage)
-            and "group_index" in asked.advantage
+            and bool(asked.advantage & {"group_index", "sequence_groups"})
             and "greedy_rewards" not in asked.advantage
         ),
         lambda r: (

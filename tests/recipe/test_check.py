@@ -239,6 +239,7 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
     ("overrides", "says"),
     [
         (["rollout.samples_per_prompt=1"], "a group of 1 has none"),
+        (["rollout.samples_per_prompt=1", "algorithm.advantage=grpo_turns"], "a group of 1 has none"),
         (["actor.lora={}", "algorithm.kl_coef=0.1", "reference.parallel.tp=1"], "Remove reference.parallel"),
         (["algorithm.kl_coef=0.1", "reference.offload=[grads]"], "allowed: a list of params"),
         (
