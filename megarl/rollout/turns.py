@@ -31,8 +31,8 @@ def turns_of(sample: Sample) -> FloatArray:
 def moved_to_turns(at: Sequences, blocks: Sequence[Block]) -> FloatArray:
     """What to add to rewards of tokens that stand at each sequence's last trained one, so that turns have their own: [T].
 
-    A turn's reward comes to its last trained token; where none of it is trained on any more, to the one before. The sum over a
-    sequence is 0.
+    A turn's reward comes to its last trained token; where none of it is trained on any more, to the one before. Where there is
+    none before, it goes: what is trained on came after it. Else the sum over a sequence is 0.
     """
     moved = np.zeros(len(at.mask), np.float32)
     turns = [each for block in blocks for each in block.turns or ()]
@@ -42,7 +42,8 @@ def moved_to_turns(at: Sequences, blocks: Sequence[Block]) -> FloatArray:
         if not len(where):
             continue
         for position, reward in each:
-            chosen = max(0, int(np.searchsorted(where, position, side="right")) - 1)
-            moved[first + where[chosen]] += reward
             moved[first + where[-1]] -= reward
+            before = int(np.searchsorted(where, position, side="right"))
+            if before:
+                moved[first + where[before - 1]] += reward
     return moved

@@ -49,9 +49,13 @@ def test_rewards_move_from_the_end_to_their_turns() -> None:
 def test_a_turn_that_is_not_trained_on_leaves_its_reward_to_the_one_before() -> None:
     second = [1, 1, 0, 0, 0, 0, 0, 1, 1]
     assert moved(episode(second, [0.0, 0.5, 2.0])).tolist() == [0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, -0.5, 0]
-    first = [0, 0, 0, 1, 1, 0, 0, 1, 1]
-    assert moved(episode(first)).tolist() == [0, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, -0.5, 0]
     assert not moved(episode([0] * 9)).any()
+
+
+def test_turns_are_not_praised_for_what_one_earned_that_is_too_old() -> None:
+    """Nothing of the first turn is trained on: its reward comes off the episode's, and goes to no later turn."""
+    first = [0, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert moved(episode(first)).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -0.5, 0]
 
 
 def test_a_turn_that_a_budget_ended_has_none() -> None:
