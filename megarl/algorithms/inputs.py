@@ -45,6 +45,7 @@ TOKEN_INPUTS: Inputs = MappingProxyType(
         "mask": "[T] float32, 1 where the label is trained on",
         "cu_seqlens": "[S + 1] integers, where sequences begin and end",
         "sequence_groups": "[S] int64 from 0: sequences of one prompt have one number; all of a prompt's are there",
+        "first_turns": "[S] int64, number of each sequence's first turn in the mask; above 0 where earlier ones are too old",
         "values": "[T] float32, of the critic; needs one",
         "logprobs": "[T] float32, of the actor before the step's update",
         "ref_logprobs": "[T] float32, of the reference; needs one",

@@ -10,14 +10,21 @@ from megarl.core.types import FloatArray, IntArray
 
 
 def turn_group_advantages(
-    token_rewards: Floats, mask: Mask, cu_seqlens: Bounds, sequence_groups: IntArray, *, normalize_std: bool = True
+    token_rewards: Floats,
+    mask: Mask,
+    cu_seqlens: Bounds,
+    sequence_groups: IntArray,
+    first_turns: IntArray | None = None,
+    *,
+    normalize_std: bool = True,
 ) -> FloatArray:
     """A of a turn = group_advantages of its R, over the turns of the same number in the group; R = rewards from that turn on.
 
-    A turn is what is trained on without a break; turns are numbered from 0 in each sequence. An episode that has ended is in no
-    later turn's baseline: the policy is compared with those that came as far. A turn without others gives 0.
+    A turn is what is trained on without a break; turns are numbered in each sequence, from its first_turns. An episode that has
+    ended is in no later turn's baseline: the policy is compared with those that came as far. A turn without others gives 0.
 
-    token_rewards: [T]. sequence_groups: [S], the group of each sequence, from 0. Returns [T] float32: a turn's advantage at each
+    token_rewards: [T]. sequence_groups: [S], the group of each sequence, from 0. first_turns: [S], how many turns of each lie
+    before those of the mask, such as are too old to be trained on; default: none. Returns [T] float32: a turn's advantage at each
     of its tokens, 0 outside of the mask. Raises ValueError for other shapes, and for infinities inside of the mask.
     """
     check_ragged(mask, cu_seqlens, token_rewards=token_rewards)
@@ -32,6 +39,8 @@ def turn_group_advantages(
     turn = np.cumsum(begins)[chosen] - 1  # of each trained token
     sequence = np.searchsorted(cu_seqlens, np.flatnonzero(begins), side="right") - 1  # of each turn
     number = np.arange(len(sequence)) - np.searchsorted(sequence, sequence)
+    if first_turns is not None:
+        number += np.asarray(first_turns, np.int64)[sequence]
     earned = np.zeros(len(sequence), np.float64)
     np.add.at(earned, turn, token_rewards[chosen])
     goes_on = np.append(sequence[1:] == sequence[:-1], False)[: len(sequence)].astype(np.float64)

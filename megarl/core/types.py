@@ -169,6 +169,8 @@ class Block:
     margins: FloatArray | None = None
     # [n], each [K, 2]: the position of the last label of each turn, and what the turn was worth; None where nobody asks.
     turns: tuple[FloatArray, ...] | None = None
+    # [n]: how many turns lie before the first that is trained on, being too old themselves; None where none does.
+    first_turns: tuple[int, ...] | None = None
     # [n]: positions of a record at which another sequence of the same sample begins; None where none has any.
     starts: tuple[tuple[int, ...], ...] | None = None
 

@@ -64,15 +64,20 @@ def laid(sample: Sample) -> Sample:
 
 
 def sample_block(
-    samples: Sequence[Sample], indices: IntArray, weights: FloatArray, turns: tuple[FloatArray, ...] | None = None
+    samples: Sequence[Sample],
+    indices: IntArray,
+    weights: FloatArray,
+    turns: tuple[FloatArray, ...] | None = None,
+    first_turns: tuple[int, ...] | None = None,
 ) -> Block:
     """Samples as they lie in one process, in the given order. None may have an empty prompt. Those laid are not copied.
 
     indices, weights: [n], of each sample: its number in the step, and what each of its trained tokens counts for.
-    turns: [n], see Block.
+    turns, first_turns: [n], see Block.
     """
     memories = [_memory(sample) for sample in samples]
-    return _block(memories, indices, weights, routing=_routing(samples), turns=turns, starts=_starts(samples))
+    others = {"routing": _routing(samples), "turns": turns, "first_turns": first_turns, "starts": _starts(samples)}
+    return _block(memories, indices, weights, **others)
 
 
 def row_block(

@@ -36,7 +36,7 @@ from megarl.rollout.samples_file import shown, write_samples
 from megarl.rollout.seeds import Purpose
 from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
-from megarl.rollout.turns import by_turn, turns_of
+from megarl.rollout.turns import by_turn, turns_before, turns_of
 from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
@@ -343,7 +343,8 @@ def blocks_of(part: Part, samples: Sequence[Sample], *, by_turn: bool = False) -
         at = [number[int(index)] for index in indices]
         chosen = [_masked(samples[each], part.oldest) for each in at]
         turns = tuple(turns_of(samples[each]) for each in at) if by_turn else None
-        blocks.append(sample_block(chosen, indices, part.weights[at], turns))
+        passed = tuple(turns_before(samples[each], now) for each, now in zip(at, chosen, strict=True))
+        blocks.append(sample_block(chosen, indices, part.weights[at], turns, passed if any(passed) else None))
     return tuple(blocks)
 
 

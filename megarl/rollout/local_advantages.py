@@ -30,7 +30,7 @@ from megarl.recipe.functions import asked, before_whitening, is_per_token, setti
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part, StepSamples
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
-from megarl.rollout.turns import by_turn, moved_to_turns
+from megarl.rollout.turns import by_turn, first_turns, moved_to_turns
 
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block
 
@@ -170,6 +170,7 @@ class _Turn:
     old_logprobs: FloatArray
     advantages: FloatArray | None = None  # of tokens, not yet whitened
     returns: FloatArray | None = None
+    first_turns: IntArray | None = None  # [n] of sequences
     moved: FloatArray | float = 0.0  # rewards, from the last token to those that ended the turns of an episode
 
 
@@ -204,7 +205,8 @@ class LocalAdvantages:
         flat = {name: at.flat(column) for name, column in columns.items()}
         flat.setdefault("old_logprobs", at.rollout_logprobs)
         found: dict[str, Any] = {}
-        turn = _Turn(at, flat["old_logprobs"], moved=moved_to_turns(at, blocks) if by_turn(self._recipe) else 0.0)
+        moved = moved_to_turns(at, blocks) if by_turn(self._recipe) else 0.0
+        turn = _Turn(at, flat["old_logprobs"], first_turns=first_turns(blocks), moved=moved)
         if self._recipe.algorithm.max_logprob_diff is not None:
             found["logprob_diff"] = at.sums(np.abs(flat["old_logprobs"] - at.rollout_logprobs))
         if self._asked.advantages:
@@ -277,6 +279,7 @@ class LocalAdvantages:
             "mask": at.mask.astype(np.float32),
             "cu_seqlens": at.cu_seqlens,
             "sequence_groups": at.by_sequence(samples.group_index),
+            "first_turns": turn.first_turns,
             "logprobs": flat["old_logprobs"],
             **{name: flat[name] for name in ("values", "ref_logprobs", "teacher_logprobs") if name in flat},
             **settings(algorithm),

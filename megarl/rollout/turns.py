@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.core.types import Block, FloatArray, Sample
+from megarl.core.types import Block, FloatArray, IntArray, Sample
 from megarl.recipe.schema import Recipe
 from megarl.rollout.sequences import Sequences
 
@@ -26,6 +26,20 @@ def turns_of(sample: Sample) -> FloatArray:
     pairs = zip(ends, rewards, strict=False)
     first = len(sample.prompt.token_ids) - 1
     return np.array([(first + end - 1, reward) for end, reward in pairs], np.float32).reshape(-1, 2)
+
+
+def turns_before(whole: Sample, chosen: Sample) -> int:
+    """How many turns of a sample lie before the first of which anything is trained on. chosen: with less in its mask."""
+    if chosen is whole or not chosen.loss_mask.any():
+        return 0
+    begins = np.diff(whole.loss_mask > 0, prepend=False) & (whole.loss_mask > 0)
+    return int(begins[: np.flatnonzero(chosen.loss_mask)[0] + 1].sum()) - 1
+
+
+def first_turns(blocks: Sequence[Block]) -> IntArray:
+    """The number of the first turn that is trained on, from 0, of each sequence of these blocks: [S]."""
+    found = [each for block in blocks for each in block.first_turns or [0] * len(block.memories)]
+    return np.array(found, np.int64)
 
 
 def moved_to_turns(at: Sequences, blocks: Sequence[Block]) -> FloatArray:

@@ -83,7 +83,7 @@ def test_sample_advantages_can_be_called_by_name(name: str) -> None:
 def test_token_advantages_can_be_called_by_name(name: str) -> None:
     check_function(TOKEN_ADVANTAGES[name], TOKEN_INPUTS, SETTINGS, name)
     given = {column: np.ones(4, np.float32) for column in TOKEN_INPUTS}
-    given |= {"cu_seqlens": np.array([0, 1, 4]), "sequence_groups": np.array([0, 1])}
+    given |= {"cu_seqlens": np.array([0, 1, 4]), "sequence_groups": np.array([0, 1]), "first_turns": np.array([0, 1])}
     result = call(TOKEN_ADVANTAGES[name], given)
     assert (result.advantages if name == "gae" else result).shape == (4,)
 

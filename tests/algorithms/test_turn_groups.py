@@ -32,6 +32,15 @@ def test_what_a_turn_earned_is_not_praised_for_what_was_earned_before() -> None:
     assert found.tolist() == [1.5, 0, 0, -1.5, 0, 0]  # 6 and 3; then 1 and 1
 
 
+def test_turns_that_are_too_old_to_be_trained_on_are_counted() -> None:
+    """Two episodes of two turns; of the first the second turn alone is left: it is not compared with a first one."""
+    mask = np.array([0, 0, 1, 1, 0, 1], np.float32)
+    rewards = np.array([0, 0, 3, 4, 0, 1], np.float32)
+    cu_seqlens, groups = np.array([0, 3, 6]), np.array([0, 0])
+    found = turn_group_advantages(rewards, mask, cu_seqlens, groups, np.array([1, 0]), normalize_std=False)
+    assert found.tolist() == [0, 0, 1, 0, 0, -1]
+
+
 def test_groups_are_apart_and_a_turn_alone_gives_nothing() -> None:
     mask = np.array([1, 0, 1, 1, 1, 1], np.float32)
     rewards = np.array([0, 0, 7, 1, 2, 4], np.float32)

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.core.types import Sample
+from megarl.core.types import Sample, VersionSpan
 from megarl.data.blocks import laid, sample_block
+from megarl.rollout.batcher import Part
+from megarl.rollout.collector import blocks_of
 from megarl.rollout.local_advantages import LocalAdvantages, SampleNumbers, Settled
 from megarl.rollout.sequences import Sequences
 from megarl.rollout.turns import TURN_ENDS, TURN_REWARDS, by_turn, moved_to_turns, turns_of
@@ -60,6 +62,31 @@ def test_turns_are_not_praised_for_what_one_earned_that_is_too_old() -> None:
 
 def test_a_turn_that_a_budget_ended_has_none() -> None:
     assert turns_of(episode(rewards=[0.5, 1.0])).tolist() == [[3, 0.5], [6, 1.0]]
+
+
+def test_turns_keep_their_numbers_where_earlier_ones_are_too_old(tmp_path: Path) -> None:
+    """Weights 0 wrote the first turn of one episode, weights 1 the rest and the other: without the oldest, like with like."""
+    recipe = make_recipe(tmp_path, algorithm={"advantage": "grpo_turns", "normalize_std": False})
+    old, new = (
+        replace(sample, versions=(VersionSpan(first, 0, 3), VersionSpan(1, 3, 9)))
+        for sample, first in ((episode(), 0), (episode(), 1))
+    )
+    numbers = np.arange(2)
+    part = Part(1, (0,), ((0, 0), (0, 1)), numbers, (numbers,), np.ones(2, np.float32), oldest=1)
+    blocks = blocks_of(part, [old, new])
+    assert blocks[0].first_turns == (1, 0)
+    assert blocks_of(replace(part, oldest=0), [old, new])[0].first_turns is None
+    facts = SampleNumbers(
+        np.array([1.0, 0.0], np.float32),
+        *(np.zeros(2, np.int64),) * 2,
+        *(np.zeros(2, np.float32), 0.0, np.zeros(2, np.float32)),
+    )
+    local = LocalAdvantages(recipe)
+    local.measure(facts, blocks, {"old_logprobs": [np.zeros(24, np.float32)]})
+    [advantages] = local.finish(Settled()).columns["advantages"]
+    second, third = 5, 9  # where the turns of the first episode that are left begin
+    assert [advantages[at] for at in (second, third)] == [0.5, 0.5]
+    assert [advantages[12 + at] for at in (2, second, third)] == [0, -0.5, -0.5]
 
 
 @pytest.mark.parametrize(("credit", "wanted"), [("episode", [2.5, 2.5, 2.5]), ("turn", [2.5, 2.0, 2.0])])
