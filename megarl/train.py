@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.core.protocols import Handles, Metrics, Pending, References, State
+from megarl.core.protocols import Handles, Metrics, Pending, References, State, with_epoch
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import scored_first
 
@@ -79,7 +79,7 @@ def update(handles: Handles, recipe: Recipe, step: int, batch: Any, columns: dic
     metrics: Metrics = {}
     for learning in [handles.actor.update(batch, columns) for _ in range(recipe.actor.epochs)]:
         with handles.timer.phase("update"):
-            metrics |= learning.wait()
+            metrics = with_epoch(metrics, learning.wait())
     return metrics
 
 

@@ -74,7 +74,10 @@ class Part:
     def update(self, batch: Any, columns: dict[str, Any]) -> Slow:
         self.calls.append(("update", self.name, dict(columns)))
         error = MegarlError("update (critic): it failed") if self.name == "critic that fails" else None
-        return Slow(f"{self.name}'s update", self.calls, {f"{self.name}/loss": 1.0}, error)
+        return Slow(f"{self.name}'s update", self.calls, self._learned(), error)
+
+    def _learned(self) -> dict[str, float]:
+        return {f"{self.name}/loss": 1.0, f"{self.name}/skipped_steps": 1}
 
     def copy_from(self, other: Any) -> None:
         self.calls.append(("copy", self.name, other.name))
@@ -154,6 +157,13 @@ def test_one_step_reads_like_the_algorithm() -> None:
     assert end == State(3, 6)
     wanted = {"reward/mean", "reward/kl", "actor/loss", "sync/weight_version", "eval/accuracy", "perf/step_s"}
     assert wanted <= set(told.metrics[3])
+
+
+def test_steps_that_were_left_out_are_counted_over_all_epochs() -> None:
+    """Two of the actor, three of the critic: what the last alone says would hide those of the others."""
+    _, told, _ = run(State(2, 5), actor=Actor(epochs=2), critic=Critic(epochs=3))
+    assert (told.metrics[3]["actor/skipped_steps"], told.metrics[3]["critic/skipped_steps"]) == (2, 3)
+    assert told.metrics[3]["actor/loss"] == 1
 
 
 def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:

@@ -14,6 +14,16 @@ Metrics = dict[str, float]
 Given_co = TypeVar("Given_co", covariant=True)
 
 
+def with_epoch(metrics: Metrics, epoch: Metrics) -> Metrics:
+    """A step's metrics with those of one more epoch of its samples: the last one's, and the optimizer steps left out in all."""
+    left_out = {
+        name: metrics[name] + count
+        for name, count in epoch.items()
+        if name in metrics and name.endswith("/skipped_steps")
+    }
+    return metrics | epoch | left_out
+
+
 class Batch(Protocol):
     """A step's samples, as the driver sees them."""
 

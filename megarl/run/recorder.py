@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from megarl.core.protocols import Coming, Metrics, Pending, State
+from megarl.core.protocols import Coming, Metrics, Pending, State, with_epoch
 from megarl.core.stop import StopRequest
 from megarl.core.types import EvalResult
 from megarl.models.flops import mfu
@@ -99,7 +99,7 @@ class Recorder:
             if isinstance(come, EvalResult):
                 metrics, failure = metrics | come.metrics, failure or come.failure
             else:
-                metrics |= come
+                metrics = with_epoch(metrics, come)
         peaks = {f"memory/{name}": float(held) for name, held in line.peaks.wait().items()}
         metrics |= {
             **peaks,
