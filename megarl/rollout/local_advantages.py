@@ -151,13 +151,22 @@ def sample_rewards(recipe: Recipe, graded: FloatArray, response_tokens: IntArray
     return rewards
 
 
-def checked(result: Any, num: int, algorithm: Algorithm) -> FloatArray:
-    """What an advantage's function gave, as float32. Raises MegarlError where it is not [num]."""
+def checked(result: Any, counts: NDArray[np.bool_], algorithm: Algorithm) -> FloatArray:
+    """What an advantage's function gave, as float32. counts: [N], or [T], where it is trained on.
+
+    Raises MegarlError where it has another shape, or a number that counts is not finite.
+    """
     array = np.asarray(result, np.float32)
-    if array.shape != (num,):
+    if array.shape != counts.shape:
         raise MegarlError(
-            f"algorithm.advantage: {algorithm.advantage} gave an array of shape {array.shape}; {(num,)} is needed: one "
+            f"algorithm.advantage: {algorithm.advantage} gave an array of shape {array.shape}; {counts.shape} is needed: one "
             "number for each token where it asks for inputs of tokens, else one for each sample."
+        )
+    bad = np.flatnonzero(counts & ~np.isfinite(array))
+    if len(bad):
+        raise MegarlError(
+            f"algorithm.advantage: {algorithm.advantage} gave {len(bad)} of {counts.sum()} numbers that are not finite; number "
+            f"{bad[0]} is {array[bad[0]]}. A deviation that it divides by is 0 where all rewards are equal: add a little to it."
         )
     return array
 
@@ -286,9 +295,9 @@ class LocalAdvantages:
         }
         result = call(function, given)
         both = isinstance(result, AdvantagesAndReturns)
-        advantages = checked(result.advantages if both else result, len(at.mask), algorithm)
-        returns = result.returns if both else None
         trained_here = at.mask > 0
+        advantages = checked(result.advantages if both else result, trained_here, algorithm)
+        returns = checked(result.returns, trained_here, algorithm) if both else None
         if before_whitening(algorithm)[1]:
             found["unwhitened"] = moments(advantages[trained_here])
         if self._recipe.critic is not None:

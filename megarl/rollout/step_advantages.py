@@ -145,7 +145,7 @@ class StepAdvantages:
             "greedy_rewards": facts.greedy_rewards,
             **settings(self._recipe.algorithm),
         }
-        return checked(call(self._function, given), len(facts.rewards), self._recipe.algorithm)
+        return checked(call(self._function, given), facts.trained_tokens > 0, self._recipe.algorithm)
 
 
 def kl_weight(algorithm: Algorithm) -> KlController:

@@ -322,6 +322,23 @@ def test_a_users_function_gives_one_number_for_each(name: str) -> None:
         learned(Algorithm(advantage=f"{__name__}:{name}"))
 
 
+@pytest.mark.parametrize(("name", "number"), [("divided_by_nothing", 2), ("divided_by_nothing_at_tokens", 14)])
+def test_what_a_users_function_makes_of_a_division_by_zero_is_refused(name: str, number: int) -> None:
+    """Of sample 2, or at the last token that is trained on; where nothing is, it does not matter."""
+
+    def untrained(step: Step) -> Step:
+        nothing = replace(step.samples[0], loss_mask=np.zeros(3, np.uint8))
+        return replace(step, samples=[nothing, *step.samples[1:]])
+
+    with pytest.raises(MegarlError, match=rf"{name} gave 1 of \d numbers that are not finite; number {number} is nan"):
+        learned(Algorithm(advantage=f"{__name__}:{name}"), change=untrained)
+
+
+def test_returns_of_a_users_function_have_one_number_for_each_token() -> None:
+    with pytest.raises(MegarlError, match=r"too_few_returns gave an array of shape \(15,\); \(16,\) is needed"):
+        learned(Algorithm(advantage=f"{__name__}:too_few_returns"), columns={"values": lambda *_: 0.0}, critic=Critic())
+
+
 def test_only_a_users_function_of_tokens_needs_one_collector() -> None:
     def needs(advantage: str, **keys: Any) -> bool:
         return needs_one_collector(Algorithm(advantage=advantage, **keys))
@@ -352,3 +369,17 @@ def test_an_empty_step_is_none_the_worse() -> None:
         found, metrics = learn(StepAdvantages(recipe), recipe, step, [])
         assert found == {"advantages": {}}
         assert metrics == {"rollout/correction_ess": 0.0, "rollout/correction_touched": 0.0}
+
+
+def divided_by_nothing(rewards: FloatArray) -> FloatArray:
+    return np.array([np.nan, 0, np.nan, 0], np.float32)
+
+
+def divided_by_nothing_at_tokens(token_rewards: FloatArray, mask: FloatArray) -> FloatArray:
+    wrong = np.where(mask > 0, 0, np.nan).astype(np.float32)
+    wrong[np.flatnonzero(mask)[-1]] = np.nan
+    return wrong
+
+
+def too_few_returns(token_rewards: FloatArray) -> AdvantagesAndReturns:
+    return AdvantagesAndReturns(token_rewards, token_rewards[:-1])
