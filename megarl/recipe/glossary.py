@@ -51,7 +51,7 @@ ENTRIES = (
     Entry("model.path", "path", "hf_checkpoint ref_load", "model_name_or_path", "pretrain", nemo_rl="model_name"),
     Entry("model.dtype", "dtype", "bf16", "bf16", "param_dtype", nemo_rl="precision"),
     Entry("cluster.devices", "n_gpus_per_node nnodes", "actor_num_gpus_per_node actor_num_nodes", "", "actor_num_gpus_per_node actor_num_nodes", "all devices of the roles", nemo_rl="gpus_per_node num_nodes"),
-    Entry("data.train", "train_files", "prompt_data", "train_dataset dataset_name", "prompt_data", nemo_rl="train_data_path train.data_path train.dataset_name"),
+    Entry("data.train", "train_files", "prompt_data", "train_dataset dataset_name", "prompt_data", nemo_rl="train_data_path dataset_name"),
     Entry("data.eval", "val_files", "eval_prompt_data", "eval_dataset", "eval_dataset", nemo_rl="val_data_path validation.data_path"),
     Entry("data.config", "", "", "dataset_config", ""),
     Entry("data.train_split", "", "", "dataset_train_split", "prompt_split", nemo_rl="train_split"),
