@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from megarl.commands import (
@@ -75,7 +74,8 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except MegarlError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"megarl: {error.told()}", markup=False)
+        with suppress(OSError):  # nobody reads any more: the exit code says it
+            print(f"megarl: {error.told()}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
 
 

@@ -45,6 +45,14 @@ def test_a_failed_command_ends_at_once_where_ray_was(
     assert ("nowhere.yaml" in done.stderr) == bool(code)
 
 
+def test_a_failed_command_ends_with_its_code_where_nobody_reads_any_more(tmp_path: Path) -> None:
+    code = CODE.format(ray=True, words=["train", "nowhere.yaml"])
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, cwd=tmp_path)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(60) == 2
+
+
 def test_a_working_directory_that_was_removed_is_named(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

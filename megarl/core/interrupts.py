@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
 from megarl.core.errors import InterruptError
@@ -56,11 +57,10 @@ class Interrupts:
         now = time.monotonic()
         if self._number is None:
             self._number, self._since = number, now
-            # Not by print: it may be just what was interrupted.
-            os.write(
-                2,
-                f"\nmegarl: {signal.Signals(number).name}: ending everything in order (Ctrl-C again: at once)\n".encode(),
-            )
+            told = f"\nmegarl: {signal.Signals(number).name}: ending everything in order (Ctrl-C again: at once)\n"
+            # Whoever read it may have ended of the same Ctrl-C, as tee does.
+            with suppress(OSError):
+                os.write(2, told.encode())  # not by print: it may be just what was interrupted
             raise KeyboardInterrupt
         if number == signal.SIGINT and now - self._since > SAME_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

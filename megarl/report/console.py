@@ -5,6 +5,7 @@ Where the output is not a terminal (a file, a scheduler's log), the same lines c
 
 from __future__ import annotations
 
+import os
 import textwrap
 import time
 from collections.abc import Mapping
@@ -24,11 +25,14 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from megarl.core.log import get_logger
 from megarl.core.metrics import PHASES, format_value
 from megarl.core.progress import Done
 from megarl.core.timing import PhaseTimer
 from megarl.report.history import read_history
 from megarl.report.summary import duration, summary_table
+
+log = get_logger(__name__)
 
 # What a line shows, in this order, where the step has it: label, metrics to look for (the first found), width.
 FIELDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
@@ -48,6 +52,18 @@ SECONDS_A_LINE = 1.0
 SPEED_WINDOW_S = 3600.0
 # Where there is no terminal, how far a long phase is stands in a line of its own that often.
 PROGRESS_LINE_S = 60.0
+
+
+class Output(Console):
+    """What a run prints to. Where whoever reads it has ended (tee, a pager), the run goes on unseen: it has other records."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, here and elsewhere in this process; rich would end the process, and say nothing of it."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+        log.warning("nobody reads the output any more: the run goes on without it")
 
 
 class RunConsole:

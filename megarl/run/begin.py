@@ -22,7 +22,7 @@ from megarl.recipe.load import Loaded
 from megarl.recipe.save import save_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
-from megarl.report.console import RunConsole
+from megarl.report.console import Output, RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE
 from megarl.report.writers import Writers, open_writers
@@ -72,7 +72,7 @@ def opened(
     checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
     with _taken(folder), ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         committed = checkpoints.latest() if resume else None
-        out = Console()
+        out = Output()
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
         with writing(folder):

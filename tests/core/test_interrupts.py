@@ -45,3 +45,14 @@ def test_the_first_is_raised_and_the_second_ends_at_once_unless_it_is_the_same()
     _, error = process.communicate(timeout=10)
     assert process.returncode == -signal.SIGINT
     assert error == "\nmegarl: SIGINT: ending everything in order (Ctrl-C again: at once)\n"
+
+
+def test_a_reader_that_the_same_ctrl_c_has_ended_makes_no_other_error_of_it() -> None:
+    process = start(STUBBORN)
+    assert process.stdout is not None and process.stderr is not None
+    process.stderr.close()  # as of `2>&1 | tee log`
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "down\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()

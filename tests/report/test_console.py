@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 from megarl.core.progress import Done
 from megarl.core.timing import PhaseTimer
 from megarl.report import console as console_module
-from megarl.report.console import RunConsole
+from megarl.report.console import Output, RunConsole
 
 STEP = {
     "reward/mean": 0.5,
@@ -44,6 +45,17 @@ def test_a_step_is_one_line() -> None:
     assert " ".join(line.split()) == (
         "1/10 reward 0.500 kl 1.00e-03 len 20.0 grad 0.25 tok/s 1000 4.00 s (rollout 3.0 update 0.9) left 36.0 s"
     )
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_prints_any_more() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        run = RunConsole("demo", 10, Output(file=out, width=100))
+        with run:
+            run.step(1, STEP)
+            run.step(2, STEP)
+        print("what else is printed goes nowhere, too", file=out, flush=True)
 
 
 def test_a_step_whose_every_gradient_was_left_out_has_no_norm() -> None:
