@@ -107,7 +107,8 @@ class NodeActor:
         Ray ends its workers itself, and reports those as failed that somebody else has ended. The janitor comes last.
         """
         workers = [pid for pid in janitor.processes_of(self._run_id) if _parent(pid) == os.getppid()]
-        janitor.register_segments(self._temp / REGISTRY, janitor.segments_of(workers))
+        found = janitor.segments_of(workers) - janitor.mapped_elsewhere(self._run_id)
+        janitor.register_segments(self._temp / REGISTRY, found)
         return len(janitor.clean(self._run_id, self._temp / REGISTRY, but=workers).pids)
 
 

@@ -4,7 +4,8 @@ Every process of a run inherits `MEGARL_RUN_ID`. The driver starts one janitor, 
 which waits (on a pidfd, without polling) for the driver to end, and then cleans. After an orderly end it finds nothing.
 Shared memory that outlives its processes is found by name: servers register their segments in the run's registry file.
 
-Only processes of this user that carry the run's own id are ever signalled. Standard library only: it must start fast.
+Only processes of this user that carry the run's own id are ever signalled. What they have mapped of others stays: what was there
+before the run, and what processes that are not the run's have mapped as well. Standard library only: it must start fast.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
-FOLDERS = "folders.txt"  # beside the registry of shared memory: folders elsewhere
+# Beside the registry of shared memory: folders elsewhere; names and inodes of what was there before the run.
+FOLDERS, BEFORE = "folders.txt", "before.txt"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,19 @@ def segments_of(pids: Iterable[int]) -> set[str]:
         return {entry.name for entry in entries if entry.inode() in inodes}
 
 
+def mapped_elsewhere(run_id: str, *, but: Iterable[int] = ()) -> set[str]:
+    """Names under /dev/shm of what processes have mapped that are neither this run's, nor this one, nor those named."""
+    run = {os.getpid(), *but, *processes_of(run_id)}
+    everybody = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return segments_of(pid for pid in everybody if pid not in run)
+
+
+def _there() -> dict[str, str]:
+    """What is under /dev/shm, by name, with its inode: another of the same name is another."""
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {entry.name: f"{entry.inode()} {entry.name}" for entry in entries}
+
+
 def register_segments(registry: Path, names: Iterable[str]) -> None:
     """Append names under /dev/shm to the registry: they are removed when the run ends, however it ends."""
     with registry.open("a") as file:
@@ -96,16 +111,19 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
     names = set(registry.read_text().split()) if registry.exists() else set()
     listed = registry.with_name(FOLDERS)
     more = [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
+    before = registry.with_name(BEFORE)
+    others = set(before.read_text(errors="surrogateescape").split("\n")) if before.exists() else set()
     killed: set[int] = set()
     deadline = time.monotonic() + 8
     while pids := processes_of(run_id, but=but):
-        names |= segments_of(pids)
+        if found := segments_of(pids) - names:
+            names |= found - mapped_elsewhere(run_id, but=but)
         kill_all(pids)
         killed.update(pids)
         if time.monotonic() > deadline:
             break
-    removed = []
-    for name in sorted(names):
+    removed, there = [], _there()
+    for name in sorted(name for name in names if there.get(name) not in others):
         segment = SHARED_MEMORY / name
         if segment.is_file() and segment.resolve().is_relative_to(SHARED_MEMORY):
             segment.unlink(missing_ok=True)
@@ -120,8 +138,11 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start the janitor of this process's run, in a session of its own, so that no signal to the run's group reaches it.
 
+    No process of the run has made shared memory by then: what is there is somebody else's.
+
     detached: it is no child of this process either, for whoever's children are ended together with it (a Ray worker's).
     """
+    registry.with_name(BEFORE).write_text("\n".join(_there().values()), errors="surrogateescape")
     environment = {key: value for key, value in os.environ.items() if key != RUN_ID_VARIABLE}
     command = [sys.executable, "-m", __name__, "--pid", str(os.getpid()), "--run-id", run_id]
     command += ["--registry", str(registry.resolve())]

@@ -75,6 +75,25 @@ def test_clean_kills_only_its_own_run(run_id: str, tmp_path: Path) -> None:
         Path("/dev/shm", other_segment).unlink()
 
 
+def test_what_a_run_has_mapped_of_others_stays(run_id: str, tmp_path: Path) -> None:
+    """A table that a user has put there before the run, and one that a service of theirs makes meanwhile."""
+    table, service = (Path("/dev/shm", f"megarl-test-{each}-{run_id}") for each in ("table", "service"))
+    table.write_bytes(bytes(4096))
+    guard = janitor.start(run_id, tmp_path / "registry")
+    mine = [start_sleeper(run_id, each.name) for each in (table, service)]
+    theirs = start_sleeper("another-run", service.name)
+    try:
+        cleaned = janitor.clean(run_id, tmp_path / "registry", but=[guard.pid])
+        assert cleaned == janitor.Cleaned(tuple(sorted(each.pid for each in mine)), ())
+        assert table.exists() and service.exists()
+    finally:
+        for process in (*mine, theirs, guard):
+            process.kill()
+            process.wait()
+        for each in (table, service):
+            each.unlink(missing_ok=True)
+
+
 def test_folders_that_were_registered_go_with_the_run(run_id: str, tmp_path: Path) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
     for folder in (mine, other):
