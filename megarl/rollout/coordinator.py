@@ -343,7 +343,8 @@ class Coordinator:
     def _finish(self, entry: Entry, facts: GroupFacts) -> None:
         self.ledger.apply(events.Finished(facts))
         self._progress.advance(len(facts.rewards))
-        self._flow.made(int(facts.response_tokens.sum()))
+        if not facts.recorded:
+            self._flow.made(int(facts.response_tokens.sum()))
         if facts.usable.any():
             self._lengths[entry.asked.row] = float(facts.response_tokens[facts.usable].mean())
         if not self.ledger.num("running"):

@@ -71,6 +71,7 @@ class Life:
         self.steps: dict[int, Any] = {}
         self.places: dict[int, Any] = {}
         self.asked: list[int] = []  # requests, after each step
+        self.rates: list[float] = []  # tokens a second, as each step says
         self.needed: list[bool] = []  # whether servers were, by the end of each step
         self.rewinds: list[float | None] = []  # so far, as each step says
         self.went = False  # whether it has gone back
@@ -116,6 +117,7 @@ class Life:
                 shards, info = await local.generate(step, step)
                 self.steps[step] = content(shards, local.coordinator.samples.rewards)
                 self.rewinds.append(info.metrics.get("rollout/rewinds"))
+                self.rates.append(info.metrics["perf/rollout_tokens_per_s"])
                 self.asked.append(len(fake.bodies("/generate")))
                 self.needed.append(self.behind.done())
                 assert info.step == step
@@ -156,6 +158,8 @@ def test_steps_after_the_checkpoint_are_the_same_to_the_bit(tmp_path: Path, roll
             assert made == before.steps[step], step
         assert after.asked[-1] <= (0 if not rollout else 8 * len(after.steps))
         assert after.needed == [False] * len(after.steps)
+        if not rollout:
+            assert after.rates == [0.0] * len(after.steps), "no server has made any of these tokens"
     ended = Life(tmp_path, 2, **rollout).run(STEPS, before.places[2])
     assert ended.steps[3] == before.steps[3] and sorted(ended.steps) == [3, 4, 5, 6]
     assert ended.needed == [False, False, True, True]
