@@ -42,7 +42,7 @@ class FeederActor:
         rows = self._source.take(self._recipe.train.batch_samples)
         lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
         flops = train_flops(self._model, lengths, weight_gradients=self._recipe.actor.lora is None)
-        return self._packed(rows, step, {"data/epoch": float(self._source.epoch), "perf/train_flops": flops})
+        return self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
 
     def held_out(self) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         """All held-out rows, as `take` gives those of a step."""

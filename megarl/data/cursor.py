@@ -28,9 +28,9 @@ class Cursor:
         self._order = self._order_of(0)
 
     @property
-    def epoch(self) -> int:
-        """Whole passes handed out so far."""
-        return self._epoch + (self._position == self._num_rows)
+    def epoch(self) -> float:
+        """Passes handed out so far, the one under way as a fraction."""
+        return self._epoch + self._position / self._num_rows
 
     def take(self, count: int) -> IntArray:
         """The next `count` row indices, [count]; crosses into as many further epochs as it takes."""

@@ -82,8 +82,8 @@ class RowSource(Generic[T]):
         self._cursor = Cursor(len(rows), seed, shuffle=shuffle, what="training rows", digests=rows.digests)
 
     @property
-    def epoch(self) -> int:
-        """Whole passes handed out so far."""
+    def epoch(self) -> float:
+        """Passes handed out so far, the one under way as a fraction."""
         return self._cursor.epoch
 
     def take(self, count: int) -> list[T]:

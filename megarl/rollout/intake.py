@@ -45,8 +45,7 @@ class Intake:
 
     def place(self) -> float:
         """Epochs of the data that were handed out."""
-        place = self._cursor.state()
-        return float(place["epoch"] + place["position"] / place["num_rows"])
+        return self._cursor.epoch
 
     def state(self, waiting: Iterable[Key]) -> dict[str, Any]:
         """For a checkpoint: the place, and groups that were asked for and not trained on. waiting: those under way.

@@ -25,13 +25,13 @@ def test_without_shuffling_the_files_order_repeats() -> None:
     assert cursor(3, shuffle=False).take(7).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_whole_epochs_are_counted() -> None:
+def test_epochs_are_counted_with_the_part_of_the_last() -> None:
     walk = cursor(4)
     counts = []
     for _ in range(4):
         counts.append(walk.epoch)
         walk.take(2)
-    assert [*counts, walk.epoch] == [0, 0, 1, 1, 2]
+    assert [*counts, walk.epoch] == [0, 0.5, 1, 1.5, 2]
 
 
 @given(
