@@ -52,7 +52,7 @@ def processes_with(variable: str, value: str, *, but: Iterable[int] = ()) -> lis
         try:
             environment = (entry / "environ").read_bytes()
         except OSError:
-            continue  # it ended meanwhile, or it is another user's
+            continue  # it ended meanwhile, or is another user's, or it is another user's
         if mark in environment.split(b"\0"):
             found.append(int(entry.name))
     return found

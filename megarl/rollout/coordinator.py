@@ -343,8 +343,7 @@ class Coordinator:
     def _finish(self, entry: Entry, facts: GroupFacts) -> None:
         self.ledger.apply(events.Finished(facts))
         self._progress.advance(len(facts.rewards))
-        if not facts.recorded:
-            self._flow.made(int(facts.response_tokens.sum()))
+        self._flow.made(0 if facts.recorded else int(facts.response_tokens.sum()))
         if facts.usable.any():
             self._lengths[entry.asked.row] = float(facts.response_tokens[facts.usable].mean())
         if not self.ledger.num("running"):

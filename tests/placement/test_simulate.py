@@ -57,7 +57,8 @@ def test_an_asynchronous_run_is_played_as_predicted_where_servers_never_wait() -
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_the_longest_response_is_waited_for_where_it_may_get_no_older(staleness: int) -> None:
     work = replace(WORK, prompts=32, responses=lognormal(1500, 0.9, 16_384), staleness=staleness)
-    [best] = [plan.best for plan in [make_plan(work, CLUSTER, name="split")] if plan.best.asynchronous]
+    best = make_plan(work, CLUSTER, name="split").best
+    assert best.asynchronous
     played = simulate(best, work, 24, NO_FAILURES)
     assert played.step_s[4:-2].mean() == pytest.approx(best.step_s, rel=0.15)
 
