@@ -119,6 +119,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         stack.callback(fake.close)
         patch.setattr(samples.ray, "remote", fake.remote)  # type: ignore[attr-defined]
         patch.setattr(samples.ray, "wait", fake.wait)  # type: ignore[attr-defined]
+        patch.setattr(waits.ray, "get", fake.get)  # type: ignore[attr-defined]
         for module in (collectors, coordinator, feeder):
             patch.setattr(module, "configure_process", lambda spec: ProcessFacts(1, "host"))
         patch.setattr(waits.Waiter, "wait", _method(_waited, book, fake))
@@ -160,13 +161,15 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
 
 
 def _method(function: Callable[..., Any], *first: Any) -> Any:
-    """A method that is given these in the place of its object."""
-    return lambda self, *arguments, **named: function(*first, *arguments, **named)
+    """A method that is given these behind its object."""
+    return lambda self, *arguments, **named: function(self, *first, *arguments, **named)
 
 
-def _waited(book: Book, fake: Ray, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float) -> list[Any]:
+def _waited(
+    waiter: Any, book: Book, fake: Ray, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float
+) -> list[Any]:
     book.note("wait", phase, role, deadline_s)
-    results = fake.results([call.result for call in calls])
+    results = fake.results([call.result for call in calls], waiter.followed, waiter._followed)
     book.compare()
     return results
 
