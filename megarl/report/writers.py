@@ -60,17 +60,17 @@ class TensorBoardWriter:
     """Event files, through tensorboard's own writer: torch is not needed for a few numbers."""
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
-        """resumed_step: TensorBoard then forgets what an earlier file says of later steps."""
+        """TensorBoard forgets what earlier files in the folder say of steps after resumed_step; None: of all steps."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
         self._file = EventFileWriter(str(folder))
-        if resumed_step is not None:
-            restart = SessionLog(status=SessionLog.START)
-            self._file.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart))
-            self._file.flush()
+        first = 0 if resumed_step is None else resumed_step + 1
+        restart = SessionLog(status=SessionLog.START)
+        self._file.add_event(Event(wall_time=time.time(), step=first, session_log=restart))
+        self._file.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""
