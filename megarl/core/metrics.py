@@ -276,7 +276,7 @@ _METRICS: dict[str, MetricSpec] = {
         "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
     ),
     "perf/train_flops": MetricSpec(
-        "FLOP", "model FLOPs of the step's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
+        "FLOP", "model FLOPs of the actor's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
     ),
     "perf/tflops_per_device": MetricSpec("TFLOP/s", "perf/train_flops / perf/update_s / devices", ".3f"),
     "perf/mfu": MetricSpec("fraction", "perf/tflops_per_device / cluster.peak_tflops, where that is given", ".3f"),
