@@ -269,9 +269,10 @@ _METRICS: dict[str, MetricSpec] = {
     },
     "perf/rollout_tokens_per_s": MetricSpec(
         "tokens/s",
-        "response tokens that were finished since the last step / seconds of generation, over all servers",
+        "response tokens that were finished since the last step / perf/generation_s, over all servers",
         ".0f",
     ),
+    "perf/generation_s": MetricSpec("s", "with groups under way since the last step, beside other work too", ".2f"),
     "perf/train_tokens_per_s": MetricSpec(
         "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
     ),

@@ -38,7 +38,7 @@ LOST = (
 )
 # A rate, and the seconds that it was measured over: its mean is weighted by these.
 RATES = (
-    ("generation", "perf/rollout_tokens_per_s", "perf/rollout_s"),
+    ("generation", "perf/rollout_tokens_per_s", "perf/generation_s"),
     ("training", "perf/train_tokens_per_s", "perf/update_s"),
     ("whole step", "perf/tokens_per_s", "perf/step_s"),
 )

@@ -54,3 +54,16 @@ def test_the_end_says_which_side_was_the_bottleneck(tmp_path: Path) -> None:
     out = Console(width=300, record=True, file=io.StringIO())
     out.print(summary_table(rows, {"rollout": 18.0}, 30.0, tmp_path, tmp_path))
     assert "ranks waited for samples 60% of the time, servers were idle 40%" in out.export_text()
+
+
+def test_the_rate_of_generation_is_over_the_seconds_of_generation(tmp_path: Path) -> None:
+    # Generated ahead: the driver waits for the first step alone.
+    rate, waited, generated = "perf/rollout_tokens_per_s", "perf/rollout_s", "perf/generation_s"
+    rows: list[Row] = [
+        {"step": 1, rate: 100.0, waited: 10.0, generated: 10.0},
+        {"step": 2, rate: 700.0, waited: 0.01, generated: 10.0},
+        {"step": 3, rate: 700.0, waited: 0.0, generated: 10.0},
+    ]
+    out = Console(width=300, record=True, file=io.StringIO())
+    out.print(summary_table(rows, {"rollout": 10.01}, 30.0, tmp_path, tmp_path))
+    assert ["generation,", "tokens/s", "500"] in [line.split() for line in out.export_text().splitlines()]
