@@ -60,12 +60,13 @@ def opened(
     stop: StopRequest,
     forgets: bool = False,
     again: str = "",
+    recovered: bool = False,
 ) -> Iterator[Open]:
     """The run's folder, log, writers and console; closed in the end, whatever happens.
 
     Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with. forgets:
     what an earlier start left that came to no checkpoint, where this one goes on from none either. stop: the request to end
-    early, which may have come before.
+    early, which may have come before. recovered: the run goes on by itself.
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
@@ -83,8 +84,9 @@ def opened(
             if committed is not None:
                 note_older_export(folder, committed.step)
             stack.callback(setup_logging(folder / DRIVER_LOG).close)
-            writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
-        stack.callback(writers.close)
+            resumed = committed.step if committed else None
+            writers = open_writers(folder, recipe, resumed_step=resumed, recovered=recovered)
+        stack.enter_context(writers)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
 
         def on_phase(step: int | None, phase: str | None) -> None:
