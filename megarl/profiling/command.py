@@ -55,7 +55,7 @@ def run_profile(out: Path, servers: int, deadline_s: float) -> None:
         raise UserError(
             f"This machine's devices are not in the table ({', '.join(DEVICES)}): add a row to megarl/placement/devices.py."
         )
-    console = Console()
+    console = Console(markup=False)
     devices = num_local_devices(platform)
     with tempfile.TemporaryDirectory(prefix="megarl-profile-") as folder:
         # One device is left to the rank that sends the servers its weights, where there are more.

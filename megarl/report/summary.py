@@ -70,7 +70,7 @@ def summary_table(
     places = [f"weights  {export}  (HF)", f"curve    {curve}"]
     lost = [Text(f"failures {failure}", style="yellow")] if failure else []
     side = bottleneck(rows)
-    return Group(_results(rows), _seconds(totals, elapsed_s), *([side] if side else []), *lost, "\n".join(places))
+    return Group(_results(rows), _seconds(totals, elapsed_s), *([side] if side else []), *lost, Text("\n".join(places)))
 
 
 def _results(rows: list[Row]) -> Table:

@@ -73,7 +73,7 @@ def opened(
     checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
     with _taken(folder), ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         committed = checkpoints.latest() if resume else None
-        out = Output()
+        out = Output(markup=False)
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
         with writing(folder):

@@ -122,4 +122,4 @@ def _finish(run: Open, roles: Mapping[str, Role], recipe: Recipe, *, placed: boo
             roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
     finish(run, roles["actor"], recipe)
     if placed and (line := advice(recipe.run.folder)) is not None:
-        Console().print(line, highlight=False, soft_wrap=True)
+        Console(markup=False).print(line, highlight=False, soft_wrap=True)

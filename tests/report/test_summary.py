@@ -67,3 +67,11 @@ def test_the_rate_of_generation_is_over_the_seconds_of_generation(tmp_path: Path
     out = Console(width=300, record=True, file=io.StringIO())
     out.print(summary_table(rows, {"rollout": 10.01}, 30.0, tmp_path, tmp_path))
     assert ["generation,", "tokens/s", "500"] in [line.split() for line in out.export_text().splitlines()]
+
+
+def test_a_folder_is_shown_by_its_whole_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a[b]" / "[" / "c]"
+    out = Console(width=300, record=True, file=io.StringIO())
+    out.print(summary_table([], {}, 1.0, folder / "hf", folder / "curve.png"))
+    text = out.export_text()
+    assert f"weights  {folder}/hf  (HF)" in text and f"curve    {folder}/curve.png" in text
