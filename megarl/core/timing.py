@@ -6,6 +6,7 @@ For one thread: the driver's. Timing inside of ranks and servers is theirs to re
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from megarl.core.metrics import PHASES
 from megarl.core.progress import Done
 
 PHASE_FILE = "driver.phase"  # among a run's logs: the step and the phase that the driver is in
+MOST_SPANS = 10_000  # that a timer keeps, of a run that may have any number of steps
 # Phases in which the ranks compute.
 OF_RANKS = ("logprobs", "reference", "teacher", "values", "reward_model", "critic", "update")
 
@@ -41,7 +43,7 @@ def read_phase(path: Path) -> tuple[int | None, str] | None:
 
 
 class PhaseTimer:
-    """Collects seconds by phase, and spans for a trace.
+    """Collects seconds by phase, and the last spans for a trace.
 
         with timer.step(3):
             with timer.phase("rollout"):
@@ -64,7 +66,7 @@ class PhaseTimer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.epoch = time.time()
-        self.spans: list[Span] = []
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self.totals: dict[str, float] = {}  # seconds by phase since the start
         self.last: tuple[int | None, str] | None = None  # the step and the phase that began, or went on, last
         self._on_phase = on_phase
