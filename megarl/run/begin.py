@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
+from megarl.core.progress import forget_progress
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PHASE_FILE, PhaseTimer, write_phase
@@ -84,6 +85,7 @@ def opened(
             if committed is not None:
                 note_older_export(folder, committed.step)
             stack.callback(setup_logging(folder / DRIVER_LOG).close)
+            forget_progress((folder / DRIVER_LOG).parent)
             resumed = committed.step if committed else None
             writers = open_writers(folder, recipe, resumed_step=resumed, recovered=recovered)
         stack.enter_context(writers)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.process import ProcessSpec
 from megarl.core.errors import UserError
+from megarl.core.progress import Progress, read_progress
 from megarl.core.stop import STOP_SIGNAL, StopRequest
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
@@ -143,3 +145,13 @@ def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Pat
         shutil.rmtree(folder)
         with opened.timer.phase("rollout"):
             raise AssertionError("it cannot be told in which phase the driver is")
+
+
+def test_how_far_a_killed_process_was_is_not_told_of_the_next(world: Path) -> None:
+    loaded = load_recipe(world / "train.yaml", ["run.name=far", "cluster.platform=cpu"], Recipe)
+    spec = ProcessSpec("rank 0", world / "runs" / "far" / "logs")
+    spec.logs.mkdir(parents=True)
+    Progress(spec.progress).of(8, "micro-batches").__enter__()
+    assert read_progress(spec.progress) is not None
+    with driver.stage(Book(), world), begin.opened(loaded, [], False, StopRequest()):
+        assert read_progress(spec.progress) is None

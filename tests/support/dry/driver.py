@@ -70,7 +70,7 @@ class _Writer:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         return None
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         return None
 
 
@@ -138,7 +138,9 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(graders_check, "check_sandbox", lambda settings, key: None)
         patch.setattr(writers, "TensorBoardWriter", lambda folder, step: _Writer(book, "tensorboard", folder.name))
         patch.setattr(
-            writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)
+            writers,
+            "WandbWriter",
+            lambda folder, project, name, config, recovered: _Writer(book, "wandb", project, name),
         )
         patch.setattr(Scratch, "open", lambda: nullcontext(_scratch(folder)))
         patch.setattr(train, "place", partial(_placed, book))
