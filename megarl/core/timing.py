@@ -17,7 +17,7 @@ from megarl.core.progress import Done
 
 PHASE_FILE = "driver.phase"  # among a run's logs: the step and the phase that the driver is in
 MOST_SPANS = 10_000  # that a timer keeps, of a run that may have any number of steps
-# Phases in which the ranks compute.
+# Phases in which the ranks compute, whatever the run.
 OF_RANKS = ("logprobs", "reference", "teacher", "values", "reward_model", "critic", "update")
 
 
@@ -56,7 +56,7 @@ class PhaseTimer:
     on_phase: called with (step, phase) as a phase begins or goes on, with (step, None) as it ends; step is None outside of
     steps.
     on_progress: called with how far the operation is that the driver waits for, as often as it looks.
-    clock: seconds that only go up.
+    clock: seconds that only go up. ranks_evaluate: whether held-out rows are the ranks' work, and not the servers'.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class PhaseTimer:
         on_phase: Callable[[int | None, str | None], None] | None = None,
         on_progress: Callable[[Done], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        ranks_evaluate: bool = False,
     ) -> None:
+        self._of_ranks = (*OF_RANKS, "eval") if ranks_evaluate else OF_RANKS
         self.epoch = time.time()
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self.totals: dict[str, float] = {}  # seconds by phase since the start
@@ -148,7 +151,7 @@ class PhaseTimer:
         if step_s > 0:
             metrics["perf/driver_fraction"] = driver_s / step_s
             metrics["perf/tokens_per_s"] = num_tokens / step_s
-            busy_s = sum(self._phases.get(name, 0.0) for name in OF_RANKS)
+            busy_s = sum(self._phases.get(name, 0.0) for name in self._of_ranks)
             metrics["perf/ranks_idle"] = max(0.0, 1 - busy_s / step_s)
         if update_s > 0:
             metrics["perf/train_tokens_per_s"] = num_tokens / update_s

@@ -96,7 +96,8 @@ def opened(
             with writing(folder):
                 write_phase(folder / PHASE, step, phase)
 
-        early.timer = PhaseTimer(on_phase=on_phase, on_progress=console.progress)
+        evaluates = not isinstance(recipe, Recipe)
+        early.timer = PhaseTimer(on_phase=on_phase, on_progress=console.progress, ranks_evaluate=evaluates)
         try:
             yield Open(console, early.timer, writers, checkpoints, committed, stop, stack)
         except Exception as error:
