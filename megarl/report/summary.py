@@ -46,7 +46,7 @@ RATES = (
 
 def duration(seconds: float) -> str:
     """Seconds for people: `8.4 s`, `3:05`, `2:03:04`."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
