@@ -1,8 +1,8 @@
 """The newest weight version on a node, whole and plain: what a store's differences are put together to. Without torch.
 
 Every version is a folder of its own, made under another name and renamed once all of its tensors have met their checksums. What
-did not change is linked to the version before. A server that still reads an older one keeps it as long as it has it open, for
-no file is written twice.
+did not change is linked to the version before, if it is still the file that met its checksums. A server that still reads an
+older one keeps it as long as it has it open, for no file is written twice.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, TornError
+from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, TornError, UserError
 from megarl.core.process_state import stopped
 from megarl.sync.delta import Bytes, DamagedDeltaError, decode
 from megarl.sync.store import FULL, OTHER, Manifest, Store, StoredFile, StoredTensor, crc32, side_by_side
 from megarl.sync.tensor_files import TensorFile, write_file
 
 SINCE = "since.json"
+MARKS = "marks.json"
 POLL_S = 0.02
+
+Mark = list[int]  # of a file: inode, bytes, time of its last change
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Mirror:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone(end):
             try:
+                if self._has(version) and not self._is_as_made(version):
+                    shutil.rmtree(self._of(version), ignore_errors=True)
                 if not self._has(version):
                     self._make(version, end)
             except (MegarlError, OSError):
@@ -75,7 +80,7 @@ class Mirror:
         try:
             self._assemble(chain, held, end)
         except TornError:
-            if held is None:
+            if held is None or self._has(version):
                 raise
             # What is here may be what is damaged.
             shutil.rmtree(self._of(held), ignore_errors=True)
@@ -89,7 +94,7 @@ class Mirror:
         self._check_space(newest)
         temporary = self.folder / f".{secrets.token_hex(8)}"
         files = temporary / self.store.model
-        since = {} if held is None else self._since(held)
+        since, marks = self._known(newest, held)
         files.mkdir(parents=True)
         try:
 
@@ -97,15 +102,19 @@ class Mirror:
                 if time.monotonic() > end:
                     raise DeadlineError(f"Weight version {newest.version} was not put together in time.")
                 steps = [each for each in chain if each.by_name[file.name].num_bytes]
+                old = None if held is None else self._files(held) / file.name
                 if not steps:
-                    os.link(self._files(_known(held)) / file.name, files / file.name)
-                    return
-                since[file.name] = steps[-1].version
-                self._write(steps, newest, file, held, files / file.name)
+                    assert old is not None, (newest.version, file.name)
+                    self._link(newest, file, old, files / file.name, marks.get(file.name))
+                else:
+                    since[file.name] = steps[-1].version
+                    self._write(steps, newest, file, old, files / file.name)
+                marks[file.name] = _mark(files / file.name)
 
             with self._explained(newest):
                 side_by_side(make, newest.files)
                 (temporary / SINCE).write_text(json.dumps(since))
+                (temporary / MARKS).write_text(json.dumps(marks))
             try:
                 temporary.rename(self._of(newest.version))
             except OSError:
@@ -114,18 +123,36 @@ class Mirror:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
+    def _link(self, newest: Manifest, file: StoredFile, old: Path, target: Path, mark: Mark | None) -> None:
+        """Have a bucket that did not change as it is here. mark: of the file that met its checksums; another one is read."""
+        with self._held(newest, old):
+            os.link(old, target)
+            if _mark(target) == mark:
+                return
+            found = TensorFile(target)
+            for tensor in file.tensors:
+                if crc32(found.read(tensor.name)) != tensor.crc32:
+                    raise self.store.torn(newest, file, f"{tensor.name} {OTHER}")
+
     def _write(
-        self, steps: Sequence[Manifest], newest: Manifest, file: StoredFile, held: int | None, target: Path
+        self, steps: Sequence[Manifest], newest: Manifest, file: StoredFile, held: Path | None, target: Path
     ) -> None:
         """A bucket's plain file, of the one here and all that changed since then."""
         opened = [(each, self.store.open(each, each.by_name[file.name])) for each in steps]
         if len(steps) == 1 and steps[0].base is None and self._linked(steps[0], file, opened[0][1], target):
             return
-        old = None if steps[0].base is None else TensorFile(self._files(_known(held)) / file.name)
+        old = None
+        if steps[0].base is not None:
+            assert held is not None, (newest.version, file.name)
+            with self._held(newest, held):
+                old = TensorFile(held)
 
         def contents() -> Iterator[Bytes]:
             for index, tensor in enumerate(file.tensors):
-                content = None if old is None else old.read(tensor.name)
+                content = None
+                if old is not None:
+                    with self._held(newest, old.path):
+                        content = old.read(tensor.name)
                 for manifest, found in opened:
                     own = manifest.by_name[file.name]
                     if own.tensors[index].changed:
@@ -159,6 +186,23 @@ class Mirror:
             if crc32(self.store.read(manifest, file, found, tensor)) != tensor.crc32:
                 raise self.store.torn(manifest, file, f"{tensor.name} {OTHER}")
         return True
+
+    def _known(self, newest: Manifest, held: int | None) -> tuple[dict[str, int], dict[str, Mark]]:
+        """Of each file here when it last changed, and its mark."""
+        if held is None:
+            return {}, {}
+        with self._held(newest, self._of(held)):
+            return self._since(held), self._marks(held)
+
+    @contextmanager
+    def _held(self, newest: Manifest, path: Path) -> Iterator[None]:
+        """Within, what is here is read. Where that fails it is as torn as what has other content, and is made anew."""
+        try:
+            yield
+        except (OSError, UserError, ValueError, KeyError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise
+            raise TornError(f"Weight version {newest.version} cannot be made of {path}: {error}.") from error
 
     @contextmanager
     def _alone(self, end: float) -> Iterator[None]:
@@ -204,9 +248,21 @@ class Mirror:
     def _has(self, version: int) -> bool:
         return self._of(version).exists()
 
+    def _is_as_made(self, version: int) -> bool:
+        """Whether nobody has touched a version's files here since they met their checksums."""
+        try:
+            return all(_mark(self._files(version) / name) == mark for name, mark in self._marks(version).items())
+        except (OSError, ValueError):
+            return False
+
     def _since(self, version: int) -> dict[str, int]:
         """File -> the version in which it last changed."""
         found: dict[str, int] = json.loads((self._of(version) / SINCE).read_text())
+        return found
+
+    def _marks(self, version: int) -> dict[str, Mark]:
+        """File -> what it looked like when it had met its checksums."""
+        found: dict[str, Mark] = json.loads((self._of(version) / MARKS).read_text())
         return found
 
     def _files(self, version: int) -> Path:
@@ -216,9 +272,10 @@ class Mirror:
         return self.folder / f"v{version:06d}"
 
 
-def _known(held: int | None) -> int:
-    assert held is not None
-    return held
+def _mark(path: Path) -> Mark:
+    """Whoever writes into a file changes it; a link to it has the same."""
+    found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def _locked(handle: int) -> bool:

@@ -1,0 +1,112 @@
+"""What a node has put together before: looked at again before anything is made of it, and left by processes that were killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.sync import mirror as module
+from megarl.sync.disk import DiskSender
+from megarl.sync.mirror import MARKS, SINCE, Mirror
+from megarl.sync.store import Store
+from megarl.sync.tensor_files import TensorFile
+from tests.sync.test_store import NAMES, first_model, flip, moved, read, same, soon, write
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "versions", "tiny")
+
+
+@pytest.fixture
+def sender(store: Store) -> Iterator[DiskSender]:
+    made = DiskSender(rank=0, store=store, whole_bytes=2**16)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mirror(store: Store, tmp_path: Path) -> Mirror:
+    return Mirror(tmp_path / "node", store)
+
+
+def apart(path: Path) -> Path:
+    """A file of the node's alone, as it is where the store is on another disk."""
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    return path
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "bit": lambda path: flip(path, -1),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "header": lambda path: os.truncate(path, 20),
+    "empty": lambda path: os.truncate(path, 0),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("changed", [{"model.bias"}, set(NAMES)])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_was_damaged_on_the_node_is_never_passed_on(
+    store: Store, sender: DiskSender, mirror: Mirror, changed: set[str], damage: str
+) -> None:
+    """Whether something changed in it since or not."""
+    model = first_model()
+    write(sender, model, 1)
+    path = apart(min(mirror.bring(1, soon()).iterdir()))
+    DAMAGES[damage](path)
+    model = moved(model, changed, 2)
+    write(sender, model, 2)
+    assert same(read(mirror.bring(2, soon())), model)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_who_comes_late_is_not_told_of_what_was_damaged_meanwhile(
+    store: Store, sender: DiskSender, mirror: Mirror, damage: str
+) -> None:
+    model = first_model()
+    write(sender, model, 1)
+    DAMAGES[damage](apart(min(mirror.bring(1, soon()).iterdir())))
+    late = Mirror(mirror.folder, store)
+    assert same(read(late.bring(1, soon())), model)
+
+
+@pytest.mark.parametrize("name", [SINCE, MARKS])
+@pytest.mark.parametrize("content", ["", "[", None])
+def test_what_is_said_of_the_files_here_may_be_damaged_too(
+    store: Store, sender: DiskSender, mirror: Mirror, name: str, content: str | None
+) -> None:
+    model = first_model()
+    write(sender, model, 1)
+    path = mirror.bring(1, soon()).parent / name
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    model = moved(model, {"model.bias"}, 2)
+    write(sender, model, 2)
+    assert same(read(mirror.bring(2, soon())), model)
+
+
+def test_a_file_that_met_its_checksums_is_not_read_again_by_anybody(
+    store: Store, sender: DiskSender, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one that is another since, here that of a copy, and then once."""
+    model = first_model()
+    write(sender, model, 1)
+    apart(min(mirror.bring(1, soon()).iterdir()))
+    opened: list[Path] = []
+
+    class Seen(TensorFile):
+        def __init__(self, path: Path) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(module, "TensorFile", Seen)
+    for version, count in ((2, 1), (3, 1), (4, 1)):
+        write(sender, model, version)
+        assert same(read(Mirror(mirror.folder, store).bring(version, soon())), model) and len(opened) == count
