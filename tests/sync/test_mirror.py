@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 
 from megarl.sync import mirror as module
 from megarl.sync.disk import DiskSender
-from megarl.sync.mirror import MARKS, SINCE, Mirror
+from megarl.sync.mirror import MARKS, SINCE, Mirror, _unfinished
 from megarl.sync.store import Store
 from megarl.sync.tensor_files import TensorFile
 from tests.sync.test_store import NAMES, first_model, flip, moved, read, same, soon, write
@@ -110,3 +114,33 @@ def test_a_file_that_met_its_checksums_is_not_read_again_by_anybody(
     for version, count in ((2, 1), (3, 1), (4, 1)):
         write(sender, model, version)
         assert same(read(Mirror(mirror.folder, store).bring(version, soon())), model) and len(opened) == count
+
+
+DIES = """
+import os, signal, sys, time
+from pathlib import Path
+from megarl.sync import mirror
+from megarl.sync.store import Store
+def dies(work, items):
+    for item in items:
+        work(item)
+    os.kill(os.getpid(), signal.SIGKILL)
+mirror.side_by_side = dies
+mirror.Mirror(Path(sys.argv[1]), Store(Path(sys.argv[2]), "tiny")).bring(1, time.monotonic() + 10)
+"""
+
+
+def test_what_a_killed_process_was_making_goes_with_the_next_version(
+    store: Store, sender: DiskSender, mirror: Mirror
+) -> None:
+    """That of others, who work where there are no locks or on another host, stays."""
+    write(sender, first_model(), 1)
+    died = subprocess.Popen([sys.executable, "-c", DIES, str(mirror.folder), str(store.folder)])
+    assert died.wait() == -signal.SIGKILL
+    [left] = [path for path in mirror.folder.iterdir() if path.name != "lock"]
+    assert any(left.rglob("*.safetensors"))
+    others = {_unfinished(), left.name.replace(socket.gethostname(), "elsewhere")}
+    for name in others:
+        (mirror.folder / name).mkdir()
+    mirror.bring(1, soon())
+    assert {path.name for path in mirror.folder.iterdir()} == {"lock", "v000001", *others}
