@@ -8,7 +8,7 @@ from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
-from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, plan_sync, planned_bytes
+from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, broadcast_bytes, plan_sync, planned_bytes
 from megarl.sync.ring import bucket_limit
 
 MIB = 2**20
@@ -92,10 +92,25 @@ def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
             "are. Set sync.transport to auto or broadcast, which works everywhere."
         )
     most = recipe.sync.bucket_mb * MIB
-    is_quantized = recipe.rollout.quantization is not None
-    planned = planned_bytes(most, trainer.layout, quantized=is_quantized)
-    bucket_bytes = bucket_limit(most) if transport == "shared_memory" else planned
-    return plan_sync(trainer, receivers, transport, bucket_bytes)
+    if transport == "shared_memory":
+        return plan_sync(trainer, receivers, transport, bucket_limit(most))
+    helped = transport == "broadcast" and not _by_gloo(recipe, cluster, ranks)
+    sent = broadcast_bytes(most, helped=helped) if transport == "broadcast" else most
+    planned = planned_bytes(sent, trainer.layout, quantized=recipe.rollout.quantization is not None)
+    return plan_sync(trainer, receivers, transport, planned, helped=helped)
+
+
+def _by_gloo(recipe: Recipe, cluster: Cluster, ranks: int) -> bool:
+    """Whether a broadcast goes through the host (sync/broadcast.py, run/sending.py). ranks: of all pools."""
+    rollout = recipe.rollout
+    if not cluster.device.offloads_to_host or (rollout.deterministic and rollout.tp > 1):
+        return True
+    return rollout.external is None and not _are_apart(recipe, cluster, ranks)
+
+
+def _are_apart(recipe: Recipe, cluster: Cluster, ranks: int) -> bool:
+    """Whether servers have devices of their own."""
+    return cluster.num_devices - ranks >= recipe.rollout.server_devices
 
 
 def _servers_of(recipe: Recipe, trainer: Trainer, cluster: Cluster, ranks: int, first: int) -> tuple[Receiver, ...]:
@@ -116,7 +131,7 @@ def _servers_of(recipe: Recipe, trainer: Trainer, cluster: Cluster, ranks: int, 
     if not cluster.device.offloads_to_host:
         # Where processes stand for devices servers have none: they are on the ranks' nodes.
         return tuple(Receiver(f"server {index}", (trainer.nodes[0],) * tp) for index in range(count))
-    if cluster.num_devices - ranks >= used:
+    if _are_apart(recipe, cluster, ranks):
         return servers_apart(count, tp, per_node, ranks)
     shared = next(iter(pools_of(recipe).values())).devices
     return servers_beside(count, tp, trainer, per_node=per_node, first_device=first, devices=shared)
