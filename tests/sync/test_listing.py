@@ -73,6 +73,15 @@ def test_where_processes_stand_for_devices_servers_are_on_the_ranks_node() -> No
     assert found.trainer.spec == "torch"
 
 
+@pytest.mark.parametrize(("nodes", "each", "servers_on"), [(2, 64, {1}), (3, 64, {1, 2}), (4, 16, {0, 1, 2, 3})])
+def test_over_several_nodes_without_devices_weights_are_broadcast(nodes: int, each: int, servers_on: set[int]) -> None:
+    """Servers are on the nodes without ranks, or on all."""
+    found = plan(make_cluster("cpu", nodes, each))
+    assert found.transport == "broadcast" and {node for each in found.receivers for node in each.nodes} == servers_on
+    with pytest.raises(UserError, match=r"sync\.transport is shared_memory, but .* nodes"):
+        plan(make_cluster("cpu", nodes, each), "sync.transport=shared_memory")
+
+
 def test_servers_that_somebody_else_started_are_on_other_nodes() -> None:
     for cluster in (make_cluster("H100", 8), make_cluster("cpu", 1, 64)):
         found = plan(cluster, servers=EXTERNAL)
