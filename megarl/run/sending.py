@@ -14,6 +14,8 @@ from megarl.cluster.slots import ServerSlot, Slot, ranks_beside
 from megarl.core.janitor import SHARED_MEMORY, register_folder
 from megarl.core.layout import Layout
 from megarl.core.log import get_logger
+from megarl.models.config import ModelConfig
+from megarl.models.fp8_weights import quantised
 from megarl.models.parts import first_copy
 from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import pools_of
@@ -23,6 +25,7 @@ from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR
 from megarl.run.servers_check import lora_at_servers, model_name
 from megarl.sync.plan import Receiver
+from megarl.sync.price import SCALE_BYTES
 from megarl.sync.ring import ring_bytes
 from megarl.sync.sending import MIB, Sending, Versions, Where, choose
 from megarl.sync.store import Store
@@ -45,8 +48,8 @@ def sending_of(
     [home] = [name for name, pool in pools_of(recipe).items() if ACTOR in pool.roles]
     ranks, writers = pool_slots(runtime, recipe)[home], first_copy(layout)
     nodes, bucket_bytes = {ranks[rank].node for rank in writers}, recipe.sync.bucket_mb * MIB
-    itemsize = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
-    sizes = [math.prod(shape) * itemsize for shape in expected_tensors(checked.model).values()]
+    is_quantized = recipe.rollout.quantization is not None
+    sizes = _sent_sizes(checked.model, {"float32": 4, "bfloat16": 2}[recipe.model.dtype], is_quantized)
     numbers = {node: number for number, node in enumerate(dict.fromkeys(slot.node for slot in ranks))}
     of_ranks = tuple(numbers[slot.node] for slot in ranks)
     beside = tuple(
@@ -60,7 +63,7 @@ def sending_of(
         needed_bytes=ring_bytes(max(sizes), bucket_bytes),
         free_bytes=shutil.disk_usage(SHARED_MEMORY).free if nodes == {runtime.here} else None,
         external=checked.external is not None,
-        quantized=recipe.rollout.quantization is not None,
+        quantized=is_quantized,
         beside=bool(beside),
     )
     transport, why = choose(recipe.sync.transport, where)
@@ -84,6 +87,15 @@ def sending_of(
         # SGLang 0.5.21 fixes how many channels NCCL has in such a server, and NCCL wants as many on both sides.
         through_host=recipe.rollout.deterministic and recipe.rollout.tp > 1,
     )
+
+
+def _sent_sizes(model: ModelConfig, itemsize: int, is_quantized: bool) -> list[int]:
+    """Bytes of each tensor as it is sent, with its scales where it is quantised."""
+    scales = quantised(model) if is_quantized else {}
+    return [
+        math.prod(shape) + SCALE_BYTES * math.prod(scales[name]) if name in scales else math.prod(shape) * itemsize
+        for name, shape in expected_tensors(model).items()
+    ]
 
 
 def _versions(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot], whole_bytes: int) -> Versions:
