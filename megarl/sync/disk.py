@@ -200,10 +200,11 @@ class DiskSender:
         except OSError as error:
             if error.errno not in FULL:
                 raise
+            folder = self._kept or Path(tempfile.gettempdir())  # it is full before there is a folder of ours
             raise DiskFullError(
-                f"No room in {self._folder()} on {socket.gethostname()} for the rank's part of a weight version, with which the "
-                f"next one is compared: {shutil.disk_usage(self._folder()).free / 2**20:,.0f} MiB are free. Make room, or have "
-                "TMPDIR name a larger disk."
+                f"No room in {folder} on {socket.gethostname()} for the rank's part of a weight version, with which the next one "
+                f"is compared: {shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free. Make room, or have TMPDIR name a "
+                "larger disk."
             ) from error
 
     def _side_by_side(self, work: Callable[[Any], Any], items: Any) -> list[Any]:

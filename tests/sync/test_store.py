@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -428,6 +429,18 @@ def test_a_rank_without_room_for_what_it_keeps_says_where(
         write(sender, {name: tensor + 1 for name, tensor in model.items()}, 3)
     assert store.versions() == [2]
     sender.close()
+
+
+def test_a_rank_without_room_for_the_folder_of_what_it_keeps_says_where(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(DiskFullError, match=rf"No room in {tmp_path} on .* TMPDIR"):
+        write(DiskSender(rank=0, store=store, whole_bytes=0), first_model(), 1)
 
 
 def test_a_node_without_room_says_so(store: Store, tmp_path: Path) -> None:
