@@ -7,6 +7,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.server_start import Launched
@@ -24,6 +25,7 @@ from megarl.recipe.sync_rules import quantizing
 from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR
 from megarl.run.servers_check import lora_at_servers, model_name
+from megarl.sync.fetch import mirror_of
 from megarl.sync.plan import Receiver
 from megarl.sync.price import SCALE_BYTES
 from megarl.sync.ring import ring_bytes
@@ -98,11 +100,19 @@ def _sent_sizes(model: ModelConfig, itemsize: int, is_quantized: bool) -> list[i
     ]
 
 
+def _remove_former(folders: Path) -> None:
+    """Remove the versions of lives before this one, and what this node has made of them: nobody reads them any more."""
+    made = mirror_of(Store(folders, ""))
+    for path in (*folders.parent.glob(folders.name), *made.parent.glob(made.name)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _versions(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot], whole_bytes: int) -> Versions:
     """Where weight versions go: a folder that is removed with the run."""
     # Each life its own: versions of one that went back may differ from those of the same number before.
     name = f"weights-{runtime.run_id}-{secrets.token_hex(2)}"
     folder = (recipe.sync.folder or runtime.folder).absolute() / name
+    _remove_former(folder.parent / f"weights-{runtime.run_id}-*")
     register_folder(runtime.scratch.registry, folder)
     folder.mkdir(parents=True)
     # A server that is on several nodes, or that somebody else started, is told one path for all of its processes.

@@ -26,6 +26,7 @@ from megarl.core.errors import DiskFullError, MegarlError, SyncError
 from megarl.models.hf_read import STORED_DTYPES
 from megarl.models.hf_weights import Bucket
 from megarl.sync.delta import Bytes, encode
+from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.outgoing import Outgoing
 from megarl.sync.session import Stopwatch, SyncReport
 from megarl.sync.store import FULL, MOST_READERS, Manifest, Store, StoredFile, StoredTensor, crc32
@@ -33,6 +34,7 @@ from megarl.sync.tensor_files import Named, TensorFile, write_file
 
 # A server that joins late reads a whole version and at most so many differences.
 MOST_DELTAS = 16
+KEPT = "sent-"
 STORED_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -212,9 +214,10 @@ class DiskSender:
             return list(pool.map(work, items))
 
     def _folder(self) -> Path:
-        """This rank's plain files, in what goes with the run however it ends."""
+        """This rank's plain files, in what goes with the run however it ends. Those of ranks that were killed go now."""
         if self._kept is None:
-            self._kept = Path(tempfile.mkdtemp(prefix="sent-"))
+            remove_orphans(Path(tempfile.gettempdir()), KEPT)
+            self._kept = Path(tempfile.mkdtemp(prefix=KEPT, suffix=owner()))
         return self._kept
 
     def _all(self, mine: Any) -> list[Any]:

@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, TornError, UserError
-from megarl.core.process_state import started_at, stopped
+from megarl.core.process_state import stopped
 from megarl.sync.delta import Bytes, DamagedDeltaError, decode
+from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.store import FULL, OTHER, Manifest, Store, StoredFile, StoredTensor, crc32, side_by_side
 from megarl.sync.tensor_files import TensorFile, write_file
 
 SINCE = "since.json"
 MARKS = "marks.json"
+HIDDEN = "."  # before the name of what is being made
 POLL_S = 0.02
 
 Mark = list[int]  # of a file: inode, bytes, time of its last change
@@ -72,9 +74,7 @@ class Mirror:
         return part
 
     def _make(self, version: int, end: float) -> None:
-        for path in self.folder.glob(".*-*-*-*"):
-            if _is_nobodys(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+        remove_orphans(self.folder, HIDDEN)
         held = max((int(path.name[1:]) for path in self.folder.glob("v*")), default=None)
         if held == version:
             return
@@ -95,7 +95,7 @@ class Mirror:
     def _assemble(self, chain: Sequence[Manifest], held: int | None, end: float) -> None:
         newest = chain[-1]
         self._check_space(newest)
-        temporary = self.folder / _unfinished()
+        temporary = self.folder / f"{HIDDEN}{secrets.token_hex(8)}{owner()}"
         files = temporary / self.store.model
         since, marks = self._known(newest, held)
         files.mkdir(parents=True)
@@ -273,18 +273,6 @@ class Mirror:
 
     def _of(self, version: int) -> Path:
         return self.folder / f"v{version:06d}"
-
-
-def _unfinished() -> str:
-    """Of what this process makes, a name that says so."""
-    pid = os.getpid()
-    return f".{secrets.token_hex(8)}-{pid}-{started_at(pid)}-{socket.gethostname()}"
-
-
-def _is_nobodys(name: str) -> bool:
-    """Whether it was being made by a process of this host that is no more: it was killed in the middle."""
-    _, pid, started, host = name.split("-", 3)
-    return host == socket.gethostname() and started_at(int(pid)) != int(started)
 
 
 def _mark(path: Path) -> Mark:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ from megarl.recipe.schema import Recipe
 from megarl.run.role_specs import ACTOR
 from megarl.run.sending import sending_of
 from megarl.serving.server import ProcessPlace, ServerSpec
+from megarl.sync.fetch import mirror_of
 from megarl.sync.memory import DeviceMemory
 from megarl.sync.parcel import Parcel
 from megarl.sync.quantized import announced
+from megarl.sync.sending import Sending
 from tests.support.dry.world import write_world
 
 
@@ -80,6 +83,14 @@ def test_weights_go_through_the_host_to_servers_whose_nccl_is_fixed(
 def test_room_on_the_disk_is_asked_for_as_much_as_is_sent(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """In FP8 half of what the trainer has."""
     write_world(tmp_path)
+    sending, model = over_the_disk(tmp_path, *overrides), load_model_config(tmp_path / "wide")
+    shapes = expected_tensors(model)
+    whole = Parcel(0, (0,), tuple(shapes), (torch.bfloat16,) * len(shapes), tuple(shapes.values()))
+    sent = announced(whole, quantised(model)) if overrides else whole
+    assert sending.versions is not None and sending.versions.whole_bytes == sent.nbytes
+
+
+def over_the_disk(tmp_path: Path, *overrides: str) -> Sending:
     own = (f"model.path={tmp_path / 'wide'}", "model.dtype=bfloat16", "sync.transport=disk", "cluster.platform=cuda")
     recipe = load_recipe(tmp_path / "train.yaml", [*own, *overrides], Recipe).recipe
     node = Node("node", "127.0.0.1", "0" * 56, tmp_path, 2)
@@ -94,11 +105,25 @@ def test_room_on_the_disk_is_asked_for_as_much_as_is_sent(tmp_path: Path, overri
     )
     checked: Any = SimpleNamespace(model=load_model_config(tmp_path / "wide"), external=None)
     servers = [ServerSlot((other,), shared=False)]
-    sending = sending_of(runtime, recipe, checked, role_layouts(recipe)[ACTOR], servers)
-    shapes = expected_tensors(checked.model)
-    whole = Parcel(0, (0,), tuple(shapes), (torch.bfloat16,) * len(shapes), tuple(shapes.values()))
-    sent = announced(whole, quantised(checked.model)) if overrides else whole
-    assert sending.versions is not None and sending.versions.whole_bytes == sent.nbytes
+    return sending_of(runtime, recipe, checked, role_layouts(recipe)[ACTOR], servers)
+
+
+def test_another_life_of_a_run_removes_the_versions_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are up to three times the model. What this node made of them goes too; those of other runs stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    write_world(tmp_path)
+    others = {tmp_path / "versions" / "weights-other-1234", tmp_path / "mirror-weights-other-1234"}
+    for folder in others:
+        folder.mkdir(parents=True)
+    own: set[Path] = set()
+    for _ in range(3):
+        sending = over_the_disk(tmp_path, f"sync.folder={tmp_path / 'versions'}")
+        assert sending.versions is not None
+        own = {sending.versions.store.folder, mirror_of(sending.versions.store)}
+        mirror_of(sending.versions.store).mkdir()
+    assert {*(tmp_path / "versions").iterdir(), *tmp_path.glob("mirror-*")} == own | others
 
 
 class _Handles:

@@ -14,7 +14,8 @@ import pytest
 
 from megarl.sync import mirror as module
 from megarl.sync.disk import DiskSender
-from megarl.sync.mirror import MARKS, SINCE, Mirror, _unfinished
+from megarl.sync.mirror import MARKS, SINCE, Mirror
+from megarl.sync.orphans import owner
 from megarl.sync.store import Store
 from megarl.sync.tensor_files import TensorFile
 from tests.sync.test_store import NAMES, first_model, flip, moved, read, same, soon, write
@@ -139,7 +140,7 @@ def test_what_a_killed_process_was_making_goes_with_the_next_version(
     assert died.wait() == -signal.SIGKILL
     [left] = [path for path in mirror.folder.iterdir() if path.name != "lock"]
     assert any(left.rglob("*.safetensors"))
-    others = {_unfinished(), left.name.replace(socket.gethostname(), "elsewhere")}
+    others = {f".0{owner()}", left.name.replace(socket.gethostname(), "elsewhere")}
     for name in others:
         (mirror.folder / name).mkdir()
     mirror.bring(1, soon())

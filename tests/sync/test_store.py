@@ -443,6 +443,29 @@ def test_a_rank_without_room_for_the_folder_of_what_it_keeps_says_where(
         write(DiskSender(rank=0, store=store, whole_bytes=0), first_model(), 1)
 
 
+DIES = """
+import tempfile
+from megarl.sync.orphans import owner
+print(tempfile.mkdtemp(prefix="sent-", suffix=owner(), dir={folder!r}))
+"""
+
+
+def test_what_a_killed_rank_kept_goes_with_the_next_ranks_first_version(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on after a death, or back to its checkpoint, has new ranks in the same temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = DIES.format(folder=str(tmp_path))
+    left = Path(subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True).stdout.strip())
+    assert left.is_dir()
+    first, second = (DiskSender(rank=rank, store=store, whole_bytes=0) for rank in (0, 0))
+    write(first, first_model(), 1)
+    write(second, first_model(), 2)
+    assert not left.exists() and len(list(tmp_path.glob("sent-*"))) == 2
+    first.close()
+    second.close()
+
+
 def test_a_node_without_room_says_so(store: Store, tmp_path: Path) -> None:
     sender, model = DiskSender(rank=0, store=store, whole_bytes=0), {"a": torch.zeros(2**18), "b": torch.zeros(2**18)}
     mirror = Mirror(tmp_path / "node", store)
