@@ -111,7 +111,7 @@ def over_the_disk(tmp_path: Path, *overrides: str) -> Sending:
 def test_another_life_of_a_run_removes_the_versions_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are up to three times the model. What this node made of them goes too; those of other runs stay."""
+    """They are up to four times the model. What this node made of them goes too; those of other runs stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     write_world(tmp_path)
     others = {tmp_path / "versions" / "weights-other-1234", tmp_path / "mirror-weights-other-1234"}

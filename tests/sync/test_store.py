@@ -173,6 +173,25 @@ def test_versions_are_whole_again_before_differences_are_too_many_or_too_large(
     assert store.versions() == [10] and store.manifest(10).base is None
 
 
+def test_a_store_is_never_larger_than_its_message_says(
+    store: Store, sender: DiskSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of the old weights each time: differences save little, and two are there with two whole versions."""
+    random, peaks, commit = torch.Generator().manual_seed(3), [0], Store.commit
+
+    def committed(store: Store, manifest: Manifest) -> None:
+        peaks.append(sum(path.stat().st_size for path in store.folder.rglob("*.safetensors")))
+        commit(store, manifest)
+
+    monkeypatch.setattr(Store, "commit", committed)
+    for version in range(1, 8):
+        write(sender, {"a": torch.randn(20_000, generator=random), "b": torch.randn(9, generator=random)}, version)
+    times = max(peaks) / store.manifest(7).whole_bytes
+    assert 3.5 < times < 4
+    with pytest.raises(DiskFullError, match="up to four times the model's bytes"):
+        store.begin(8, 2**60)
+
+
 def test_a_version_that_is_written_again_is_whole(store: Store, sender: DiskSender, mirror: Mirror) -> None:
     model = first_model()
     write(sender, model, 1)
