@@ -30,7 +30,7 @@ from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.outgoing import Outgoing
 from megarl.sync.session import Stopwatch, SyncReport
 from megarl.sync.store import FULL, MOST_READERS, Manifest, Store, StoredFile, StoredTensor, crc32
-from megarl.sync.tensor_files import Named, TensorFile, write_file
+from megarl.sync.tensor_files import Mark, Named, TensorFile, mark, write_file
 
 # A server that joins late reads a whole version and at most so many differences.
 MOST_DELTAS = 16
@@ -60,6 +60,7 @@ class DiskSender:
         self._deltas = deltas
         self._control = control
         self._kept: Path | None = None
+        self._marks: dict[str, Mark] = {}  # of the files in there
         # What a server reads that has nothing; the last one's plain files are kept. Nothing: the next version is whole.
         self._chain: list[Manifest] = []
         self._watch = Stopwatch()
@@ -105,16 +106,29 @@ class DiskSender:
 
     def close(self) -> None:
         """Forget what was kept; the next version is whole."""
+        self._forget()
+        self._chain = []
+
+    def _forget(self) -> None:
         if self._kept is not None:
             shutil.rmtree(self._kept, ignore_errors=True)
-        self._kept, self._chain = None, []
+        self._kept, self._marks = None, {}
 
     def _base(self, version: int) -> Manifest | None:
         """What this version is the difference to, the same on every rank; None: it is whole."""
-        chain = self._chain
-        good = self._deltas and bool(chain) and chain[-1].version < version and len(chain) <= MOST_DELTAS
+        chain, is_kept = self._chain, self._is_kept()
+        if not is_kept:
+            self._forget()
+        good = is_kept and self._deltas and bool(chain) and chain[-1].version < version and len(chain) <= MOST_DELTAS
         good = good and sum(each.num_bytes for each in chain[1:]) < chain[0].num_bytes  # else they save nothing
         return chain[-1] if all(self._all(good)) else None
+
+    def _is_kept(self) -> bool:
+        """Whether this rank's plain files are as it left them: who cleans temporary folders may have been there."""
+        try:
+            return all(mark(self._folder() / name) == left for name, left in self._marks.items())
+        except OSError:
+            return False
 
     def _begun(self, version: int, base: Manifest | None) -> Exception | None:
         trouble: Exception | None = None
@@ -165,6 +179,7 @@ class DiskSender:
         if self._deltas:
             with self._keeping():
                 _link_or_copy(path, self._folder() / path.name)
+                self._marks[path.name] = mark(self._folder() / path.name)
         self._watch.lap("write")
         tensors = (StoredTensor(*each, crc, True) for each, crc in zip(named, sums, strict=True))
         return StoredFile(path.name, num_bytes, tuple(tensors))
@@ -191,6 +206,7 @@ class DiskSender:
         with self._keeping():
             write_file(temporary, named, contents, lasting=False)
             temporary.rename(kept.path)
+            self._marks[path.name] = mark(kept.path)
         self._watch.lap("write")
         return StoredFile(path.name, num_bytes, tensors)
 

@@ -24,14 +24,12 @@ from megarl.core.process_state import stopped
 from megarl.sync.delta import Bytes, DamagedDeltaError, decode
 from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.store import FULL, OTHER, Manifest, Store, StoredFile, StoredTensor, crc32, side_by_side
-from megarl.sync.tensor_files import TensorFile, write_file
+from megarl.sync.tensor_files import Mark, TensorFile, mark, write_file
 
 SINCE = "since.json"
 MARKS = "marks.json"
 HIDDEN = "."  # before the name of what is being made
 POLL_S = 0.02
-
-Mark = list[int]  # of a file: inode, bytes, time of its last change
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class Mirror:
                 else:
                     since[file.name] = steps[-1].version
                     self._write(steps, newest, file, old, files / file.name)
-                marks[file.name] = _mark(files / file.name)
+                marks[file.name] = mark(files / file.name)
 
             with self._explained(newest):
                 side_by_side(make, newest.files)
@@ -126,11 +124,11 @@ class Mirror:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _link(self, newest: Manifest, file: StoredFile, old: Path, target: Path, mark: Mark | None) -> None:
-        """Have a bucket that did not change as it is here. mark: of the file that met its checksums; another one is read."""
+    def _link(self, newest: Manifest, file: StoredFile, old: Path, target: Path, met: Mark | None) -> None:
+        """Have a bucket that did not change as it is here. met: the mark of what met its checksums; another one is read."""
         with self._held(newest, old):
             os.link(old, target)
-            if _mark(target) == mark:
+            if mark(target) == met:
                 return
             found = TensorFile(target)
             for tensor in file.tensors:
@@ -254,7 +252,7 @@ class Mirror:
     def _is_as_made(self, version: int) -> bool:
         """Whether nobody has touched a version's files here since they met their checksums."""
         try:
-            return all(_mark(self._files(version) / name) == mark for name, mark in self._marks(version).items())
+            return all(mark(self._files(version) / name) == met for name, met in self._marks(version).items())
         except (OSError, ValueError):
             return False
 
@@ -273,12 +271,6 @@ class Mirror:
 
     def _of(self, version: int) -> Path:
         return self.folder / f"v{version:06d}"
-
-
-def _mark(path: Path) -> Mark:
-    """Whoever writes into a file changes it; a link to it has the same."""
-    found = path.stat()
-    return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def _locked(handle: int) -> bool:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -200,6 +200,26 @@ def test_a_version_that_is_written_again_is_whole(store: Store, sender: DiskSend
     assert store.manifest(2).base == 1
     write(sender, model, 2)
     assert store.manifest(2).base is None and same(read(mirror.bring(2, soon())), model)
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: os.truncate(path, 100), lambda path: shutil.rmtree(path.parent)]
+)
+def test_a_rank_whose_files_are_gone_writes_a_whole_version(
+    store: Store, mirror: Mirror, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who cleans temporary folders finds files that did not change for days."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sender, model = DiskSender(rank=0, store=store, whole_bytes=0), first_model()
+    write(sender, model, 1)
+    write(sender, model, 2)
+    [path] = tmp_path.glob("sent-*/model-00001.safetensors")
+    damage(path)
+    model = moved(model, set(NAMES), 3)
+    write(sender, model, 3)
+    assert store.versions() == [3] and store.manifest(3).base is None
+    assert same(read(mirror.bring(3, soon())), model)
+    sender.close()
 
 
 def flip(path: Path, at: int) -> None:
