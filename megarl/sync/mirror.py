@@ -73,7 +73,7 @@ class Mirror:
 
     def _make(self, version: int, end: float) -> None:
         remove_orphans(self.folder, HIDDEN)
-        held = max((int(path.name[1:]) for path in self.folder.glob("v*")), default=None)
+        held = max(self._versions(), default=None)
         if held == version:
             return
         chain = self.store.chain(version, held)
@@ -86,9 +86,8 @@ class Mirror:
             # What is here may be what is damaged.
             shutil.rmtree(self._of(held), ignore_errors=True)
             self._assemble(self.store.chain(version), None, end)
-        for path in self.folder.glob("v*"):
-            if path != self._of(version):
-                shutil.rmtree(path, ignore_errors=True)
+        for older in (each for each in self._versions() if each < version):  # newer ones are others', who were faster
+            shutil.rmtree(self._of(older), ignore_errors=True)
 
     def _assemble(self, chain: Sequence[Manifest], held: int | None, end: float) -> None:
         newest = chain[-1]
@@ -245,6 +244,9 @@ class Mirror:
             f"{manifest.whole_bytes / 2**20:,.0f} MiB beside the one before, and "
             f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} are free. Make room, or have TMPDIR name a larger disk."
         )
+
+    def _versions(self) -> list[int]:
+        return [int(path.name[1:]) for path in self.folder.glob("v*")]
 
     def _has(self, version: int) -> bool:
         return self._of(version).exists()

@@ -117,6 +117,19 @@ def test_a_file_that_met_its_checksums_is_not_read_again_by_anybody(
         assert same(read(Mirror(mirror.folder, store).bring(version, soon())), model) and len(opened) == count
 
 
+def test_who_ends_late_leaves_what_is_newer(store: Store, sender: DiskSender, mirror: Mirror) -> None:
+    """A process that was stopped in the middle goes on when others have gone on: servers may be reading the newer version."""
+    model = first_model()
+    write(sender, model, 1)
+    write(sender, moved(model, set(NAMES), 2), 2)
+    newer = mirror.bring(2, soon())
+    assert same(read(mirror.bring(1, soon())), model)
+    assert same(read(newer), moved(model, set(NAMES), 2))
+    write(sender, model, 3)
+    assert same(read(mirror.bring(3, soon())), model)
+    assert sorted(path.name for path in mirror.folder.glob("v*")) == ["v000003"]
+
+
 DIES = """
 import os, signal, sys, time
 from pathlib import Path
