@@ -127,12 +127,17 @@ class Mirror:
         """Have a bucket that did not change as it is here. met: the mark of what met its checksums; another one is read."""
         with self._held(newest, old):
             os.link(old, target)
-            if mark(target) == met:
-                return
-            found = TensorFile(target)
-            for tensor in file.tensors:
-                if crc32(found.read(tensor.name)) != tensor.crc32:
-                    raise self.store.torn(newest, file, f"{tensor.name} {OTHER}")
+            if mark(target) != met:
+                self._read_again(newest, file, target)
+
+    def _read_again(self, manifest: Manifest, file: StoredFile, path: Path) -> None:
+        """Raises TornError, and whatever reading raises, where a bucket's file here is not as it was made."""
+        found = TensorFile(path)
+        if found.tensors != list(file.plain):
+            raise self.store.torn(manifest, file, f"{path} holds other tensors")
+        for tensor in file.tensors:
+            if crc32(found.read(tensor.name)) != tensor.crc32:
+                raise self.store.torn(manifest, file, f"{tensor.name} {OTHER}")
 
     def _write(
         self, steps: Sequence[Manifest], newest: Manifest, file: StoredFile, held: Path | None, target: Path
@@ -252,11 +257,16 @@ class Mirror:
         return self._of(version).exists()
 
     def _is_as_made(self, version: int) -> bool:
-        """Whether nobody has touched a version's files here since they met their checksums."""
+        """Whether a version's files here meet their checksums: those that nobody has touched since they did are not read."""
         try:
-            return all(mark(self._files(version) / name) == met for name, met in self._marks(version).items())
-        except (OSError, ValueError):
+            marks, files = self._marks(version), self._files(version)
+            touched = [name for name, met in marks.items() if mark(files / name) != met]
+            if touched:
+                manifest = self.store.manifest(version)
+                side_by_side(lambda name: self._read_again(manifest, manifest.by_name[name], files / name), touched)
+        except (OSError, UserError, TornError, ValueError, KeyError):
             return False
+        return True
 
     def _since(self, version: int) -> dict[str, int]:
         """File -> the version in which it last changed."""

@@ -50,6 +50,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "bit": lambda path: flip(path, -1),
     "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
     "header": lambda path: os.truncate(path, 20),
+    "shape": lambda path: path.write_bytes(path.read_bytes().replace(b"[50, 8]", b"[8, 50]")),
     "empty": lambda path: os.truncate(path, 0),
     "gone": lambda path: path.unlink(),
 }
@@ -79,6 +80,14 @@ def test_who_comes_late_is_not_told_of_what_was_damaged_meanwhile(
     DAMAGES[damage](apart(min(mirror.bring(1, soon()).iterdir())))
     late = Mirror(mirror.folder, store)
     assert same(read(late.bring(1, soon())), model)
+
+
+def test_who_comes_late_takes_what_is_whole_as_it_is(store: Store, sender: DiskSender, mirror: Mirror) -> None:
+    """Also a file with another time: other servers may be loading the version."""
+    write(sender, first_model(), 1)
+    path = apart(min(mirror.bring(1, soon()).iterdir()))
+    inode = path.stat().st_ino
+    assert same(read(mirror.bring(1, soon())), first_model()) and path.stat().st_ino == inode
 
 
 @pytest.mark.parametrize("name", [SINCE, MARKS])
