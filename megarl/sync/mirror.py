@@ -260,6 +260,7 @@ class Mirror:
         """Whether a version's files here meet their checksums: those that nobody has touched since they did are not read."""
         try:
             marks, files = self._marks(version), self._files(version)
+            self._since(version)
             touched = [name for name, met in marks.items() if mark(files / name) != met]
             if touched:
                 manifest = self.store.manifest(version)

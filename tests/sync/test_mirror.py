@@ -101,6 +101,9 @@ def test_what_is_said_of_the_files_here_may_be_damaged_too(
     path.unlink()
     if content is not None:
         path.write_text(content)
+    late = Mirror(mirror.folder, store)
+    assert late.bring(1, soon()) == late.changed(1, 0)
+    path.write_text(content or "")
     model = moved(model, {"model.bias"}, 2)
     write(sender, model, 2)
     assert same(read(mirror.bring(2, soon())), model)
