@@ -20,5 +20,7 @@ def remove_orphans(folder: Path, prefix: str) -> None:
     """Remove those folders with this prefix whose process was of this host, and is no more."""
     for path in folder.glob(f"{prefix}*-*-*-*"):
         _, pid, started, host = path.name.removeprefix(prefix).split("-", 3)
+        if not (pid.isdecimal() and started.isdecimal()):
+            continue  # somebody else's, who calls it the same
         if host == socket.gethostname() and started_at(int(pid)) != int(started):
             shutil.rmtree(path, ignore_errors=True)

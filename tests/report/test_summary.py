@@ -16,7 +16,15 @@ from megarl.report.summary import duration, mean_rate, summary_table
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0.0 s"), (59.94, "59.9 s"), (59.97, "1:00"), (60, "1:00"), (185.4, "3:05"), (7384, "2:03:04"), (3599.6, "1:00:00")],
+    [
+        (0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.97, "1:00"),
+        (60, "1:00"),
+        (185.4, "3:05"),
+        (7384, "2:03:04"),
+        (3599.6, "1:00:00"),
+    ],
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
