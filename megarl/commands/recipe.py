@@ -63,6 +63,7 @@ def show(
     from rich.table import Column, Table
 
     from megarl.recipe import reference
+    from megarl.recipe.algorithm_rules import learning_notes
     from megarl.recipe.batch import plan_batches
     from megarl.recipe.load import KINDS, command_of, detect_kind, load_recipe
     from megarl.recipe.sampling_rules import staleness_notes
@@ -84,6 +85,7 @@ def show(
         # Not the syntax itself, which cuts off what is longer than a line.
         colours = Syntax("", "yaml", background_color="default")
         console.print(colours.highlight(dump_yaml(loaded.resolved)), soft_wrap=True, end="")
-    notes = staleness_notes(loaded.recipe) if isinstance(loaded.recipe, Recipe) else ()
+    of = loaded.recipe
+    notes = (*staleness_notes(of), *learning_notes(of)) if isinstance(of, Recipe) else ()
     for line in (plan_batches(loaded.recipe).describe(), *notes):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

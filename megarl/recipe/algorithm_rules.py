@@ -90,6 +90,17 @@ def _apart(recipe: Recipe) -> bool:
     return any("reference" in pool.roles and "actor" not in pool.roles for pool in recipe.placement.pools.values())
 
 
+def learning_notes(recipe: Recipe) -> tuple[str, ...]:
+    """What a reader of the recipe should know of what is learned; nothing where it is as it should be."""
+    algorithm = recipe.algorithm
+    if algorithm.kl_coef == 0 or algorithm.kl_in != "loss" or algorithm.kl_kind != "k1":
+        return ()
+    return (
+        "algorithm.kl_kind: k1 in the loss holds nothing back: its gradient is that of a log-prob, and the mean of that over "
+        "the policy's own samples is 0. Set it to k2, whose gradient is the KL's, or to k3, or algorithm.kl_in to reward.",
+    )
+
+
 ALGORITHM_UNREAD: tuple[Unread, ...] = (
     *map(_setting, SETTINGS),
     Unread(

@@ -32,6 +32,7 @@ from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_server_layout
 from megarl.models.role_check import check_roles
 from megarl.models.rules import expected_tensors
+from megarl.recipe.algorithm_rules import learning_notes
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
@@ -138,6 +139,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     eval_rows, notes = _eval_rows(recipe, model)
     notes = (
         *staleness_notes(recipe),
+        *learning_notes(recipe),
         *_without_effect(recipe, platform),
         *_without_answer(recipe, recipe.data.train, prompts),
         *notes,

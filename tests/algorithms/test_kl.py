@@ -49,6 +49,15 @@ def test_gradient_flows_to_the_policy_alone(kind: KlKind) -> None:
     assert reference.grad is None
 
 
+@pytest.mark.parametrize(("kind", "holds_back"), [("k1", 0.0), ("k2", 1.0)])
+def test_the_mean_gradient_over_the_policy_s_samples(kind: KlKind, holds_back: float) -> None:
+    scores = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    logprobs, reference = scores.log_softmax(0), torch.tensor([-2.0, -0.5, -1.3], dtype=torch.float64).log_softmax(0)
+    exact = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), scores, retain_graph=True)[0]
+    mean = (logprobs.exp().detach() * kl_estimate(logprobs, reference, kind)).sum()
+    assert torch.allclose(torch.autograd.grad(mean, scores)[0], holds_back * exact, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["k2", "k3", "abs"])
 @pytest.mark.parametrize("difference", [1e4, -1e4, float("inf"), float("-inf")])
 def test_extremes_stay_finite(kind: KlKind, difference: float) -> None:

@@ -3,8 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megarl.cli import app
 from megarl.core.errors import UserError
+from megarl.recipe.algorithm_rules import learning_notes
 from megarl.recipe.check import check_functions, unread_keys
 from megarl.recipe.explain import Schema
 from megarl.recipe.layouts import role_layouts
@@ -468,3 +471,20 @@ def test_an_evaluation_may_ask_environment_or_grader_what_is_right(recipe_file: 
     assert load_recipe(recipe_file, [*given, REMOTE]).recipe.eval.grader == name
     with pytest.raises(UserError, match=r"eval\.grader"):
         load_recipe(recipe_file, given)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm.kl_coef=0.1", "algorithm.kl_kind=k1"], True),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_kind=k2"], False),
+        (["algorithm.kl_coef=0.1"], False),
+        (["algorithm.preset=reinforce_pp"], False),  # k1 in the reward
+        (["algorithm.preset=ppo"], False),  # no KL
+    ],
+)
+def test_a_kl_in_the_loss_that_holds_nothing_back_is_told(recipe_file: Path, overrides: list[str], told: bool) -> None:
+    said = " ".join(learning_notes(load_recipe(recipe_file, overrides, Recipe).recipe))
+    assert ("Set it to k2" in said) == told == bool(said)
+    shown = CliRunner().invoke(app, ["recipe", "show", str(recipe_file), *overrides])
+    assert ("algorithm.kl_kind: k1 in the loss holds nothing back" in shown.output) == told
