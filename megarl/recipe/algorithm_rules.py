@@ -292,6 +292,18 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
         RL,
     ),
     Contradiction(
+        "algorithm.drop_zero_variance_groups",
+        lambda r, asked: (
+            r.algorithm.drop_zero_variance_groups
+            and not is_own(r.algorithm.advantage)
+            and bool(asked.advantage & {"greedy_rewards", "mean_nll"})
+        ),
+        lambda r: (
+            f"algorithm.advantage: {r.algorithm.advantage} learns from groups whose rewards are all equal, too. Set it to false"
+        ),
+        RL,
+    ),
+    Contradiction(
         "critic.warmup_steps",
         lambda r, _: r.critic is not None and r.critic.warmup_steps >= r.train.steps,
         lambda r: (

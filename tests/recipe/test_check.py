@@ -283,6 +283,8 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["algorithm.correction.kind=mask", "algorithm.correction.low=3.0"], "it has to be above low 3; got 2"),
         (["reward_model.path=m", "algorithm.advantage=remax"], "which only the graders see"),
         (["reward_model.path=m", "algorithm.drop_zero_variance_groups=true"], "before the reward model scores them"),
+        (["algorithm.advantage=egpo", "algorithm.drop_zero_variance_groups=true"], "egpo learns from groups whose"),
+        (["algorithm.advantage=remax", "algorithm.drop_zero_variance_groups=true"], "remax learns from groups whose"),
         (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),
         (["agent.max_turns=3"], "nobody would answer the policy"),
         (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
