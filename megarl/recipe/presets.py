@@ -70,7 +70,8 @@ _PRESETS: dict[str, Preset] = {
         "clip_high": 4.0,
         "reduction": "token-mean",
     },
-    # arXiv 2503.14476; overlong_buffer: share of the longest response that is the penalty's slope
+    # arXiv 2503.14476; overlong_buffer: share of the longest response that is the penalty's slope. refill_rounds: the paper asks
+    # until a step is full; ten batches of prompts at most are what others bound it by, and data that teach nothing never end it
     "dapo": {
         "advantage": "grpo",
         "normalize_std": True,
@@ -79,6 +80,7 @@ _PRESETS: dict[str, Preset] = {
         "clip_high": 0.28,
         "reduction": "token-mean",
         "drop_zero_variance_groups": True,
+        "refill_rounds": 9,
         "overlong_buffer": 0.2,
     },
     # arXiv 1707.06347, with 1506.02438

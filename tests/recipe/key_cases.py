@@ -225,7 +225,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "entropy_coef": ["0.1"],
             "reduction": ["sequence-mean", "group-mean", "constant"],
             "drop_zero_variance_groups": ["true"],
-            "refill_rounds": ["2"],
+            "refill_rounds": ["0"],
             "old_logprobs": ["rollout"],
             "max_logprob_diff": ["1.0e-9"],
             "on_logprob_diff": ["skip"],

@@ -28,6 +28,7 @@ OTHERS = {
     "kl_kind",
     "kl_coef",
     "drop_zero_variance_groups",
+    "refill_rounds",
     "overlong_buffer",
 }
 
@@ -51,6 +52,10 @@ def test_names_exist_and_settings_have_a_reader(name: str) -> None:
     assert preset["reduction"] in get_args(Reduction)
     assert preset.get("kl_kind", "k1") in get_args(KlKind) and preset.get("kl_in", "loss") in ("loss", "reward")
     assert "kl_coef" not in preset or "kl_in" in preset
+
+
+def test_groups_that_dapo_drops_are_asked_again() -> None:
+    assert PRESETS["dapo"]["drop_zero_variance_groups"] and int(PRESETS["dapo"]["refill_rounds"]) > 0
 
 
 def test_a_preset_cannot_be_changed_by_accident() -> None:

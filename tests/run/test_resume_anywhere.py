@@ -80,5 +80,5 @@ def learned(runs: Runs, overrides: Sequence[str], *, resume: bool = False) -> di
 
 
 def untold(name: str) -> bool:
-    """Whether a metric may differ."""
-    return name.startswith(("perf/", "time/", "memory/", "sync/")) or name.endswith("_s")
+    """Whether a metric may differ: those of dropped groups are counted since the run or its resume began."""
+    return name.startswith(("perf/", "time/", "memory/", "sync/", "rollout/dropped/")) or name.endswith("_s")
