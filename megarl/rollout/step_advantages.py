@@ -40,9 +40,10 @@ class StepFacts:
 
     rewards: [N] float32, the graders'. group_index: [N] int64 from 0. response_tokens, trained_tokens: [N] int64.
     mean_nll: [N] float32. greedy_rewards: [G] float32, of the greedy answer to each group's prompt; looked at only where
-    `StepAdvantages.needs_greedy`, and then every number has to be finite.
+    `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its number, from 1.
     """
 
+    step: int
     rewards: FloatArray
     group_index: IntArray
     response_tokens: IntArray
@@ -54,6 +55,7 @@ class StepFacts:
     def of(cls, samples: StepSamples) -> StepFacts:
         """Of these samples."""
         return cls(
+            samples.step,
             samples.rewards,
             samples.group_index,
             samples.response_tokens,
@@ -94,13 +96,15 @@ class StepAdvantages:
     def settle(self, facts: StepFacts, measured: Sequence[Measured]) -> list[Settled]:
         """One for each collector, in their order; to be called once a step, for it steers the weight of the KL.
 
+        Not while the critic alone learns: the actor stands still then, and its KL says nothing of the weight.
+
         measured: of all collectors that hold samples of the step, in any order, those without samples too if you like.
         Raises ValueError as the advantage does, for rewards that are not finite.
         """
         known = np.sort(joined([each.sample_index for each in measured]))
         assert np.array_equal(known, np.arange(len(facts.rewards))), "not every sample was measured once"
-        kl = _kl_mean(measured)
-        if kl is not None:
+        kl, critic = _kl_mean(measured), self._recipe.critic
+        if kl is not None and (critic is None or facts.step > critic.warmup_steps):
             self._kl = self._kl.updated(kl, len(facts.rewards))
         if self._function is None:
             return [Settled() for _ in measured]

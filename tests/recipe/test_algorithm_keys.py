@@ -178,6 +178,7 @@ def learned(recipe: Recipe, louder: str = "") -> dict[str, Any]:
 
 
 FACTS = StepFacts(
+    1,
     filters.rewards(SAMPLES),
     group_index(SAMPLES),
     np.array([len(sample.response_ids) for sample in SAMPLES], np.int64),

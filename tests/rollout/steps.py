@@ -107,6 +107,7 @@ def block_of(step: Step, indices: Sequence[int]) -> Block:
 def facts_of(step: Step) -> StepFacts:
     """What a coordinator knows of the samples."""
     return StepFacts(
+        step=1,
         rewards=filters.rewards(step.samples),
         group_index=group_index(step.samples),
         response_tokens=np.array([len(sample.response_ids) for sample in step.samples], np.int64),

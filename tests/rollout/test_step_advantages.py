@@ -177,6 +177,21 @@ def test_masked_tokens_inside_of_a_response_neither_cost_nor_count(num_collector
     assert metrics["reward/kl"] == 0.5
 
 
+def test_the_kls_weight_stays_while_the_critic_alone_learns() -> None:
+    steered = KlControl(target=0.25, horizon=40)
+    algorithm = Algorithm(advantage="gae", kl_coef=0.5, kl_in="reward", kl_kind="k1", kl_control=steered)
+    recipe = recipe_of(algorithm, critic=Critic(warmup_steps=2))
+    local, maker, step = LocalAdvantages(recipe), StepAdvantages(recipe), step_of({})
+    nothing = [np.zeros(len(step.samples) * 2 + sum(RESPONSES), np.float32)]
+    columns = dict.fromkeys(("old_logprobs", "ref_logprobs", "values"), nothing)
+    measured = local.measure(numbers_of(step, range(4), maker.kl_coef), [block_of(step, range(4))], columns)
+    weights = []
+    for number in (1, 2, 3):
+        maker.settle(replace(facts_of(step), step=number), [measured])
+        weights.append(maker.kl_coef)
+    assert weights == [0.5, 0.5, pytest.approx(0.5 * (1 - 0.2 * 4 / 40))]
+
+
 @anywhere
 def test_the_kls_weight_is_steered_and_saved(num_collectors: int) -> None:
     steered = KlControl(target=0.25, horizon=40)
