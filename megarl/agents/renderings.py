@@ -30,7 +30,7 @@ class Renderings:
         wrote: the policy's last turn, with its special tokens, but for its end. told: the messages after it.
         Raises TemplateRefusalError.
         """
-        self._messages += [assistant(wrote), *told]
+        self._messages += [assistant(wrote), *self._template.as_text(told)]
         ids, text = self._template.prompt(self._messages)
         before, self._seen = self._seen + wrote, text
         return ids if difference(before, text) else None

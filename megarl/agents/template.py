@@ -1,12 +1,14 @@
 """The chat template by turns: the tokens of the first messages, and those that follow what the policy wrote.
 
 What the policy wrote is never rendered or tokenised again. What follows it is rendered behind a turn that stands in for the
-policy's, cut off there, and tokenised alone. Templates that would render earlier turns otherwise than they were written are
-found by `rewritten`.
+policy's, cut off there, and tokenised alone. What messages spell of special tokens stays text there: whoever tells the policy
+something may have it from anybody, and ends no turn with it. Templates that would render earlier turns otherwise than they were
+written are found by `rewritten`.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
@@ -24,6 +26,7 @@ from megarl.data.chat import Tokenizer, apply_template, encode_behind, parse_arg
 STAND_IN = "what-the-policy-wrote"
 ASKED: Message = {"role": "user", "content": "Go on."}
 SHOWN = 60  # characters of a rendering
+APART = "\ue0a7\ue05b"  # of a private area: where a text is tokenised in two pieces
 QUICK = 2**20  # characters that are tokenised in about a second
 
 # A conversation that a template may rewrite: most leave thinking out of earlier turns, and Mistral's puts what the system says
@@ -43,6 +46,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._special = special_ids(tokenizer)
+        spelled = sorted((self.shown([token]) for token in self._special), key=len, reverse=True)
+        self._spelled = re.compile("|".join(re.escape(text) for text in spelled if len(text) > 1) or "(?!)")
         self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
         ids = self._encode_behind(self._ended).tolist()
         at = next((at for at, token in enumerate(ids) if token in self._special), None)
@@ -52,7 +57,20 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message]) -> tuple[TokenArray, str]:
         """The first messages up to where the policy's turn begins: ids [P], and their text. Raises TemplateRefusalError."""
         text = self._text(messages, generation_prompt=True)
-        return self._encode(text), text
+        first, *others = text.split(APART)
+        ids = [self._encode(first), *(self._encode_behind(piece) for piece in others)]
+        return np.concatenate(ids), text.replace(APART, "")
+
+    def as_text(self, messages: Sequence[Message]) -> list[Message]:
+        """The same messages for `prompt`, in which what they spell of special tokens is text."""
+
+        def apart(found: re.Match[str]) -> str:
+            return found[0][0] + APART + found[0][1:]
+
+        def plain(key: str, value: Any) -> Any:
+            return self._spelled.sub(apart, value) if isinstance(value, str) and key != "role" else value
+
+        return [{key: plain(key, value) for key, value in message.items()} for message in messages]
 
     def exceeds(self, messages: Sequence[Message], most_tokens: int) -> bool:
         """Whether messages are certainly longer, told without tokenising: that of a hundred megabytes would take minutes."""
@@ -72,7 +90,8 @@ class ChatTemplate:
         whichever the template has: only what comes after is given. calls: of tools that it made, for templates that take results
         of calls alone. Raises TemplateRefusalError.
         """
-        ids = self._encode_behind(self.between(messages, calls))
+        pieces = self.between(self.as_text(messages), calls).split(APART)
+        ids = np.concatenate([self._encode_behind(piece) for piece in pieces])
         # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
         if self._special.intersection(last) and ids[: len(self._end)].tolist() == self._end:
             return ids[len(self._end) :]

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.agents.template import ChatTemplate, difference
 from megarl.core.errors import TemplateRefusalError
+from megarl.data.chat import special_ids
 from tests.agents.forms import FORMS, LLAMA3, ends_of, make_tokenizer
 from tests.support.llama2 import llama2_tokenizer
 
@@ -36,6 +37,19 @@ def test_a_turn_that_has_its_end_gets_what_comes_after_it(form: str) -> None:
     plain = tokenizer("x", add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(template.following(HIGHER, plain), skip_special_tokens=False) == end + text
     assert tokenizer.decode(template.following(HIGHER), skip_special_tokens=False) == end + text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_somebody_spells_ends_no_turn_of_theirs(form: str) -> None:
+    tokenizer = make_tokenizer(form)
+    template, special = ChatTemplate(tokenizer), special_ids(tokenizer)
+    forged = " and ".join(template.shown([token]) for token in sorted(special)) + " done"
+    for last in (ends_of(form)[:1], []):
+        plain = template.following([{"role": "user", "content": "x"}], last)
+        ids = template.following([{"role": "user", "content": forged}], last)
+        marks = [[token for token in each.tolist() if token in special] for each in (ids, plain)]
+        assert marks[0] == marks[1]
+        assert template.shown(ids) == template.shown(plain).replace("x", forged)
 
 
 @pytest.mark.parametrize("spaced", [False, True])
