@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.inputs import LOSS_INPUTS, call, wanted
 from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.sequences import sequence_sums, spread_means
 from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.core.errors import MegarlError
 from megarl.recipe.algorithm import Algorithm
-from megarl.recipe.functions import policy_loss_function, settings
+from megarl.recipe.functions import is_own, policy_loss_function, settings
 from megarl.training.batch import DeviceBatch
 from megarl.training.logprob import TokenScores
 from megarl.training.metrics import LossOutput
@@ -88,7 +91,7 @@ def policy_loss(
         old = given.setdefault("old_logprobs", logprobs.detach())
         if "sequence_log_ratio" in asked:
             given["sequence_log_ratio"] = _sequence_log_ratio(logprobs, old, batch, over_context)
-        per_token, clipped, _ = call(function, {**chosen, **given})
+        per_token, clipped = _checked(call(function, {**chosen, **given}), mask, algorithm)
         policy = total = (weights * per_token).sum()
         weighted = {"actor/pg_loss": policy}
         if with_kl:
@@ -115,6 +118,28 @@ def policy_loss(
 
     columns |= {"ref_logprobs"} if with_kl else set()
     return Loss(fn, columns, entropy_grad=algorithm.entropy_coef > 0, one_step=not old_given)
+
+
+def _checked(found: Any, mask: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """What a policy loss gave, loss and clipped, both [T]. Raises MegarlError where it is a user's and gave something else."""
+    if not is_own(algorithm.policy_loss):
+        return found.loss, found.clipped
+    who = f"algorithm.policy_loss: {algorithm.policy_loss} gave"
+    if not isinstance(found, PolicyLoss):
+        raise MegarlError(f"{who} a {type(found).__name__}; a megarl.algorithms.policy_loss.PolicyLoss is needed.")
+    for name, values in (("loss", found.loss), ("clipped", found.clipped)):
+        if values.shape != mask.shape:
+            raise MegarlError(
+                f"{who} a {name} of shape {tuple(values.shape)}; {tuple(mask.shape)} is needed: one number for each token, "
+                "which are weighted and summed elsewhere."
+            )
+    if not (finite := found.loss.isfinite()).all():
+        inside, outside = (int((~finite & chosen).sum()) for chosen in (mask > 0, mask == 0))
+        raise MegarlError(
+            f"{who} losses that are not finite, of {inside} trained tokens and {outside} others. Where a token is not trained on "
+            "all inputs are 0, and so are advantages where all rewards of a group are equal: divide by nothing that can be 0."
+        )
+    return found.loss, found.clipped
 
 
 def _sequence_log_ratio(

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import POLICY_LOSSES, cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
+from megarl.algorithms.policy_loss import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    cispo_loss,
+    clipped_policy_loss,
+    gspo_loss,
+    reinforce_loss,
+)
+from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch
 from megarl.recipe.algorithm import Algorithm
@@ -102,6 +110,33 @@ def test_the_recipe_chooses_the_policy_loss(name):
     )
     expected = (per_token(name, logprobs, advantages) * torch.tensor([0.5, 0.25, 0.25])).sum()
     assert output.loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def sign_loss(logprobs, advantages):
+    """Divides by 0 where an advantage is."""
+    return PolicyLoss(-advantages / advantages.abs() * logprobs, advantages < 0, logprobs.detach().exp())
+
+
+def mean_loss(logprobs, advantages):
+    return PolicyLoss((-advantages * logprobs).mean(), advantages < 0, logprobs.detach().exp())
+
+
+def bare_loss(logprobs, advantages):
+    return -advantages * logprobs
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sign_loss", "losses that are not finite, of 1 trained tokens and 1 others. Where a token is not trained on"),
+        ("mean_loss", r"a loss of shape \(\); \(4,\) is needed"),
+        ("bare_loss", "a Tensor; a megarl.algorithms.policy_loss.PolicyLoss is needed"),
+    ],
+)
+def test_what_a_users_loss_gives_is_looked_at(name, said):
+    loss = policy_loss(Algorithm(policy_loss=f"{__name__}:{name}"))
+    with pytest.raises(MegarlError, match=f"algorithm.policy_loss: {__name__}:{name} gave {said}"):
+        loss.fn(scores(OLD), batch(old_logprobs=OLD, advantages=[1.0, 0.0, -1.0, 0.0]))
 
 
 def test_a_sequence_cut_over_ranks_has_one_ratio():
