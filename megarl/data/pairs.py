@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.core.errors import UserError
 from megarl.data.chat import Tokenizer, load_tokenizer, row_tools
 from megarl.data.row_set import RowSet, count_rows, load_rows
@@ -105,6 +107,12 @@ def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:
 
 def _tokenise(preferences: list[Preference], tokenizer: Tokenizer) -> list[Pair]:
     sides = tokenise([each for pair in preferences for each in (pair.chosen, pair.rejected)], tokenizer)
+    for pair, chosen, rejected in zip(preferences, sides[::2], sides[1::2], strict=True):
+        if np.array_equal(chosen.token_ids, rejected.token_ids):
+            raise UserError(
+                f"{pair.chosen.row.where}: the two answers are the same tokens to the model, however they differ as text, and "
+                "nothing can be learned from that. Leave the row out."
+            )
     return [
         Pair(chosen, rejected, pair.margin)
         for pair, chosen, rejected in zip(preferences, sides[::2], sides[1::2], strict=True)

@@ -9,7 +9,7 @@ from megarl.data.pairs import check_pairs, load_pairs
 from megarl.data.rows import Row
 from megarl.data.sft import parse_demonstration, tokenise
 from megarl.recipe.supervised import PairData, SftData
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
 
 ASKED = {"role": "user", "content": "1+1?"}
 ANSWERED = {"role": "assistant", "content": "two"}
@@ -137,3 +137,12 @@ def test_a_bad_row_is_named_without_a_tokenizer(file: Path, row: object, says: s
 
 def test_good_rows_are_counted(file: Path) -> None:
     assert check_pairs(write(file, GOOD, GOOD), PairData(train=file)) == 2
+
+
+def test_answers_that_the_template_makes_the_same_are_refused(file: Path, tmp_path: Path) -> None:
+    """They differ in white space alone, which most templates take off: the loss would stay at log 2."""
+    trims = CHAT_TEMPLATE.replace("message['content'] +", "(message['content'] | trim) +")
+    make_tokenizer(chat_template=trims).save_pretrained(tmp_path / "model")
+    write(file, GOOD, GOOD | {"chosen": "two", "rejected": "two\n"})
+    with pytest.raises(UserError, match="line 2: the two answers are the same tokens to the model"):
+        load_pairs(file, tmp_path / "model", PairData(train=file))
