@@ -80,7 +80,14 @@ class Piece:
 def parse_demonstration(row: Row, data: SftData) -> Exchange:
     """The row's chat, or its prompt and response. Raises UserError naming file, line and field."""
     if row.has(data.messages_key):
-        return Exchange(row, parse_chat(row, data.messages_key), None, row_tools(row))
+        chat = parse_chat(row, data.messages_key)
+        for number, message in enumerate(chat[1:], 2):
+            if message["role"] == "assistant" and _is_empty(message):
+                raise UserError(
+                    f"{row.where}, field {data.messages_key!r}, message {number}: the assistant says nothing, and each of its "
+                    "messages is learned. Fill it, or leave it out with what it answers."
+                )
+        return Exchange(row, chat, None, row_tools(row))
     if not row.has(data.prompt_key):
         raise row.missing(data.prompt_key, f"data.prompt_key; nor is there a chat under {data.messages_key!r}")
     prompt = parse_prompt(row, data.prompt_key)
@@ -134,8 +141,12 @@ def parse_answer(row: Row, key: str, purpose: str) -> Message:
 
 
 def _check_filled(answer: Message, row: Row, key: str) -> None:
-    if not answer["content"].strip() and CALLS not in answer:
+    if _is_empty(answer):
         raise UserError(f"{row.where}, field {key!r}: the response is empty; wanted is some text.")
+
+
+def _is_empty(answer: Message) -> bool:
+    return not answer["content"].strip() and CALLS not in answer
 
 
 def _only_answer(value: list[Any], row: Row, key: str) -> Message:

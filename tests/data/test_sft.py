@@ -222,6 +222,10 @@ def test_a_template_that_writes_otherwise_than_it_asks_is_refused(chat_tokenizer
         ({"prompt": "a", "response": [USER]}, "field 'response': messages of user; wanted is some text"),
         ({"prompt": "a", "response": [{**ASSISTANT, "content": ""}]}, "field 'response': the response is empty"),
         ({"messages": [USER, {**ASSISTANT, "content": " "}]}, "field 'messages': the response is empty"),
+        (
+            {"messages": [USER, {**ASSISTANT, "content": "\n"}, USER, ASSISTANT]},
+            "field 'messages', message 2: the assistant says nothing",
+        ),
         ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "message 2: 'content' is missing"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": "f"}]}, "message 2: 'tool_calls' is a string"),
         ({"messages": [USER, {**ASSISTANT, "tool_calls": [3]}]}, "message 2: 'tool_calls' has a number"),
