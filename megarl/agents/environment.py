@@ -5,11 +5,11 @@ Not for playing an episode (episode.py), nor for finding the class that a recipe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from megarl.algorithms.limits import MAX_REWARD
 from megarl.core.errors import MegarlError
 
 # A chat message: `role` and `content`, both strings.
@@ -138,11 +138,13 @@ def _messages(found: object, where: Literal["start", "step"]) -> list[Message]:
 
 def _number(value: Any, who: str, what: str) -> None:
     try:
-        finite = not isinstance(value, bool | str | bytes) and math.isfinite(float(value))
+        finite = not isinstance(value, bool | str | bytes) and abs(float(value)) <= MAX_REWARD  # nan is not
     except Exception:  # of a tensor with several numbers it is a RuntimeError
         finite = False
     if not finite:
-        raise EnvironmentFailedError(f"{who} gave {_shown(value)} as {what}; wanted is a finite number.")
+        raise EnvironmentFailedError(
+            f"{who} gave {_shown(value)} as {what}; wanted is a finite number, of at most {MAX_REWARD:g}."
+        )
 
 
 def _shown(value: object) -> str:

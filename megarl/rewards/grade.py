@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megarl.algorithms.limits import MAX_REWARD
 from megarl.rewards.patience import UnderWay
 
 MOST_SHOWN = 600  # characters of a failure's reason
@@ -25,12 +26,16 @@ def failed(reason: str) -> Grade:
 
 
 def number(value: Any) -> Grade:
-    """The grade that a value of somebody else's is: a failure where it is no finite number, or text."""
+    """The grade that a value of somebody else's is: a failure where it is no finite number, too large a one, or text."""
     try:
         score = math.nan if isinstance(value, str | bytes) else float(value)
     except Exception:  # of a tensor with several numbers it is a RuntimeError
         score = math.nan
-    return Grade(score) if math.isfinite(score) else failed(f"not a number: {value!r}")
+    if not math.isfinite(score):
+        return failed(f"not a number: {value!r}")
+    if abs(score) > MAX_REWARD:
+        return failed(f"too large: {value!r}; a reward is at most {MAX_REWARD:g}, and float32")
+    return Grade(score)
 
 
 class Grader(Protocol):

@@ -270,6 +270,7 @@ def fails(where: str, wrong: Callable[[], Any]) -> tuple[Sample, Bad]:
         ("step", lambda: Done(1.0, {"a": "x"}), "step gave 'x' as the metric a"),
         ("step", lambda: Done(1.0, None), "step gave None as metrics; wanted are numbers by name"),  # type: ignore[arg-type]
         ("step", lambda: Done(10**400), "as a reward; wanted is a finite number"),
+        ("step", lambda: Done(1e39), "step gave 1e+39 as a reward; wanted is a finite number, of at most 1e+30"),
         ("step", Unspeakable, "step raised ValueError: no words for it"),
         ("step", raises_without_words, "step raised Speechless, which has no words"),
         ("step", interrupts, "step raised RuntimeError: it exits"),

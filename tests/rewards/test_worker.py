@@ -39,6 +39,12 @@ def test_what_cannot_be_a_float_is_not(value: object) -> None:
     assert found.failure is not None and found.failure.startswith("not a number: ")
 
 
+@pytest.mark.parametrize("value", [2.7e43, -1e39, 1e300])
+def test_what_no_float32_holds_is_no_grade(value: float) -> None:
+    found = grade(lambda **_: value, "", "", "", {})
+    assert found.reward == 0.0 and found.failure == f"too large: {value!r}; a reward is at most 1e+30, and float32"
+
+
 def test_a_long_error_is_cut() -> None:
     def verbose(**_: object) -> float:
         raise ValueError("x" * sys.getrecursionlimit() * 100)
