@@ -9,10 +9,18 @@ from itertools import count
 from typing import Any
 
 from megarl.serving.answers import field
-from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
+from megarl.serving.client import (
+    ATTEMPTS,
+    LONGEST_BACKOFF_S,
+    ServerClient,
+    ServerEndpoint,
+    ServerError,
+    ServerUnreachableError,
+    nobody_there,
+)
 
 PARSE_S = 30.0
-ATTEMPTS = 4
+BROKEN = 500  # and above: a router that has no answer at the moment, and no server that knows no workers
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,15 @@ class CallParser:
     """SGLang's parser of that name, at whatever server answers.
 
     router: in front of the servers, which does not pass this on: it says who they are; or the only server.
-    tools: JSON schemas, where all texts have the same.
+    tools: JSON schemas, where all texts have the same. A router or a server that is gone for a moment is waited for, as a request
+    waits (`ServerClient.generate`): backoff_s is its first pause.
     """
 
-    def __init__(self, router: ServerEndpoint, parser: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, router: ServerEndpoint, parser: str, tools: Sequence[Mapping[str, Any]] = (), *, backoff_s: float = 0.5
+    ) -> None:
         self._router, self._parser, self._tools = router, parser, [_told(tool) for tool in tools]
+        self._backoff_s = backoff_s
         self._urls: list[str] = []
         self._finding = asyncio.Lock()
         self._clients: dict[str, ServerClient] = {}
@@ -57,21 +69,26 @@ class CallParser:
             "tool_call_parser": self._parser,
         }
         for attempt in range(ATTEMPTS):
-            urls = await self._known()
-            url = urls[next(self._next) % len(urls)]
-            if url not in self._clients:
-                self._clients[url] = ServerClient(ServerEndpoint(f"server at {url}", url, self._router.api_key))
-            server = self._clients[url]
+            urls: list[str] = []
             try:
+                urls = await self._known()
+                server = self._client(urls[next(self._next) % len(urls)])
                 answer = await server.ask("/parse_function_call", body, PARSE_S)
-            except ServerUnreachableError:
-                if attempt == ATTEMPTS - 1:
+            except (ServerUnreachableError, ServerError) as error:
+                if attempt == ATTEMPTS - 1 or not nobody_there(error):
                     raise
                 if self._urls is urls:
                     self._urls = []  # one has gone, and another may have come; the others' answers are still awaited
+                if attempt or not urls:  # of several servers another may be asked at once
+                    await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                 continue
             return _read(answer, text, f"{server.endpoint.name} ({server.endpoint.url}) /parse_function_call")
         raise AssertionError("the last attempt returns or raises")
+
+    def _client(self, url: str) -> ServerClient:
+        if url not in self._clients:
+            self._clients[url] = ServerClient(ServerEndpoint(f"server at {url}", url, self._router.api_key))
+        return self._clients[url]
 
     async def close(self) -> None:
         """Close the connections; the next text opens new ones."""
@@ -87,15 +104,20 @@ class CallParser:
             return self._urls
 
     async def _find(self) -> list[str]:
+        """Raises ServerUnreachableError where the router knows no server at the moment, and what asking it raises."""
         router = self._router
         async with ServerClient(router) as client:
             try:
                 told = await client.ask("/workers", deadline_s=PARSE_S)
-            except ServerError:
-                told = {}  # a server, which knows no workers
+            except ServerError as error:
+                if error.status >= BROKEN:
+                    raise
+                return [router.url]  # a server, which knows no workers
         workers = told.get("workers") if isinstance(told, dict) else None
         urls = [str(worker["url"]) for worker in workers or () if isinstance(worker, dict) and "url" in worker]
-        return urls or [router.url]
+        if not urls:
+            raise ServerUnreachableError(f"{router.name} ({router.url}) knows no server at the moment")
+        return urls
 
 
 def _told(tool: Mapping[str, Any]) -> dict[str, Any]:

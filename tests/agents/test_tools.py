@@ -322,6 +322,33 @@ def test_turns_that_end_together_find_servers_once_and_leave_no_connection() -> 
     assert (asked, opened) == (17, 0)
 
 
+@pytest.mark.parametrize("left", ["no server", "no router"])
+def test_servers_that_are_gone_for_a_moment_are_waited_for(left: str) -> None:
+    async def go() -> list[Parsed]:
+        async with FakeServers(lambda body: {"normal_text": body["text"], "calls": []}) as fakes:
+            parser = CallParser(fakes.router.endpoint, "qwen25", [Tool(multiply).schema], backoff_s=0.01)
+            found = [await parser.parse("before")]
+            plain, asked = fakes.router.respond, 0
+
+            async def workers(path: str, body: dict[str, Any]) -> web.Response:
+                nonlocal asked
+                asked += 1
+                if path != "/workers":
+                    return web.json_response({}, status=404)
+                return await plain(path, body) if asked > 3 else web.json_response({"workers": []})
+
+            fakes.server.drop_next = 1
+            if left == "no server":
+                fakes.router.respond = workers  # type: ignore[method-assign]
+            else:
+                fakes.router.drop_next = 3
+            found += [await parser.parse("meanwhile"), await parser.parse("after")]
+            await parser.close()
+            return found
+
+    assert [each.text for each in asyncio.run(go())] == ["before", "meanwhile", "after"]
+
+
 @pytest.mark.parametrize(("status", "fails_sample"), [(500, False), (400, False), (401, True)])
 def test_a_parser_that_raises_costs_the_call_and_a_server_that_is_gone_the_sample(
     status: int, fails_sample: bool
