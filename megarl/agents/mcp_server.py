@@ -28,6 +28,7 @@ log = get_logger(__name__)
 
 KEY = "agent.mcp"
 CONNECT_S = 30.0
+LOOK_S = 10.0  # until a server that left a call unanswered has to say which tools it has
 CLOSE_S = 10.0  # one that is told to end is killed by the client within a few seconds
 
 
@@ -37,8 +38,9 @@ class McpServer:
     The client belongs to a task of its own, which opens and closes it.
     """
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, look_s: float = LOOK_S) -> None:
+        self.where, self._look_s = where, look_s
+        self._look: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
         self._connection: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Client] | None = None  # of a connection that is being made, or is there
@@ -47,18 +49,21 @@ class McpServer:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """What a tool gives, as text. Raises EnvironmentFailedError where the server says that it failed.
 
-        A server that ended is started, or looked for, anew by the next call; this one has failed. One that starts for longer than
-        a call may take goes on starting for the next.
+        A server that ended is started, or looked for, anew by the next call; this one has failed. So is one that hangs: after a
+        call that was given up it is asked for its tools. One that starts for longer than a call may take goes on starting for the
+        next.
         """
         ready = await self._connection_made()
         client = await asyncio.shield(ready)
         try:
             result = await client.call_tool(name, dict(arguments))
+        except asyncio.CancelledError:
+            if ready is self._ready and (self._look is None or self._look.done()):
+                self._look = asyncio.create_task(self._look_at(ready, client))
+            raise
         except Exception as error:
-            if ready is self._ready and _gone(error):
-                log.warning("the MCP server %r is gone (%s); the next call connects anew", self.where, error)
-                self._leave.set()
-                self._ready = None
+            if _gone(error):
+                self._left(ready, f"is gone ({error})")
             raise
         text = _text(result)
         if result.is_error:
@@ -75,8 +80,26 @@ class McpServer:
             if cursor is None:
                 return schemas
 
+    async def _look_at(self, ready: asyncio.Future[Client], client: Client) -> None:
+        """Leave a server that answers nothing any more; one that is at a long call answers others."""
+        try:
+            await asyncio.wait_for(client.list_tools(), self._look_s)
+        except TimeoutError:
+            self._left(ready, f"has not answered for {self._look_s:g} s")
+        except Exception as error:
+            if _gone(error):
+                self._left(ready, f"is gone ({error})")
+
+    def _left(self, ready: asyncio.Future[Client], why: str) -> None:
+        if ready is self._ready:
+            log.warning("the MCP server %r %s; the next call connects anew", self.where, why)
+            self._leave.set()
+            self._ready = None
+
     async def close(self) -> None:
         """End the connection, and with it a server that is a command."""
+        if self._look is not None:
+            self._look.cancel()
         self._ready = None
         self._leave.set()
         if self._connection is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from megarl.agents.environment import EnvironmentFailedError
+from megarl.agents.mcp_server import McpServer
+from megarl.agents.patience import within
 from megarl.agents.tool_sources import open_toolbox
 from megarl.agents.tools import Result, Toolbox, ToolCall
 from megarl.core.errors import UserError
@@ -134,6 +139,23 @@ def test_a_call_has_a_deadline_and_the_server_goes_on(pids: Path) -> None:
     waited, apple = asyncio.run(go())
     assert waited.failed and waited.message["content"] == "error: wait did not end within 8 s"
     assert apple.message["content"] == "3.0"
+    assert len(started(pids)) == 2 and ended(started(pids))
+
+
+def test_a_server_that_hangs_is_left_for_another(pids: Path) -> None:
+    async def go() -> tuple[str, str]:
+        server = McpServer(by_command(pids), look_s=0.3)
+        try:
+            before = await server.call("price_of", {"fruit": "apple"})
+            os.kill(started(pids)[0], signal.SIGSTOP)
+            with pytest.raises(EnvironmentFailedError, match="did not end within"):
+                await within(lambda: server.call("price_of", {"fruit": "apple"}), 0.2, "price_of")
+            await asyncio.sleep(0.6)
+            return before, await server.call("price_of", {"fruit": "apple"})
+        finally:
+            await server.close()
+
+    assert asyncio.run(asyncio.wait_for(go(), 30)) == ("3.0", "3.0")
     assert len(started(pids)) == 2 and ended(started(pids))
 
 
