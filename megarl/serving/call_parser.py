@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -133,4 +134,18 @@ def _read(answer: Any, text: str, where: str) -> Parsed:
         for call in field(answer, "calls", list, where)
     ]
     rest = field(answer, "normal_text", str, where)
+    if not calls and _names_nothing(text):
+        return Parsed((), unread=False, text=text)
     return Parsed(tuple(calls), unread=not calls and rest != text, text=rest)
+
+
+def _names_nothing(text: str) -> bool:
+    """Whether a text begins with a JSON object without a name, which is an answer.
+
+    Llama's calls are objects without any mark, and SGLang takes whatever begins with a bracket for one.
+    """
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "name" not in found

@@ -303,6 +303,29 @@ def test_a_server_behind_the_router_reads_calls() -> None:
     assert found[0].calls[0].arguments == '{"left": 3}'
 
 
+@pytest.mark.parametrize(
+    ("text", "unread"),
+    [
+        ('{"answer": 4}', False),
+        ('{"answer": {"name": "Bob"}} it is.', False),
+        ('{"name": "divide", "parameters": {}}', True),
+        ('{"name": "mult', True),
+        ("<|python_tag|>{}", True),
+    ],
+)
+def test_an_answer_in_json_is_no_call_that_cannot_be_read(text: str, unread: bool) -> None:
+    """SGLang's parser of Llama 3 takes the object away, and makes no call of it."""
+
+    async def go() -> Parsed:
+        async with FakeServers(lambda body: {"normal_text": "", "calls": []}) as fakes:
+            parser = CallParser(fakes.router.endpoint, "llama3", [Tool(multiply).schema])
+            found = await parser.parse(text)
+            await parser.close()
+            return found
+
+    assert asyncio.run(go()) == Parsed((), unread, "" if unread else text)
+
+
 def test_turns_that_end_together_find_servers_once_and_leave_no_connection() -> None:
     """Also where a server goes meanwhile: what the others were asked is still answered."""
 
