@@ -29,7 +29,10 @@ def rewards(samples: Sequence[Sample]) -> FloatArray:
 
 
 def scores(samples: Sequence[Sample], grader: str | None) -> FloatArray:
-    """The score of one grader, or, without a name, the reward: [N] float32. 0 where there is none."""
+    """The score of one grader, or, without a name, the reward: [N] float32. 0 where there is none.
+
+    A sample without a grade has no reward, whatever its environment gave: what that grader would have said is missing.
+    """
     if grader is None:
-        return rewards(samples)
+        return np.where([sample.grade_failure is None for sample in samples], rewards(samples), np.float32(0))
     return np.array([sample.reward_parts.get(grader) or 0.0 for sample in samples], dtype=np.float32)

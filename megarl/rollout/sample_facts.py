@@ -55,7 +55,7 @@ def eval_facts(rows: Sequence[int], samples: Sequence[Sample], settings: Eval) -
     grades = [sample.grade_failure for sample in samples if sample.grade_failure is not None]
     return EvalFacts(
         rows=np.repeat(np.array(rows, np.int64), settings.samples_per_prompt),
-        rewards=filters.rewards(samples),
+        rewards=filters.scores(samples, None),
         scores=filters.scores(samples, settings.grader),
         response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
         truncated=_are(samples, Status.TRUNCATED),
