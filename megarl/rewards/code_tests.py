@@ -105,6 +105,15 @@ def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> R
 
     Raises ValueError that says what is wrong with the row.
     """
+    try:
+        return _read_tests(metadata, answer, field)
+    except ValueError:
+        raise
+    except Exception as error:  # rows hold anything: a number for a name, or brackets within thousands of brackets
+        raise ValueError(f"its tests cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> RowTests:
     found = _found(metadata, answer, field)
     for name, value in found:
         if len(tests := _of(_decoded(name, value, metadata), metadata)):

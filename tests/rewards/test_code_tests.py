@@ -118,6 +118,10 @@ def test_a_pickle_is_never_opened() -> None:
             "of a function that the row does not name",
         ),
         ({"tests": {"fn_name": "a b", "inputs": [[1]], "outputs": [1]}}, None, "'a b' is no name of a function"),
+        ({"tests": {"fn_name": 3, "inputs": [[1]], "outputs": [1]}}, None, "its tests cannot be read: AttributeError"),
+        ({"tests": "assert f(1) == 1", "test_imports": 5}, None, "its tests cannot be read: TypeError"),
+        ({"tests": "[" * 5000}, None, "its tests cannot be read: RecursionError"),
+        ({"tests": f"assert f({'-' * 5000}1) == 1"}, None, "its tests cannot be read: RecursionError"),
     ],
 )
 def test_what_is_no_test_is_said(row: dict[str, Any], field: str | None, says: str) -> None:
