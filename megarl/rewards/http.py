@@ -103,7 +103,7 @@ class JsonClient:
             raise CallError(self._said(status, text))
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise CallError(f"error: {self.url} answered what is not JSON: {text[:ANSWER_SHOWN]!r}") from None
 
     def _said(self, status: int, text: str) -> str:

@@ -115,6 +115,6 @@ def _field(reply: str, field: str) -> Any:
     """The field of the JSON object from the first brace to the last; None where there is no such thing."""
     try:
         found = json.loads(reply[reply.find("{") : reply.rfind("}") + 1])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found.get(field) if isinstance(found, dict) else None

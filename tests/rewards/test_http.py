@@ -82,6 +82,11 @@ def test_an_answer_that_is_no_json_is_shown() -> None:
     assert answer == f"error: {fake.url} answered what is not JSON: '<html>welcome'"
 
 
+def test_an_answer_of_brackets_within_thousands_of_brackets_is_no_json() -> None:
+    answer, fake = called((200, "[" * 5000))
+    assert answer.startswith(f"error: {fake.url} answered what is not JSON: '[[[")
+
+
 def test_a_hang_ends_at_the_deadline() -> None:
     answer, fake = called(HANG, timeout_s=0.05)
     assert answer == f"timeout: no answer from {fake.url} within 0.05 s"

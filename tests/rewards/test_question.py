@@ -116,6 +116,7 @@ def test_a_reply_that_was_cut_off_has_no_score_unless_the_recipe_has_a_pattern_o
         ('{"score": 1e999}', None),
         ("[3]", None),
         ("} {", None),
+        ('{"score": ' * 5000 + "1" + "}" * 5000, None),
         ("3", None),
     ],
 )
