@@ -63,8 +63,8 @@ class Expected:
             return said.ok
         try:
             value = ast.literal_eval(said.text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            return False
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            return False  # a set of sets as well, which has no literal
         if self.as_json:
             wanted = _lists(self.value)
             return _lists(value) == wanted or (isinstance(wanted, list) and [_lists(value)] == wanted)

@@ -140,6 +140,8 @@ def test_what_is_no_test_is_said(row: dict[str, Any], field: str | None, says: s
         (Expected(Check("value", "x"), True, exactly=True), "1", False),
         (Expected(Check("value", "x"), 1), "__import__('os')", False),
         (Expected(Check("value", "x"), 1), "[" * 300, False),
+        (Expected(Check("value", "x"), [1]), "{{1, }, }", False),  # {frozenset({1})}
+        (Expected(Check("value", "x"), [1]), "{{1, }: 2}", False),
         (Expected(Check("assert", "x")), "", True),
     ],
 )
