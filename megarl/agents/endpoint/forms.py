@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megarl.agents.endpoint.refusal import RefusedError
+from megarl.algorithms.limits import MAX_REWARD
 
 MOST_CHOICES = 64
 MOST_STOPS = 16
@@ -43,6 +44,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 # An empty one would end every choice at once.
 Stop = Annotated[str, Field(min_length=1)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 
 class _Form(BaseModel):
@@ -169,8 +171,8 @@ class CompletionRequest(_Request):
 class RewardReport(_Form):
     """POST /v1/episode/reward: what the last turn was worth, and numbers for `agent/by/NAME`."""
 
-    reward: float
-    metrics: dict[str, float] = {}
+    reward: Reward
+    metrics: dict[str, Reward] = {}
 
     @field_validator("metrics")
     @classmethod

@@ -145,6 +145,13 @@ def test_what_changes_nothing_is_taken() -> None:
         ("POST", "/embeddings", b"{}", 404, "Not Found"),
         ("POST", "/episode/reward", b'{"reward": 1}', 400, "Nothing is trained here"),
         ("POST", "/episode/reward", b'{"reward": NaN}', 400, "The body is no JSON"),
+        (
+            "POST",
+            "/episode/reward",
+            b'{"reward": 1e39}',
+            400,
+            "reward: Input should be less than or equal to 1000000000",
+        ),
         ("POST", "/episode/reward", b'{"reward": "x"}', 400, "reward: Input should be a valid number"),
     ],
 )
