@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
 
 from megarl.agents.environment import EnvironmentFailedError, Message
-from megarl.agents.patience import ENDS_ALL, NEVER_S, within
+from megarl.agents.patience import ENDS_ALL, NEVER_S, in_words, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
 
@@ -74,6 +74,8 @@ class Tool:
                 f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()
             )
             raise EnvironmentFailedError(f"wrong arguments: {said}") from error
+        except Exception as error:  # of a user's validator
+            raise EnvironmentFailedError(f"wrong arguments: {in_words(error)}") from error
         values = {name: getattr(given, name) for name in type(given).model_fields}
         return await within(lambda: self._run(values), NEVER_S if self._timed else seconds, self.name)
 

@@ -9,10 +9,11 @@ import importlib.util
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from aiohttp import ClientSession, web
+from pydantic import AfterValidator
 
 from megarl.agents.check import check_agent
 from megarl.agents.template import ChatTemplate
@@ -90,6 +91,17 @@ def test_what_a_call_gives_or_what_the_policy_is_told(name: str, arguments: Any,
     assert result.message["content"].startswith(content)
     assert result.message | {"content": ""} == {"role": "tool", "content": "", "name": name, "tool_call_id": "c0"}
     assert result.failed is content.startswith("error")
+
+
+def test_a_validator_of_the_users_that_raises_what_pydantic_lets_through_costs_its_call() -> None:
+    def share(of: int) -> int:
+        return of
+
+    share.__annotations__ = {"of": Annotated[int, AfterValidator(lambda number: 100 // number)]}
+    calls = [ToolCall("share", '{"of": 0}', "c0"), ToolCall("share", '{"of": 50}', "c1")]
+    bad, good = asyncio.run(Toolbox([Tool(share)], 5.0).call(calls))
+    assert bad.failed and bad.message["content"].startswith("error: wrong arguments: ZeroDivisionError: ")
+    assert good.message["content"] == "2"
 
 
 def test_calls_run_side_by_side_and_stay_in_order() -> None:
