@@ -104,6 +104,16 @@ def test_wrong_answers_words_and_numbers_beyond_all_bounds() -> None:
     assert found[3] == told("1999999999998") and found[4] == Done(0.0, {"solved": 0.0, "used": 1.0})
 
 
+def test_a_number_that_has_no_end_is_wrong_and_fails_no_episode() -> None:
+    """A policy that repeats a digit for ever would never be told that it is wrong."""
+    assert played(GuessNumber(), ["9" * 5000, "-" + "9" * 5000, "5"], answer="5")[1:] == [
+        told("lower"),
+        told("higher"),
+        Done(1.0, {"guesses": 3.0, "solved": 1.0}),
+    ]
+    assert played(Calculator(), ["#### " + "9" * 5000], answer="4")[1] == Done(0.0, {"solved": 0.0, "used": 0.0})
+
+
 CHAINED = "What is 47+38-15*2?"  # from left to right: 85, 70, 140
 
 

@@ -19,7 +19,7 @@ NUMBER = rf"-?\d{{1,{DIGITS}}}"
 ASKED = re.compile(rf"(?<!\d)({NUMBER})\s*([-+*/])\s*({NUMBER})\s*=\s*$")
 CHAIN = re.compile(rf"\d{{1,{DIGITS}}}(?:[-+*]\d{{1,{DIGITS}}})+")
 LINK = re.compile(r"([-+*])(\d+)")
-ANSWER = re.compile(r"-?\d+")
+ANSWER = re.compile(r"-?\d{1,1000}")  # Python reads no more than 4300
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 HELP = "The calculator takes one operation, such as `12*34=`; the answer is given as `#### 408`."
 
