@@ -33,7 +33,8 @@ FIELDS = (
     "public_test_cases",
 )
 SETUP_FIELDS = ("test_setup_code", "test_imports")
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*\r?$", flags=re.MULTILINE | re.DOTALL)
+OPENS = re.compile(r"^[ \t]*```[^\n`]*\n", flags=re.MULTILINE)
+CLOSES = re.compile(r"^[ \t]*```[ \t]*\r?$", flags=re.MULTILINE)
 SHOWN = 80  # characters of what is no test, in messages
 
 
@@ -89,8 +90,11 @@ class RowTests:
 
 def last_block(response: str) -> str | None:
     """The last fenced block of code of a response; None where it has none that is closed."""
-    found = FENCED.findall(response)
-    return str(found[-1]) if found else None
+    last, at = None, 0
+    # One after the other: a pattern of both would look through the rest for each block that is opened and never closed.
+    while (opened := OPENS.search(response, at)) and (closed := CLOSES.search(response, opened.end())):
+        last, at = response[opened.end() : closed.start()], closed.end()
+    return last
 
 
 def same_output(written: str, wanted: str) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
+import time
 import zlib
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.rewards.code_tests import Expected, Pair, RowTests, last_block, read_tests, same_output
 from megarl.sandbox.job import Check, Checked
@@ -156,6 +160,22 @@ def test_the_last_closed_block_is_the_code() -> None:
     assert last_block("```python\nwhole\n```\n```python\ncut off") == "whole\n"
     assert last_block("  ```\n  x = 1\n  ```") == "  x = 1\n"
     assert last_block("```python\r\nx = 1\r\n```\r\nDone.") == "x = 1\r\n"
+
+
+def test_a_response_that_opens_block_after_block_is_read_at_once() -> None:
+    """A policy that repeats itself: its collector does nothing else meanwhile."""
+    began = time.process_time()
+    assert last_block("```python\n" * 16000) is None
+    assert last_block("```\nx\n```\n" * 16000) == "x\n"
+    assert time.process_time() - began < 1.0
+
+
+@given(st.lists(st.sampled_from(["```", "```py", " ```", "``` ", "``` a`b", "x", "", "```\r"])), st.booleans())
+def test_blocks_are_those_of_one_pattern(lines: list[str], ended: bool) -> None:
+    text = "\n".join(lines) + "\n" * ended
+    pattern = r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*\r?$"
+    found = re.findall(pattern, text, flags=re.MULTILINE | re.DOTALL)
+    assert last_block(text) == (found[-1] if found else None)
 
 
 def test_output_is_compared_by_lines() -> None:
