@@ -99,12 +99,19 @@ def exit_code(run: Path) -> int:
 
 
 def cancel(run: Path) -> str:
-    """End the job of a run; returns what was done, for people."""
+    """End the job of a run; returns what was done, for people.
+
+    Raises UserError where a Ray cluster cannot be asked: its job may well go on.
+    """
     submission = find_submission(run)
-    if not is_alive(submission):
-        return f"{submission.kind} job {submission.job} has ended already"
+    ended = f"{submission.kind} job {submission.job} has ended already"
     if submission.kind == "slurm":
+        if not is_alive(submission):
+            return ended
         slurm.cancel(submission.job)
     else:
-        RayJobs(submission.address).stop(submission.job)
+        jobs = RayJobs(submission.address)
+        if jobs.state(submission.job)[0] in ENDED:
+            return ended
+        jobs.stop(submission.job)
     return f"{submission.kind} job {submission.job} is being ended"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from megarl.core.errors import UserError
 from megarl.launch import watch
+from megarl.launch.record import Submission
+from megarl.serving.process import free_port
 
 
 def test_a_log_is_followed_until_its_writer_has_ended_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
@@ -22,3 +27,9 @@ def test_a_log_is_followed_until_its_writer_has_ended_and_nothing_of_it_is_lost(
     asked: list[int] = []
     watch.follow_file(file, alive, shown.append, ask_every_s=0.0)
     assert "".join(shown) == "line 1\nline 2\nline 3\n" and len(asked) == 4
+
+
+def test_a_job_of_a_ray_cluster_that_does_not_answer_is_not_said_to_have_ended(tmp_path: Path) -> None:
+    Submission("ray", "raysubmit_1", address=f"http://127.0.0.1:{free_port()}").write(tmp_path)
+    with pytest.raises(UserError, match=r"does not take jobs from here"):
+        watch.cancel(tmp_path)
