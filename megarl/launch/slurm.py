@@ -19,8 +19,22 @@ TIME_FORMS = (
     "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS"
 )
 TIME = re.compile(r"(\d+-\d+(:[0-5]?\d){0,2}|\d+(:[0-5]?\d){0,2})")
-# As SLURM names them: the job is still to come, or is under way.
-ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
+# As SLURM names them: the job has ended for good. It shows flags in their place (SIGNALING, STOPPED, SPECIAL_EXIT and more, and
+# others with other versions): with any of these the job is still to come, or under way.
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "LAUNCH_FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "RECONFIG_FAIL",
+    "REVOKED",
+    "TIMEOUT",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class JobState:
     @property
     def alive(self) -> bool:
         """Whether it has still to end."""
-        return self.name in ALIVE
+        return self.name not in ENDED
 
     def describe(self) -> str:
         """For people."""

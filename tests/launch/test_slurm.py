@@ -89,9 +89,13 @@ def test_a_job_number_is_taken_from_what_sbatch_says(answers: Path, tmp_path: Pa
     [
         ("RUNNING", "0:0", True, 0),
         ("PENDING", "0:0", True, 0),
+        ("SIGNALING", "0:0", True, 0),
+        ("STOPPED", "0:0", True, 0),
+        ("SPECIAL_EXIT", "0:0", True, 0),
         ("COMPLETED", "0:0", False, 0),
         ("FAILED", "7:0", False, 7),
         ("CANCELLED", "0:15", False, 143),
+        ("OUT_OF_MEMORY", "0:125", False, 253),
     ],
 )
 def test_a_jobs_state_is_understood(answers: Path, state: str, code: str, alive: bool, exit_code: int) -> None:
