@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,15 +71,17 @@ def show_logs(run: Path, *, follow: bool, write: Write) -> None:
 def follow_file(file: Path, alive: Callable[[], bool], write: Write, ask_every_s: float = ASK_EVERY_S) -> None:
     """Hand on what a file says and will say, as long as its writer lives."""
     position, asked, goes_on = 0, -ask_every_s, True
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # the last character may be half written
     while True:
         if time.monotonic() - asked >= ask_every_s:
             goes_on, asked = alive(), time.monotonic()
         if file.is_file():
-            with file.open(errors="replace") as lines:
-                lines.seek(position)
-                if text := lines.read():
-                    write(text)
-                position = lines.tell()
+            with file.open("rb") as log:
+                log.seek(position)
+                new = log.read()
+            position += len(new)
+            if text := decoder.decode(new, final=not goes_on):
+                write(text)
         if not goes_on:
             return
         time.sleep(POLL_S)

@@ -29,6 +29,18 @@ def test_a_log_is_followed_until_its_writer_has_ended_and_nothing_of_it_is_lost(
     assert "".join(shown) == "line 1\nline 2\nline 3\n" and len(asked) == 4
 
 
+def test_a_character_that_was_half_written_when_it_was_read_is_shown_whole(tmp_path: Path) -> None:
+    file, shown, parts = tmp_path / "log", [], [b"caf\xc3", b"\xa9 ", b"\xe2"]
+
+    def alive() -> bool:
+        with file.open("ab") as log:
+            log.write(parts.pop(0))
+        return bool(parts)
+
+    watch.follow_file(file, alive, shown.append, ask_every_s=0.0)
+    assert "".join(shown) == "caf\u00e9 \ufffd"  # the last one never came
+
+
 def test_a_job_of_a_ray_cluster_that_does_not_answer_is_not_said_to_have_ended(tmp_path: Path) -> None:
     Submission("ray", "raysubmit_1", address=f"http://127.0.0.1:{free_port()}").write(tmp_path)
     with pytest.raises(UserError, match=r"does not take jobs from here"):
