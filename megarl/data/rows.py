@@ -69,6 +69,13 @@ class Row:
             f"Rename the field, or name the right one in the recipe."
         )
 
+    def said(self, value: Any) -> Any:
+        """What the row says of an object in it, such as a schema: without the nulls that Parquet fills it up with.
+
+        A column has one type: its objects have the keys of all rows' objects, and null where they have not got one.
+        """
+        return _without_nulls(value) if self.path.suffix in PARQUET_SUFFIXES else value
+
     def _find(self, key: str) -> Any:
         if key in self.fields:
             return self.fields[key]
@@ -187,6 +194,12 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise UserError(
             f"{path}: not a readable Parquet file, after {number} rows ({error}). Write it again."
         ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 # Exact types: a bool is an int to isinstance.
