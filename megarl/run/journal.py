@@ -73,7 +73,8 @@ HARMLESS = (
 HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
 HELD_OUT_ROWS = "files of data.eval"
 BEGIN_ANEW = "Begin a journal anew with --discard-journal."
-OF_ROWS = " of the rows of data.train"
+ROWS_PATH = "data.train"
+OF_ROWS = f" of the rows of {ROWS_PATH}"
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
 
@@ -113,7 +114,10 @@ def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
     # The journal of an older megarl says nothing of rows.
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
-    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    moves = {ROWS_PATH} if known else set()  # what rows say decides, and not where they are
+    changed = [
+        name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name) and name not in moves
+    ]
     if changed:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
         more = [f"  and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []

@@ -116,6 +116,15 @@ def test_other_rows_are_refused_where_no_checkpoint_knows_of_them(tmp_path: Path
     check_journal(recipe, {**ROWS, "answers": "3c"}, discard=False)  # one of an older megarl says nothing of rows
 
 
+def test_rows_may_be_in_another_folder_as_long_as_they_say_the_same(tmp_path: Path, journal: Path) -> None:
+    moved = recipe_of(tmp_path, data={"train": str(tmp_path / "moved" / "train.jsonl")})
+    check_journal(moved, ROWS, discard=False)
+    with pytest.raises(UserError, match=r"answers of the rows of data\.train was"):
+        check_journal(moved, {**ROWS, "answers": "3c"}, discard=False)
+    with pytest.raises(UserError, match=r"data\.train was "):
+        check_journal(moved, {}, discard=False)  # nobody knows what they say
+
+
 def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: Path) -> None:
     rows = tmp_path / "held_out.jsonl"
     rows.write_text("a row\n")
