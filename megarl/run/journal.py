@@ -20,7 +20,7 @@ from megarl.core.types import EvalResult
 from megarl.core.versions import installed
 from megarl.data.digests import NO_DIGESTS, Digests
 from megarl.data.rows import data_files
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, read_history
@@ -176,19 +176,20 @@ def changes(folder: Path, before: Recipe, now: Recipe) -> list[str]:
     return [f"  {name} was {a!r} and is {b!r}" for name, (a, b) in found.items() if a != b]
 
 
-def evaluations_before(recipe: Recipe) -> dict[int, EvalResult]:
+def evaluations_before(loaded: Loaded[Recipe]) -> dict[int, EvalResult]:
     """Evaluations that the run in this folder has made, by step: a step that is made again need not be evaluated again.
 
-    None where held-out rows or how they are asked were others, or nothing is there.
+    loaded: with files in the place of names. None where held-out rows or how they are asked were others, or nothing is there.
     """
-    folder = recipe.run.folder
+    recipe, folder = loaded.recipe, loaded.recipe.run.folder
     if not (folder / METRICS_FILE).is_file() or not (folder / RECIPE_FILE).is_file():
         return {}
     written, rows = folder / JOURNAL / MADE_WITH, _held_out(recipe)
     if rows and written.exists() and read_object(written, BEGIN_ANEW).get(HELD_OUT_ROWS, rows) != rows:
         return {}
     before = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
-    if before.eval != recipe.eval or any(getattr(before.data, key) != getattr(recipe.data, key) for key in HELD_OUT):
+    now = loaded.with_names().data
+    if before.eval != recipe.eval or any(getattr(before.data, key) != getattr(now, key) for key in HELD_OUT):
         return {}
     found = {}
     for row in read_history(folder / METRICS_FILE):
@@ -211,7 +212,7 @@ def trim_journal(recipe: Recipe, checkpoints: list[Committed]) -> None:
 
 
 def _held_out(recipe: Recipe) -> list[str]:
-    """Checksums of the files of held-out rows; none where a hub's name stands for them yet, or they cannot be read."""
+    """Checksums of the files of held-out rows; none where they cannot be read."""
     files = data_files(recipe.data.eval) if recipe.data.eval is not None else []
     try:
         return [sum_file(file).crc32 for file in files if file.is_file()]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.recipe.load import resolve
+from megarl.recipe.load import Loaded
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
@@ -125,17 +126,22 @@ def test_rows_may_be_in_another_folder_as_long_as_they_say_the_same(tmp_path: Pa
         check_journal(moved, {}, discard=False)  # nobody knows what they say
 
 
-def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [None, "own/rows@5e0c91d2", "rows"])
+def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: Path, name: str | None) -> None:
+    """name: what the recipe has in the place of the file: of a data set on the hub, or of a folder."""
     rows = tmp_path / "held_out.jsonl"
     rows.write_text("a row\n")
     recipe = recipe_of(tmp_path, data={"eval": str(rows)})
+    loaded = Loaded(recipe, {}, {}, tmp_path / "recipe.yaml", (), {"data.eval": name} if name else {})
     begin_journal(recipe, ROWS, keeps=False)
-    (recipe.run.folder / RECIPE_FILE).write_text(dump_yaml(resolve(recipe)))
+    (recipe.run.folder / RECIPE_FILE).write_text(dump_yaml(loaded.with_recipe(recipe).resolved))
     (recipe.run.folder / METRICS_FILE).write_text('{"step": 2, "eval/accuracy": 0.5}\n')
-    assert evaluations_before(recipe)[2].accuracy == 0.5
+    assert evaluations_before(loaded)[2].accuracy == 0.5
     rows.write_text("another\n")
     check_journal(recipe, ROWS, discard=False)
-    assert evaluations_before(recipe) == {}
+    assert evaluations_before(loaded) == {}
+    rows.write_text("a row\n")
+    assert evaluations_before(replace(loaded, names={"data.eval": "own/rows@another"})) == {}
 
 
 def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:
