@@ -26,7 +26,7 @@ from typing import IO, Literal
 
 from megarl.core.errors import DeadlineError, MegarlError, StoppedError
 from megarl.core.ray_env import FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
-from megarl.core.stop import STOP_SIGNAL
+from megarl.core.stop import STOP_SIGNAL, held_back
 from megarl.launch.node import own_address
 from megarl.launch.progress import MOST_VAIN, reached, vain_starts
 from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
@@ -240,7 +240,8 @@ class Leader:
         """Run the driver to its end; returns its exit code as a shell says it."""
         environment = {**os.environ, RAY_ADDRESS_VARIABLE: self._head, RAY_NODES_VARIABLE: str(len(nodes.names))}
         command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *self._plan.driver]
-        driver = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        with held_back():
+            driver = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         threading.Thread(target=lambda: self._events.put(("driver ended", driver.wait(), None)), daemon=True).start()
         while True:
             source, number, message = self._events.get()
