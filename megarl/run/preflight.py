@@ -62,6 +62,7 @@ class Preflight:
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
     notes: keys without effect on this platform, which has them so that one recipe runs on all; rows that no response is
     right by; steps with more rows than there are. external: servers that somebody else started. digests: of what the rows say.
+    committed: the checkpoint that the run goes on from.
     """
 
     plan: BatchPlan
@@ -73,6 +74,7 @@ class Preflight:
     notes: tuple[str, ...] = ()
     external: ExternalPool | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    committed: Committed | None = None
 
     def lines(self) -> list[str]:
         """What a user wants to see before waiting for the start."""
@@ -143,7 +145,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *notes,
     )
     external = check_servers(recipe, model, platform, here=here)
-    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external, digests)
+    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external, digests, committed)
 
 
 def preflight_eval(recipe: Recipe) -> Preflight:
@@ -188,8 +190,9 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
+    notes = _rows_again(recipe, len(rows))
     return Preflight(
-        plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), _rows_again(recipe, len(rows))
+        plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), notes, committed=committed
     )
 
 

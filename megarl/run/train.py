@@ -75,7 +75,8 @@ def _train(
     predicted = place(recipe).predicted
     from megarl.run.session import train_session
 
-    with opened(loaded, [*checked.lines(), *([predicted.summary()] if predicted else [])], resume, stop, go_on) as run:
+    lines = [*checked.lines(), *([predicted.summary()] if predicted else [])]
+    with opened(loaded, lines, checked.committed, stop, go_on) as run:
         recoveries.tell()
         begin_journal(recipe, checked.digests, keeps=keeps)
         with run.timer.phase("start"):

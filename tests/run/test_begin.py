@@ -20,6 +20,7 @@ from megarl.run import begin, supervised, train
 from megarl.run.exported import NOTE, exported_step
 from megarl.run.lock import LOCK, locked
 from megarl.run.serve import servable
+from megarl.training import run_checkpoints
 from tests.support.dry import driver
 from tests.support.dry.actors import Book
 from tests.support.dry.world import write_world
@@ -119,6 +120,27 @@ def test_a_folder_of_a_runs_earlier_end_is_not_taken_for_the_newest(
         assert exported_step(folder, 3) == -1, "a folder of no step is written anew"
 
 
+def test_a_checkpoint_is_read_whole_once_and_another_that_was_committed_meanwhile_is_found(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may take minutes to read."""
+    folder = world / "runs" / "read"
+    run(world, "read", "train.save_every=1", "train.steps=3")
+    newest, read, look = folder / "checkpoints" / "step_000003", [], run_checkpoints.step_damage
+
+    def looked(each: Path, *, read: bool, seen: list[Path] = read) -> list[str]:
+        seen += [each] if read else []
+        return look(each, read=read)
+
+    monkeypatch.setattr(run_checkpoints, "step_damage", looked)
+    run(world, "read", "train.save_every=1", "train.steps=4", resume=True)
+    assert read == [newest]
+    checkpoints = run_checkpoints.Checkpoints(newest.parent, keep_last=9)
+    older = checkpoints.committed()[-2]
+    found = begin._still_newest(checkpoints, older)
+    assert found is not None and found.step == 4
+
+
 def killed(*_: object) -> None:
     raise RuntimeError("killed")
 
@@ -138,7 +160,7 @@ def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Pat
     with (
         driver.stage(Book(), world),
         pytest.raises(UserError, match=r"runs/removed cannot be written to: .*No such file"),
-        begin.opened(loaded, [], False, StopRequest()) as opened,
+        begin.opened(loaded, [], None, StopRequest()) as opened,
     ):
         shutil.rmtree(folder)
         with opened.timer.phase("rollout"):
