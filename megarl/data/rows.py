@@ -95,8 +95,9 @@ def data_files(path: Path) -> list[Path]:
 
 
 def place_of(path: Path, row_id: str) -> str:
-    """The place of a row of this file, for messages. row_id: `Row.id`."""
-    return Row(path, int(row_id.rpartition(":")[2]), {}).where
+    """The place of a row of this file, or of one of those that a pattern stands for, for messages. row_id: `Row.id`."""
+    name, _, number = row_id.rpartition(":")
+    return Row(path.with_name(name), int(number), {}).where
 
 
 def read_rows(path: Path) -> Iterator[Row]:
