@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -187,14 +188,24 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         # Checksums of pages are looked at where the file has them.
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_columns(path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=PARQUET_BATCH):
                 for fields in batch.to_pylist():
                     number += 1
                     yield Row(path, number, fields)
+    except UserError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # a string that is not UTF-8 is a ValueError
         raise UserError(
             f"{path}: not a readable Parquet file, after {number} rows ({error}). Write it again."
         ) from error
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    """Raises UserError for two columns of one name, which Parquet can have, and of which a row would have the last."""
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise UserError(f"{path}: more than one column is named {', '.join(map(repr, twice))}. Rename all but one.")
 
 
 def _without_nulls(value: Any) -> Any:

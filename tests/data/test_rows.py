@@ -126,6 +126,12 @@ def test_changed_values_are_seen_where_parquet_has_checksums(tmp_path: Path) -> 
         list(read_rows(path))
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"], ["c"]], names=["q", "p", "q"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: more than one column is named 'q'"):
+        list(read_rows(tmp_path / "a.parquet"))
+
+
 def test_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
