@@ -262,12 +262,14 @@ class Leader:
         silent, end = set(nodes.names), time.monotonic() + SILENT_S
         while silent and time.monotonic() < end:
             try:
-                source, _, message = self._events.get(timeout=max(0.0, end - time.monotonic()))
+                source, number, message = self._events.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 break
             if message is not None and message.word != "failed":
                 silent.discard(message.node)
-            elif source == "signal":
+            elif (
+                source == "signal" and number != STOP_SIGNAL
+            ):  # a job that is to stop soon may be queued again all the same
                 return []
         return sorted(silent)
 
