@@ -20,6 +20,7 @@ from megarl.core.types import EvalResult
 from megarl.core.versions import installed
 from megarl.data.digests import NO_DIGESTS, Digests
 from megarl.data.rows import data_files
+from megarl.models.fingerprint import fingerprint
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
@@ -73,7 +74,8 @@ HARMLESS = (
 HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
 HELD_OUT_ROWS = "files of data.eval"
 BEGIN_ANEW = "Begin a journal anew with --discard-journal."
-ROWS_PATH = "data.train"
+ROWS_PATH, MODEL_PATH = "data.train", "model.path"
+MODEL = "model's fingerprint"
 OF_ROWS = f" of the rows of {ROWS_PATH}"
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
@@ -94,6 +96,7 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
             found[f"source of {text}"] = sum_file(source).crc32
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
+    found[MODEL] = fingerprint(recipe.model.path)
     found |= {f"{name}{OF_ROWS}": digest for name, digest in digests.items()}
     return found | {package: installed(package) for package in PACKAGES}
 
@@ -114,7 +117,8 @@ def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
     # The journal of an older megarl says nothing of rows.
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
-    moves = {ROWS_PATH} if known else set()  # what rows say decides, and not where they are
+    # What rows say and which model it is decide, and not where they are. The journal of an older megarl says less of both.
+    moves = {ROWS_PATH if known else "", MODEL_PATH if MODEL in before else MODEL}
     changed = [
         name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name) and name not in moves
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ ROWS = {"ids": "1a", "answers": "2b"}  # what training rows say
 def recipe_of(folder: Path, **sections: dict[str, Any]) -> Recipe:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "model.safetensors").write_bytes(b"weights")
+    (folder / "model" / "config.json").write_text("{}")
     return make_recipe(folder, **sections)
 
 
@@ -96,6 +98,21 @@ def test_other_weights_are_refused(tmp_path: Path, journal: Path) -> None:
     (tmp_path / "model" / "model.safetensors").write_bytes(b"longer weights")
     with pytest.raises(UserError, match="model's files was "):
         check_journal(recipe, ROWS, discard=False)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"another")  # as large
+    with pytest.raises(UserError, match="model's fingerprint was ") as caught:
+        check_journal(recipe, ROWS, discard=False)
+    assert "model's files" not in str(caught.value)
+
+
+def test_the_model_may_be_in_another_folder_as_long_as_it_is_the_same(tmp_path: Path, journal: Path) -> None:
+    copy = shutil.copytree(recipe_of(tmp_path).model.path, tmp_path / "copy")
+    moved = recipe_of(tmp_path, model={"path": str(copy)})
+    check_journal(moved, ROWS, discard=False)
+    made = json.loads((journal / MADE_WITH).read_text())
+    (journal / MADE_WITH).write_text(json.dumps({name: made[name] for name in made if "fingerprint" not in name}))
+    check_journal(recipe_of(tmp_path), ROWS, discard=False)  # one of an older megarl says nothing of it
+    with pytest.raises(UserError, match=r"model\.path was "):
+        check_journal(moved, ROWS, discard=False)
 
 
 def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
