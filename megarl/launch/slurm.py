@@ -136,6 +136,11 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     except FileNotFoundError as error:
         raise UserError(f"There is no {command[0]} on this machine: {ONLY_THERE}") from error
+    except subprocess.TimeoutExpired as error:
+        raise MegarlError(
+            f"SLURM does not answer: `{shlex.join(command)}` had not ended after {COMMAND_S:g} s. It may have taken effect all the "
+            "same: see squeue, and try again."
+        ) from error
 
 
 def _ask(command: Sequence[str]) -> str:

@@ -113,6 +113,19 @@ def test_a_job_that_slurm_has_forgotten_is_not_a_slurm_that_is_silent(answers: P
         slurm.state_of("7")
 
 
+def test_a_slurm_that_is_silent_is_told_and_not_waited_for(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "COMMAND_S", 0.05)
+    for name in ("scontrol", "sbatch"):
+        (answers / name).write_text("#!/bin/bash\nexec /bin/sleep 9\n")
+        (answers / name).chmod(0o755)
+    with pytest.raises(
+        MegarlError, match=r"SLURM does not answer: `scontrol show job 7 --oneliner` had not ended after 0\.05 s"
+    ):
+        slurm.state_of("7")
+    with pytest.raises(MegarlError, match="It may have taken effect all the same: see squeue"):
+        slurm.submit(answers / "script")
+
+
 def test_an_answer_without_a_state_is_shown(answers: Path) -> None:
     program(answers, "scontrol", "No jobs in the system")
     with pytest.raises(MegarlError, match="SLURM says no state of job 7: 'No jobs in the system'"):
