@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.core.errors import UserError
+from megarl.core.errors import MegarlError, UserError
 from megarl.launch import slurm
 from megarl.launch.ray_jobs import ENDED, RayJobs
 from megarl.launch.record import Submission, find_submission, last_exit_code, steps_done
 
 POLL_S = 0.3
+SILENT_S = 600.0  # longest time that SLURM may fail to say so
 ASK_EVERY_S = 3.0  # how often SLURM is asked whether a job still runs, while its log is shown
 
 Write = Callable[[str], object]
@@ -61,11 +62,31 @@ def show_logs(run: Path, *, follow: bool, write: Write) -> None:
         return
     log = Path(submission.log)
     if follow:
-        follow_file(log, lambda: is_alive(submission), write)
+        follow_file(log, patiently(lambda: is_alive(submission)), write)
     elif log.is_file():
         write(log.read_text(errors="replace"))
     else:
         raise UserError(f"{log} is not there yet: {describe(run, submission)}.")
+
+
+def patiently(alive: Callable[[], bool], silent_s: float = SILENT_S) -> Callable[[], bool]:
+    """Whether the job has still to end, by a scheduler that may fail to answer for a while, as one does that is started anew."""
+    heard = time.monotonic()
+
+    def asked() -> bool:
+        nonlocal heard
+        try:
+            found = alive()
+        except UserError:
+            raise
+        except MegarlError:
+            if time.monotonic() - heard > silent_s:
+                raise
+            return True
+        heard = time.monotonic()
+        return found
+
+    return asked
 
 
 def follow_file(file: Path, alive: Callable[[], bool], write: Write, ask_every_s: float = ASK_EVERY_S) -> None:
