@@ -138,8 +138,8 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise UserError(f"There is no {command[0]} on this machine: {ONLY_THERE}") from error
     except subprocess.TimeoutExpired as error:
         raise MegarlError(
-            f"SLURM does not answer: `{shlex.join(command)}` had not ended after {COMMAND_S:g} s. It may have taken effect all the "
-            "same: see squeue, and try again."
+            f"SLURM does not answer: `{shlex.join(command)}` had not ended after {COMMAND_S:g} s. It may have taken effect all "
+            "the same: see squeue, and try again."
         ) from error
 
 
