@@ -235,7 +235,9 @@ def main(
         for line in measured(todo, ["--platform", chosen.name, "--shapes", shapes], minutes, best):
             # Which device this is only a cell's own process knows.
             if "device" in line and devices - {line["device"]}:
-                sys.exit(f"{file} is of {' and '.join(sorted(devices))}, and this is {line['device']}: give another --out.")
+                sys.exit(
+                    f"{file} is of {' and '.join(sorted(devices))}, and this is {line['device']}: give another --out."
+                )
             text = json.dumps(line)
             print(text, flush=True)
             lines.write(text + "\n")

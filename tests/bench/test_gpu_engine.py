@@ -199,7 +199,7 @@ def test_lines_of_another_device_of_the_platform_are_not_gone_on_with(
     )
     out.write_text(json.dumps(line) + "\n")
     monkeypatch.setattr(gpu_engine, "in_a_process", lambda *_: {"device": "cpu", "update_flops_s": 1e9})
-    with pytest.raises(SystemExit, match="lines.jsonl is of a slower one, and this is cpu: give another --out"):
+    with pytest.raises(SystemExit, match=r"lines\.jsonl is of a slower one, and this is cpu: give another --out"):
         gpu_engine.main(platform="cpu", shapes="tiny", out=out, go_on=True)
     assert json.loads(out.read_text()) == line
 
