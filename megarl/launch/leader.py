@@ -95,7 +95,7 @@ class Nodes:
         cpus = [f"--cpus-per-task={allocation.cpus}"] if allocation.cpus else []
         everywhere = [*SRUN, f"--nodes={len(self.names)}", f"--ntasks={len(self.names)}", "--ntasks-per-node=1", *cpus]
         self._srun = subprocess.Popen(
-            [*everywhere, *self._node], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*everywhere, *self._node], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace"
         )
         assert self._srun.stdout is not None
         threading.Thread(target=self._listen, args=(self._srun.stdout, events), daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from megarl.core.errors import StoppedError
 from megarl.core.stop import STOP_SIGNAL
-from megarl.launch.leader import Allocation, Leader, Plan
+from megarl.launch.leader import Allocation, Event, Leader, Nodes, Plan
 from megarl.launch.words import Message
 
 DRIVER = """
@@ -41,6 +42,21 @@ def test_a_lost_node_is_one_also_where_the_time_limit_comes_near_meanwhile(
     leader._events.put(("node", 0, Message("alive", "a", "10.0.0.1")))
     found: Any = nodes
     assert leader._lost(found) == lost
+
+
+def test_what_a_node_prints_that_is_no_text_does_not_end_the_listening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a prolog of the cluster's may, in its own language."""
+    (tmp_path / "srun").write_text("#!/bin/bash\nprintf 'gr\\xfcezi\\n'; echo megarl-node ready here 10.0.0.1; read\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    plan = Plan((), tmp_path, (), tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", 1.0)
+    nodes = Nodes(Allocation("7", ("here",), 0, ""), plan, "127.0.0.1:1", events)
+    assert events.get(timeout=5) == ("node", 0, Message("ready", "here", "10.0.0.1"))
+    nodes.close([])
+    assert "gr\ufffdezi" in capfd.readouterr().err
 
 
 def test_a_request_to_stop_that_comes_before_the_driver_listens_reaches_it(tmp_path: Path) -> None:
