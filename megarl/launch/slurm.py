@@ -133,7 +133,7 @@ def cancel(job: str) -> None:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False)
     except FileNotFoundError as error:
         raise UserError(f"There is no {command[0]} on this machine: {ONLY_THERE}") from error
     except subprocess.TimeoutExpired as error:

@@ -105,6 +105,15 @@ def test_a_jobs_state_is_understood(answers: Path, state: str, code: str, alive:
     assert found.describe() == f"{state} on n[1-2], queued again 2 times"
 
 
+def test_a_jobs_state_is_understood_whatever_else_is_said_of_it(answers: Path) -> None:
+    """Comments and paths are anybody's bytes."""
+    program(answers, "scontrol", JOB.format(state="RUNNING", code="0:0", reason="None"))
+    file = answers / "scontrol"
+    file.write_bytes(file.read_bytes().replace(b"Command=", b"Comment=gr\xfcezi Command="))
+    found = slurm.state_of("7")
+    assert found is not None and found.alive
+
+
 def test_a_job_that_slurm_has_forgotten_is_not_a_slurm_that_is_silent(answers: Path) -> None:
     program(answers, "scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
     assert slurm.state_of("7") is None
