@@ -71,6 +71,9 @@ HARMLESS = (
     "train.save_every",
     "train.steps",
 )
+# What becomes of a step that is not to be learned from. Steps that were done had none of it, or are made again as this now says:
+# whoever mends a run that stopped by `skip` or `rewind` goes on with its samples.
+TROUBLE = ("actor.optimizer.on_bad_gradient", "critic.optimizer.on_bad_gradient", "algorithm.on_logprob_diff")
 HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
 HELD_OUT_ROWS = "files of data.eval"
 BEGIN_ANEW = "Begin a journal anew with --discard-journal."
@@ -118,9 +121,9 @@ def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
     # What rows say and which model it is decide, and not where they are. The journal of an older megarl says less of both.
-    moves = {ROWS_PATH if known else "", MODEL_PATH if MODEL in before else MODEL}
+    others = {ROWS_PATH if known else "", MODEL_PATH if MODEL in before else MODEL, *TROUBLE}
     changed = [
-        name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name) and name not in moves
+        name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name) and name not in others
     ]
     if changed:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]

@@ -50,6 +50,8 @@ def journal(tmp_path: Path) -> Path:
         {"cluster": {"max_recoveries": 9, "spares": 1}},
         {"train": {"steps": 1, "max_rewinds": 9}},
         {"reward": {"workers": 3, "max_failed_share": 0.9}},
+        {"actor": {"micro_batch_tokens": 64, "optimizer": {"on_bad_gradient": "skip"}}},
+        {"algorithm": {"normalize_std": False, "on_logprob_diff": "rewind"}},
     ],
 )
 def test_what_changes_no_sample_may_change(tmp_path: Path, journal: Path, sections: dict[str, Any]) -> None:
