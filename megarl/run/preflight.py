@@ -88,13 +88,16 @@ class Preflight:
         ]
 
 
-def check_start(recipe: AnyRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True) -> Start:
+def check_start(
+    recipe: AnyRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True, read: bool = True
+) -> Start:
     """What needs neither model nor data: batch sizes, the run's folder, devices. Raises UserError.
 
     The last is the checkpoint that a run would go on from. forgets: what an earlier start left that came to none is no run.
+    read: see `check_run_folder`.
     """
     plan = plan_batches(recipe)
-    committed = check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume, forgets=forgets)
+    committed = check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume, forgets=forgets, read=read)
     _check_report(recipe)
     return plan, check_devices(recipe, here=here), committed
 
@@ -204,13 +207,18 @@ def _rows_again(recipe: SupervisedRecipe, rows: int) -> tuple[str, ...]:
     return (f"train.batch_samples {size} is more than the {rows} usable rows: every step has some rows more than once",)
 
 
-def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = False) -> Committed | None:
+def check_run_folder(
+    folder: Path, steps: int, *, resume: bool, forgets: bool = False, read: bool = True
+) -> Committed | None:
     """A new run needs a folder without results, a resumed one a checkpoint, which is returned, and steps left.
 
-    forgets: only an exported model is a result. Raises UserError.
+    forgets: only an exported model is a result. read: the checkpoint's content is compared, which may take minutes; sizes alone
+    where not. Raises UserError.
     """
     if resume:
-        committed = Checkpoints(folder / CHECKPOINTS, keep_last=1).latest()
+        checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=1)
+        whole = [] if read else checkpoints.committed()
+        committed = whole[-1] if whole else checkpoints.latest()
         done = committed.step
         if done >= steps and exported_step(folder, done) == done:
             raise UserError(

@@ -133,6 +133,7 @@ def test_a_checkpoint_is_read_whole_once_and_another_that_was_committed_meanwhil
         return look(each, read=read)
 
     monkeypatch.setattr(run_checkpoints, "step_damage", looked)
+    monkeypatch.setattr(begin, "names_of", lambda recipe: {"model.path": "of the hub"})
     run(world, "read", "train.save_every=1", "train.steps=4", resume=True)
     assert read == [newest]
     checkpoints = run_checkpoints.Checkpoints(newest.parent, keep_last=9)
