@@ -131,7 +131,7 @@ def _checked(
         _refuse_second(loaded.recipe.run.folder)
     run = loaded.recipe.run.folder
     if names_of(loaded.recipe):
-        check_start(loaded.recipe, resume=resume, here=False, read=False)
+        check_start(loaded.recipe, resume=resume, here=False)
     loaded = localize(loaded, read_model, say, run=run if resume else None)
     if kind is Recipe:
         checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, here=False)

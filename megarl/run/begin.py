@@ -132,7 +132,7 @@ def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool
     folder = loaded.recipe.run.folder
     resume = resumes(folder, resume, go_on)
     if names_of(loaded.recipe):  # what can be refused without them is refused before anything is downloaded
-        check_start(loaded.recipe, resume=resume, forgets=go_on, read=False)
+        check_start(loaded.recipe, resume=resume, forgets=go_on)
     return localize(loaded, read_model, say, run=folder if resume else None), resume
 
 

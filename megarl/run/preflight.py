@@ -1,6 +1,7 @@
 """Everything about a run that can be refused before a device is taken: one call that composes the rooms' own checks.
 
-The cheap checks come first; reading and tokenising every row comes last, because it loads the tokenizer's library.
+The cheap checks come first; reading and tokenising every row comes late, because it loads the tokenizer's library. Last of all
+the checkpoint is read that a run goes on from: a large one takes minutes.
 It starts nothing (but SGLang's own parser, where rollout.server_args has something for it), asks servers that somebody
 else started, and leaves nothing behind.
 """
@@ -88,16 +89,13 @@ class Preflight:
         ]
 
 
-def check_start(
-    recipe: AnyRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True, read: bool = True
-) -> Start:
+def check_start(recipe: AnyRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True) -> Start:
     """What needs neither model nor data: batch sizes, the run's folder, devices. Raises UserError.
 
     The last is the checkpoint that a run would go on from. forgets: what an earlier start left that came to none is no run.
-    read: see `check_run_folder`.
     """
     plan = plan_batches(recipe)
-    committed = check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume, forgets=forgets, read=read)
+    committed = check_run_folder(recipe.run.folder, recipe.train.steps, resume=resume, forgets=forgets)
     _check_report(recipe)
     return plan, check_devices(recipe, here=here), committed
 
@@ -138,8 +136,6 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more rows."
         )
     digests = digests_of(prompts.prompts)
-    if committed is not None:
-        check_resumed(recipe, committed, rows, digests)
     eval_rows, notes = _eval_rows(recipe, model)
     notes = (
         *staleness_notes(recipe),
@@ -148,6 +144,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *notes,
     )
     external = check_servers(recipe, model, platform, here=here)
+    committed = _read_whole(recipe, committed, rows, digests)
     return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external, digests, committed)
 
 
@@ -188,15 +185,26 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     check_experts(recipe, model, platform)
     check_lora(recipe, model)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
-    if committed is not None:
-        check_resumed(recipe, committed, len(rows), rows.digests)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
     notes = _rows_again(recipe, len(rows))
+    committed = _read_whole(recipe, committed, len(rows), rows.digests)
     return Preflight(
         plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), notes, committed=committed
     )
+
+
+def _read_whole(recipe: AnyRecipe, found: Committed | None, rows: int, digests: Mapping[str, str]) -> Committed | None:
+    """The newest whole checkpoint, every byte of it, where there is one to go on from; and whether the recipe can.
+
+    Last of all checks: of a large one it takes minutes. Raises UserError.
+    """
+    if found is None:
+        return None
+    committed = Checkpoints(recipe.run.folder / CHECKPOINTS, keep_last=1).latest()
+    check_resumed(recipe, committed, rows, digests)
+    return committed
 
 
 def _rows_again(recipe: SupervisedRecipe, rows: int) -> tuple[str, ...]:
@@ -207,17 +215,14 @@ def _rows_again(recipe: SupervisedRecipe, rows: int) -> tuple[str, ...]:
     return (f"train.batch_samples {size} is more than the {rows} usable rows: every step has some rows more than once",)
 
 
-def check_run_folder(
-    folder: Path, steps: int, *, resume: bool, forgets: bool = False, read: bool = True
-) -> Committed | None:
+def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = False) -> Committed | None:
     """A new run needs a folder without results, a resumed one a checkpoint, which is returned, and steps left.
 
-    forgets: only an exported model is a result. read: the checkpoint's content is compared, which may take minutes; sizes alone
-    where not. Raises UserError.
+    forgets: only an exported model is a result. Of the checkpoint's files only sizes are looked at. Raises UserError.
     """
     if resume:
         checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=1)
-        whole = [] if read else checkpoints.committed()
+        whole = checkpoints.committed()
         committed = whole[-1] if whole else checkpoints.latest()
         done = committed.step
         if done >= steps and exported_step(folder, done) == done:

@@ -136,6 +136,9 @@ def test_a_checkpoint_is_read_whole_once_and_another_that_was_committed_meanwhil
     monkeypatch.setattr(begin, "names_of", lambda recipe: {"model.path": "of the hub"})
     run(world, "read", "train.save_every=1", "train.steps=4", resume=True)
     assert read == [newest]
+    with pytest.raises(UserError, match="no-such-file"):  # told first
+        run(world, "read", "train.save_every=1", "train.steps=5", "data.train=no-such-file.jsonl", resume=True)
+    assert read == [newest]
     checkpoints = run_checkpoints.Checkpoints(newest.parent, keep_last=9)
     older = checkpoints.committed()[-2]
     found = begin._still_newest(checkpoints, older)
