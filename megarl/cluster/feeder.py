@@ -41,7 +41,8 @@ class FeederActor:
         """The step's rows: counts, then the plan of each shard, then its block."""
         rows = self._source.take(self._recipe.train.batch_samples)
         lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
-        flops = train_flops(self._model, lengths, weight_gradients=self._recipe.actor.lora is None)
+        scores, frozen = isinstance(self._recipe, RmRecipe), self._recipe.actor.lora is not None
+        flops = train_flops(self._model, lengths, weight_gradients=not frozen, scores=scores)
         return self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
 
     def held_out(self) -> tuple[BatchInfo | ShardPlan | Block, ...]:

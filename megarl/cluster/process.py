@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.cluster.network import interface_of
 from megarl.core.limits import raise_open_files
 from megarl.core.process_state import started_at
+from megarl.core.progress import SUFFIX
 
 LOOPBACK = "127.0.0.1"
 # Megarl's own request for all stacks of a process; the handler runs even while the process hangs in native code.
@@ -36,7 +37,7 @@ class ProcessSpec:
     @property
     def progress(self) -> Path:
         """How far its operation is (core/progress.py)."""
-        return self.logs / f"{self.name.replace(' ', '_')}.progress"
+        return self.logs / f"{self.name.replace(' ', '_')}{SUFFIX}"
 
     @property
     def collectives(self) -> Path:

@@ -22,7 +22,7 @@ def profile(
 
     Example: megarl profile --out cluster.yaml
     """
-    with Scratch.open():
+    with Scratch.open() as scratch:
         from megarl.profiling.command import run_profile
 
-        run_profile(out, servers, timeout)
+        run_profile(out, servers, timeout, scratch)

@@ -73,7 +73,7 @@ def show(
         raise UserError(f"--kind {kind}: there is no such command. Choose among {', '.join(KINDS)}.")
     chosen: Any = KINDS[kind] if kind else detect_kind(recipe, overrides or [])
     loaded: Loaded[Any] = load_recipe(recipe, overrides or [], chosen)
-    console = Console()
+    console = Console(markup=False)
     if essential:
         # Keys are whole: they are there to be copied. Long values go on in the next line.
         table = Table(Column("key", no_wrap=True), Column("value", overflow="fold"), Column("is", overflow="fold"))

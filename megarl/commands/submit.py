@@ -129,7 +129,7 @@ def status(
             # One scheduler that does not answer hides no run of another.
             table.add_row(str(each), "", str(error), "")
             failed = error.exit_code
-    Console().print(table)
+    Console(markup=False).print(table)
     raise typer.Exit(failed)
 
 

@@ -32,7 +32,7 @@ def run_convert(
     """Convert; returns the exit code: 1 where what was written is not what was read."""
     if dtype is not None and dtype not in get_args(ModelDtype):
         raise UserError(f"--dtype is {dtype}; it can be {' or '.join(get_args(ModelDtype))}.")
-    layout, console = make_layout(**axes), Console(stderr=True)
+    layout, console = make_layout(**axes), Console(stderr=True, markup=False)
     if operation == "reshard":
         outcome = reshard(source, target, layout, settings, console)
     else:
@@ -43,7 +43,7 @@ def run_convert(
     if as_json:
         print(outcome_json(outcome))
     else:
-        _print(outcome, settings, Console())
+        _print(outcome, settings, Console(markup=False))
     return 1 if outcome.differences else 0
 
 
@@ -66,5 +66,5 @@ def run_inspect(path: Path, *, as_json: bool, quick: bool) -> int:
     if as_json:
         print(found.to_json())
     else:
-        Console().print(render(found))
+        Console(markup=False).print(render(found))
     return 1 if found.damage else 0

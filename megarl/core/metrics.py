@@ -269,14 +269,15 @@ _METRICS: dict[str, MetricSpec] = {
     },
     "perf/rollout_tokens_per_s": MetricSpec(
         "tokens/s",
-        "response tokens that were finished since the last step / seconds of generation, over all servers",
+        "response tokens that were finished since the last step / perf/generation_s, over all servers",
         ".0f",
     ),
+    "perf/generation_s": MetricSpec("s", "with groups under way since the last step, beside other work too", ".2f"),
     "perf/train_tokens_per_s": MetricSpec(
         "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
     ),
     "perf/train_flops": MetricSpec(
-        "FLOP", "model FLOPs of the step's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
+        "FLOP", "model FLOPs of the actor's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
     ),
     "perf/tflops_per_device": MetricSpec("TFLOP/s", "perf/train_flops / perf/update_s / devices", ".3f"),
     "perf/mfu": MetricSpec("fraction", "perf/tflops_per_device / cluster.peak_tflops, where that is given", ".3f"),

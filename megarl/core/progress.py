@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WRITE_EVERY_S = 0.5
+SUFFIX = ".progress"  # of such files, among a run's logs
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,9 @@ def read_progress(path: Path) -> Done | None:
     if len(words) != 3:
         return None
     return Done(int(words[0]), int(words[1]), words[2])
+
+
+def forget_progress(logs: Path) -> None:
+    """Remove what processes left that were killed: those of a run that begins again have done nothing yet."""
+    for left in logs.glob(f"*{SUFFIX}"):
+        left.unlink(missing_ok=True)

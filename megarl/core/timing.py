@@ -6,6 +6,7 @@ For one thread: the driver's. Timing inside of ranks and servers is theirs to re
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from megarl.core.metrics import PHASES
 from megarl.core.progress import Done
 
 PHASE_FILE = "driver.phase"  # among a run's logs: the step and the phase that the driver is in
-# Phases in which the ranks compute.
+MOST_SPANS = 10_000  # that a timer keeps, of a run that may have any number of steps
+# Phases in which the ranks compute, whatever the run.
 OF_RANKS = ("logprobs", "reference", "teacher", "values", "reward_model", "critic", "update")
 
 
@@ -41,7 +43,7 @@ def read_phase(path: Path) -> tuple[int | None, str] | None:
 
 
 class PhaseTimer:
-    """Collects seconds by phase, and spans for a trace.
+    """Collects seconds by phase, and the last spans for a trace.
 
         with timer.step(3):
             with timer.phase("rollout"):
@@ -54,7 +56,7 @@ class PhaseTimer:
     on_phase: called with (step, phase) as a phase begins or goes on, with (step, None) as it ends; step is None outside of
     steps.
     on_progress: called with how far the operation is that the driver waits for, as often as it looks.
-    clock: seconds that only go up.
+    clock: seconds that only go up. ranks_evaluate: whether held-out rows are the ranks' work, and not the servers'.
     """
 
     def __init__(
@@ -62,9 +64,12 @@ class PhaseTimer:
         on_phase: Callable[[int | None, str | None], None] | None = None,
         on_progress: Callable[[Done], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        ranks_evaluate: bool = False,
     ) -> None:
+        self._of_ranks = (*OF_RANKS, "eval") if ranks_evaluate else OF_RANKS
         self.epoch = time.time()
-        self.spans: list[Span] = []
+        self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self.totals: dict[str, float] = {}  # seconds by phase since the start
         self.last: tuple[int | None, str] | None = None  # the step and the phase that began, or went on, last
         self._on_phase = on_phase
@@ -146,7 +151,7 @@ class PhaseTimer:
         if step_s > 0:
             metrics["perf/driver_fraction"] = driver_s / step_s
             metrics["perf/tokens_per_s"] = num_tokens / step_s
-            busy_s = sum(self._phases.get(name, 0.0) for name in OF_RANKS)
+            busy_s = sum(self._phases.get(name, 0.0) for name in self._of_ranks)
             metrics["perf/ranks_idle"] = max(0.0, 1 - busy_s / step_s)
         if update_s > 0:
             metrics["perf/train_tokens_per_s"] = num_tokens / update_s

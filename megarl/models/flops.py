@@ -59,15 +59,18 @@ def forward_flops(config: ModelConfig, lengths: Sequence[int] | IntArray) -> For
     )
 
 
-def train_flops(config: ModelConfig, lengths: Sequence[int] | IntArray, *, weight_gradients: bool = True) -> float:
+def train_flops(
+    config: ModelConfig, lengths: Sequence[int] | IntArray, *, weight_gradients: bool = True, scores: bool = False
+) -> float:
     """Model FLOPs of forward and backward: three times the forward pass.
 
     The backward pass multiplies twice for each multiplication of the forward pass: once for the gradient of either
     factor. weight_gradients: False where the weights are frozen (LoRA), so that only the activations' is left; the
-    adapters' own operations are not counted.
+    adapters' own operations are not counted. scores: True where the output layer gives one number, not a vocabulary's.
     """
     forward = forward_flops(config, lengths)
-    return 3 * forward.attention + (3 if weight_gradients else 2) * forward.linear
+    linear = forward.linear - (forward.logits * (1 - 1 / config.vocab_size) if scores else 0.0)
+    return 3 * forward.attention + (3 if weight_gradients else 2) * linear
 
 
 def recompute_flops(config: ModelConfig, lengths: Sequence[int] | IntArray, recompute: Recompute) -> float:

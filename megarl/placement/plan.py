@@ -307,7 +307,10 @@ def _rollout_plan(
     generation = float((seconds.flow if asynchronous else seconds.total)[0])
     running = int((seconds.flowing if asynchronous else seconds.running)[0])
     count, tp = int(choice.count[0]), int(choice.tp[0])
+    # Those that share a device with each other are as fast as one, and hold what all of them hold.
+    each = table.per_device
     servers = f"{count} server{'s' if count > 1 else ''} of tp{tp}, {running} sequences each"
+    servers += f", {each} in the place of one" if each > 1 else ""
     parts = {name: float(np.ravel(getattr(seconds, name))[0]) for name in ("prefill", "full", "tail", "requests")}
     return RolePlan(
         role=ROLLOUT,
@@ -318,8 +321,12 @@ def _rollout_plan(
             "sleep and wake": cluster.rates.wake_s * offloaded,
         },
         parts={} if asynchronous else {"rollout": parts},
-        held_bytes={"weights": float(held.weights[0]), "cache": float(held.cache[0]), "other": held.other},
-        offloaded_bytes=float(table.separate.rest[row]),
+        held_bytes={
+            "weights": each * float(held.weights[0]),
+            "cache": each * float(held.cache[0]),
+            "other": each * held.other,
+        },
+        offloaded_bytes=each * float(table.separate.rest[row]),
         choice={
             "servers": count,
             "tp": tp,

@@ -7,6 +7,9 @@ started take none of the run's; their seconds are those of servers of one such d
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 
 from megarl.core.errors import UserError
@@ -89,7 +92,8 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
     )
     raise UserError(
         f"The run does not fit into memory: {problem}. Cut the models further (<role>.parallel), lower "
-        f"actor.micro_batch_tokens, or offload roles and servers (<role>.offload, rollout.offload). {advice}"
+        "actor.micro_batch_tokens, have fewer servers where several share a device (rollout.servers), or offload roles and "
+        f"servers (<role>.offload, rollout.offload). {advice}"
     )
 
 
@@ -134,11 +138,15 @@ def _rollout_table(
     settings = recipe.rollout
     tp = np.array([settings.tp], np.int64)
     most = settings.num_servers * settings.tp
+    per_device = 1
     if shared and cluster.device.offloads_to_host:
         # Servers that share devices with each other as well generate no faster than one on each.
-        most = min(most, max(1, recipe.cluster.devices // settings.tp) * settings.tp)
+        places = max(1, recipe.cluster.devices // settings.tp)
+        per_device = math.ceil(settings.num_servers / places)
+        most = min(settings.num_servers, places) * settings.tp
     used = np.array([most], np.int64)
     fraction = workload.server_share or (SHARED_FRACTION if shared else OWN_FRACTION)
     choice = Servers(np.array([devices], np.int64) if devices else used, tp, np.array([fraction]), used)
     offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
-    return price_rollout(choice, np.array([offloaded]), workload, cluster, across=across)
+    table = price_rollout(choice, np.array([offloaded]), workload, cluster, across=across)
+    return replace(table, per_device=per_device)

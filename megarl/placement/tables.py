@@ -41,13 +41,14 @@ class RoleTable:
 
 @dataclass(frozen=True)
 class RolloutTable:
-    """The rollout's choices, by how it stands to the actor."""
+    """The rollout's choices, by how it stands to the actor. per_device: servers that share a device with each other."""
 
     servers: Servers
     offloaded: Mask
     separate: Choices
     shared: Choices
     flowing: Choices
+    per_device: int = 1
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megarl.core.disk import check_writable
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.core.platform import Platform, get_platform, num_local_devices
+from megarl.core.scratch import Scratch
 from megarl.models.hf_config import load_model_config
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.devices import DEVICES, GIB
@@ -44,8 +45,11 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 )
 
 
-def run_profile(out: Path, servers: int, deadline_s: float) -> None:
-    """Measure and write. servers: how many are started; 0 leaves generation to the table's figures. Raises UserError."""
+def run_profile(out: Path, servers: int, deadline_s: float, scratch: Scratch) -> None:
+    """Measure and write. servers: how many are started; 0 leaves generation to the table's figures.
+
+    scratch: where what is temporary goes, and who removes it where this process is killed. Raises UserError.
+    """
     if out.exists():
         raise UserError(f"{out} is there already. Choose another file by --out, or delete it.")
     check_writable(out, "--out")
@@ -55,12 +59,12 @@ def run_profile(out: Path, servers: int, deadline_s: float) -> None:
         raise UserError(
             f"This machine's devices are not in the table ({', '.join(DEVICES)}): add a row to megarl/placement/devices.py."
         )
-    console = Console()
+    console = Console(markup=False)
     devices = num_local_devices(platform)
     with tempfile.TemporaryDirectory(prefix="megarl-profile-") as folder:
         # One device is left to the rank that sends the servers its weights, where there are more.
         most = servers if devices is None else max(1, devices - 1)
-        found = measure(platform, devices or HOST_RANKS, min(servers, most), Path(folder), deadline_s, console)
+        found = measure(platform, devices or HOST_RANKS, min(servers, most), Path(folder), deadline_s, console, scratch)
     fitted = fit_cluster(_table(name, devices or HOST_RANKS, platform), found)
     out.write_text(cluster_file(fitted))
     for line in (*error_words(fitted), f"written to {out}: megarl plan RECIPE --cluster {out}"):
@@ -68,7 +72,13 @@ def run_profile(out: Path, servers: int, deadline_s: float) -> None:
 
 
 def measure(
-    platform: Platform, devices: int, servers: int, folder: Path, deadline_s: float, console: Console
+    platform: Platform,
+    devices: int,
+    servers: int,
+    folder: Path,
+    deadline_s: float,
+    console: Console,
+    scratch: Scratch,
 ) -> Findings:
     """Everything, on 1, 2, 4... ranks up to the devices. folder: for the models and logs."""
     sizes, tokens = (DEVICE_MODELS, DEVICE_TOKENS) if platform.has_device_memory else (HOST_MODELS, HOST_TOKENS)
@@ -84,7 +94,7 @@ def measure(
 
     if servers:
         console.print(f"{servers} servers of a small model", highlight=False)
-        with serving(models[0], dtype, platform, servers, folder, deadline_s) as pool:
+        with serving(models[0], dtype, platform, servers, folder, deadline_s, scratch) as pool:
             generated += pool.measure(sizes[0].vocab)
             console.print("1 rank, and its weights to the servers", highlight=False)
             measured.append(measure_ranks(job(1, servers=pool.endpoints)))

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
 from megarl.core.platform import Platform, visible_cuda_devices
+from megarl.core.scratch import Scratch
 from megarl.profiling.job import Dtype
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
@@ -62,22 +64,26 @@ class Pool:
 
 @contextmanager
 def serving(
-    model: Path, dtype: Dtype, platform: Platform, count: int, folder: Path, deadline_s: float
+    model: Path, dtype: Dtype, platform: Platform, count: int, folder: Path, deadline_s: float, scratch: Scratch
 ) -> Iterator[Pool]:
     """Servers of a model, and a router that knows none of them yet; all ended on leaving. folder: for logs.
 
+    scratch: learns of their shared memory, which outlives them where this process is killed.
+
     Each has a device of its own, behind the rank's; the only one, where there is one.
     """
-    place = ProcessPlace(folder / "logs", secrets.token_hex(16), temp=folder)
+    env = {RUN_ID_VARIABLE: scratch.run_id}
+    place = ProcessPlace(folder / "logs", secrets.token_hex(16), env=env, temp=folder)
     devices = visible_cuda_devices() if platform.has_device_memory else []
     shares = len(devices) == 1
     spec = ServerSpec(model, dtype, max_running_requests=MAX_RUNNING, kv_tokens=CACHE_TOKENS, shares_devices=shares)
     own = devices if shares else devices[1:]
-    places = [replace(place, env={"CUDA_VISIBLE_DEVICES": device}) for device in own] or [place] * count
+    places = [replace(place, env=env | {"CUDA_VISIBLE_DEVICES": device}) for device in own] or [place] * count
     servers = tuple(ServerProcess(f"server {index}", spec, platform, places[index]) for index in range(count))
     router = RouterProcess(RouterSpec(), place)
     start_all([*servers, router], deadline_s)
     try:
+        register_segments(scratch.registry, sorted({name for server in servers for name in server.shm_names()}))
         yield Pool(servers, router)
     finally:
         for process in (*servers, router):

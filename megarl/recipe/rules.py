@@ -127,7 +127,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
 # SGLang's own bounds of what a request asks for (sampling/sampling_params.py).
 MOST_STOPS, LEAST_TEMPERATURE = 32, 1e-6
 
-# Flags of SGLang that megarl sets itself, to the recipe's key that decides them.
+# Flags of SGLang that megarl sets itself, or that a server would be of no use with; to the recipe's key that decides them.
 OWNED_FLAGS: Mapping[str, str] = {
     "--model-path": "model.path",
     "--model": "model.path",
@@ -142,11 +142,44 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--host": "nothing: servers listen on the cluster's interface only",
     "--port": "nothing: a free port is chosen",
     "--api-key": "nothing: a key is made for each run",
+    "--admin-api-key": "nothing: the run's key is for everything",
+    "--context-length": "rollout.max_response_tokens",
+    "--tokenizer-path": "model.path",
+    "--preferred-sampling-params": "rollout.temperature",
+    "--config": "nothing: the flags of such a file go into rollout.server_args, where they are checked",
+    # A server of more devices than it was given, or of others.
+    "--nnodes": "rollout.tp",
+    "--node-rank": "rollout.tp",
+    "--dist-init-addr": "rollout.tp",
+    "--nccl-init-addr": "rollout.tp",
+    "--base-gpu-id": "nothing: its place decides",
+    "--gpu-id-step": "nothing: its place decides",
+    "--device": "cluster.platform",
+    "--pp-size": "nothing: rollout.tp alone cuts a server",
+    "--pipeline-parallel-size": "nothing: rollout.tp alone cuts a server",
+    "--use-ray": "nothing: megarl starts the servers' processes",
+    # A server that answers in another way than it is asked.
+    "--grpc-mode": "nothing: servers answer HTTP",
+    "--smg-grpc-mode": "nothing: servers answer HTTP",
+    "--ssl-keyfile": "nothing: servers answer HTTP on the cluster's interface, with a key",
+    "--ssl-certfile": "nothing: servers answer HTTP on the cluster's interface, with a key",
+    "--fastapi-root-path": "nothing: servers are asked without a path before SGLang's",
+    "--is-embedding": "nothing: servers generate",
+    "--encoder-only": "nothing: servers generate",
+    "--disaggregation-mode": "nothing: every server reads prompts and answers them",
+    # The folder is the user's own, and a server that starts anew reads it again.
+    "--delete-ckpt-after-loading": "nothing: the model's folder is read again",
 }
 
 
 def _owned_flags(recipe: Recipe) -> list[str]:
     return [flag for word in recipe.rollout.server_args if (flag := word.partition("=")[0]) in OWNED_FLAGS]
+
+
+def _decided(flag: str) -> str:
+    """A flag and why it is not the recipe's to give."""
+    key, nothing, why = OWNED_FLAGS[flag].partition("nothing: ")
+    return f"{flag} ({why})" if nothing else f"{flag} (decided by {key})"
 
 
 CONTRADICTIONS: tuple[Contradiction, ...] = (
@@ -199,8 +232,8 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "rollout.server_args",
         lambda r, _: bool(_owned_flags(r)),
         lambda r: (
-            "megarl sets some of these flags itself. Remove "
-            + ", ".join(f"{flag} (decided by {OWNED_FLAGS[flag]})" for flag in _owned_flags(r))
+            "some of these flags are megarl's to decide. Remove "
+            + ", ".join(_decided(flag) for flag in _owned_flags(r))
         ),
         (Recipe,),
     ),

@@ -29,7 +29,7 @@ def main() -> None:
     totals = {phase: sum(row.get(f"perf/{phase}_s") or 0.0 for row in rows) for phase in PHASES}
     spent = {phase: seconds for phase, seconds in totals.items() if seconds > 0}
     elapsed_s = sum(row.get("perf/step_s") or 0.0 for row in rows)
-    Console().print(summary_table(rows, spent, elapsed_s, folder / "hf", folder / CURVE_FILE))
+    Console(markup=False).print(summary_table(rows, spent, elapsed_s, folder / "hf", folder / CURVE_FILE))
 
 
 if __name__ == "__main__":

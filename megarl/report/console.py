@@ -48,8 +48,8 @@ HIGHLIGHTED = ("reward", "acc")
 FAILURE_SHOWN = 200  # characters
 # Steps that are quicker share a line: hundreds of lines a minute are read by nobody, and metrics.jsonl has them all.
 SECONDS_A_LINE = 1.0
-# Speed is the mean over this long: single steps differ (evaluations, checkpoints).
-SPEED_WINDOW_S = 3600.0
+# Speed is the mean over this long: single steps differ (evaluations, checkpoints), and take hours in large runs.
+SPEED_WINDOW_S = 7 * 24 * 3600.0
 # Where there is no terminal, how far a long phase is stands in a line of its own that often.
 PROGRESS_LINE_S = 60.0
 

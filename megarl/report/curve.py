@@ -24,7 +24,12 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
     "#56B4E9",
     "#F0E442",
 )
-PHASE_COLORS = (BLUE, SKY, PURPLE, YELLOW, ORANGE, GREEN, RED, "#8C6D31")
+# Of as many phases as a step can have, none twice.
+PHASE_COLORS = (
+    *(BLUE, SKY, PURPLE, YELLOW, ORANGE, GREEN, RED, "#8C6D31"),
+    *("#332288", "#882255", "#999933", "#44AA99", "#555555"),
+)
+MOST_BARS = 100  # steps; matplotlib draws each bar by itself, and takes minutes for a long run's
 INK, FAINT = "#333333", "#DDDDDD"
 COLUMNS = 3
 CURVE_FILE = "curve.png"
@@ -198,19 +203,24 @@ def _draw_panel(axes: Any, panel: Panel, rows: list[Row]) -> None:
 
 
 def _draw_phases(axes: Any, rows: list[Row]) -> None:
-    """Seconds of each step as a bar, cut by phase; what no phase covers is grey."""
+    """Seconds of each step as a bar, or of many as areas, cut by phase; what no phase covers is grey."""
     steps = [row["step"] for row in rows if row.get("perf/step_s") is not None]
     totals = [float(row["perf/step_s"]) for row in rows if row.get("perf/step_s") is not None]
     base = [0.0] * len(steps)
     shown = [phase for phase in PHASES if any(row.get(f"perf/{phase}_s") for row in rows)]
-    width = 0.85 if len(steps) < 100 else 1.0
-    for number, phase in enumerate(shown):
+
+    def stack(heights: list[float], label: str, color: str) -> list[float]:
+        tops = [low + height for low, height in zip(base, heights, strict=True)]
+        if len(steps) < MOST_BARS:
+            axes.bar(steps, heights, 0.85, bottom=base, label=label, color=color)
+        else:
+            axes.fill_between(steps, base, tops, step="mid", label=label, color=color, linewidth=0)
+        return tops
+
+    for phase, color in zip(shown, PHASE_COLORS, strict=False):
         heights = [float(row.get(f"perf/{phase}_s") or 0.0) for row in rows if row.get("perf/step_s") is not None]
-        color = PHASE_COLORS[number % len(PHASE_COLORS)]
-        axes.bar(steps, heights, width, bottom=base, label=phase, color=color)
-        base = [low + height for low, height in zip(base, heights, strict=True)]
-    rest = [max(0.0, total - low) for total, low in zip(totals, base, strict=True)]
-    axes.bar(steps, rest, width, bottom=base, label="other", color="#BBBBBB")
+        base = stack(heights, phase, color)
+    stack([max(0.0, total - low) for total, low in zip(totals, base, strict=True)], "other", "#BBBBBB")
     _dress(axes, "Seconds of a step, by phase")
     _legend(axes)
 

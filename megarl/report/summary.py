@@ -38,7 +38,7 @@ LOST = (
 )
 # A rate, and the seconds that it was measured over: its mean is weighted by these.
 RATES = (
-    ("generation", "perf/rollout_tokens_per_s", "perf/rollout_s"),
+    ("generation", "perf/rollout_tokens_per_s", "perf/generation_s"),
     ("training", "perf/train_tokens_per_s", "perf/update_s"),
     ("whole step", "perf/tokens_per_s", "perf/step_s"),
 )
@@ -46,7 +46,7 @@ RATES = (
 
 def duration(seconds: float) -> str:
     """Seconds for people: `8.4 s`, `3:05`, `2:03:04`."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -70,7 +70,7 @@ def summary_table(
     places = [f"weights  {export}  (HF)", f"curve    {curve}"]
     lost = [Text(f"failures {failure}", style="yellow")] if failure else []
     side = bottleneck(rows)
-    return Group(_results(rows), _seconds(totals, elapsed_s), *([side] if side else []), *lost, "\n".join(places))
+    return Group(_results(rows), _seconds(totals, elapsed_s), *([side] if side else []), *lost, Text("\n".join(places)))
 
 
 def _results(rows: list[Row]) -> Table:

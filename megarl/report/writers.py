@@ -11,17 +11,22 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
 
-from megarl.core.errors import UserError
+from megarl.core.errors import StoppedError, UserError
 from megarl.core.keys import wandb_key_place
+from megarl.core.log import get_logger
 from megarl.core.metrics import check_names
 from megarl.recipe.schema import AnyRecipe
 from megarl.report.history import METRICS_FILE, trim_history
 
 TENSORBOARD_FOLDER = "tensorboard"
-WANDB_FOLDER = "wandb"
+FINISH_S = 60  # that a run waits in the end for wandb's server, which may answer no more
+
+log = get_logger(__name__)
 
 
 class MetricWriter(Protocol):
@@ -30,8 +35,8 @@ class MetricWriter(Protocol):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step. What is written survives the death of this process, at the latest, from the next step on."""
 
-    def close(self) -> None:
-        """Finish; called exactly once."""
+    def close(self, failed: bool = False) -> None:
+        """Finish; called exactly once. failed: the run did not come to its end, and was not asked to stop either."""
 
 
 class JsonlWriter:
@@ -51,7 +56,7 @@ class JsonlWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the file."""
         self._file.close()
 
@@ -60,17 +65,17 @@ class TensorBoardWriter:
     """Event files, through tensorboard's own writer: torch is not needed for a few numbers."""
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
-        """resumed_step: TensorBoard then forgets what an earlier file says of later steps."""
+        """TensorBoard forgets what earlier files in the folder say of steps after resumed_step; None: of all steps."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
         self._file = EventFileWriter(str(folder))
-        if resumed_step is not None:
-            restart = SessionLog(status=SessionLog.START)
-            self._file.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=restart))
-            self._file.flush()
+        first = 0 if resumed_step is None else resumed_step + 1
+        restart = SessionLog(status=SessionLog.START)
+        self._file.add_event(Event(wall_time=time.time(), step=first, session_log=restart))
+        self._file.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""
@@ -78,7 +83,7 @@ class TensorBoardWriter:
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the event file."""
         self._file.close()
 
@@ -89,8 +94,14 @@ class WandbWriter:
     A resumed run is a new wandb run in the same group: what was sent cannot be taken back.
     """
 
-    def __init__(self, folder: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """config: what wandb shows beside the run; plain values."""
+    def __init__(
+        self, folder: Path, project: str, name: str, config: Mapping[str, Any], *, recovered: bool = False
+    ) -> None:
+        """config: what wandb shows beside the run; plain values.
+
+        recovered: the run goes on by itself, with nobody there to read an error: where wandb's server is not, it writes
+        offline.
+        """
         try:
             import wandb
         except ImportError as error:
@@ -106,41 +117,58 @@ class WandbWriter:
             x_disable_stats=True,
             x_disable_machine_info=True,
         )
+        if "finish_timeout" in wandb.Settings.model_fields:  # of newer ones
+            settings.finish_timeout, settings.finish_timeout_raises = FINISH_S, True
         # None leaves it to the user's own WANDB_MODE, or to wandb: online.
         mode: Literal["offline"] | None = None if os.environ.get("WANDB_MODE") or wandb_key_place() else "offline"
         folder.mkdir(parents=True, exist_ok=True)
+        init = partial(
+            wandb.init, project=project, name=name, group=name, config=dict(config), dir=str(folder), settings=settings
+        )
         try:
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                group=name,
-                config=dict(config),
-                dir=str(folder),
-                mode=mode,
-                settings=settings,
-            )
+            self._run = init(mode=mode)
         except wandb.errors.Error as error:
-            raise UserError(
-                f"wandb could not start: {error}. Set WANDB_MODE=offline to go on without its server."
-            ) from error
+            if not recovered:
+                raise UserError(
+                    f"wandb could not start: {error}. Set WANDB_MODE=offline to go on without its server."
+                ) from error
+            log.warning("wandb could not start, and writes offline into %s from here on: %s", folder, error)
+            self._run = init(mode="offline")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        """Finish the run; sends what is not yet sent."""
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        """Finish the run, as failed where it has; sends what is not yet sent, for as long as FINISH_S."""
+        folder = Path(self._run.dir).parent
+        try:
+            self._run.finish(exit_code=int(failed))
+        except TimeoutError:
+            log.warning(
+                "wandb's server did not take everything within %d s. What is left can be sent with: wandb sync %s",
+                FINISH_S,
+                folder,
+            )
 
 
 class Writers:
-    """All writers of a run. One that fails in writing stops the run; closing reaches every one of them."""
+    """All writers of a run; a context manager. One that fails in writing stops the run; closing reaches every one of them."""
 
     def __init__(self, *writers: MetricWriter) -> None:
         self._writers = writers
+        self._failed = False
         self._stack = ExitStack()
         for writer in reversed(writers):
-            self._stack.callback(writer.close)
+            self._stack.callback(self._close, writer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=error is not None and not isinstance(error, StoppedError))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step, to everybody. Raises MegarlError where a name is not in the table of metrics."""
@@ -148,13 +176,22 @@ class Writers:
         for writer in self._writers:
             writer.write(step, metrics)
 
-    def close(self) -> None:
-        """Close every writer, also where one of them fails; a second call does nothing."""
+    def close(self, failed: bool = False) -> None:
+        """Close every writer, also where one of them fails; a second call does nothing. failed: see MetricWriter."""
+        self._failed = failed
         self._stack.close()
 
+    def _close(self, writer: MetricWriter) -> None:
+        writer.close(self._failed)
 
-def open_writers(folder: Path, recipe: AnyRecipe, *, resumed_step: int | None = None) -> Writers:
-    """The writers that the recipe asks for, in the run's folder. resumed_step: the step that the run goes on after."""
+
+def open_writers(
+    folder: Path, recipe: AnyRecipe, *, resumed_step: int | None = None, recovered: bool = False
+) -> Writers:
+    """The writers that the recipe asks for, in the run's folder. resumed_step: the step that the run goes on after.
+
+    recovered: the run goes on by itself after a death.
+    """
     with ExitStack() as opened:
         writers: list[MetricWriter] = [JsonlWriter(folder / METRICS_FILE, resumed_step)]
         opened.callback(writers[0].close)
@@ -163,6 +200,8 @@ def open_writers(folder: Path, recipe: AnyRecipe, *, resumed_step: int | None = 
             opened.callback(writers[1].close)
         if recipe.report.wandb is not None:
             config = recipe.model_dump(mode="json")
-            writers.append(WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config))
+            writers.append(
+                WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config, recovered=recovered)
+            )
         opened.pop_all()
     return Writers(*writers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import io
 import json
 import re
 import zlib
@@ -215,7 +216,8 @@ def _call(name: str, given: Any, wanted: Any) -> Expected:
     if not name.isidentifier():
         raise ValueError(f"{name!r} is no name of a function")
     if isinstance(given, str):  # one argument a line, as JSON
-        given = [_json(line) for line in given.splitlines()]
+        # By newlines alone: a text may hold other characters at which str.splitlines breaks.
+        given = [_json(line.removesuffix("\n")) for line in io.StringIO(given, newline=None)]
         wanted = _json(wanted) if isinstance(wanted, str) else wanted
     words = given if isinstance(given, Sequence) else [given]
     source = f"(Solution().{name} if 'Solution' in globals() else {name})(*{list(words)!r})"

@@ -56,6 +56,7 @@ class Flow:
             self._busy_s[owner], self._journal_s[owner] = load.busy_s, load.journal_s
         return {
             "perf/rollout_tokens_per_s": tokens / worked_s if tokens else 0.0,
+            "perf/generation_s": worked_s,
             "perf/journal_s": journal_s,
             "perf/servers_idle": min(1.0, max(0.0, idle)),
             "rollout/requests_queued": float(sum(load.queued for load in loads.values())),

@@ -19,8 +19,9 @@ CORRECT = 0.5  # a reward, or the score of eval.grader's grader, of at least thi
 def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) -> EvalResult:
     """What the recipe wants to know of held-out answers. version: of the weights that should have given them.
 
-    A prompt without an answer or a grade is not a right answer: held-out figures count every prompt. Raises MegarlError
-    where other weights answered, where too many have no grade, or none an answer.
+    A prompt without an answer or a grade is not a right answer: held-out figures count every prompt, but for the length of
+    responses, which is that of those there are. Raises MegarlError where other weights answered, where too many have no
+    grade, or none an answer.
     """
     where = f"Evaluation at step {step}"
     for part in parts:
@@ -51,7 +52,7 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
         metrics={
             "eval/accuracy": accuracy,
             "eval/reward": float(rewards.mean()),
-            "eval/response_len_mean": float(joined("response_tokens").mean()),
+            "eval/response_len_mean": float(joined("response_tokens")[~failed].mean()),
             "eval/truncated": float(joined("truncated").mean()),
             "eval/failures": float((failed | ungraded).sum()),
             **eval_metrics(part.numbers for part in parts),

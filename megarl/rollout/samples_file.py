@@ -11,6 +11,9 @@ from typing import Any
 from megarl.core.types import Sample
 from megarl.rollout import filters
 
+# What JSON leaves as it is, and readers that take lines by str.splitlines would break at.
+LINE_BREAKS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
+
 
 def shown(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
     """The first so many; and the first whose environment raised, where none of them did: its trace is worth reading."""
@@ -38,7 +41,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
         for sample in samples
     ]
     temporary = path.with_name(f".{path.name}.tmp")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(row, ensure_ascii=False).translate(LINE_BREAKS) + "\n" for row in rows)
     temporary.write_text(text, encoding="utf-8", errors="replace")  # half a character, where a response ends within one
     os.replace(temporary, path)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
+from megarl.core.progress import forget_progress
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PHASE_FILE, PhaseTimer, write_phase
@@ -60,19 +61,21 @@ def opened(
     stop: StopRequest,
     forgets: bool = False,
     again: str = "",
+    recovered: bool = False,
 ) -> Iterator[Open]:
     """The run's folder, log, writers and console; closed in the end, whatever happens.
 
     Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with. forgets:
     what an earlier start left that came to no checkpoint, where this one goes on from none either. committed: what it goes on
-    from, as its inputs were checked. stop: the request to end early, which may have come before.
+    from, as its inputs were checked. stop: the request to end early, which may have come before. recovered: the run goes on by
+    itself.
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
     checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
     with _taken(folder), ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         committed = _still_newest(checkpoints, committed)
-        out = Output()
+        out = Output(markup=False)
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
         with writing(folder):
@@ -83,8 +86,10 @@ def opened(
             if committed is not None:
                 note_older_export(folder, committed.step)
             stack.callback(setup_logging(folder / DRIVER_LOG).close)
-            writers = open_writers(folder, recipe, resumed_step=committed.step if committed else None)
-        stack.callback(writers.close)
+            forget_progress((folder / DRIVER_LOG).parent)
+            resumed = committed.step if committed else None
+            writers = open_writers(folder, recipe, resumed_step=resumed, recovered=recovered)
+        stack.enter_context(writers)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
 
         def on_phase(step: int | None, phase: str | None) -> None:
@@ -92,7 +97,8 @@ def opened(
             with writing(folder):
                 write_phase(folder / PHASE, step, phase)
 
-        early.timer = PhaseTimer(on_phase=on_phase, on_progress=console.progress)
+        evaluates = not isinstance(recipe, Recipe)
+        early.timer = PhaseTimer(on_phase=on_phase, on_progress=console.progress, ranks_evaluate=evaluates)
         try:
             yield Open(console, early.timer, writers, checkpoints, committed, stop, stack)
         except Exception as error:

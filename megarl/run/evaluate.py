@@ -37,7 +37,7 @@ def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
     from megarl.run.session import eval_session
 
     folder = recipe.run.folder
-    console = Console()
+    console = Console(markup=False)
     timer = PhaseTimer()
     with ExitStack() as stack:
         stack.callback(setup_logging(folder / DRIVER_LOG).close)

@@ -86,7 +86,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
             "nothing to choose for them. Plan as if the run started its servers: put rollout.servers=N behind the recipe. "
             "`megarl train` checks by itself that the ranks alone fit."
         )
-    console = Console(stderr=options.as_text)
+    console = Console(stderr=options.as_text, markup=False)
     models = PlannedModels(recipe)
     workload = recipe_workload(recipe, models.policy, read=models)
     for note in models.notes:

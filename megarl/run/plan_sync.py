@@ -27,7 +27,7 @@ def run_plan_sync(path: Path, overrides: list[str], cluster: Cluster, *, as_text
     ranks that the cluster has no devices for.
     """
     recipe = load_recipe(path, overrides, Recipe).recipe
-    cluster, console = one_kind(cluster), Console(stderr=as_text)
+    cluster, console = one_kind(cluster), Console(stderr=as_text, markup=False)
     models = PlannedModels(recipe)
     if recipe.placement.name is not None:
         workload = recipe_workload(recipe, models.policy, read=models)

@@ -157,10 +157,10 @@ class Recorder:
 
 
 def _flop_rates(metrics: dict[str, float], cluster: Cluster) -> dict[str, float]:
-    """How fast the updates were, where there were some."""
+    """How fast the actor's updates were. A step that it did not learn from had none, whatever they would have taken."""
     flops, seconds = metrics.get("perf/train_flops"), metrics.get("perf/update_s")
     if not flops or not seconds:
-        return {}
+        return {} if flops is None else {"perf/train_flops": 0.0}
     rates = {"perf/tflops_per_device": flops / seconds / cluster.devices / 1e12}
     if cluster.peak_tflops is not None:
         rates["perf/mfu"] = mfu(flops, seconds, cluster.devices, cluster.peak_tflops * 1e12)

@@ -49,6 +49,11 @@ class Recoveries:
     _reached: int = -1  # the last step that had been written at the last death
     _vain: int = 0  # deaths since then
 
+    @property
+    def again(self) -> bool:
+        """Whether the run has begun before, in this driver."""
+        return self._stop is not None
+
     def begun(self, stop: StopRequest) -> None:
         """All processes of the run have started. stop: the request to end early."""
         self._stop = stop

@@ -7,6 +7,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.server_start import Launched
@@ -14,6 +15,8 @@ from megarl.cluster.slots import ServerSlot, Slot, ranks_beside
 from megarl.core.janitor import SHARED_MEMORY, register_folder
 from megarl.core.layout import Layout
 from megarl.core.log import get_logger
+from megarl.models.config import ModelConfig
+from megarl.models.fp8_weights import quantised
 from megarl.models.parts import first_copy
 from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import pools_of
@@ -22,7 +25,9 @@ from megarl.recipe.sync_rules import quantizing
 from megarl.run.preflight import Preflight
 from megarl.run.role_specs import ACTOR
 from megarl.run.servers_check import lora_at_servers, model_name
+from megarl.sync.fetch import mirror_of
 from megarl.sync.plan import Receiver
+from megarl.sync.price import SCALE_BYTES
 from megarl.sync.ring import ring_bytes
 from megarl.sync.sending import MIB, Sending, Versions, Where, choose
 from megarl.sync.store import Store
@@ -45,8 +50,8 @@ def sending_of(
     [home] = [name for name, pool in pools_of(recipe).items() if ACTOR in pool.roles]
     ranks, writers = pool_slots(runtime, recipe)[home], first_copy(layout)
     nodes, bucket_bytes = {ranks[rank].node for rank in writers}, recipe.sync.bucket_mb * MIB
-    itemsize = {"float32": 4, "bfloat16": 2}[recipe.model.dtype]
-    sizes = [math.prod(shape) * itemsize for shape in expected_tensors(checked.model).values()]
+    is_quantized = recipe.rollout.quantization is not None
+    sizes = _sent_sizes(checked.model, {"float32": 4, "bfloat16": 2}[recipe.model.dtype], is_quantized)
     numbers = {node: number for number, node in enumerate(dict.fromkeys(slot.node for slot in ranks))}
     of_ranks = tuple(numbers[slot.node] for slot in ranks)
     beside = tuple(
@@ -60,7 +65,7 @@ def sending_of(
         needed_bytes=ring_bytes(max(sizes), bucket_bytes),
         free_bytes=shutil.disk_usage(SHARED_MEMORY).free if nodes == {runtime.here} else None,
         external=checked.external is not None,
-        quantized=recipe.rollout.quantization is not None,
+        quantized=is_quantized,
         beside=bool(beside),
     )
     transport, why = choose(recipe.sync.transport, where)
@@ -86,11 +91,28 @@ def sending_of(
     )
 
 
+def _sent_sizes(model: ModelConfig, itemsize: int, is_quantized: bool) -> list[int]:
+    """Bytes of each tensor as it is sent, with its scales where it is quantised."""
+    scales = quantised(model) if is_quantized else {}
+    return [
+        math.prod(shape) + SCALE_BYTES * math.prod(scales[name]) if name in scales else math.prod(shape) * itemsize
+        for name, shape in expected_tensors(model).items()
+    ]
+
+
+def _remove_former(folders: Path) -> None:
+    """Remove the versions of lives before this one, and what this node has made of them: nobody reads them any more."""
+    made = mirror_of(Store(folders, ""))
+    for path in (*folders.parent.glob(folders.name), *made.parent.glob(made.name)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _versions(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot], whole_bytes: int) -> Versions:
     """Where weight versions go: a folder that is removed with the run."""
     # Each life its own: versions of one that went back may differ from those of the same number before.
     name = f"weights-{runtime.run_id}-{secrets.token_hex(2)}"
     folder = (recipe.sync.folder or runtime.folder).absolute() / name
+    _remove_former(folder.parent / f"weights-{runtime.run_id}-*")
     register_folder(runtime.scratch.registry, folder)
     folder.mkdir(parents=True)
     # A server that is on several nodes, or that somebody else started, is told one path for all of its processes.

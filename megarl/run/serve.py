@@ -67,7 +67,7 @@ def run_serve(settings: ServeSettings) -> None:
     platform = get_platform()
     kv_tokens = KV_TOKENS if platform.needs_kv_tokens else None
     context = min(config.max_positions, kv_tokens or config.max_positions)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     with Scratch.open() as scratch:
         place = ProcessPlace(
             scratch.folder / "logs",

@@ -21,7 +21,7 @@ from megarl.cluster.server_launch import LaunchingPool
 from megarl.cluster.server_start import Launched, Source, Starter
 from megarl.cluster.slots import ServerSlot, server_slots, share_no_device
 from megarl.cluster.waits import Waiter
-from megarl.cluster.weight_sync import WeightSync
+from megarl.cluster.weight_sync import BLAME_S, WeightSync
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.pending import Joined
@@ -150,6 +150,10 @@ def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[st
     """The ranks that host each role: one process a device."""
     deadlines, slots, threads = recipe.deadlines, pool_slots(runtime, recipe), _threads(runtime, recipe)[0]
     longest = max(deadlines.start_s, deadlines.train_s, deadlines.save_s)
+    if isinstance(recipe, Recipe):
+        longest = max(
+            longest, deadlines.sync_s + BLAME_S
+        )  # the first rank waits for servers, and the others for its word
     pools = pools_of(recipe)
     launching = {
         name: RankGroup.launch(

@@ -76,7 +76,7 @@ def _train(
     from megarl.run.session import train_session
 
     lines = [*checked.lines(), *([predicted.summary()] if predicted else [])]
-    with opened(loaded, lines, checked.committed, stop, go_on) as run:
+    with opened(loaded, lines, checked.committed, stop, go_on, recovered=recoveries.again) as run:
         recoveries.tell()
         begin_journal(recipe, checked.digests, keeps=keeps)
         with run.timer.phase("start"):
@@ -122,4 +122,4 @@ def _finish(run: Open, roles: Mapping[str, Role], recipe: Recipe, *, placed: boo
             roles["critic"].export(source, (recipe.run.folder / CRITIC_EXPORT).resolve())
     finish(run, roles["actor"], recipe)
     if placed and (line := advice(recipe.run.folder)) is not None:
-        Console().print(line, highlight=False, soft_wrap=True)
+        Console(markup=False).print(line, highlight=False, soft_wrap=True)

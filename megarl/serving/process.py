@@ -32,20 +32,36 @@ KILL_WAIT_S = 5.0
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free on this address now, and that the kernel gives to nobody who does not ask for it by number.
+    """A TCP port that is free on this address now, and that the kernel gives to nobody who does not ask for it by number."""
+    with _bound(host) as probe:
+        return int(probe.getsockname()[1])
 
-    A server binds its port only seconds after it was chosen: until then an ephemeral port could go to anybody.
+
+def kept_port(host: str) -> socket.socket:
+    """A socket on such a port, for whom it is kept until the socket is closed: a server binds its port only seconds later.
+
+    Meanwhile it is free for those alone who bind it with SO_REUSEADDR, as servers do, and taken for `free_port` and this.
     """
+    kept = _bound(host)
+    kept.setsockopt(
+        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+    )  # not before: two that both have it may bind the same port
+    return kept
+
+
+def _bound(host: str) -> socket.socket:
+    """Bound, and not listening. Ephemeral ports could go to anybody meanwhile."""
     first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
     for _ in range(PORT_TRIES):
         # Ray's workers take ports below the first of these.
         wanted = secrets.randbelow(first_ephemeral - FIRST_PORT) + FIRST_PORT if first_ephemeral > FIRST_PORT else 0
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, wanted))
-            except OSError:
-                continue  # taken
-            return int(probe.getsockname()[1])
+        probe = socket.socket()
+        try:
+            probe.bind((host, wanted))
+        except OSError:
+            probe.close()  # taken
+        else:
+            return probe
     raise MegarlError(f"No free port was found on {host} in {PORT_TRIES} tries from {FIRST_PORT} to {first_ephemeral}.")
 
 

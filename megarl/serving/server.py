@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,7 +19,7 @@ from megarl.models.fp8_weights import quantization_settings
 from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.serving import server_models
 from megarl.serving.client import ServerEndpoint
-from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.serving.process import Command, Endpoint, ManagedProcess, kept_port
 from megarl.serving.server_flags import OVERRIDES, SPARE_TOKENS, split_overrides
 
 # SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
@@ -139,7 +141,10 @@ class ServerProcess(ManagedProcess):
 
     def __init__(self, name: str, spec: ServerSpec, platform: Platform, place: ProcessPlace) -> None:
         self.spec = spec
-        port = free_port(place.host)
+        # Its own two, of which one is where its ranks meet: several servers of a node choose theirs at once.
+        kept = [kept_port(place.host), kept_port(place.host)]
+        self._let_go = weakref.finalize(self, _close, kept)
+        port, meet = (each.getsockname()[1] for each in kept)
         self._temp = Path(tempfile.mkdtemp(prefix="server-", dir=place.temp))
         adapter = ADAPTER if spec.lora is not None else ""
         self._endpoint = ServerEndpoint(
@@ -151,6 +156,7 @@ class ServerProcess(ManagedProcess):
                 argv=(
                     sys.executable,
                     *("-m", platform.server_module),
+                    *("--nccl-port", str(meet)),
                     *spec.words(platform, place.host, port),
                 ),
                 log=place.logs / f"{name.replace(' ', '_')}.log",
@@ -176,10 +182,21 @@ class ServerProcess(ManagedProcess):
         """What a client and the weight sync need."""
         return self._endpoint
 
+    def wait_ready(self, deadline_s: float) -> None:
+        """As any process; its ports are its own from then on."""
+        super().wait_ready(deadline_s)
+        self._let_go()
+
     def stop(self, term_s: float = 0.5) -> None:
         """End the server; no process, port, shared memory or temporary file of it remains.
 
         Its orderly end takes SGLang more than five seconds and saves nothing, so it is not waited for.
         """
         super().stop(term_s)
+        self._let_go()
         shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()

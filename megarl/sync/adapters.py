@@ -31,7 +31,8 @@ class Exports(Protocol):
 class AdapterSender:
     """The sending end. Every rank of the trainer makes one and calls `send`; rank 0 writes the files, and tells the servers.
 
-    folder: that ranks and servers see; it holds the adapters of the newest version. timeout_s: longest sync.
+    folder: that ranks and servers see; it holds the adapters of the newest version. timeout_s: longest
+    that servers may take once these are written.
     """
 
     def __init__(self, *, rank: int, folder: Path, timeout_s: float) -> None:
@@ -47,7 +48,7 @@ class AdapterSender:
         if self._rank != 0:
             return None
         watch.lap("write")
-        failures = asyncio.run(self._load(folder, version, servers, began + self._timeout_s))
+        failures = asyncio.run(self._load(folder, version, servers, time.monotonic() + self._timeout_s))
         watch.lap("load")
         for other in self._folder.iterdir():
             if other != folder:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -255,12 +256,15 @@ class BroadcastSender:
         sending = asyncio.create_task(asyncio.to_thread(self._member.stream, outgoing, left(end)))
         calls: Calls = {}
         first: Failures = {}
-        num_bytes = 0
-        for parcel in outgoing.parcels:
+        num_bytes, late = 0, ""
+        for number, parcel in enumerate(outgoing.parcels):
             calls = self._announce(parcel, clients, end)
-            await _answered(calls, sending, bucket_limit_s(parcel.nbytes, end, self._join_s))
+            has_begun = partial(self._has_begun, parcel.sender, number)
+            await _answered(calls, sending, bucket_limit_s(parcel.nbytes, end, self._join_s), has_begun, end)
             if not _all_well(calls):
                 first = failures_of(calls)
+                if not first and not has_begun():
+                    late = f"rank {parcel.sender} had not put bucket {number} together within {self._timeout_s:g} s"
                 self._tell_to_give_up()
                 break
             num_bytes += parcel.nbytes
@@ -273,7 +277,17 @@ class BroadcastSender:
         self._watch.lap("send and load")
         self._watch.seconds["gather"] = max(outcome.gather_s for outcome in outcomes)
         reason = next((outcome.reason for outcome in outcomes if outcome.reason is not None), None)
+        if late:
+            await _cancelled(calls)
+            raise _ours(f"{late} (deadlines.sync_s).")
         return await self._settle(calls, first, reason), num_bytes
+
+    def _has_begun(self, sender: int, number: int) -> bool:
+        """Whether a bucket is on its way. Of a sender who is not there any more others say what happened."""
+        try:
+            return self._places[sender].has_begun(number)
+        except RuntimeError:
+            return True
 
     def _announce(self, parcel: Parcel, clients: Clients, end: float) -> Calls:
         """Tell every server what comes, and from whom."""
@@ -315,7 +329,7 @@ class BroadcastSender:
             elif error is not None:
                 raise error
         if reason is not None and not silent and not answered:
-            raise SyncError(f"The weight sync failed on the trainer's side, every server is well: {reason}")
+            raise _ours(reason)
         blamed = silent or {name: error for name, error in answered.items() if name in first} or answered
         if reason is None or reason == GIVEN_UP:
             return blamed
@@ -328,15 +342,28 @@ class BroadcastSender:
         return failures | await everyone(others, lambda client: client.close_weight_update(self._grace_s))
 
 
-async def _answered(calls: Calls, sending: asyncio.Task[Outcome], limit_s: float) -> None:
-    """Wait until all have answered, or one call has failed, or this rank could not gather, or the time is over."""
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end and not failures_of(calls):
+async def _answered(
+    calls: Calls, sending: asyncio.Task[Outcome], limit_s: float, has_begun: Callable[[], bool], end: float
+) -> None:
+    """Wait until all have answered, or one call has failed, or this rank could not gather, or the time is over.
+
+    That is `limit_s`, and as much again as long as the bucket is not on its way, which no server can help; at most until `end`.
+    """
+    until = time.monotonic() + limit_s
+    while not failures_of(calls):
+        now = time.monotonic()
+        if now >= until and (now >= end or has_begun()):
+            return
+        until = until if now < until else min(end, now + limit_s)
         pending: set[asyncio.Task[Any]] = {call for call in calls.values() if not call.done()}
         if not pending or (sending.done() and sending.exception() is not None):
             return
         watched = pending if sending.done() else {sending, *pending}
-        await asyncio.wait(watched, timeout=left(end), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(watched, timeout=left(until), return_when=asyncio.FIRST_COMPLETED)
+
+
+def _ours(reason: str) -> SyncError:
+    return SyncError(f"The weight sync failed on the trainer's side, every server is well: {reason}")
 
 
 async def _cancelled(calls: Calls) -> None:

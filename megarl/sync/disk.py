@@ -26,13 +26,15 @@ from megarl.core.errors import DiskFullError, MegarlError, SyncError
 from megarl.models.hf_read import STORED_DTYPES
 from megarl.models.hf_weights import Bucket
 from megarl.sync.delta import Bytes, encode
+from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.outgoing import Outgoing
 from megarl.sync.session import Stopwatch, SyncReport
 from megarl.sync.store import FULL, MOST_READERS, Manifest, Store, StoredFile, StoredTensor, crc32
-from megarl.sync.tensor_files import Named, TensorFile, write_file
+from megarl.sync.tensor_files import Mark, Named, TensorFile, mark, write_file
 
 # A server that joins late reads a whole version and at most so many differences.
 MOST_DELTAS = 16
+KEPT = "sent-"
 STORED_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -58,6 +60,7 @@ class DiskSender:
         self._deltas = deltas
         self._control = control
         self._kept: Path | None = None
+        self._marks: dict[str, Mark] = {}  # of the files in there
         # What a server reads that has nothing; the last one's plain files are kept. Nothing: the next version is whole.
         self._chain: list[Manifest] = []
         self._watch = Stopwatch()
@@ -103,16 +106,29 @@ class DiskSender:
 
     def close(self) -> None:
         """Forget what was kept; the next version is whole."""
+        self._forget()
+        self._chain = []
+
+    def _forget(self) -> None:
         if self._kept is not None:
             shutil.rmtree(self._kept, ignore_errors=True)
-        self._kept, self._chain = None, []
+        self._kept, self._marks = None, {}
 
     def _base(self, version: int) -> Manifest | None:
         """What this version is the difference to, the same on every rank; None: it is whole."""
-        chain = self._chain
-        good = self._deltas and bool(chain) and chain[-1].version < version and len(chain) <= MOST_DELTAS
+        chain, is_kept = self._chain, self._is_kept()
+        if not is_kept:
+            self._forget()
+        good = is_kept and self._deltas and bool(chain) and chain[-1].version < version and len(chain) <= MOST_DELTAS
         good = good and sum(each.num_bytes for each in chain[1:]) < chain[0].num_bytes  # else they save nothing
         return chain[-1] if all(self._all(good)) else None
+
+    def _is_kept(self) -> bool:
+        """Whether this rank's plain files are as it left them: who cleans temporary folders may have been there."""
+        try:
+            return all(mark(self._folder() / name) == left for name, left in self._marks.items())
+        except OSError:
+            return False
 
     def _begun(self, version: int, base: Manifest | None) -> Exception | None:
         trouble: Exception | None = None
@@ -163,6 +179,7 @@ class DiskSender:
         if self._deltas:
             with self._keeping():
                 _link_or_copy(path, self._folder() / path.name)
+                self._marks[path.name] = mark(self._folder() / path.name)
         self._watch.lap("write")
         tensors = (StoredTensor(*each, crc, True) for each, crc in zip(named, sums, strict=True))
         return StoredFile(path.name, num_bytes, tuple(tensors))
@@ -189,6 +206,7 @@ class DiskSender:
         with self._keeping():
             write_file(temporary, named, contents, lasting=False)
             temporary.rename(kept.path)
+            self._marks[path.name] = mark(kept.path)
         self._watch.lap("write")
         return StoredFile(path.name, num_bytes, tensors)
 
@@ -200,10 +218,11 @@ class DiskSender:
         except OSError as error:
             if error.errno not in FULL:
                 raise
+            folder = self._kept or Path(tempfile.gettempdir())  # it is full before there is a folder of ours
             raise DiskFullError(
-                f"No room in {self._folder()} on {socket.gethostname()} for the rank's part of a weight version, with which the "
-                f"next one is compared: {shutil.disk_usage(self._folder()).free / 2**20:,.0f} MiB are free. Make room, or have "
-                "TMPDIR name a larger disk."
+                f"No room in {folder} on {socket.gethostname()} for the rank's part of a weight version, with which the next one "
+                f"is compared: {shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free. Make room, or have TMPDIR name a "
+                "larger disk."
             ) from error
 
     def _side_by_side(self, work: Callable[[Any], Any], items: Any) -> list[Any]:
@@ -211,9 +230,10 @@ class DiskSender:
             return list(pool.map(work, items))
 
     def _folder(self) -> Path:
-        """This rank's plain files, in what goes with the run however it ends."""
+        """This rank's plain files, in what goes with the run however it ends. Those of ranks that were killed go now."""
         if self._kept is None:
-            self._kept = Path(tempfile.mkdtemp(prefix="sent-"))
+            remove_orphans(Path(tempfile.gettempdir()), KEPT)
+            self._kept = Path(tempfile.mkdtemp(prefix=KEPT, suffix=owner()))
         return self._kept
 
     def _all(self, mine: Any) -> list[Any]:

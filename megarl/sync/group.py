@@ -28,8 +28,8 @@ Address = tuple[str, int]
 
 CONNECT_S = 30.0  # longest wait for connections once every server has come to the meeting place
 POLL_S = 0.001
-# Rank 0's words to the other members of a group, in the group's own store.
-COME, GIVE_UP = "megarl/come", "megarl/give_up"
+# Rank 0's words to the other members of a group, and the sender's to rank 0, in the group's own store.
+COME, GIVE_UP, BEGUN = WORDS = "megarl/come", "megarl/give_up", "megarl/begun"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MeetingPlace:
 
     def arrived(self) -> int:
         """How many ranks wait for the others, before the sender connects: gloo's ranks each leave an address here."""
-        return 0 if self.store is None else sum(not key.endswith((COME, GIVE_UP)) for key in self.store.list_keys())
+        return 0 if self.store is None else sum(not key.endswith(WORDS) for key in self.store.list_keys())
 
     def all_come(self) -> None:
         """Tell the members that every server has come."""
@@ -104,6 +104,15 @@ class MeetingPlace:
     def coming(self) -> int:
         """What `give_up` was said with."""
         return 0 if self.store is None else int(self.store.get(GIVE_UP))
+
+    def begin(self, number: int) -> None:
+        """Tell rank 0 that the sender has put a bucket together, and begins to send it."""
+        if self.store is not None:
+            self.store.set(BEGUN, str(number))
+
+    def has_begun(self, number: int) -> bool:
+        """Whether `begin` was said of a bucket. Raises RuntimeError (torch's DistError) where nobody is there to ask."""
+        return self.store is not None and self.store.check([BEGUN]) and int(self.store.get(BEGUN)) >= number
 
     def close(self) -> None:
         """Close the store."""

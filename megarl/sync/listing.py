@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.placement.cluster import Cluster
-from megarl.sync.places import MIB
 from megarl.sync.plan import SyncPlan
 from megarl.sync.price import Price, price
+from megarl.sync.sending import MIB
 
 ROWS, SENDERS = 20, 16
 _GB = 1e9

@@ -149,6 +149,8 @@ class Member:
         """
         outcome, end = Outcome(), time.monotonic() + seconds
         sent: tuple[int, Sent] | None = None
+        if self.rank in self._places:
+            self._places[self.rank].begin(-1)  # the group may be kept, and have sent before
         limit_s = (
             0.0  # of what is on its way before this rank's next bucket has arrived: servers take one after another
         )
@@ -161,6 +163,8 @@ class Member:
                 outcome.reason = self._finish(sent) or self._given_up(parcel.sender)
                 if outcome.reason is None:
                     sent = None  # lets go of its memory, before another's is taken
+                    if self.rank == parcel.sender:
+                        self._places[self.rank].begin(number)
                     sent = (
                         parcel.sender,
                         self._start(parcel, tensors or self._room(outgoing, number), min(left(end), limit_s)),

@@ -91,6 +91,11 @@ class NodeMemory:
             if self._rank == 0:
                 self._segment = Segment.make(num_bytes, self._registry)
                 handles = [self._segment.handle]
+        except SyncError as error:
+            raise SyncError(
+                f"The weight sync needs {num_bytes / 2**20:,.0f} MiB of shared memory. {error} Or set sync.transport to "
+                "broadcast, which does without."
+            ) from error
         finally:
             if self._control is not None:
                 dist.broadcast_object_list(handles, src=0, group=self._control)

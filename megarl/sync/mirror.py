@@ -1,8 +1,8 @@
 """The newest weight version on a node, whole and plain: what a store's differences are put together to. Without torch.
 
 Every version is a folder of its own, made under another name and renamed once all of its tensors have met their checksums. What
-did not change is linked to the version before. A server that still reads an older one keeps it as long as it has it open, for
-no file is written twice.
+did not change is linked to the version before, if it is still the file that met its checksums. A server that still reads an
+older one keeps it as long as it has it open, for no file is written twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, TornError
+from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, TornError, UserError
 from megarl.core.process_state import stopped
 from megarl.sync.delta import Bytes, DamagedDeltaError, decode
+from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.store import FULL, OTHER, Manifest, Store, StoredFile, StoredTensor, crc32, side_by_side
-from megarl.sync.tensor_files import TensorFile, write_file
+from megarl.sync.tensor_files import Mark, TensorFile, mark, write_file
 
 SINCE = "since.json"
+MARKS = "marks.json"
+HIDDEN = "."  # before the name of what is being made
 POLL_S = 0.02
 
 
@@ -44,6 +47,8 @@ class Mirror:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone(end):
             try:
+                if self._has(version) and not self._is_as_made(version):
+                    shutil.rmtree(self._of(version), ignore_errors=True)
                 if not self._has(version):
                     self._make(version, end)
             except (MegarlError, OSError):
@@ -67,7 +72,8 @@ class Mirror:
         return part
 
     def _make(self, version: int, end: float) -> None:
-        held = max((int(path.name[1:]) for path in self.folder.glob("v*")), default=None)
+        remove_orphans(self.folder, HIDDEN)
+        held = max(self._versions(), default=None)
         if held == version:
             return
         chain = self.store.chain(version, held)
@@ -75,21 +81,20 @@ class Mirror:
         try:
             self._assemble(chain, held, end)
         except TornError:
-            if held is None:
+            if held is None or self._has(version):
                 raise
             # What is here may be what is damaged.
             shutil.rmtree(self._of(held), ignore_errors=True)
             self._assemble(self.store.chain(version), None, end)
-        for path in self.folder.glob("v*"):
-            if path != self._of(version):
-                shutil.rmtree(path, ignore_errors=True)
+        for older in (each for each in self._versions() if each < version):  # newer ones are others', who were faster
+            shutil.rmtree(self._of(older), ignore_errors=True)
 
     def _assemble(self, chain: Sequence[Manifest], held: int | None, end: float) -> None:
         newest = chain[-1]
         self._check_space(newest)
-        temporary = self.folder / f".{secrets.token_hex(8)}"
+        temporary = self.folder / f"{HIDDEN}{secrets.token_hex(8)}{owner()}"
         files = temporary / self.store.model
-        since = {} if held is None else self._since(held)
+        since, marks = self._known(newest, held)
         files.mkdir(parents=True)
         try:
 
@@ -97,15 +102,19 @@ class Mirror:
                 if time.monotonic() > end:
                     raise DeadlineError(f"Weight version {newest.version} was not put together in time.")
                 steps = [each for each in chain if each.by_name[file.name].num_bytes]
+                old = None if held is None else self._files(held) / file.name
                 if not steps:
-                    os.link(self._files(_known(held)) / file.name, files / file.name)
-                    return
-                since[file.name] = steps[-1].version
-                self._write(steps, newest, file, held, files / file.name)
+                    assert old is not None, (newest.version, file.name)
+                    self._link(newest, file, old, files / file.name, marks.get(file.name))
+                else:
+                    since[file.name] = steps[-1].version
+                    self._write(steps, newest, file, old, files / file.name)
+                marks[file.name] = mark(files / file.name)
 
             with self._explained(newest):
                 side_by_side(make, newest.files)
                 (temporary / SINCE).write_text(json.dumps(since))
+                (temporary / MARKS).write_text(json.dumps(marks))
             try:
                 temporary.rename(self._of(newest.version))
             except OSError:
@@ -114,18 +123,41 @@ class Mirror:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
+    def _link(self, newest: Manifest, file: StoredFile, old: Path, target: Path, met: Mark | None) -> None:
+        """Have a bucket that did not change as it is here. met: the mark of what met its checksums; another one is read."""
+        with self._held(newest, old):
+            os.link(old, target)
+            if mark(target) != met:
+                self._read_again(newest, file, target)
+
+    def _read_again(self, manifest: Manifest, file: StoredFile, path: Path) -> None:
+        """Raises TornError, and whatever reading raises, where a bucket's file here is not as it was made."""
+        found = TensorFile(path)
+        if found.tensors != list(file.plain):
+            raise self.store.torn(manifest, file, f"{path} holds other tensors")
+        for tensor in file.tensors:
+            if crc32(found.read(tensor.name)) != tensor.crc32:
+                raise self.store.torn(manifest, file, f"{tensor.name} {OTHER}")
+
     def _write(
-        self, steps: Sequence[Manifest], newest: Manifest, file: StoredFile, held: int | None, target: Path
+        self, steps: Sequence[Manifest], newest: Manifest, file: StoredFile, held: Path | None, target: Path
     ) -> None:
         """A bucket's plain file, of the one here and all that changed since then."""
         opened = [(each, self.store.open(each, each.by_name[file.name])) for each in steps]
         if len(steps) == 1 and steps[0].base is None and self._linked(steps[0], file, opened[0][1], target):
             return
-        old = None if steps[0].base is None else TensorFile(self._files(_known(held)) / file.name)
+        old = None
+        if steps[0].base is not None:
+            assert held is not None, (newest.version, file.name)
+            with self._held(newest, held):
+                old = TensorFile(held)
 
         def contents() -> Iterator[Bytes]:
             for index, tensor in enumerate(file.tensors):
-                content = None if old is None else old.read(tensor.name)
+                content = None
+                if old is not None:
+                    with self._held(newest, old.path):
+                        content = old.read(tensor.name)
                 for manifest, found in opened:
                     own = manifest.by_name[file.name]
                     if own.tensors[index].changed:
@@ -159,6 +191,23 @@ class Mirror:
             if crc32(self.store.read(manifest, file, found, tensor)) != tensor.crc32:
                 raise self.store.torn(manifest, file, f"{tensor.name} {OTHER}")
         return True
+
+    def _known(self, newest: Manifest, held: int | None) -> tuple[dict[str, int], dict[str, Mark]]:
+        """Of each file here when it last changed, and its mark."""
+        if held is None:
+            return {}, {}
+        with self._held(newest, self._of(held)):
+            return self._since(held), self._marks(held)
+
+    @contextmanager
+    def _held(self, newest: Manifest, path: Path) -> Iterator[None]:
+        """Within, what is here is read. Where that fails it is as torn as what has other content, and is made anew."""
+        try:
+            yield
+        except (OSError, UserError, ValueError, KeyError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise
+            raise TornError(f"Weight version {newest.version} cannot be made of {path}: {error}.") from error
 
     @contextmanager
     def _alone(self, end: float) -> Iterator[None]:
@@ -201,12 +250,33 @@ class Mirror:
             f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} are free. Make room, or have TMPDIR name a larger disk."
         )
 
+    def _versions(self) -> list[int]:
+        return [int(path.name[1:]) for path in self.folder.glob("v*")]
+
     def _has(self, version: int) -> bool:
         return self._of(version).exists()
+
+    def _is_as_made(self, version: int) -> bool:
+        """Whether a version's files here meet their checksums: those that nobody has touched since they did are not read."""
+        try:
+            marks, files = self._marks(version), self._files(version)
+            self._since(version)
+            touched = [name for name, met in marks.items() if mark(files / name) != met]
+            if touched:
+                manifest = self.store.manifest(version)
+                side_by_side(lambda name: self._read_again(manifest, manifest.by_name[name], files / name), touched)
+        except (OSError, UserError, TornError, ValueError, KeyError):
+            return False
+        return True
 
     def _since(self, version: int) -> dict[str, int]:
         """File -> the version in which it last changed."""
         found: dict[str, int] = json.loads((self._of(version) / SINCE).read_text())
+        return found
+
+    def _marks(self, version: int) -> dict[str, Mark]:
+        """File -> what it looked like when it had met its checksums."""
+        found: dict[str, Mark] = json.loads((self._of(version) / MARKS).read_text())
         return found
 
     def _files(self, version: int) -> Path:
@@ -214,11 +284,6 @@ class Mirror:
 
     def _of(self, version: int) -> Path:
         return self.folder / f"v{version:06d}"
-
-
-def _known(held: int | None) -> int:
-    assert held is not None
-    return held
 
 
 def _locked(handle: int) -> bool:

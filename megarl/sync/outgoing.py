@@ -36,12 +36,12 @@ class Outgoing(Protocol):
 
 
 class PlannedWeights:
-    """The `Outgoing` of a model's weights, after a plan. helped: whether the ranks of a sender's node help it to send.
+    """The `Outgoing` of a model's weights, after a plan.
 
     peers: where ranks of a sender's node write what they hold of a bucket; collective, where its memory is not taken yet.
     """
 
-    def __init__(self, gatherer: Gatherer, plan: SyncPlan, rank: int, peers: PeerMemory, *, helped: bool) -> None:
+    def __init__(self, gatherer: Gatherer, plan: SyncPlan, rank: int, peers: PeerMemory) -> None:
         self._gatherer, self._peers, self._rank = gatherer, peers, rank
         self._staged = staged_bytes(plan.bucket_bytes)
         self._wanted: list[list[Wanted]] = []
@@ -53,7 +53,7 @@ class PlannedWeights:
             tensors = sorted(bucket.tensors, key=lambda tensor: -gatherer.dtype_of(tensor.name).itemsize)
             self._wanted.append([(tensor.name, plan.holders(tensor, sender)) for tensor in tensors])
             names = tuple(tensor.name for tensor in tensors)
-            members = (sender, *plan.helpers(sender)) if helped else (sender,)
+            members = (sender, *plan.helpers(sender))
             dtypes, shapes = tuple(map(gatherer.dtype_of, names)), tuple(tensor.shape for tensor in tensors)
             self.parcels.append(Parcel(sender, members, names, dtypes, shapes))
             writers[sender] = writers.get(sender, frozenset()) | plan.neighbours(bucket, sender)

@@ -15,10 +15,11 @@ from megarl.models.known_configs import FOLDER
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.weight_sync import between_bytes_s
 from megarl.placement.workload import read_model
-from megarl.sync.places import MIB, servers_apart, servers_beside, trainer_on
+from megarl.sync.places import servers_apart, servers_beside, trainer_on
 from megarl.sync.plan import SyncPlan, plan_sync, planned_bytes
 from megarl.sync.price import Price, price
 from megarl.sync.ring import bucket_limit
+from megarl.sync.sending import MIB
 
 BUCKET_BYTES = 512 * MIB
 _GB = 1e9

@@ -5,13 +5,13 @@ from __future__ import annotations
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
+from megarl.models.parts import first_copy
 from megarl.placement.cluster import Cluster
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
-from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, plan_sync, planned_bytes
+from megarl.sync.plan import Receiver, SyncPlan, Trainer, Transport, broadcast_bytes, plan_sync, planned_bytes
 from megarl.sync.ring import bucket_limit
-
-MIB = 2**20
+from megarl.sync.sending import MIB, Where, choose
 
 
 def trainer_on(
@@ -81,21 +81,44 @@ def plan_of(recipe: Recipe, config: ModelConfig, cluster: Cluster) -> SyncPlan:
         fused=cluster.device.kernels.fused,
     )
     receivers = _servers_of(recipe, trainer, cluster, ranks, first)
-    without_devices = not cluster.device.offloads_to_host and recipe.rollout.external is None
-    is_beside = without_devices or all(receiver.ranks for receiver in receivers)
-    is_beside = is_beside and recipe.rollout.quantization is None and recipe.rollout.external is None
-    asked = recipe.sync.transport
-    transport: Transport = ("shared_memory" if is_beside else "broadcast") if asked == "auto" else asked
-    if transport == "shared_memory" and not is_beside:
-        raise UserError(
-            "sync.transport is shared_memory, but not every device of a server has a rank that sends weights as they "
-            "are. Set sync.transport to auto or broadcast, which works everywhere."
-        )
+    transport = _transport(recipe, trainer, receivers, cluster)
     most = recipe.sync.bucket_mb * MIB
-    is_quantized = recipe.rollout.quantization is not None
-    planned = planned_bytes(most, trainer.layout, quantized=is_quantized)
-    bucket_bytes = bucket_limit(most) if transport == "shared_memory" else planned
-    return plan_sync(trainer, receivers, transport, bucket_bytes)
+    if transport == "shared_memory":
+        return plan_sync(trainer, receivers, transport, bucket_limit(most))
+    helped = transport == "broadcast" and not _by_gloo(recipe, cluster, ranks)
+    sent = broadcast_bytes(most, helped=helped) if transport == "broadcast" else most
+    planned = planned_bytes(sent, trainer.layout, quantized=recipe.rollout.quantization is not None)
+    return plan_sync(trainer, receivers, transport, planned, helped=helped)
+
+
+def _transport(recipe: Recipe, trainer: Trainer, receivers: tuple[Receiver, ...], cluster: Cluster) -> Transport:
+    """As a run chooses it, where /dev/shm has room. Raises UserError."""
+    where = Where(
+        writers={f"node {trainer.nodes[rank]}" for rank in first_copy(trainer.layout)},
+        servers={f"node {node}" for receiver in receivers for node in receiver.nodes},
+        takes_memory=not cluster.device.offloads_to_host,
+        needed_bytes=0,
+        free_bytes=None,
+        external=recipe.rollout.external is not None,
+        quantized=recipe.rollout.quantization is not None,
+        beside=all(receiver.ranks for receiver in receivers),
+    )
+    transport, _ = choose(recipe.sync.transport, where)
+    assert transport != "adapters", where
+    return transport
+
+
+def _by_gloo(recipe: Recipe, cluster: Cluster, ranks: int) -> bool:
+    """Whether a broadcast goes through the host (sync/broadcast.py, run/sending.py). ranks: of all pools."""
+    rollout = recipe.rollout
+    if not cluster.device.offloads_to_host or (rollout.deterministic and rollout.tp > 1):
+        return True
+    return rollout.external is None and not _are_apart(recipe, cluster, ranks)
+
+
+def _are_apart(recipe: Recipe, cluster: Cluster, ranks: int) -> bool:
+    """Whether servers have devices of their own."""
+    return cluster.num_devices - ranks >= recipe.rollout.server_devices
 
 
 def _servers_of(recipe: Recipe, trainer: Trainer, cluster: Cluster, ranks: int, first: int) -> tuple[Receiver, ...]:
@@ -114,9 +137,10 @@ def _servers_of(recipe: Recipe, trainer: Trainer, cluster: Cluster, ranks: int, 
     if recipe.rollout.external is not None:
         return servers_apart(count, tp, per_node, cluster.num_devices)
     if not cluster.device.offloads_to_host:
-        # Where processes stand for devices servers have none: they are on the ranks' nodes.
-        return tuple(Receiver(f"server {index}", (trainer.nodes[0],) * tp) for index in range(count))
-    if cluster.num_devices - ranks >= used:
+        # Where processes stand for devices servers have none: they are on nodes without ranks, or on all (cluster/slots.py).
+        free = range(-(-ranks // per_node), cluster.nodes) or range(cluster.nodes)
+        return tuple(Receiver(f"server {index}", (free[index % len(free)],) * tp) for index in range(count))
+    if _are_apart(recipe, cluster, ranks):
         return servers_apart(count, tp, per_node, ranks)
     shared = next(iter(pools_of(recipe).values())).devices
     return servers_beside(count, tp, trainer, per_node=per_node, first_device=first, devices=shared)

@@ -20,6 +20,8 @@ from megarl.sync.senders import MOST_SENDERS, Tensor, interleaved, mixed, packed
 # Of a bucket, what a rank receives at once in columns, beside the bucket that it puts together; and at most.
 STAGED_SHARE = 8
 MOST_STAGED_BYTES = 16 * 2**20
+# What a server receives by gloo in pieces of many megabytes is memory that it has to take anew each time.
+GLOO_BUCKET_BYTES = 64 * 2**20
 # broadcast: to servers elsewhere. shared_memory: to servers on the ranks' devices, or nodes. disk: files of safetensors.
 Transport = Literal["broadcast", "shared_memory", "disk"]
 
@@ -81,13 +83,14 @@ class Row:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """All buckets, in the one order in which every server takes them."""
+    """All buckets, in the one order in which every server takes them. helped: see `helpers`."""
 
     transport: Transport
     trainer: Trainer
     receivers: tuple[Receiver, ...]
     bucket_bytes: int
     buckets: tuple[Bucket, ...]
+    helped: bool
     _near: dict[tuple[tuple[int, int | None, int], int], tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @property
@@ -122,7 +125,12 @@ class SyncPlan:
         return tuple(sorted(found))
 
     def helpers(self, sender: int) -> tuple[int, ...]:
-        """The other ranks of a sender's node. They join its group, so that the links of the whole node carry each bucket."""
+        """The other ranks of a sender's node. They join its group, so that the links of the whole node carry each bucket.
+
+        Nobody with gloo, which would copy what they carry through their own memory, on the same processors.
+        """
+        if not self.helped:
+            return ()
         return tuple(rank for rank in self.trainer.ranks_on(self.trainer.nodes[sender]) if rank != sender)
 
     def holders(self, tensor: Tensor, near: int) -> tuple[int, ...]:
@@ -186,13 +194,15 @@ def plan_sync(
     bucket_bytes: int,
     *,
     most_senders: int = MOST_SENDERS,
+    helped: bool = True,
 ) -> SyncPlan:
     """The plan of a sync; the same on every rank.
 
     Broadcast and disk: every pipeline stage and every expert-parallel rank sends its own tensors, and within a
     tensor-parallel group senders take turns by bytes. most_senders: beyond so many the ranks of a node share a sender, for
     each is a group that every server joins. Shared memory: every device's rank puts each bucket together for the server
-    beside it, so that buckets mix the tensors of all ranks, and each gives about the same.
+    beside it, so that buckets mix the tensors of all ranks, and each gives about the same. helped: whether the ranks of a
+    sender's node help it to broadcast, as they do over NCCL.
 
     Raises UserError where a server that is to take shared memory is on a node without ranks.
     """
@@ -208,12 +218,17 @@ def plan_sync(
         Bucket(number, sender, tensors, sum(tensor.nbytes for tensor in tensors))
         for number, (sender, tensors) in enumerate(order)
     )
-    return SyncPlan(transport, trainer, receivers, bucket_bytes, buckets)
+    return SyncPlan(transport, trainer, receivers, bucket_bytes, buckets, helped and transport == "broadcast")
 
 
 def staged_bytes(bucket_bytes: int) -> int:
     """Bytes of columns that arrive at once while such a bucket is put together: they have memory of their own until they do."""
     return max(1, min(bucket_bytes // STAGED_SHARE, MOST_STAGED_BYTES))
+
+
+def broadcast_bytes(bucket_bytes: int, *, helped: bool) -> int:
+    """The size of the buckets of a broadcast, before `planned_bytes`. helped: over NCCL; else by gloo."""
+    return bucket_bytes if helped else min(bucket_bytes, GLOO_BUCKET_BYTES)
 
 
 def planned_bytes(bucket_bytes: int, layout: Layout, *, quantized: bool = False) -> int:

@@ -20,10 +20,11 @@ class Planned:
     def outgoing(
         self, gatherer: Gatherer, transport: Transport, bucket_bytes: int, *, helped: bool
     ) -> tuple[Outgoing, SyncPlan]:
-        """Of the weights as they are now, and the plan of it. The rest as `PlannedWeights` takes it; collective as it is."""
+        """Of the weights as they are now, and the plan of it; collective as `PlannedWeights` is. helped: as `plan_sync` says."""
         trainer = trainer_of(gatherer, self._nodes)
         size = planned_bytes(bucket_bytes, trainer.layout, quantized=self._quantized)
-        if self._plan is None or (self._plan.trainer, self._plan.bucket_bytes) != (trainer, size):
-            self._plan = plan_sync(trainer, (), transport, size)
-        weights = PlannedWeights(gatherer, self._plan, self._rank, self.peers, helped=helped)
-        return QuantizedWeights(weights, gatherer.config) if self._quantized else weights, self._plan
+        made = self._plan
+        if made is None or (made.trainer, made.bucket_bytes, made.helped) != (trainer, size, helped):
+            self._plan = made = plan_sync(trainer, (), transport, size, helped=helped)
+        weights = PlannedWeights(gatherer, made, self._rank, self.peers)
+        return QuantizedWeights(weights, gatherer.config) if self._quantized else weights, made

@@ -47,9 +47,8 @@ class Segment:
             storage: Any = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # takes all of its pages
         except RuntimeError as error:
             raise SyncError(
-                f"The weight sync needs {num_bytes / 2**20:,.0f} MiB of shared memory, and {SHARED_MEMORY} has "
-                f"no room for it: {error}. Make it larger (docker run --shm-size), lower sync.bucket_mb, or set "
-                "sync.transport to broadcast."
+                f"{SHARED_MEMORY} has no room for {num_bytes / 2**20:,.0f} MiB: {error}. Make it larger (docker run --shm-size), "
+                "or lower sync.bucket_mb."
             ) from error
         segment = cls(storage, storage._share_filename_cpu_(), owned=True)
         storage._shared_incref()

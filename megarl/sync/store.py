@@ -253,7 +253,7 @@ class Store:
         free = shutil.disk_usage(self.folder).free
         return DiskFullError(
             f"No room for a weight version in {self.folder}: it takes {needed_bytes / 2**20:,.0f} MiB, and "
-            f"{free / 2**20:,.0f} are free (or a quota allows less). Versions take up to three times the model's bytes. Make "
+            f"{free / 2**20:,.0f} are free (or a quota allows less). Versions take up to four times the model's bytes. Make "
             "room, or set sync.folder to a folder on another disk."
         )
 

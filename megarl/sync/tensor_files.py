@@ -17,6 +17,15 @@ ALIGNMENT = 8  # of the header's end
 Named = tuple[str, str, tuple[int, ...]]  # a tensor's name, dtype as safetensors writes it, and shape
 
 
+Mark = list[int]  # of a file: bytes, and time of its last change; some disks change its inode by themselves
+
+
+def mark(path: Path) -> Mark:
+    """Whoever writes into a file changes it; a link to it has the same. Raises OSError."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
 def size_of(named: Named) -> int:
     """Bytes of a tensor's content."""
     count = 1

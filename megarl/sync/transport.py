@@ -20,15 +20,13 @@ from megarl.sync.disk import DiskSender
 from megarl.sync.memory import DeviceMemory, Memory, NodeMemory, Pieces
 from megarl.sync.outgoing import PlannedPieces, trainer_of
 from megarl.sync.peer_memory import PeerMemory
-from megarl.sync.plan import Receiver, SyncPlan, plan_sync
+from megarl.sync.plan import Receiver, SyncPlan, broadcast_bytes, plan_sync
 from megarl.sync.planned import Planned
 from megarl.sync.ring import bucket_limit
 from megarl.sync.segments import Segment
-from megarl.sync.sending import MIB, Sending
+from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
 from megarl.sync.shared_memory import SharedMemorySender
-
-GLOO_BUCKET_BYTES = 64 * MIB
 
 
 class Weights(Protocol):
@@ -84,10 +82,8 @@ class Broadcast:
         self, weights: Weights, version: int, servers: Sequence[ServerEndpoint], *, flush_cache: bool = True
     ) -> SyncReport | None:
         """As the interface says."""
-        # gloo would copy what helpers carry through their own memory, on the same processors; and what a server receives in
-        # pieces of many megabytes is memory that it has to take anew each time.
         helped = self.sender.backend_for(servers) == "nccl"
-        bucket_bytes = self._bucket_bytes if helped else min(self._bucket_bytes, GLOO_BUCKET_BYTES)
+        bucket_bytes = broadcast_bytes(self._bucket_bytes, helped=helped)
         with weights.gatherer() as gatherer, self._planned.peers:
             outgoing, _ = self._planned.outgoing(gatherer, "broadcast", bucket_bytes, helped=helped)
             return self.sender.send(outgoing, version, servers, flush_cache=flush_cache)

@@ -80,7 +80,8 @@ def verify(
 
 
 def _largest_difference(ours: Sequence[FloatArray], theirs: Sequence[FloatArray]) -> float:
-    """Over all sequences; nan where any is, which Python's own max would lose behind a number."""
-    return float(
-        np.max([np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))) for a, b in zip(ours, theirs, strict=True)])
-    )
+    """Over all sequences; nan where any is, which Python's own max would lose behind a number, and of other lengths."""
+    pairs = list(zip(ours, theirs, strict=True))
+    if any(a.shape != b.shape for a, b in pairs):
+        return float("nan")
+    return float(np.max([np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))) for a, b in pairs]))

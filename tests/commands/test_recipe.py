@@ -25,3 +25,9 @@ def test_no_value_is_cut_off_at_the_end_of_a_line(monkeypatch: pytest.MonkeyPatc
     assert resolved["model"]["path"] == LONG
     assert resolved["rollout"]["server_args"] == ["--json-model-override-args", WORDS]
     assert arithmetic.count("\n") == 1, "one line, to be found by other programs"
+
+
+def test_brackets_are_shown_as_they_are() -> None:
+    recipe = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
+    shown = CliRunner().invoke(app, ["recipe", "show", recipe, "data.train=a[b].jsonl", "--essential"]).output
+    assert "a[b].jsonl" in shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.core.metrics import check_names
-from megarl.core.timing import PhaseTimer, Span
+from megarl.core.timing import MOST_SPANS, PhaseTimer, Span
 
 
 class Clock:
@@ -102,11 +102,18 @@ def test_spans_are_data_for_a_trace(clock: Clock) -> None:
         with timer.phase("update"):
             clock.pass_s(2)
     timer.add_span("forward", "actor", 1.25, 2.0)
-    assert timer.spans == [
+    assert list(timer.spans) == [
         Span("update", "driver", 1, 3),
         Span("step", "driver", 0, 3),
         Span("forward", "actor", 1.25, 2.0),
     ]
+
+
+def test_a_long_run_keeps_its_last_spans_alone(clock: Clock) -> None:
+    timer = PhaseTimer(clock=clock)
+    for number in range(MOST_SPANS + 5):
+        timer.add_span("update", "actor", number, number + 1)
+    assert len(timer.spans) == MOST_SPANS and timer.spans[-1].start == MOST_SPANS + 4
 
 
 def test_phases_are_announced(clock: Clock) -> None:

@@ -91,6 +91,12 @@ def test_frozen_weights_need_no_gradient_of_their_own():
     assert train_flops(DENSE, [3, 4], weight_gradients=False) == 2 * forward.linear + 3 * forward.attention
 
 
+def test_a_score_is_one_output_of_a_vocabularys():
+    forward = forward_flops(DENSE, [3, 4])
+    logits = 2 * 7 * 10 * 1
+    assert train_flops(DENSE, [3, 4], scores=True) == pytest.approx(3 * (forward.total - forward.logits + logits))
+
+
 def test_mfu():
     assert mfu(3e15, seconds=2, num_devices=3, peak_flops=1e15) == 0.5
 

@@ -167,14 +167,18 @@ def test_servers_that_somebody_else_started_take_no_device_of_the_run(tmp_path: 
     assert "(rollout)" not in one.summary() and "rollout" not in (too_full(most, cluster) or "")
 
 
-def test_servers_that_share_a_device_are_no_faster_than_one(tmp_path: Path) -> None:
-    cluster, rollout = make_cluster("H100", 1), {}
+def test_servers_that_share_a_device_are_no_faster_than_one_and_hold_what_all_hold(tmp_path: Path) -> None:
+    cluster, rollout, held = make_cluster("H100", 1), {}, {}
     for servers in (4, 8, 64):
         words = ("cluster.devices=8", "actor.parallel.tp=4", "rollout.server_args=[]", f"rollout.servers={servers}")
         given = recipe(tmp_path, *LARGE, *words)
         plan = predict_recipe(given, recipe_workload(given, read_model(tmp_path)), cluster)
         rollout[servers] = plan.phases["rollout"]
+        [role] = [role for pool in plan.pools for role in pool.roles if role.role == ROLLOUT]
+        held[servers] = sum(role.held_bytes.values())
+        assert (too_full(plan, cluster) is None) == (servers < 64)
     assert rollout[64] == rollout[8] < rollout[4]
+    assert held[64] == pytest.approx(8 * held[8])
 
 
 def test_processes_take_from_one_memory(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
+from megarl.core.scratch import Scratch
 from megarl.placement.calibrate import with_rates
 from megarl.placement.cluster import Cluster, make_cluster, read_cluster
 from megarl.placement.devices import GIB
@@ -90,5 +91,5 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("device: cpu\n")
     with pytest.raises(UserError, match="is there already"):
-        run_profile(file, 0, 1.0)
+        run_profile(file, 0, 1.0, Scratch("r", file.parent, None, None))  # type: ignore[arg-type]
     assert file.read_text() == "device: cpu\n"

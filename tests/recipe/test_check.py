@@ -299,8 +299,14 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["rollout.kv_tokens=1000"], "Set it to 1088 or more"),
         (["data.eval=x", "eval.samples_per_prompt=2"], "2 greedy answers to one prompt are all the same"),
         (["actor.optimizer.schedule=linear", "actor.optimizer.min_lr=1"], "Set it to at most 1e-06"),
-        (["rollout.server_args=[--port=80]"], "--port (decided by nothing: a free port is chosen)"),
+        (["rollout.server_args=[--port=80]"], "--port (a free port is chosen)"),
         (["rollout.server_args=[--tp, '2']"], "--tp (decided by rollout.tp)"),
+        # A file of flags would bring in what is refused here.
+        (["rollout.server_args=[--config=flags.yaml]"], "--config (the flags of such a file go into"),
+        (
+            ["rollout.server_args=[--delete-ckpt-after-loading]"],
+            "--delete-ckpt-after-loading (the model's folder is read again)",
+        ),
         (
             [*DETERMINISTIC, "rollout.kv_tokens=69631"],
             "Set rollout.kv_tokens to 69632 or more (rollout.max_running_requests",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -100,9 +101,9 @@ class Seen:
         return bad(self.book.specs) == bad(other.book.specs) and self.resume() == other.resume()
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    root = tmp_path_factory.mktemp("world")
+@contextmanager
+def runs_in(root: Path) -> Iterator[Runs]:
+    """A world to go through runs in, written into a folder."""
     write_world(root)
     engines = Engines()
     with pytest.MonkeyPatch.context() as patch:
@@ -110,6 +111,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         yield Runs(root, engines)
     engines.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with runs_in(tmp_path_factory.mktemp("world")) as runs:
+        yield runs
 
 
 def keys_of(command: str) -> list[str]:

@@ -78,6 +78,19 @@ def test_time_left_is_the_mean_of_the_steps_done_here() -> None:
     assert lines(out)[0].endswith("left 1:58") and lines(out)[1].endswith("left 2:54")
 
 
+@pytest.mark.parametrize("step_s", [1800.0, 7200.0])
+def test_a_terminal_shows_the_time_left_also_of_long_steps(step_s: float) -> None:
+    out = Console(force_terminal=True, width=200, file=io.StringIO())
+    console = RunConsole("run", 100, out)
+    now = [0.0]
+    console._progress.get_time = lambda: now[0]
+    console.phase(1, "rollout")
+    for step in range(1, 4):
+        now[0] += step_s
+        console.step(step, {"perf/step_s": step_s})
+    assert console._progress.tasks[0].time_remaining == 97 * step_s
+
+
 def test_the_loss_on_the_reference_is_shown_before_the_updates_kl() -> None:
     run, out = console()
     with run:

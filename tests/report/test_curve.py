@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from matplotlib import image
+from matplotlib.figure import Figure
 
 from megarl.core.errors import UserError
-from megarl.core.metrics import METRICS
+from megarl.core.metrics import METRICS, OUTSIDE, PHASES
+from megarl.report import curve
 from megarl.report.curve import PANELS, draw_curve
 from megarl.report.history import Row
 
@@ -59,6 +61,21 @@ def test_short_odd_and_long_runs_are_drawn(tmp_path: Path, rows: list[Row]) -> N
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     draw_curve(file, target)
     assert target.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("steps", [3, 1000])
+def test_each_phase_has_a_colour_of_its_own_and_a_long_run_is_not_drawn_step_by_step(steps: int) -> None:
+    phases = sorted(PHASES.keys() - OUTSIDE)
+    rows: list[Row] = [
+        {"step": step, "perf/step_s": 20.0, **{f"perf/{phase}_s": 1.0 for phase in phases}} for step in range(steps)
+    ]
+    axes = Figure().add_axes((0, 0, 1, 1))
+    curve._draw_phases(axes, rows)
+    legend = axes.get_legend()
+    assert legend is not None
+    colors = {handle.get_facecolor() for handle in legend.get_patches()}
+    assert len(colors) == len(phases) + 1, "and one for what no phase covers"
+    assert len(axes.patches) + len(axes.collections) <= 100
 
 
 def test_a_long_name_ends_within_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

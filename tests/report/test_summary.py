@@ -16,7 +16,15 @@ from megarl.report.summary import duration, mean_rate, summary_table
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1:00"), (185.4, "3:05"), (7384, "2:03:04"), (3599.6, "1:00:00")],
+    [
+        (0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.97, "1:00"),
+        (60, "1:00"),
+        (185.4, "3:05"),
+        (7384, "2:03:04"),
+        (3599.6, "1:00:00"),
+    ],
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -54,3 +62,24 @@ def test_the_end_says_which_side_was_the_bottleneck(tmp_path: Path) -> None:
     out = Console(width=300, record=True, file=io.StringIO())
     out.print(summary_table(rows, {"rollout": 18.0}, 30.0, tmp_path, tmp_path))
     assert "ranks waited for samples 60% of the time, servers were idle 40%" in out.export_text()
+
+
+def test_the_rate_of_generation_is_over_the_seconds_of_generation(tmp_path: Path) -> None:
+    # Generated ahead: the driver waits for the first step alone.
+    rate, waited, generated = "perf/rollout_tokens_per_s", "perf/rollout_s", "perf/generation_s"
+    rows: list[Row] = [
+        {"step": 1, rate: 100.0, waited: 10.0, generated: 10.0},
+        {"step": 2, rate: 700.0, waited: 0.01, generated: 10.0},
+        {"step": 3, rate: 700.0, waited: 0.0, generated: 10.0},
+    ]
+    out = Console(width=300, record=True, file=io.StringIO())
+    out.print(summary_table(rows, {"rollout": 10.01}, 30.0, tmp_path, tmp_path))
+    assert ["generation,", "tokens/s", "500"] in [line.split() for line in out.export_text().splitlines()]
+
+
+def test_a_folder_is_shown_by_its_whole_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a[b]" / "[" / "c]"
+    out = Console(width=300, record=True, file=io.StringIO())
+    out.print(summary_table([], {}, 1.0, folder / "hf", folder / "curve.png"))
+    text = out.export_text()
+    assert f"weights  {folder}/hf  (HF)" in text and f"curve    {folder}/curve.png" in text

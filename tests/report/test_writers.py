@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.core.errors import MegarlError, UserError
+from megarl.core.errors import MegarlError, StoppedError, UserError
 from megarl.recipe.supervised import SftRecipe
 from megarl.report.history import METRICS_FILE, read_history
 from megarl.report.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writers, open_writers
@@ -30,7 +31,7 @@ class Recorder:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.rows.append((step, dict(metrics)))
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self.closed += 1
         if self.fails:
             raise OSError("disk full")
@@ -79,21 +80,25 @@ def test_jsonl_begins_anew_without_a_resume(tmp_path: Path) -> None:
     assert read_history(tmp_path / METRICS_FILE) == [{"step": 2}]
 
 
-def test_tensorboard_reads_what_was_written_and_forgets_what_a_resume_repeats(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("resumed", "kept"), [(2, [(1, 0.1), (2, 0.2)]), (None, [])])
+def test_tensorboard_reads_what_was_written_and_forgets_what_is_written_again(
+    tmp_path: Path, resumed: int | None, kept: list[tuple[int, float]]
+) -> None:
     first = TensorBoardWriter(tmp_path)
     for step in (1, 2, 3):
         first.write(step, {"reward/mean": step / 10})
     first.close()
     assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3)]
-    second = TensorBoardWriter(tmp_path / "later", resumed_step=2)
-    second.write(3, {"reward/mean": 0.9})
+    again = (resumed or 0) + 1
+    second = TensorBoardWriter(tmp_path / "later", resumed_step=resumed)
+    second.write(again, {"reward/mean": 0.9})
     second.close()
     # Files of one folder are read in the order of their names, which begin with whole seconds.
     (earlier,), (later,) = list(tmp_path.glob("events*")), list((tmp_path / "later").glob("events*"))
     stem, seconds, rest = later.name.rpartition("tfevents.")[0], *later.name.rpartition("tfevents.")[2].split(".", 1)
     later.rename(tmp_path / f"{stem}tfevents.{int(seconds) + 1}.{rest}")
     assert earlier.exists()
-    assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert scalars(tmp_path, "reward/mean") == [*kept, (again, 0.9)]
 
 
 def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
@@ -137,6 +142,79 @@ def test_wandb_missing_is_a_users_error(tmp_path: Path, monkeypatch: pytest.Monk
         open_writers(tmp_path, recipe(tensorboard=False, wandb={"project": "p"}))
     # The writer that was opened before it is closed again: nothing warns of an open file.
     assert (tmp_path / METRICS_FILE).read_text() == ""
+
+
+class FakeRun:
+    """A run of wandb whose server may answer no more when it is finished."""
+
+    def __init__(self, folder: Path, answers: bool = True) -> None:
+        self.dir = str(folder / "wandb" / "run-1" / "files")
+        self.answers = answers
+        self.exit_codes: list[int | None] = []
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.exit_codes.append(exit_code)
+        if not self.answers:
+            raise TimeoutError("Timed out finishing run.")
+
+
+class FakeWandb:
+    """Stands in for wandb.init: keeps what it is asked, and refuses to begin online where there is no server."""
+
+    def __init__(self, run: FakeRun, reached: bool = True) -> None:
+        self.run, self.reached = run, reached
+        self.asked: list[dict[str, Any]] = []
+
+    def init(self, **asked: Any) -> FakeRun:
+        self.asked.append(asked)
+        if not self.reached and asked["mode"] != "offline":
+            raise wandb.errors.CommError("Timed out")
+        return self.run
+
+
+def with_wandb(monkeypatch: pytest.MonkeyPatch, run: FakeRun, reached: bool = True) -> FakeWandb:
+    fake = FakeWandb(run, reached)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    monkeypatch.setattr(wandb, "init", fake.init)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(None, 0), (StoppedError("asked to"), 0), (MegarlError("a rank died"), 1)]
+)
+def test_wandb_shows_a_run_as_failed_that_has_failed(
+    error: Exception | None, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(tmp_path)
+    with_wandb(monkeypatch, run)
+    ends = pytest.raises(type(error)) if error else nullcontext()
+    with ends, open_writers(tmp_path, recipe(tensorboard=False, wandb={"project": "p"})):
+        if error:
+            raise error
+    assert run.exit_codes == [exit_code]
+
+
+def test_a_run_ends_although_wandbs_server_answers_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = FakeRun(tmp_path, answers=False)
+    fake = with_wandb(monkeypatch, run)
+    WandbWriter(tmp_path, "project", "name", {}).close()
+    settings = fake.asked[0]["settings"]
+    assert settings.finish_timeout > 0 and settings.finish_timeout_raises
+    assert f"wandb sync {tmp_path}/wandb/run-1" in caplog.text
+
+
+def test_a_run_that_goes_on_by_itself_does_not_need_wandbs_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = with_wandb(monkeypatch, FakeRun(tmp_path), reached=False)
+    asked = recipe(tensorboard=False, wandb={"project": "p"})
+    with pytest.raises(UserError, match="wandb could not start: Timed out"):
+        open_writers(tmp_path, asked)
+    open_writers(tmp_path, asked, resumed_step=0, recovered=True).close()
+    assert [each["mode"] for each in fake.asked] == [None, None, "offline"]
+    assert "writes offline" in caplog.text
 
 
 @pytest.mark.slow

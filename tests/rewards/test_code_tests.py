@@ -76,6 +76,13 @@ def test_calls() -> None:
         assert read_tests(row, "", None).checks == (Expected(Check("value", call), 3, as_json=True),)
 
 
+def test_arguments_of_a_call_are_cut_at_newlines_alone() -> None:
+    case = {"input": '"a\u2028b\x85c"\r\nno json\n[1]\n', "output": "3", "testtype": "functional"}
+    row = {"tests": [case], "metadata": {"func_name": "f"}}
+    (check,) = read_tests(row, "", None).checks
+    assert check.check.source.endswith(repr(["a\u2028b\x85c", "no json", [1]]) + ")")
+
+
 @pytest.mark.parametrize("output", [3, [3, 4]])
 def test_one_input_of_a_named_function_is_one_call(output: Any) -> None:
     call = "(Solution().add if 'Solution' in globals() else add)(*[1, 2])"

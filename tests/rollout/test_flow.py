@@ -16,6 +16,7 @@ def test_a_rate_is_of_what_was_made_since_the_last_step() -> None:
     now[0] = 5.0
     first = flow.metrics({0: Load(4.0, 0, 0.25), 1: Load(2.0, 3, 0.5)}, 0.125)
     assert first["perf/rollout_tokens_per_s"] == 25.0, "100 tokens in 4 seconds of work"
+    assert first["perf/generation_s"] == 4.0
     assert first["perf/servers_idle"] == 1 - 3.0 / 5.0
     assert first["rollout/requests_queued"] == 3.0
     assert first["perf/journal_s"] == 0.625, "of the busiest collector and of the decisions"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.cluster.process import ProcessSpec
 from megarl.core.errors import UserError
+from megarl.core.progress import Progress, read_progress
 from megarl.core.stop import STOP_SIGNAL, StopRequest
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
@@ -169,3 +172,23 @@ def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Pat
         shutil.rmtree(folder)
         with opened.timer.phase("rollout"):
             raise AssertionError("it cannot be told in which phase the driver is")
+
+
+@pytest.mark.parametrize(("kind", "busy"), [(Recipe, False), (SftRecipe, True)])
+def test_ranks_are_at_work_in_an_evaluation_of_rows(world: Path, kind: Any, busy: bool) -> None:
+    command = "sft" if kind is SftRecipe else "train"
+    loaded = load_recipe(world / f"{command}.yaml", [f"run.name=busy_{command}", "cluster.platform=cpu"], kind)
+    with driver.stage(Book(), world), begin.opened(loaded, [], None, StopRequest()) as opened:
+        with opened.timer.step(1), opened.timer.phase("eval"):
+            time.sleep(0.05)
+        assert (opened.timer.metrics(0)["perf/ranks_idle"] < 0.5) == busy
+
+
+def test_how_far_a_killed_process_was_is_not_told_of_the_next(world: Path) -> None:
+    loaded = load_recipe(world / "train.yaml", ["run.name=far", "cluster.platform=cpu"], Recipe)
+    spec = ProcessSpec("rank 0", world / "runs" / "far" / "logs")
+    spec.logs.mkdir(parents=True)
+    Progress(spec.progress).of(8, "micro-batches").__enter__()
+    assert read_progress(spec.progress) is not None
+    with driver.stage(Book(), world), begin.opened(loaded, [], None, StopRequest()):
+        assert read_progress(spec.progress) is None

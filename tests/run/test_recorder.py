@@ -55,6 +55,15 @@ def test_what_has_come_is_written_with_its_step() -> None:
     assert told.failures == ["of held-out answers", "of samples"], "what failed first says more"
 
 
+def test_a_step_without_an_update_of_the_actor_has_no_flops_of_one() -> None:
+    told = Told([])
+    recorder = recorder_of(told)
+    recorder.end_of(1, {"perf/train_flops": 8e12, "perf/rollout_s": 1.0})
+    recorder.end_of(2, {"perf/train_flops": 8e12, "perf/update_s": 2.0})
+    assert told.metrics[1]["perf/train_flops"] == 0 and "perf/tflops_per_device" not in told.metrics[1]
+    assert told.metrics[2]["perf/train_flops"] == 8e12 and told.metrics[2]["perf/tflops_per_device"] > 0
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_checkpoint_waits_for_all_that_its_step_and_earlier_ones_expect(async_save: bool) -> None:
     calls: list[Any] = []

@@ -38,6 +38,7 @@ class Lives:
         return self.seen
 
     def _life(self, again: bool) -> None:
+        assert self.recoveries.again == again
         self.seen.append((again, self.recoveries.total))
         steps, error = next(self._ends)
         if self._starts:

@@ -19,7 +19,7 @@ import pytest
 from megarl.core.errors import DeadlineError, WorkerDiedError
 from megarl.core.process_state import started_at, stopped
 from megarl.sandbox.watch import usage
-from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port, process_tree, start_all
+from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port, kept_port, process_tree, start_all
 from tests.support.processes import ended
 
 CHILD = Path(__file__).with_name("http_child.py")
@@ -238,3 +238,18 @@ def test_a_process_that_was_never_started_says_so(make: Make) -> None:
     with pytest.raises(WorkerDiedError, match="was not started"):
         assert process.pid
     process.stop()
+
+
+def test_a_kept_port_is_the_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers that start at once would each have found it free until one of them listens, seconds later."""
+    drawn = iter((5, 5, 5, 6, 7))
+    monkeypatch.setattr("megarl.serving.process.secrets.randbelow", lambda _: next(drawn))
+    with kept_port("127.0.0.1") as first, kept_port("127.0.0.1") as second, socket.socket() as server:
+        port, other = (each.getsockname()[1] for each in (first, second))
+        assert free_port() == other + 1 == port + 2
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        first.close()
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass

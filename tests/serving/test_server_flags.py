@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,3 +73,22 @@ def test_parts_of_a_server_meet_at_the_first() -> None:
         assert value(each, "--nnodes") == "2" and value(each, "--tp-size") == "16"
         assert value(each, "--dist-init-addr") == "10.0.0.1:29000"
     assert [value(each, "--host") for each in flags] == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_a_server_keeps_its_ports_until_it_has_ended(tmp_path: Path) -> None:
+    server = ServerProcess("server 0", SPEC, get_platform("cpu"), ProcessPlace(tmp_path, KEY, temp=tmp_path))
+    ports = [int(value(list(server.command.argv), flag)) for flag in ("--port", "--nccl-port")]
+    assert len({*ports}) == 2
+    for bindable in (False, True):
+        for port in ports:
+            with socket.socket() as other:
+                assert _binds(other, port) == bindable
+        server.stop()
+
+
+def _binds(other: socket.socket, port: int) -> bool:
+    try:
+        other.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True

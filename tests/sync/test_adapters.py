@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -164,6 +165,19 @@ def test_a_server_that_refuses_is_named_and_the_others_go_on(tmp_path: Path) -> 
     assert (well.version, ill.version, new.version) == ("1", None, "1")
     loaded = {"lora_name": ADAPTER, "lora_path": str(tmp_path / "adapters" / "version-1")}
     assert well.bodies("/load_lora_adapter") == [loaded]
+
+
+def test_servers_are_not_to_blame_for_the_time_that_ranks_take_to_write(tmp_path: Path) -> None:
+    class Slow(Adapters):
+        def export_adapters(self, folder: Path) -> None:
+            time.sleep(1.1)
+            super().export_adapters(folder)
+
+    model, one = write_tiny_model(tmp_path / "model"), Receiver("server 0")
+    with serving(one):
+        sender = AdapterSender(rank=0, folder=tmp_path / "adapters", timeout_s=1.0)
+        report = sender.send(Slow(model, 1), 1, [one.endpoint])
+    assert report is not None and report.failed == {}
 
 
 def test_what_cannot_be_removed_of_former_adapters_ends_no_sync(

@@ -274,6 +274,34 @@ def test_other_ranks_send_nothing() -> None:
     assert sender.send(Given(list(buckets())), 1, []) is None
 
 
+def late_in(bucket: int, seconds: float) -> Callable[[int], None]:
+    """A rank that takes so long to put that bucket together."""
+    return lambda number: time.sleep(seconds if number == bucket else 0)
+
+
+def test_no_server_is_blamed_for_the_time_that_a_rank_takes_to_put_a_bucket_together() -> None:
+    """Longer than a bucket may be on its way; in the second sync as well, for which the group is kept."""
+    one, two = Receiver("server 0"), Receiver("server 1")
+    with serving(one, two):
+        sender = make_sender()
+        for version in (1, 2):
+            given = Given(list(buckets()), late_in(2 - version, 1.1))
+            report = sender.send(given, version, [one.endpoint, two.endpoint])
+            assert report is not None and (report.failed, report.attempts) == ({}, 1)
+        sender.close()
+    assert holds(one, 2) and holds(two, 2)
+
+
+def test_a_bucket_that_is_never_put_together_in_time_is_the_ranks_failure() -> None:
+    one = Receiver("server 0")
+    with serving(one):
+        sender = make_sender(timeout_s=1.0, grace_s=1.0)
+        says = r"every server is well: rank 0 had not put bucket 1 together within 1 s \(deadlines.sync_s\)"
+        with pytest.raises(SyncError, match=says):
+            sender.send(Given(list(buckets()), late_in(1, 1.5)), 1, [one.endpoint])
+        assert not one.session
+
+
 def test_a_failure_of_the_gathering_is_raised() -> None:
     def broken(number: int) -> None:
         if number == 1:

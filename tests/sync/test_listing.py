@@ -18,10 +18,11 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.recipe.servers import ExternalServers
 from megarl.sync.places import plan_of
-from megarl.sync.plan import SyncPlan
+from megarl.sync.plan import GLOO_BUCKET_BYTES, SyncPlan, planned_bytes
 
 LLAMA = "recipes/llama31_70b_ppo_128.yaml"
 FOLDER = known_config("Qwen/Qwen3-4B")
+EXTERNAL = ExternalServers(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
 
 
 def plan(cluster: Cluster, *overrides: str, servers: ExternalServers | None = None) -> SyncPlan:
@@ -72,10 +73,18 @@ def test_where_processes_stand_for_devices_servers_are_on_the_ranks_node() -> No
     assert found.trainer.spec == "torch"
 
 
+@pytest.mark.parametrize(("nodes", "each", "servers_on"), [(2, 64, {1}), (3, 64, {1, 2}), (4, 16, {0, 1, 2, 3})])
+def test_over_several_nodes_without_devices_weights_are_broadcast(nodes: int, each: int, servers_on: set[int]) -> None:
+    """Servers are on the nodes without ranks, or on all."""
+    found = plan(make_cluster("cpu", nodes, each))
+    assert found.transport == "broadcast" and {node for each in found.receivers for node in each.nodes} == servers_on
+    with pytest.raises(UserError, match=r"sync\.transport is shared_memory, but .* nodes"):
+        plan(make_cluster("cpu", nodes, each), "sync.transport=shared_memory")
+
+
 def test_servers_that_somebody_else_started_are_on_other_nodes() -> None:
-    servers = ExternalServers(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
     for cluster in (make_cluster("H100", 8), make_cluster("cpu", 1, 64)):
-        found = plan(cluster, servers=servers)
+        found = plan(cluster, servers=EXTERNAL)
         assert found.transport == "broadcast" and len(found.receivers) == 2
         assert not {node for each in found.receivers for node in each.nodes} & set(found.trainer.nodes)
 
@@ -93,6 +102,27 @@ def test_a_placement_that_is_searched_for_is_the_one_that_is_shown() -> None:
         result = CliRunner().invoke(app, ["plan", *words, f"placement.name={name}"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout.splitlines()[-1])["transport"] == transport
+
+
+def test_a_broadcast_is_planned_as_it_is_sent_through_the_host() -> None:
+    """By gloo, in smaller buckets, and nobody helps: without devices, to servers on ranks' devices, or whose NCCL is fixed."""
+    sent = planned_bytes(GLOO_BUCKET_BYTES, plan(make_cluster("H100", 16)).trainer.layout)
+    broadcast = "sync.transport=broadcast"
+    for cluster, overrides in (
+        (make_cluster("cpu", 1, 128), (broadcast,)),
+        (make_cluster("H100", 8), (broadcast,)),
+        (make_cluster("H100", 16), (broadcast, "rollout.deterministic=true", "rollout.kv_tokens=786432")),
+    ):
+        found = plan(cluster, *overrides)
+        assert found.bucket_bytes == sent and not any(found.helpers(sender) for sender in found.sent_bytes)
+    for cluster, servers in ((make_cluster("H100", 16), None), (make_cluster("H100", 8), EXTERNAL)):
+        found = plan(cluster, broadcast, servers=servers)
+        assert found.bucket_bytes > sent and all(len(found.helpers(sender)) == 7 for sender in found.sent_bytes)
+
+
+def test_files_have_no_helpers() -> None:
+    found = json.loads(show("--nodes", "16", "--json", "sync.transport=disk").splitlines()[-1])
+    assert not any(sender["helpers"] for sender in found["senders"])
 
 
 FP8_BYTES = ("rollout.quantization=fp8", "model.dtype=bfloat16")

@@ -43,6 +43,9 @@ class Place:
     def is_given_up(self) -> bool:
         return False
 
+    def begin(self, number: int) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

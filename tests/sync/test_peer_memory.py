@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +123,17 @@ def test_who_cannot_share_memory_sends_what_it_holds_and_the_log_says_why(
     assert found == [writers] * 3
     [record] = caplog.records
     assert said in record.getMessage() and "/dev/shm has no room" in record.getMessage()
+
+
+def test_a_full_dev_shm_asks_for_nothing_that_is_so_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights go by broadcast or over the disk, and they do go."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    together(monkeypatch, partial(of_segments, tmp_path), lambda *_: None)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("/dev/shm has no room for 0 MiB" in each and "--shm-size" in each for each in said)
+    assert not any("needs" in each or "sync.transport" in each for each in said)
 
 
 @pytest.mark.parametrize(("which", "tries"), [("open_", 1), ("make", 3)])

@@ -199,7 +199,10 @@ def test_what_a_rank_cannot_write_is_raised(sender: SharedBuckets) -> None:
 
 
 def test_memory_that_is_not_to_be_had_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(SyncError, match=r"--shm-size.*sync\.transport") as caught:
-        Segment.make(1 << 42, tmp_path / "registry")
-    assert "/dev/shm" in str(caught.value)
+    """Memory that others write into is one thing, for they can send instead; that of a whole sync another."""
+    registry = tmp_path / "registry"
+    with pytest.raises(SyncError, match=r"/dev/shm has no room for .*--shm-size"):
+        Segment.make(1 << 42, registry)
+    with pytest.raises(SyncError, match=r"The weight sync needs .*--shm-size.*set sync\.transport to broadcast"):
+        NodeMemory(rank=0, writers=(0,), registry=registry, device="cpu").take(1 << 42)
     assert not any((SHARED_MEMORY / name).exists() for name in registered(tmp_path))

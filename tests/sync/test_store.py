@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -172,6 +173,25 @@ def test_versions_are_whole_again_before_differences_are_too_many_or_too_large(
     assert store.versions() == [10] and store.manifest(10).base is None
 
 
+def test_a_store_is_never_larger_than_its_message_says(
+    store: Store, sender: DiskSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of the old weights each time: differences save little, and two are there with two whole versions."""
+    random, peaks, commit = torch.Generator().manual_seed(3), [0], Store.commit
+
+    def committed(store: Store, manifest: Manifest) -> None:
+        peaks.append(sum(path.stat().st_size for path in store.folder.rglob("*.safetensors")))
+        commit(store, manifest)
+
+    monkeypatch.setattr(Store, "commit", committed)
+    for version in range(1, 8):
+        write(sender, {"a": torch.randn(20_000, generator=random), "b": torch.randn(9, generator=random)}, version)
+    times = max(peaks) / store.manifest(7).whole_bytes
+    assert 3.5 < times < 4
+    with pytest.raises(DiskFullError, match="up to four times the model's bytes"):
+        store.begin(8, 2**60)
+
+
 def test_a_version_that_is_written_again_is_whole(store: Store, sender: DiskSender, mirror: Mirror) -> None:
     model = first_model()
     write(sender, model, 1)
@@ -180,6 +200,26 @@ def test_a_version_that_is_written_again_is_whole(store: Store, sender: DiskSend
     assert store.manifest(2).base == 1
     write(sender, model, 2)
     assert store.manifest(2).base is None and same(read(mirror.bring(2, soon())), model)
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: os.truncate(path, 100), lambda path: shutil.rmtree(path.parent)]
+)
+def test_a_rank_whose_files_are_gone_writes_a_whole_version(
+    store: Store, mirror: Mirror, damage: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who cleans temporary folders finds files that did not change for days."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sender, model = DiskSender(rank=0, store=store, whole_bytes=0), first_model()
+    write(sender, model, 1)
+    write(sender, model, 2)
+    [path] = tmp_path.glob("sent-*/model-00001.safetensors")
+    damage(path)
+    model = moved(model, set(NAMES), 3)
+    write(sender, model, 3)
+    assert store.versions() == [3] and store.manifest(3).base is None
+    assert same(read(mirror.bring(3, soon())), model)
+    sender.close()
 
 
 def flip(path: Path, at: int) -> None:
@@ -378,18 +418,18 @@ def test_many_at_once_all_have_it_also_without_locks(
 def test_nothing_half_made_stays_where_what_it_is_made_of_is_gone(
     store: Store, sender: DiskSender, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever was faster has removed it."""
+    """Whoever was faster has removed it: it is made of the store alone."""
     write(sender, first_model(), 1)
     mirror.bring(1, soon())
-    write(sender, moved(first_model(), {"model.norm.weight"}, 2), 2)
+    model = moved(first_model(), {"model.norm.weight"}, 2)
+    write(sender, model, 2)
 
     def gone(mirror: Mirror, version: int) -> dict[str, int]:
         raise FileNotFoundError(version)
 
     monkeypatch.setattr(Mirror, "_since", gone)
-    with pytest.raises(FileNotFoundError):
-        mirror.bring(2, soon())
-    assert sorted(path.name for path in mirror.folder.iterdir()) == ["lock", "v000001"]
+    assert same(read(mirror.bring(2, soon())), model)
+    assert sorted(path.name for path in mirror.folder.iterdir()) == ["lock", "v000002"]
 
 
 @contextmanager
@@ -428,6 +468,41 @@ def test_a_rank_without_room_for_what_it_keeps_says_where(
         write(sender, {name: tensor + 1 for name, tensor in model.items()}, 3)
     assert store.versions() == [2]
     sender.close()
+
+
+def test_a_rank_without_room_for_the_folder_of_what_it_keeps_says_where(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(DiskFullError, match=rf"No room in {tmp_path} on .* TMPDIR"):
+        write(DiskSender(rank=0, store=store, whole_bytes=0), first_model(), 1)
+
+
+DIES = """
+import tempfile
+from megarl.sync.orphans import owner
+print(tempfile.mkdtemp(prefix="sent-", suffix=owner(), dir={folder!r}))
+"""
+
+
+def test_what_a_killed_rank_kept_goes_with_the_next_ranks_first_version(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on after a death, or back to its checkpoint, has new ranks in the same temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = DIES.format(folder=str(tmp_path))
+    left = Path(subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True).stdout.strip())
+    assert left.is_dir()
+    first, second = (DiskSender(rank=rank, store=store, whole_bytes=0) for rank in (0, 0))
+    write(first, first_model(), 1)
+    write(second, first_model(), 2)
+    assert not left.exists() and len(list(tmp_path.glob("sent-*"))) == 2
+    first.close()
+    second.close()
 
 
 def test_a_node_without_room_says_so(store: Store, tmp_path: Path) -> None:

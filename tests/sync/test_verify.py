@@ -39,6 +39,13 @@ def test_not_a_number_is_wrong() -> None:
         verify(rows([-1.0], [-1.0]), {"server 0": rows([-1.0], [float("nan")])}, 1e9, 7)
 
 
+@pytest.mark.parametrize("answer", [[-1.0], [-1.0, -1.0], [-1.0] * 4])
+def test_an_answer_of_another_length_is_wrong(answer: list[float]) -> None:
+    """One number would be held against each of the trainer's."""
+    with pytest.raises(SyncError, match="server 0 nan"):
+        verify(rows([-1.0] * 3), {"server 0": rows(answer)}, 1e9, 7)
+
+
 def test_nothing_to_compare_is_no_proof() -> None:
     with pytest.raises(SyncError, match="no server answered"):
         verify(rows([-1.0]), {}, 1.0, 7)

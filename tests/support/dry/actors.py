@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,9 @@ class _Process:
         self._book, self._process = book, process
         book.note("silence", process.name, answer_s)
         endpoint = process.command.endpoint
-        argv = [word for word in process.command.argv if word not in (str(endpoint.port), place.host)]
+        words = process.command.argv
+        ports = {str(endpoint.port), *(after for word, after in pairwise(words) if word == "--nccl-port")}
+        argv = [word for word in words if word not in {*ports, place.host}]
         hidden = {"TMPDIR", *place.env}
         env = sorted(item for item in process.command.env.items() if item[0] not in hidden)
         book.note("process", process.name, *argv, *env)

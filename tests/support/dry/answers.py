@@ -40,9 +40,7 @@ class Client:
         book, ids = self._book, np.asarray(token_ids)
         book.in_flight += 1
         book.note("generate", tuple(ids.tolist()), str(sampling.body()), sampling.routing, deadline_s, book.in_flight)
-        key = ids.tobytes()
-        seed = int(np.sum(ids)) * 7 + (book.asked[key] if sampling.temperature else 0) * 5
-        book.asked[key] += 1
+        seed = int(np.sum(ids)) * 7 + (self._drawn(ids, sampling) if sampling.temperature else 0) * 5
         length = 1 + seed % sampling.max_tokens
         versions = await self._versions(length)
         book.in_flight -= 1
@@ -63,6 +61,11 @@ class Client:
             cached_tokens=0,
             routing=np.zeros((len(ids) + length - 1, 6), np.int16) if sampling.routing else None,
         )
+
+    def _drawn(self, ids: Any, sampling: Sampling) -> int:
+        """What tells responses to a prompt apart: how often it was asked before."""
+        self._book.asked[ids.tobytes()] += 1
+        return self._book.asked[ids.tobytes()] - 1
 
     async def _versions(self, length: int) -> list[int]:
         """The version of each token; fewer tokens where the request is cut off."""

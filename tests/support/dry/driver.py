@@ -70,7 +70,7 @@ class _Writer:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         return None
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         return None
 
 
@@ -119,6 +119,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         stack.callback(fake.close)
         patch.setattr(samples.ray, "remote", fake.remote)  # type: ignore[attr-defined]
         patch.setattr(samples.ray, "wait", fake.wait)  # type: ignore[attr-defined]
+        patch.setattr(waits.ray, "get", fake.get)  # type: ignore[attr-defined]
         for module in (collectors, coordinator, feeder):
             patch.setattr(module, "configure_process", lambda spec: ProcessFacts(1, "host"))
         patch.setattr(waits.Waiter, "wait", _method(_waited, book, fake))
@@ -137,7 +138,9 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(graders_check, "check_sandbox", lambda settings, key: None)
         patch.setattr(writers, "TensorBoardWriter", lambda folder, step: _Writer(book, "tensorboard", folder.name))
         patch.setattr(
-            writers, "WandbWriter", lambda folder, project, name, config: _Writer(book, "wandb", project, name)
+            writers,
+            "WandbWriter",
+            lambda folder, project, name, config, recovered: _Writer(book, "wandb", project, name),
         )
         patch.setattr(Scratch, "open", lambda: nullcontext(_scratch(folder)))
         patch.setattr(train, "place", partial(_placed, book))
@@ -160,13 +163,15 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
 
 
 def _method(function: Callable[..., Any], *first: Any) -> Any:
-    """A method that is given these in the place of its object."""
-    return lambda self, *arguments, **named: function(*first, *arguments, **named)
+    """A method that is given these behind its object."""
+    return lambda self, *arguments, **named: function(self, *first, *arguments, **named)
 
 
-def _waited(book: Book, fake: Ray, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float) -> list[Any]:
+def _waited(
+    waiter: Any, book: Book, fake: Ray, calls: Sequence[Any], *, phase: str, role: str, deadline_s: float
+) -> list[Any]:
     book.note("wait", phase, role, deadline_s)
-    results = fake.results([call.result for call in calls])
+    results = fake.results([call.result for call in calls], waiter.followed, waiter._followed)
     book.compare()
     return results
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 
@@ -16,16 +16,16 @@ class Ref:
     """What a call gives, once it has ended; of several returns the one at that index."""
 
     def __init__(self, task: asyncio.Task[Any], index: int | None = None) -> None:
-        self._task, self._index = task, index
+        self.task, self._index = task, index
 
     def __await__(self) -> Generator[Any, None, Any]:
-        result = yield from self._task.__await__()
+        result = yield from self.task.__await__()
         return result if self._index is None else result[self._index]
 
     @property
     def ended(self) -> bool:
         """Whether the call has ended."""
-        return self._task.done()
+        return self.task.done()
 
 
 class Ray:
@@ -43,13 +43,31 @@ class Ray:
         ended = [each for each in references if each.ended]
         return ended, [each for each in references if not each.ended]
 
-    def results(self, references: Sequence[Ref]) -> list[Any]:
-        """What these calls give. Raises what one of them raised."""
+    def get(self, reference: Ref, timeout: float) -> Any:
+        """As `ray.get` of what has ended."""
+        assert reference.ended and timeout == 0
+        return reference.task.result()
+
+    def results(
+        self, references: Sequence[Ref], beside: Collection[Ref] = (), ended: Callable[[Ref], None] | None = None
+    ) -> list[Any]:
+        """What these calls give. Raises what one of them raised.
+
+        ended: is told of each call that ends meanwhile, of those beside; they may change with it.
+        """
 
         async def all_of_them() -> list[Any]:
             return [await each for each in references]
 
-        return self._loop.run_until_complete(all_of_them())
+        waiting = self._loop.create_task(all_of_them())
+        while not waiting.done():
+            others = list(beside)
+            either = [waiting, *(each.task for each in others)]
+            self._loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
+            for each in others:
+                if each.ended and each in beside and ended is not None:
+                    ended(each)
+        return waiting.result()
 
     def close(self) -> None:
         """End what still goes on."""

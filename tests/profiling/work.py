@@ -1,0 +1,37 @@
+"""What ranks of a profile do in its tests; a module that a fresh process can import."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from megarl.profiling.job import Job
+
+STUCK_S = 600.0
+
+
+def job(deadline_s: float, world_size: int = 2) -> Job:
+    return Job("cpu", "float32", (), (), world_size, 0, deadline_s)
+
+
+def first_waits_for_second_which_fails(rank: int, asked: Job) -> None:
+    if rank == 1:
+        raise ValueError("no memory left")
+    time.sleep(STUCK_S)
+
+
+def stuck(rank: int, asked: Job) -> None:
+    time.sleep(STUCK_S)
+
+
+def second_dies(rank: int, asked: Job) -> None:
+    if rank == 1:
+        os._exit(3)
+    time.sleep(STUCK_S)
+
+
+def named_and_stuck(rank: int, asked: Job) -> None:
+    sys.stdout.write(f"{os.getpid()}\n")
+    sys.stdout.flush()
+    time.sleep(STUCK_S)
