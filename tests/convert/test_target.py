@@ -1,4 +1,6 @@
+import fcntl
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -158,3 +160,20 @@ def test_a_source_that_its_run_removes_meanwhile_is_told(tmp_path, monkeypatch, 
     ):
         convert._convert(*words, Settings(), Console())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_ends_as_another_begins_takes_nothing_from_it(tmp_path, monkeypatch):
+    with ExitStack() as first:
+        fill(first.enter_context(open_target(tmp_path / "x")))
+        lock = fcntl.flock
+
+        def late(handle, how):
+            monkeypatch.setattr(fcntl, "flock", lock)
+            first.close()
+            lock(handle, how)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with open_target(tmp_path / "x") as target:
+            fill(target)
+            target.commit()
+    assert names(tmp_path) == ["x"]
