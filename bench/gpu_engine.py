@@ -227,11 +227,17 @@ def main(
     kept = whole_lines(file) if go_on else []
     if of_another(kept, SHAPES[shapes], chosen):
         sys.exit(f"{file} is of another --platform or other --shapes, and --go-on keeps it: give another --out.")
+    devices = {line["device"] for line in kept if "device" in line}
     done, best = known(kept)
     todo = [each for each in cells(SHAPES[shapes], fused=chosen.has_transformer_engine) if each not in done]
     with file.open("w") as lines:
         lines.writelines(f"{json.dumps(line)}\n" for line in kept)
         for line in measured(todo, ["--platform", chosen.name, "--shapes", shapes], minutes, best):
+            # Which device this is only a cell's own process knows.
+            if "device" in line and devices - {line["device"]}:
+                sys.exit(
+                    f"{file} is of {' and '.join(sorted(devices))}, and this is {line['device']}: give another --out."
+                )
             text = json.dumps(line)
             print(text, flush=True)
             lines.write(text + "\n")

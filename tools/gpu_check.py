@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megarl.core import janitor
 from megarl.core.json_file import whole_lines
 from megarl.core.platform import cuda_device_count
 
@@ -33,6 +35,7 @@ IMPORT_S = 300.0
 TEST_S, STARTING_S = 90.0, 300.0  # a test's; of one that may start several processes or servers
 NOTHING_LEFT = 5  # pytest's exit code where no test was selected
 TRIED = ("passed", "failed", "begun")
+STARTED = "MEGARL_GPU_CHECK_STARTED"  # marks all processes that a check has started
 OF = "MEGARL_GPU_CHECK"  # the check that a process's tests are of, for the lines of tests/support/results.py
 WIDTH = 100
 # Those that the tests need; whatever else a machine's pytest would load could only spoil the check.
@@ -165,10 +168,14 @@ def run(argv: list[str], timeout_s: float) -> tuple[int, str]:
 
 
 def run_logged(argv: list[str], timeout_s: float, log: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-    """As `run`, into a file from the first word on: whoever is killed meanwhile leaves there what was said."""
+    """As `run`, into a file from the first word on: whoever is killed meanwhile leaves there what was said.
+
+    What it has started ends with it: ranks of a test that hangs would keep the device's memory, and wait for their peers.
+    """
+    mark = secrets.token_hex(8)
     with log.open("ab") as file:
         begin = file.tell()
-        environment = {**os.environ, **variables}
+        environment = {**os.environ, **variables, STARTED: mark}
         try:
             status = subprocess.run(
                 argv, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout_s, check=False
@@ -176,7 +183,23 @@ def run_logged(argv: list[str], timeout_s: float, log: Path, variables: Mapping[
         except subprocess.TimeoutExpired:
             status = -1
             file.write(f"\ndid not end within {timeout_s:.0f} s\n".encode())
+        finally:
+            end_all(mark)
     return status, log.read_bytes()[begin:].decode(errors="replace").strip()
+
+
+def end_all(mark: str) -> None:
+    """End what was started with this mark; janitors of runs, which clean behind what is ended here, end by themselves."""
+    started = janitor.processes_with(STARTED, mark)
+    janitor.kill_all(pid for pid in started if janitor.__name__ not in command_of(pid))
+
+
+def command_of(pid: int) -> str:
+    """A process's command line; nothing where it has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def look_at_part(name: str) -> Row:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +18,7 @@ from megarl.convert.progress import ConversionProgress
 from megarl.convert.sizes import weight_bytes
 from megarl.convert.source import Source, require
 from megarl.convert.target import check_target, followed, open_target
-from megarl.core.errors import UserError, naming
+from megarl.core.errors import MegarlError, UserError, naming
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_dtypes import Dtypes, ModelDtype, stored_dtypes
@@ -146,7 +148,7 @@ def _convert(
                 if progress.phase == "writing":
                     progress.written(folder_bytes(output.temporary))
 
-            with naming({output.content: target, output.temporary: target}):
+            with naming({output.content: target, output.temporary: target}), _reading(source.folder):
                 run_ranks(job, listen, poll, timeout_s=settings.timeout_s)
             progress.done()
         differences = verified[0].differences if verified else ()
@@ -154,6 +156,20 @@ def _convert(
         if not differences:
             output.commit()
     return Outcome(target, written, verified[0].done if verified else 0, differences)
+
+
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """Raises UserError for what goes wrong within where the source is gone since."""
+    try:
+        yield
+    except MegarlError as error:
+        if source.exists():
+            raise
+        raise UserError(
+            f"{source} was removed while it was read: a run that goes on keeps its newest checkpoints alone (train.keep_last). "
+            "Convert a newer one, or a copy; nothing was written."
+        ) from error
 
 
 def outcome_json(outcome: Outcome) -> str:

@@ -63,7 +63,7 @@ def inspect(path: Path, *, read: bool = True) -> Inspection:
 
     Raises UserError where there is no model, or its manifest or headers are broken.
     """
-    source = find_source(path)
+    source = find_source(path, read=read)
     config = read_model_config(source.hf)
     return _inspect_hf(source, config) if source.kind == "hf" else _inspect_mcore(source, config, read=read)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,13 +20,14 @@ class Source:
     """A model on disk.
 
     folder: with config.json and safetensors (hf), or with megarl.json (mcore). step: the step's folder that a checkpoint
-    lies in. recipe: of its run. Both are None where there is none.
+    lies in. recipe: of its run. Both are None where there is none. is_whole: its content was read, and is what was written.
     """
 
     kind: Literal["hf", "mcore"]
     folder: Path
     step: Path | None = None
     recipe: Path | None = None
+    is_whole: bool = field(default=False, compare=False)
 
     @property
     def hf(self) -> Path:
@@ -37,16 +38,20 @@ class Source:
         """What is wrong with a checkpoint's files. read: also compare the content; HF folders have no checksums."""
         if self.kind == "hf":
             return []
+        read = read and not self.is_whole
         return checkpoint_damage(self.folder, read=read) if self.step is None else step_damage(self.step, read=read)
 
 
-def find_source(path: Path) -> Source:
-    """What lies at a path: a run's folder stands for its newest checkpoint. Raises UserError where nothing does."""
+def find_source(path: Path, *, read: bool = True) -> Source:
+    """What lies at a path: a run's folder stands for its newest whole checkpoint. Raises UserError where nothing does.
+
+    read: whether that one's content is compared as well; sizes alone where not.
+    """
     if not path.is_dir():
         what = "is a file, not a folder" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}. Name an HF folder, a Megatron checkpoint of megarl, or a run's folder.")
     if (path / CHECKPOINTS).is_dir():
-        return _in_step(Checkpoints(path / CHECKPOINTS, keep_last=1).latest().folder)
+        return _newest(Checkpoints(path / CHECKPOINTS, keep_last=1), read=read)
     if (path / ACTOR).is_dir():
         return _in_step(path)
     if (path / MANIFEST).exists():
@@ -62,6 +67,13 @@ def find_source(path: Path) -> Source:
         f"{path} holds no model: an HF folder has a config.json, a Megatron checkpoint of megarl a {MANIFEST}, a run "
         f"{CHECKPOINTS}/."
     )
+
+
+def _newest(checkpoints: Checkpoints, *, read: bool) -> Source:
+    found = [] if read else checkpoints.committed()
+    if found:
+        return _in_step(found[-1].folder)
+    return replace(_in_step(checkpoints.latest().folder), is_whole=True)
 
 
 def _in_step(step: Path, role: str = ACTOR) -> Source:

@@ -81,13 +81,7 @@ def open_target(path: Path) -> Iterator[Target]:
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
-    temporary.mkdir(exist_ok=True)
-    handle = os.open(temporary, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"Another conversion is writing to {path}. Wait for it, or name another folder.") from error
+    with _taken(temporary, path):
         if (temporary / PREVIOUS).exists() and not path.exists():
             (temporary / PREVIOUS).rename(path)  # killed between taking the old one away and naming the new one
         for left in temporary.iterdir():
@@ -96,5 +90,25 @@ def open_target(path: Path) -> Iterator[Target]:
             yield Target(path, temporary)
         finally:
             shutil.rmtree(temporary)
-    finally:
-        os.close(handle)
+
+
+@contextmanager
+def _taken(folder: Path, target: Path) -> Iterator[None]:
+    """Within the block the folder is there, and no other conversion has it. Raises UserError where one has."""
+    is_ours = False
+    while not is_ours:
+        folder.mkdir(exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"Another conversion is writing to {target}. Wait for it, or name another folder."
+                ) from error
+            # One that has just ended may have removed what was opened here.
+            is_ours = folder.exists() and os.path.samestat(folder.stat(), os.fstat(handle))
+            if is_ours:
+                yield
+        finally:
+            os.close(handle)

@@ -63,5 +63,8 @@ def file_damage(folder: Path, sums: Mapping[str, FileSum], *, read: bool) -> lis
             problems.append(f"{name} has {found} bytes of {expected.bytes}")
     if problems or not read:
         return problems
-    found_sums = sum_files(folder, list(sums))
+    try:
+        found_sums = sum_files(folder, list(sums))
+    except FileNotFoundError as error:
+        return [f"{Path(error.filename).name} was removed while it was read"]
     return [f"{name} has other content than was written" for name in sums if found_sums[name] != sums[name]]

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNAL = signal.SIGUSR1
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Processes that are started within get a request to stop only once they listen: before, it would end them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class StopRequest:
@@ -24,6 +36,8 @@ class StopRequest:
         # Only the main thread may set handlers, and only it gets signals.
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(STOP_SIGNAL, self._ask)
+            # Whoever started this process may hold the request back until somebody listens (`held_back`).
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
         return self
 
     def __exit__(self, *error: object) -> None:

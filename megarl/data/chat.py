@@ -119,7 +119,7 @@ def check_messages(value: object, row: Row, key: str) -> list[Message]:
             raise UserError(f"{where}: {json_type(message)}; {want}.")
         kept = {name: part for name, part in message.items() if part is not None and part != []}
         if calls := kept.get(CALLS):
-            kept |= {"content": kept.get("content", ""), CALLS: _parsed_calls(calls, where)}
+            kept |= {"content": kept.get("content", ""), CALLS: _parsed_calls(row.said(calls), where)}
         for part in ("role", "content"):
             if not isinstance(kept.get(part), str):
                 found = f"{json_type(message[part])}" if part in message else "missing"
@@ -161,7 +161,7 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
 
     Raises UserError naming file, line and field.
     """
-    tools: Any = row.fields.get(TOOLS)
+    tools: Any = row.said(row.fields.get(TOOLS))
     want = 'wanted is a list of JSON schemas like {"type": "function", "function": {"name": "..."}}, or its JSON'
     if isinstance(tools, str) and tools.strip():
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -69,6 +70,13 @@ class Row:
             f"Rename the field, or name the right one in the recipe."
         )
 
+    def said(self, value: Any) -> Any:
+        """What the row says of an object in it, such as a schema: without the nulls that Parquet fills it up with.
+
+        A column has one type: its objects have the keys of all rows' objects, and null where they have not got one.
+        """
+        return _without_nulls(value) if self.path.suffix in PARQUET_SUFFIXES else value
+
     def _find(self, key: str) -> Any:
         if key in self.fields:
             return self.fields[key]
@@ -88,8 +96,9 @@ def data_files(path: Path) -> list[Path]:
 
 
 def place_of(path: Path, row_id: str) -> str:
-    """The place of a row of this file, for messages. row_id: `Row.id`."""
-    return Row(path, int(row_id.rpartition(":")[2]), {}).where
+    """The place of a row of this file, or of one of those that a pattern stands for, for messages. row_id: `Row.id`."""
+    name, _, number = row_id.rpartition(":")
+    return Row(path.with_name(name), int(number), {}).where
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -179,14 +188,30 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         # Checksums of pages are looked at where the file has them.
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_columns(path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=PARQUET_BATCH):
                 for fields in batch.to_pylist():
                     number += 1
                     yield Row(path, number, fields)
+    except UserError:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # a string that is not UTF-8 is a ValueError
         raise UserError(
             f"{path}: not a readable Parquet file, after {number} rows ({error}). Write it again."
         ) from error
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    """Raises UserError for two columns of one name, which Parquet can have, and of which a row would have the last."""
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise UserError(f"{path}: more than one column is named {', '.join(map(repr, twice))}. Rename all but one.")
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 # Exact types: a bool is an int to isinstance.

@@ -5,8 +5,8 @@ A lock keeps the processes of a machine, and of all machines that share a cache,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megarl.hub.problems import told
 
 Say = Callable[[str], object]
 
+SILENT_S = 2.0  # that a process waits for another without saying so
 CONFIG, CARD = "config.json", "README.md"
 # Of a model: config, tokenizer and chat templates, which may be in a folder of theirs; then the weights. Other formats of the
 # weights and folders of extras stay.
@@ -60,7 +61,6 @@ def fetch(
     """
     import httpx
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils._fixes import WeakFileLock
 
     root = cache or Path(constants.HF_HUB_CACHE)
     which = {"allow_patterns": list(patterns), "ignore_patterns": list(ignore)}
@@ -74,7 +74,9 @@ def fetch(
     lock = root / ".locks" / f"megarl--{repo.kind}s--{repo.name.replace('/', '--')}.lock"
     with told(key, repo):
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):
+        with _alone(
+            lock, lambda: say(f"{key}: waiting for another process that fetches {repo.name} (it holds {lock})")
+        ):
             files = listing(repo, root)
             if files is not None:  # without it nobody knows what is missing
                 if found := _from_cache(wanted):
@@ -87,6 +89,21 @@ def fetch(
                 if listing(repo, root) is None and (found := _from_cache(wanted)):
                     return Snapshot(repo, found)
                 raise
+
+
+@contextmanager
+def _alone(lock: Path, waits: Callable[[], object]) -> Iterator[None]:
+    """One process at a time. waits: called where another one is in here, which may take as long as a download."""
+    from filelock import Timeout
+    from huggingface_hub.utils._fixes import WeakFileLock
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(WeakFileLock(lock, timeout=SILENT_S))
+        except Timeout:
+            waits()
+            stack.enter_context(WeakFileLock(lock))
+        yield
 
 
 def _from_cache(wanted: dict[str, Any]) -> Path | None:

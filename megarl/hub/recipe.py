@@ -121,10 +121,14 @@ def _taken(run: Path) -> Mapping[str, Any]:
 
 
 def _pinned(repo: Repo, taken: Any) -> Repo | None:
-    """The repository at the commit that a run began with, where it named the same."""
+    """The repository at the commit that a run began with, where it named the same.
+
+    A run that was submitted was told the commit: a recipe that says nothing of one still names the same.
+    """
     if not isinstance(taken, dict) or taken.get("name") != repo.name:
         return None
-    return replace(repo, revision=taken["commit"]) if taken.get("revision") == repo.revision else None
+    same = repo.revision is None or taken.get("revision") == repo.revision
+    return replace(repo, revision=taken["commit"]) if same else None
 
 
 def _get(section: Any, key: str) -> Any:

@@ -30,11 +30,9 @@ def split_pattern(files: Sequence[str], card: str, config: str | None, split: st
     configuration or split, more than one, or files that megarl does not read.
     """
     configs = _configs(card)
-    patterns = _by_card(configs, config, split, about) if configs else None
-    if patterns is None:
+    found = _by_card(files, configs, config, split, about) if configs else None
+    if found is None:
         found = _by_name(files, config, split, about)
-    else:
-        found = [file for file in files if any(_matches(file, pattern) for pattern in patterns)]
     if not found:
         raise UserError(f"{about}: no file of the split {split!r} is there. {_listed(files)}")
     wrong = sorted({PurePosixPath(file).suffix for file in found if PurePosixPath(file).suffix not in READ})
@@ -58,17 +56,26 @@ def _configs(card: str) -> dict[str, Mapping[str, Any]]:
     return {str(each.get("config_name", "default")): each for each in named}
 
 
-def _by_card(configs: Mapping[str, Mapping[str, Any]], config: str | None, split: str, about: str) -> list[str] | None:
-    """Patterns of the split's files; None where the card leaves it to the files' names."""
+def _by_card(
+    files: Sequence[str], configs: Mapping[str, Mapping[str, Any]], config: str | None, split: str, about: str
+) -> list[str] | None:
+    """The split's files; None where the card leaves it to the files' names."""
     chosen = _chosen(configs, config, about)
-    files = configs[chosen].get("data_files")
-    if files is None:
-        folder = configs[chosen].get("data_dir")
-        return None if folder is None else [f"{folder}/**/{split}*", f"{folder}/{split}*", f"{folder}/{split}/**"]
-    by_split = _patterns(files)
+    listed, folder = (configs[chosen].get(key) for key in ("data_files", "data_dir"))
+    if listed is None:
+        return None if folder is None else _in_folder(files, PurePosixPath(str(folder)), split)
+    by_split = _patterns(listed)
     if split not in by_split:
         raise UserError(f"{about}: {chosen!r} has no split {split!r}.{_near(split, by_split)}")
-    return by_split[split]
+    return [file for file in files if any(_matches(file, pattern) for pattern in by_split[split])]
+
+
+def _in_folder(files: Sequence[str], folder: PurePosixPath, split: str) -> list[str]:
+    """Those below a card's data_dir, by their names there."""
+    inside = [PurePosixPath(file) for file in files if PurePosixPath(file).is_relative_to(folder)]
+    data = [file for file in inside if file.suffix in READ] or inside
+    names = {str(file.relative_to(folder)): str(file) for file in data}
+    return [names[name] for name in _named(list(names), split)]
 
 
 def _chosen(configs: Mapping[str, Mapping[str, Any]], config: str | None, about: str) -> str:
@@ -116,12 +123,18 @@ def _by_name(files: Sequence[str], config: str | None, split: str, about: str) -
             folders = sorted({part for file in data for part in PurePosixPath(file).parts[:-1]})
             raise UserError(f"{about}: there is no configuration {config!r}.{_near(config, folders)}")
         data = inside
-    found = [file for file in data if _has_word(file, split)]
-    if not found and split == SPLITS[0] and not any(_has_word(file, each) for file in data for each in SPLITS):
-        found = data
+    found = _named(data, split)
     homes = sorted({_home(file, split) for file in found} - {""})
     if len(homes) > 1:
         raise UserError(f"{about}: it has the configurations {', '.join(homes)}. Name one: data.config.")
+    return found
+
+
+def _named(files: Sequence[str], split: str) -> list[str]:
+    """Those whose path has the split's name in it; all are for training where no file's has any split's."""
+    found = [file for file in files if _has_word(file, split)]
+    if not found and split == SPLITS[0] and not any(_has_word(file, each) for file in files for each in SPLITS):
+        return list(files)
     return found
 
 

@@ -26,7 +26,7 @@ from typing import IO, Literal
 
 from megarl.core.errors import DeadlineError, MegarlError, StoppedError
 from megarl.core.ray_env import FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
-from megarl.core.stop import STOP_SIGNAL
+from megarl.core.stop import STOP_SIGNAL, held_back
 from megarl.launch.node import own_address
 from megarl.launch.progress import MOST_VAIN, reached, vain_starts
 from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
@@ -95,7 +95,7 @@ class Nodes:
         cpus = [f"--cpus-per-task={allocation.cpus}"] if allocation.cpus else []
         everywhere = [*SRUN, f"--nodes={len(self.names)}", f"--ntasks={len(self.names)}", "--ntasks-per-node=1", *cpus]
         self._srun = subprocess.Popen(
-            [*everywhere, *self._node], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*everywhere, *self._node], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace"
         )
         assert self._srun.stdout is not None
         threading.Thread(target=self._listen, args=(self._srun.stdout, events), daemon=True).start()
@@ -240,7 +240,8 @@ class Leader:
         """Run the driver to its end; returns its exit code as a shell says it."""
         environment = {**os.environ, RAY_ADDRESS_VARIABLE: self._head, RAY_NODES_VARIABLE: str(len(nodes.names))}
         command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *self._plan.driver]
-        driver = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        with held_back():
+            driver = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         threading.Thread(target=lambda: self._events.put(("driver ended", driver.wait(), None)), daemon=True).start()
         while True:
             source, number, message = self._events.get()
@@ -261,12 +262,14 @@ class Leader:
         silent, end = set(nodes.names), time.monotonic() + SILENT_S
         while silent and time.monotonic() < end:
             try:
-                source, _, message = self._events.get(timeout=max(0.0, end - time.monotonic()))
+                source, number, message = self._events.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 break
             if message is not None and message.word != "failed":
                 silent.discard(message.node)
-            elif source == "signal":
+            elif (
+                source == "signal" and number != STOP_SIGNAL
+            ):  # a job that is to stop soon may be queued again all the same
                 return []
         return sorted(silent)
 

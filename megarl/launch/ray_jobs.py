@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.core.errors import MegarlError, UserError
 # What Ray would pack beside the sources; it also leaves out what .gitignore names.
 EXCLUDED = [".git", ".venv", "**/__pycache__"]
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+NOT_FOUND = 404
 STOPPED_CODE = 143  # as a shell says it of a process that was told to end
 
 
@@ -56,26 +58,28 @@ class RayJobs:
 
     def state(self, job: str) -> tuple[str, int | None]:
         """Ray's word for it, and the driver's exit code once there is one. Raises UserError for a job it does not know."""
-        try:
+        with self._asking(job):
             info = self._client.get_job_info(job)
-        except RuntimeError as error:
-            raise UserError(
-                f"The Ray cluster at {self._address} knows no job {job}: it may have been started anew."
-            ) from error
         return str(info.status.value), info.driver_exit_code
 
     def follow(self, job: str, write: Callable[[str], object]) -> None:
         """Hand on what the job prints until it has ended."""
 
         async def lines() -> None:
-            async for text in self._client.tail_job_logs(job):
+            tail = self._client.tail_job_logs(job)
+            while True:
+                with self._asking(job):
+                    text = await anext(tail, None)
+                if text is None:
+                    return
                 write(text)
 
         asyncio.run(lines())
 
     def logs(self, job: str) -> str:
         """What the job has printed so far."""
-        return str(self._client.get_job_logs(job))
+        with self._asking(job):
+            return str(self._client.get_job_logs(job))
 
     def exit_code(self, job: str) -> int:
         """Of a job that has ended: its driver's; what a shell would say where it was stopped."""
@@ -88,4 +92,27 @@ class RayJobs:
 
     def stop(self, job: str) -> None:
         """Have the job ended: its driver gets SIGTERM."""
-        self._client.stop_job(job)
+        with self._asking(job):
+            self._client.stop_job(job)
+
+    @contextmanager
+    def _asking(self, job: str) -> Iterator[None]:
+        """Around what is asked of a job. Raises UserError where the cluster knows none, MegarlError where it fails to answer."""
+        from aiohttp import ClientError
+
+        try:
+            yield
+        except (
+            RuntimeError,
+            OSError,
+            ClientError,
+        ) as error:  # as Ray has them: of an answer, of none, of a followed log
+            # Of a log that is followed the answer is in the error, of all else in its words.
+            if getattr(error, "status", None) == NOT_FOUND or f"status code {NOT_FOUND}" in str(error):
+                raise UserError(
+                    f"The Ray cluster at {self._address} knows no job {job}: it may have been started anew."
+                ) from error
+            raise MegarlError(
+                f"The Ray cluster at {self._address} does not answer for job {job}: {str(error).rstrip('.')}. "
+                "The job may well go on."
+            ) from error

@@ -30,6 +30,8 @@ OWNED = {
     **dict.fromkeys(("--time", "-t"), "give it as --time"),
     **dict.fromkeys(("--gpus-per-node",), "give it as --gpus-per-node"),
 }
+# An option of sbatch's that is no shorter form of one of these, though another begins with it.
+WHOLE = ("--gpus",)
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,27 @@ class SlurmJob:
 
 
 def _is_part(option: str) -> bool:
-    """Whether an option of sbatch is one of PARTS: `-c8`, `--mem=0`, `--mem-per-gpu=80G`."""
-    return _name(option) in PARTS or _name(option).startswith("--mem-per-")
+    """Whether a line of sbatch's options has one of PARTS: `-c8`, `--mem=0`, `--mem-per-gpu=80G`."""
+    return any(name in PARTS or name.startswith("--mem-per-") for name in _names(option))
 
 
-def _name(option: str) -> str:
-    return re.split(r"[= ]", option)[0] if option.startswith("--") else option[:2]
+def _owned(option: str) -> str | None:
+    """Which of OWNED a line of sbatch's options has, also where it is cut short, as sbatch takes it; None where it has none."""
+    for name in _names(option):
+        short = name.startswith("--") and name not in (*OWNED, *WHOLE)
+        found = (owned for owned in OWNED if (owned.startswith(name) if short else owned == name))
+        if owned := next(found, None):
+            return owned
+    return None
+
+
+def _names(option: str) -> list[str]:
+    """sbatch takes several options from one line."""
+    try:
+        words = shlex.split(option)
+    except ValueError:  # a quote that does not end
+        words = option.split()
+    return [word.partition("=")[0] if word.startswith("--") else word[:2] for word in words if word.startswith("-")]
 
 
 def _quoted(path: Path) -> str:
@@ -95,8 +112,9 @@ def render(job: SlurmJob, template: Path = TEMPLATE) -> str:
     """The script. Raises UserError for a template that is missing or that asks for what is not there, and for OWNED options."""
     if odd := [each for each in job.extra if not each.startswith("-")]:
         raise UserError(f"--sbatch {odd[0]} is no option of sbatch. Write it as it is, with `=`: --sbatch=--qos=high.")
-    if owned := [each for each in job.extra if _name(each) in OWNED]:
-        raise UserError(f"--sbatch {owned[0]} cannot be: {OWNED[_name(owned[0])]}.")
+    for each in job.extra:
+        if owned := _owned(each):
+            raise UserError(f"--sbatch {each} cannot be: {OWNED[owned]}.")
     if not template.is_file():
         raise UserError(
             f"There is no job script at {template}. megarl brings one as launch/slurm.sbatch; see --template."

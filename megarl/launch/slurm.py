@@ -19,8 +19,22 @@ TIME_FORMS = (
     "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS"
 )
 TIME = re.compile(r"(\d+-\d+(:[0-5]?\d){0,2}|\d+(:[0-5]?\d){0,2})")
-# As SLURM names them: the job is still to come, or is under way.
-ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
+# As SLURM names them: the job has ended for good. It shows flags in their place (SIGNALING, STOPPED, SPECIAL_EXIT and more, and
+# others with other versions): with any of these the job is still to come, or under way.
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "LAUNCH_FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "RECONFIG_FAIL",
+    "REVOKED",
+    "TIMEOUT",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class JobState:
     @property
     def alive(self) -> bool:
         """Whether it has still to end."""
-        return self.name in ALIVE
+        return self.name not in ENDED
 
     def describe(self) -> str:
         """For people."""
@@ -119,9 +133,14 @@ def cancel(job: str) -> None:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False)
     except FileNotFoundError as error:
         raise UserError(f"There is no {command[0]} on this machine: {ONLY_THERE}") from error
+    except subprocess.TimeoutExpired as error:
+        raise MegarlError(
+            f"SLURM does not answer: `{shlex.join(command)}` had not ended after {COMMAND_S:g} s. It may have taken effect all "
+            "the same: see squeue, and try again."
+        ) from error
 
 
 def _ask(command: Sequence[str]) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.core.errors import UserError
+from megarl.core.errors import MegarlError, UserError
 from megarl.launch import slurm
 from megarl.launch.ray_jobs import ENDED, RayJobs
 from megarl.launch.record import Submission, find_submission, last_exit_code, steps_done
 
 POLL_S = 0.3
+SILENT_S = 600.0  # longest time that SLURM may fail to say so
 ASK_EVERY_S = 3.0  # how often SLURM is asked whether a job still runs, while its log is shown
 
 Write = Callable[[str], object]
@@ -60,25 +62,47 @@ def show_logs(run: Path, *, follow: bool, write: Write) -> None:
         return
     log = Path(submission.log)
     if follow:
-        follow_file(log, lambda: is_alive(submission), write)
+        follow_file(log, patiently(lambda: is_alive(submission)), write)
     elif log.is_file():
         write(log.read_text(errors="replace"))
     else:
         raise UserError(f"{log} is not there yet: {describe(run, submission)}.")
 
 
+def patiently(alive: Callable[[], bool], silent_s: float = SILENT_S) -> Callable[[], bool]:
+    """Whether the job has still to end, by a scheduler that may fail to answer for a while, as one does that is started anew."""
+    heard = time.monotonic()
+
+    def asked() -> bool:
+        nonlocal heard
+        try:
+            found = alive()
+        except UserError:
+            raise
+        except MegarlError:
+            if time.monotonic() - heard > silent_s:
+                raise
+            return True
+        heard = time.monotonic()
+        return found
+
+    return asked
+
+
 def follow_file(file: Path, alive: Callable[[], bool], write: Write, ask_every_s: float = ASK_EVERY_S) -> None:
     """Hand on what a file says and will say, as long as its writer lives."""
     position, asked, goes_on = 0, -ask_every_s, True
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # the last character may be half written
     while True:
         if time.monotonic() - asked >= ask_every_s:
             goes_on, asked = alive(), time.monotonic()
         if file.is_file():
-            with file.open(errors="replace") as lines:
-                lines.seek(position)
-                if text := lines.read():
-                    write(text)
-                position = lines.tell()
+            with file.open("rb") as log:
+                log.seek(position)
+                new = log.read()
+            position += len(new)
+            if text := decoder.decode(new, final=not goes_on):
+                write(text)
         if not goes_on:
             return
         time.sleep(POLL_S)
@@ -99,12 +123,19 @@ def exit_code(run: Path) -> int:
 
 
 def cancel(run: Path) -> str:
-    """End the job of a run; returns what was done, for people."""
+    """End the job of a run; returns what was done, for people.
+
+    Raises UserError where a Ray cluster cannot be asked: its job may well go on.
+    """
     submission = find_submission(run)
-    if not is_alive(submission):
-        return f"{submission.kind} job {submission.job} has ended already"
+    ended = f"{submission.kind} job {submission.job} has ended already"
     if submission.kind == "slurm":
+        if not is_alive(submission):
+            return ended
         slurm.cancel(submission.job)
     else:
-        RayJobs(submission.address).stop(submission.job)
+        jobs = RayJobs(submission.address)
+        if jobs.state(submission.job)[0] in ENDED:
+            return ended
+        jobs.stop(submission.job)
     return f"{submission.kind} job {submission.job} is being ended"

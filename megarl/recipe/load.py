@@ -58,6 +58,10 @@ class Loaded(Generic[R]):
         """The same, with what a search or the hub has decided in it."""
         return replace(self, recipe=recipe, resolved=resolve(_named(recipe, self.names)))
 
+    def with_names(self) -> R:
+        """The recipe as a run's folder has it: with names, at their commits, in the place of what they stand for."""
+        return _named(self.recipe, self.names)
+
 
 @overload
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Loaded[Recipe]: ...

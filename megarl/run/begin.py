@@ -57,7 +57,7 @@ class Open:
 def opened(
     loaded: Loaded[R],
     lines: list[str],
-    resume: bool,
+    committed: Committed | None,
     stop: StopRequest,
     forgets: bool = False,
     again: str = "",
@@ -66,19 +66,20 @@ def opened(
     """The run's folder, log, writers and console; closed in the end, whatever happens.
 
     Errors from within say how to go on; again: the command that makes it anew, where it is not one to go on with. forgets:
-    what an earlier start left that came to no checkpoint, where this one goes on from none either. stop: the request to end
-    early, which may have come before. recovered: the run goes on by itself.
+    what an earlier start left that came to no checkpoint, where this one goes on from none either. committed: what it goes on
+    from, as its inputs were checked. stop: the request to end early, which may have come before. recovered: the run goes on by
+    itself.
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
     checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
     with _taken(folder), ending(loaded, checkpoints, again) as early, ExitStack() as stack:
-        committed = checkpoints.latest() if resume else None
+        committed = _still_newest(checkpoints, committed)
         out = Output(markup=False)
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
         with writing(folder):
-            if forgets and not resume:
+            if forgets and committed is None:
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
                 (folder / METRICS_FILE).unlink(missing_ok=True)
             save_recipe(loaded, folder)
@@ -103,6 +104,16 @@ def opened(
         except Exception as error:
             early.look(error)
             raise
+
+
+def _still_newest(checkpoints: Checkpoints, found: Committed | None) -> Committed | None:
+    """What the run goes on from, now that nobody else writes into its folder.
+
+    found: what was read whole a moment ago. A large one takes minutes to read: only where there is another now, that is read.
+    """
+    if found is None or [each.folder for each in checkpoints.committed()[-1:]] == [found.folder]:
+        return found
+    return checkpoints.latest()
 
 
 @contextmanager

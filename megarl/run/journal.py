@@ -20,7 +20,8 @@ from megarl.core.types import EvalResult
 from megarl.core.versions import installed
 from megarl.data.digests import NO_DIGESTS, Digests
 from megarl.data.rows import data_files
-from megarl.recipe.load import load_recipe
+from megarl.models.fingerprint import fingerprint
+from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, read_history
@@ -70,10 +71,15 @@ HARMLESS = (
     "train.save_every",
     "train.steps",
 )
+# What becomes of a step that is not to be learned from. Steps that were done had none of it, or are made again as this now says:
+# whoever mends a run that stopped by `skip` or `rewind` goes on with its samples.
+TROUBLE = ("actor.optimizer.on_bad_gradient", "critic.optimizer.on_bad_gradient", "algorithm.on_logprob_diff")
 HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
 HELD_OUT_ROWS = "files of data.eval"
 BEGIN_ANEW = "Begin a journal anew with --discard-journal."
-OF_ROWS = " of the rows of data.train"
+ROWS_PATH, MODEL_PATH = "data.train", "model.path"
+MODEL = "model's fingerprint"
+OF_ROWS = f" of the rows of {ROWS_PATH}"
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
 
@@ -93,6 +99,7 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
             found[f"source of {text}"] = sum_file(source).crc32
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
+    found[MODEL] = fingerprint(recipe.model.path)
     found |= {f"{name}{OF_ROWS}": digest for name, digest in digests.items()}
     return found | {package: installed(package) for package in PACKAGES}
 
@@ -113,7 +120,11 @@ def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
     # The journal of an older megarl says nothing of rows.
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
-    changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    # What rows say and which model it is decide, and not where they are. The journal of an older megarl says less of both.
+    others = {ROWS_PATH if known else "", MODEL_PATH if MODEL in before else MODEL, *TROUBLE}
+    changed = [
+        name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name) and name not in others
+    ]
     if changed:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
         more = [f"  and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
@@ -172,19 +183,20 @@ def changes(folder: Path, before: Recipe, now: Recipe) -> list[str]:
     return [f"  {name} was {a!r} and is {b!r}" for name, (a, b) in found.items() if a != b]
 
 
-def evaluations_before(recipe: Recipe) -> dict[int, EvalResult]:
+def evaluations_before(loaded: Loaded[Recipe]) -> dict[int, EvalResult]:
     """Evaluations that the run in this folder has made, by step: a step that is made again need not be evaluated again.
 
-    None where held-out rows or how they are asked were others, or nothing is there.
+    loaded: with files in the place of names. None where held-out rows or how they are asked were others, or nothing is there.
     """
-    folder = recipe.run.folder
+    recipe, folder = loaded.recipe, loaded.recipe.run.folder
     if not (folder / METRICS_FILE).is_file() or not (folder / RECIPE_FILE).is_file():
         return {}
     written, rows = folder / JOURNAL / MADE_WITH, _held_out(recipe)
     if rows and written.exists() and read_object(written, BEGIN_ANEW).get(HELD_OUT_ROWS, rows) != rows:
         return {}
     before = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
-    if before.eval != recipe.eval or any(getattr(before.data, key) != getattr(recipe.data, key) for key in HELD_OUT):
+    now = loaded.with_names().data
+    if before.eval != recipe.eval or any(getattr(before.data, key) != getattr(now, key) for key in HELD_OUT):
         return {}
     found = {}
     for row in read_history(folder / METRICS_FILE):
@@ -207,7 +219,7 @@ def trim_journal(recipe: Recipe, checkpoints: list[Committed]) -> None:
 
 
 def _held_out(recipe: Recipe) -> list[str]:
-    """Checksums of the files of held-out rows; none where a hub's name stands for them yet, or they cannot be read."""
+    """Checksums of the files of held-out rows; none where they cannot be read."""
     files = data_files(recipe.data.eval) if recipe.data.eval is not None else []
     try:
         return [sum_file(file).crc32 for file in files if file.is_file()]

@@ -1,6 +1,7 @@
 """Everything about a run that can be refused before a device is taken: one call that composes the rooms' own checks.
 
-The cheap checks come first; reading and tokenising every row comes last, because it loads the tokenizer's library.
+The cheap checks come first; reading and tokenising every row comes late, because it loads the tokenizer's library. Last of all
+the checkpoint is read that a run goes on from: a large one takes minutes.
 It starts nothing (but SGLang's own parser, where rollout.server_args has something for it), asks servers that somebody
 else started, and leaves nothing behind.
 """
@@ -63,6 +64,7 @@ class Preflight:
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
     notes: keys without effect on this platform, which has them so that one recipe runs on all; rows that no response is
     right by; steps with more rows than there are. external: servers that somebody else started. digests: of what the rows say.
+    committed: the checkpoint that the run goes on from.
     """
 
     plan: BatchPlan
@@ -74,6 +76,7 @@ class Preflight:
     notes: tuple[str, ...] = ()
     external: ExternalPool | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
+    committed: Committed | None = None
 
     def lines(self) -> list[str]:
         """What a user wants to see before waiting for the start."""
@@ -134,8 +137,6 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more rows."
         )
     digests = digests_of(prompts.prompts)
-    if committed is not None:
-        check_resumed(recipe, committed, rows, digests)
     eval_rows, notes = _eval_rows(recipe, model)
     notes = (
         *staleness_notes(recipe),
@@ -145,7 +146,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *notes,
     )
     external = check_servers(recipe, model, platform, here=here)
-    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external, digests)
+    committed = _read_whole(recipe, committed, rows, digests)
+    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external, digests, committed)
 
 
 def preflight_eval(recipe: Recipe) -> Preflight:
@@ -185,14 +187,26 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     check_experts(recipe, model, platform)
     check_lora(recipe, model)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
-    if committed is not None:
-        check_resumed(recipe, committed, len(rows), rows.digests)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
+    notes = _rows_again(recipe, len(rows))
+    committed = _read_whole(recipe, committed, len(rows), rows.digests)
     return Preflight(
-        plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), _rows_again(recipe, len(rows))
+        plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), notes, committed=committed
     )
+
+
+def _read_whole(recipe: AnyRecipe, found: Committed | None, rows: int, digests: Mapping[str, str]) -> Committed | None:
+    """The newest whole checkpoint, every byte of it, where there is one to go on from; and whether the recipe can.
+
+    Last of all checks: of a large one it takes minutes. Raises UserError.
+    """
+    if found is None:
+        return None
+    committed = Checkpoints(recipe.run.folder / CHECKPOINTS, keep_last=1).latest()
+    check_resumed(recipe, committed, rows, digests)
+    return committed
 
 
 def _rows_again(recipe: SupervisedRecipe, rows: int) -> tuple[str, ...]:
@@ -206,10 +220,12 @@ def _rows_again(recipe: SupervisedRecipe, rows: int) -> tuple[str, ...]:
 def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = False) -> Committed | None:
     """A new run needs a folder without results, a resumed one a checkpoint, which is returned, and steps left.
 
-    forgets: only an exported model is a result. Raises UserError.
+    forgets: only an exported model is a result. Of the checkpoint's files only sizes are looked at. Raises UserError.
     """
     if resume:
-        committed = Checkpoints(folder / CHECKPOINTS, keep_last=1).latest()
+        checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=1)
+        whole = checkpoints.committed()
+        committed = whole[-1] if whole else checkpoints.latest()
         done = committed.step
         if done >= steps and exported_step(folder, done) == done:
             raise UserError(

@@ -126,7 +126,7 @@ def _replay(
     changed = changes(replay.folder, recorded, recipe)
     from megarl.run.session import replay_session
 
-    with opened(loaded, [replay.told(), *changed, *checked.lines()], resume=False, stop=stop, again=again) as run:
+    with opened(loaded, [replay.told(), *changed, *checked.lines()], None, stop=stop, again=again) as run:
         with run.timer.phase("start"):
             session = run.stack.enter_context(replay_session(recipe, checked, replay.journal, run.timer, scratch))
             recorder = Recorder(

@@ -102,7 +102,7 @@ def servable(path: Path) -> Path:
                 f"itself, or the newest: megarl convert mcore-to-hf {path} exported, and megarl serve exported."
             )
         return path / EXPORT
-    source = find_source(path)
+    source = find_source(path, read=False)  # nothing of it is served
     if source.kind == "hf":
         return source.folder
     raise UserError(

@@ -39,7 +39,7 @@ def _supervise(
     checked = preflight_supervised(recipe, resume=resume, forgets=go_on)
     from megarl.run.session import supervised_session
 
-    with opened(loaded, checked.lines(), resume, stop, go_on, recovered=recoveries.again) as run:
+    with opened(loaded, checked.lines(), checked.committed, stop, go_on, recovered=recoveries.again) as run:
         recoveries.tell()
         with run.timer.phase("start"):
             session = run.stack.enter_context(supervised_session(recipe, checked, run.timer, scratch))

@@ -64,8 +64,8 @@ def _train(
 ) -> None:
     """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
-    known = evaluations_before(loaded.recipe) if keeps and not discard_journal else {}
     loaded, resume = found(loaded, resume, go_on)
+    known = evaluations_before(loaded) if keeps and not discard_journal else {}
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, forgets=go_on)
@@ -76,7 +76,7 @@ def _train(
     from megarl.run.session import train_session
 
     lines = [*checked.lines(), *([predicted.summary()] if predicted else [])]
-    with opened(loaded, lines, resume, stop, go_on, recovered=recoveries.again) as run:
+    with opened(loaded, lines, checked.committed, stop, go_on, recovered=recoveries.again) as run:
         recoveries.tell()
         begin_journal(recipe, checked.digests, keeps=keeps)
         with run.timer.phase("start"):

@@ -126,6 +126,8 @@ class Checkpoints:
         damaged = []
         for step, folder in reversed(self._folders()):
             if problems := step_damage(folder, read=True):
+                if not folder.exists():  # its run goes on, and has a newer one
+                    return self.latest()
                 damaged.append(f"{folder.name}: {'; '.join(problems)}")
                 log.warning("The checkpoint %s is damaged and is passed over: %s", folder, "; ".join(problems))
             else:

@@ -189,6 +189,21 @@ def test_lines_of_another_platform_or_of_other_shapes_are_not_gone_on_with(
     assert json.loads(out.read_text()) == line
 
 
+def test_lines_of_another_device_of_the_platform_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MFU would be over the product that the other one was measured to reach."""
+    out, line = (
+        tmp_path / "lines.jsonl",
+        {"cell": asdict(Cell("peak")), "device": "a slower one", "matmul_flops_s": 8e14},
+    )
+    out.write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(gpu_engine, "in_a_process", lambda *_: {"device": "cpu", "update_flops_s": 1e9})
+    with pytest.raises(SystemExit, match=r"lines\.jsonl is of a slower one, and this is cpu: give another --out"):
+        gpu_engine.main(platform="cpu", shapes="tiny", out=out, go_on=True)
+    assert json.loads(out.read_text()) == line
+
+
 def test_sequences_of_a_mixed_cell_all_differ_and_fill_each_micro_batch() -> None:
     cell = Cell("engine", "4B", 4096, 4, mixed=True)
     # As `shards` deals them: the first sequences of both micro-batches, the second ones, ...

@@ -1,7 +1,11 @@
 import pytest
 
+from megarl.convert import source
+from megarl.convert.inspection import inspect
 from megarl.convert.source import find_source, require
 from megarl.core.errors import UserError
+from megarl.run.serve import servable
+from megarl.training import run_checkpoints
 from tests.convert.conftest import flip, write_checkpoint
 
 
@@ -44,6 +48,24 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, hf):
     flip(write_checkpoint(tmp_path / "x", hf) / "__0_0.distcp")
     with pytest.raises(UserError, match=r"is damaged: __0_0.distcp has other content .*nothing was written"):
         require(tmp_path / "x", "mcore", "")
+
+
+def test_a_run_is_read_once_and_not_at_all_where_sizes_are_enough(run, monkeypatch):
+    reads, look = [], run_checkpoints.step_damage
+
+    def looked(folder, *, read):
+        reads.append(read)
+        return look(folder, read=read)
+
+    for module in (run_checkpoints, source):
+        monkeypatch.setattr(module, "step_damage", looked)
+    for call, count in ((lambda: require(run, "mcore", ""), 1), (lambda: inspect(run, read=False), 0)):
+        reads.clear()
+        call()
+        assert reads.count(True) == count
+    with pytest.raises(UserError, match="has a Megatron checkpoint and no hf/"):
+        servable(run)
+    assert not any(reads)
 
 
 def test_a_run_falls_back_to_its_newest_whole_checkpoint(run, caplog):

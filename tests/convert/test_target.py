@@ -1,3 +1,6 @@
+import fcntl
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ from megarl.convert import convert
 from megarl.convert.convert import Settings
 from megarl.convert.source import Source
 from megarl.convert.target import check_target, followed, open_target
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, WorkerDiedError
 from megarl.core.layout import Layout
 from megarl.models.hf_dtypes import Dtypes
 
@@ -131,3 +134,46 @@ def test_a_source_is_not_replaced_whatever_the_target_is_called(tmp_path, monkey
             Console(),
         )
     assert inner.is_dir()
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_source_that_its_run_removes_meanwhile_is_told(tmp_path, monkeypatch, gone):
+    (tmp_path / "ck" / "hf").mkdir(parents=True)
+
+    def ranks(*_, **__):
+        if gone:
+            shutil.rmtree(tmp_path / "ck")
+        raise WorkerDiedError("Rank 0 of the conversion ended with exit code 1")
+
+    monkeypatch.setattr(convert, "run_ranks", ranks)
+    words = (
+        "mcore-to-hf",
+        Source("mcore", tmp_path / "ck"),
+        tmp_path / "out",
+        Layout(),
+        Dtypes("float32", {}),
+        False,
+        1,
+    )
+    with pytest.raises(
+        UserError if gone else WorkerDiedError, match=r"was removed while it was read" if gone else "Rank 0"
+    ):
+        convert._convert(*words, Settings(), Console())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_ends_as_another_begins_takes_nothing_from_it(tmp_path, monkeypatch):
+    with ExitStack() as first:
+        fill(first.enter_context(open_target(tmp_path / "x")))
+        lock = fcntl.flock
+
+        def late(handle, how):
+            monkeypatch.setattr(fcntl, "flock", lock)
+            first.close()
+            lock(handle, how)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with open_target(tmp_path / "x") as target:
+            fill(target)
+            target.commit()
+    assert names(tmp_path) == ["x"]

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import UserError
-from megarl.data.rows import json_type, read_rows
+from megarl.data.rows import json_type, place_of, read_rows
 
 
 def write(path: Path, text: str) -> Path:
@@ -126,6 +126,12 @@ def test_changed_values_are_seen_where_parquet_has_checksums(tmp_path: Path) -> 
         list(read_rows(path))
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"], ["c"]], names=["q", "p", "q"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: more than one column is named 'q'"):
+        list(read_rows(tmp_path / "a.parquet"))
+
+
 def test_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
@@ -153,7 +159,11 @@ def test_types_are_named_as_json_does() -> None:
 def test_a_star_in_the_name_stands_for_all_files_that_match_by_name(tmp_path: Path) -> None:
     for name in ("part-2.jsonl", "part-1.jsonl", "other.jsonl", "part-[x].jsonl"):
         (tmp_path / name).write_text(f'{{"a": "{name}"}}\n')
-    ids = [row.id for row in read_rows(tmp_path / "part-*.jsonl")]
+    rows = list(read_rows(pattern := tmp_path / "part-*.jsonl"))
+    assert [place_of(pattern, row.id) for row in rows] == [row.where for row in rows], (
+        "the file is told, not the pattern"
+    )
+    ids = [row.id for row in rows]
     assert ids == ["part-1.jsonl:1", "part-2.jsonl:1", "part-[x].jsonl:1"]
     assert [row.id for row in read_rows(tmp_path / "part-[*.jsonl")] == ["part-[x].jsonl:1"]
     (tmp_path / "part-*.jsonl").write_text('{"a": 1}\n')  # a file of that very name

@@ -2,11 +2,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.data.chat import check_messages
 from megarl.data.prompts import load_prompts
-from megarl.data.rows import Row
+from megarl.data.rows import Row, read_rows
 from megarl.data.sft import Demonstration, check_demonstrations, load_demonstrations, parse_demonstration, tokenise
 from megarl.recipe.schema import Data
 from megarl.recipe.supervised import SftData
@@ -121,6 +124,24 @@ def test_the_template_is_told_of_a_rows_tools(calling_tokenizer: Any, form: Any,
     told, trained = spoken(calling_tokenizer, demonstrate(calling_tokenizer, {**row, "tools": tools}))
     plain, _ = spoken(calling_tokenizer, demonstrate(calling_tokenizer, {**row, "tools": form([])}))
     assert told == f"[add]{plain}" and trained == "two<|im_end|>"
+
+
+def test_a_parquet_row_says_nothing_of_the_keys_of_other_calls_and_tools(tmp_path: Path) -> None:
+    """A column has one type: each of its objects has the keys of all, null where it has none."""
+    schemas = [{"name": name, "properties": {key: {"type": "string"}}} for name, key in (("a", "city"), ("b", "unit"))]
+    asked = [
+        {"function": {"name": "a", "arguments": {"city": "Rome"}}},
+        {"function": {"name": "b", "arguments": {"unit": "C"}}},
+    ]
+    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": asked}], "tools": schemas}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    for name in ("a.parquet", "a.jsonl"):
+        (read,) = read_rows(tmp_path / name)
+        found = parse_demonstration(read, DATA)
+        assert found.prompt[1]["tool_calls"] == asked and found.tools == schemas
+    null = {**ASSISTANT, "tool_calls": [{"name": "a", "arguments": {"city": None}}]}  # JSON means what it says
+    assert check_messages([null], Row(Path("a.jsonl"), 1, {}), "messages")[0]["tool_calls"] == null["tool_calls"]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from megarl.core.errors import UserError
-from megarl.hub.fetch import Snapshot, config_here, fetch_again, fetch_config, fetch_model, resolve
+from megarl.hub.fetch import Snapshot, config_here, fetch, fetch_again, fetch_config, fetch_model, resolve
 from megarl.hub.names import Repo, hub_name, in_cache
 from tests.hub.conftest import MODEL
 from tests.support.stand_in_hub import StandInHub, ask_stand_in, environment
@@ -52,6 +54,28 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: StandInHub) -> Non
     assert len(hub.asked) == asked + 1  # which commit the main branch is now
     assert get(f"{MODEL}@{commit}").folder == folder
     assert len(hub.asked) == asked + 1
+
+
+def test_who_waits_for_another_download_says_so(
+    hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.hub.fetch.SILENT_S", 0.02)
+    told: list[str] = []
+    repo = Repo("model", MODEL, hub.branches["model", MODEL]["main"])
+    path = tmp_path / ".locks" / "megarl--models--own--tiny.lock"
+    path.parent.mkdir()
+    with FileLock(path) as lock:
+
+        def say(line: str) -> None:
+            told.append(line)
+            lock.release()
+
+        timer = threading.Timer(3.0, lock.release)  # else a process that says nothing waits for ever
+        timer.start()
+        found = fetch(repo, "model.path", ["config.json"], say, cache=tmp_path)
+        timer.cancel()
+    assert told[0] == f"model.path: waiting for another process that fetches {MODEL} (it holds {path})"
+    assert (found.folder / "config.json").is_file()
 
 
 def test_chat_templates_come_out_of_their_folder_and_nothing_else_out_of_any(hub: StandInHub, tiny: Path) -> None:

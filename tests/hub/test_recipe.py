@@ -62,6 +62,17 @@ def test_a_run_that_goes_on_stays_with_its_commits(hub: StandInHub, recipe_file:
         assert changed.model.path != first.recipe.model.path
 
 
+def test_a_run_that_was_submitted_stays_with_the_commits_that_the_cluster_was_told(
+    hub: StandInHub, recipe_file: Path, tiny: Path
+) -> None:
+    first = found(recipe_file, "data.eval=null")
+    told = [f"{key}={name}" for key, name in first.names.items()]
+    save_recipe(found(recipe_file, "data.eval=null", *told), Path("run"))  # as the job does
+    hub.put_folder("model", MODEL, tiny, **{"README.md": b"another"})
+    hub.put("dataset", ROWS, {"README.md": CARD.encode(), "main/train-0.parquet": parquet(50, 9)})
+    assert found(recipe_file, "data.eval=null", going_on=Path("run")).recipe == first.recipe
+
+
 def test_an_evaluation_leaves_the_rows_to_train_on_where_they_are(hub: StandInHub, recipe_file: Path) -> None:
     recipe = found(recipe_file, skip=(TRAIN,)).recipe
     assert str(recipe.data.train) == ROWS

@@ -21,6 +21,8 @@ configs:
 ---
 """
 
+IN_FOLDER = "---\nconfigs: [{config_name: b, data_dir: ./b/}]\n---\n"
+
 
 @pytest.mark.parametrize(
     ("files", "card", "config", "split", "found"),
@@ -36,6 +38,9 @@ configs:
         (["x.parquet", "y.jsonl"], "---\nconfigs: [{config_name: a, data_files: '**/x*', default: true}, {}]\n---", None,
          "train", "x.parquet"),
         (["b/train.jsonl"], "---\nconfigs: [{config_name: b, data_dir: b}]\n---\n", None, "train", "b/train.jsonl"),
+        (["b/test.jsonl", "b/testimonials.jsonl", "b/train.jsonl"], IN_FOLDER, None, "test", "b/test.jsonl"),
+        (["b/my_train.jsonl", "b/train_notes.txt", "a/train.jsonl"], IN_FOLDER, None, "train", "b/my_train.jsonl"),
+        (["b/all.jsonl", "train.jsonl"], IN_FOLDER, None, "train", "b/all.jsonl"),
         (["train.jsonl"], "---\nconfigs: [broken\n---\n", None, "train", "train.jsonl"),
     ],
 )  # fmt: skip

@@ -97,6 +97,8 @@ def test_a_job_on_gpus_takes_whole_nodes_where_nothing_else_is_said() -> None:
     gpus = replace(JOB, gpus_per_node=8)
     assert asked(render(gpus)) == asked(render(JOB)) | whole | {"--gpus-per-node=8"}
     assert whole <= asked(render(replace(gpus, extra=("--qos=high", "--dependency=afterok:9", "-Cfast"))))
+    assert not whole & asked(render(replace(gpus, extra=("--qos=high --cpus-per-gpu=12",))))
+    assert "--gpus=8" in asked(render(replace(gpus, extra=("--gpus=8", "--comment='a --array'", '-J"x'))))
     assert not whole & asked(render(replace(gpus, cpus_per_task=96)))
     assert not whole & asked(render(replace(gpus, memory="800G")))
 
@@ -122,6 +124,8 @@ def test_what_is_said_of_a_nodes_parts_stands_alone(option: str) -> None:
         ("--no-requeue", "goes on in the same job"),
         ("--signal=B:TERM@9", "is --grace"),
         ("--time=5", "give it as --time"),
+        ("--qos=high --array=1-3", "every job of an array"),
+        ("--outp=x", "megarl logs reads"),
     ],
 )
 def test_what_the_job_is_made_for_cannot_be_undone(option: str, says: str) -> None:

@@ -89,9 +89,13 @@ def test_a_job_number_is_taken_from_what_sbatch_says(answers: Path, tmp_path: Pa
     [
         ("RUNNING", "0:0", True, 0),
         ("PENDING", "0:0", True, 0),
+        ("SIGNALING", "0:0", True, 0),
+        ("STOPPED", "0:0", True, 0),
+        ("SPECIAL_EXIT", "0:0", True, 0),
         ("COMPLETED", "0:0", False, 0),
         ("FAILED", "7:0", False, 7),
         ("CANCELLED", "0:15", False, 143),
+        ("OUT_OF_MEMORY", "0:125", False, 253),
     ],
 )
 def test_a_jobs_state_is_understood(answers: Path, state: str, code: str, alive: bool, exit_code: int) -> None:
@@ -101,12 +105,34 @@ def test_a_jobs_state_is_understood(answers: Path, state: str, code: str, alive:
     assert found.describe() == f"{state} on n[1-2], queued again 2 times"
 
 
+def test_a_jobs_state_is_understood_whatever_else_is_said_of_it(answers: Path) -> None:
+    """Comments and paths are anybody's bytes."""
+    program(answers, "scontrol", JOB.format(state="RUNNING", code="0:0", reason="None"))
+    file = answers / "scontrol"
+    file.write_bytes(file.read_bytes().replace(b"Command=", b"Comment=gr\xfcezi Command="))
+    found = slurm.state_of("7")
+    assert found is not None and found.alive
+
+
 def test_a_job_that_slurm_has_forgotten_is_not_a_slurm_that_is_silent(answers: Path) -> None:
     program(answers, "scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
     assert slurm.state_of("7") is None
     program(answers, "scontrol", err="Unable to contact slurm controller", code=1)
     with pytest.raises(MegarlError, match="SLURM does not answer: Unable to contact"):
         slurm.state_of("7")
+
+
+def test_a_slurm_that_is_silent_is_told_and_not_waited_for(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "COMMAND_S", 0.05)
+    for name in ("scontrol", "sbatch"):
+        (answers / name).write_text("#!/bin/bash\nexec /bin/sleep 9\n")
+        (answers / name).chmod(0o755)
+    with pytest.raises(
+        MegarlError, match=r"SLURM does not answer: `scontrol show job 7 --oneliner` had not ended after 0\.05 s"
+    ):
+        slurm.state_of("7")
+    with pytest.raises(MegarlError, match="It may have taken effect all the same: see squeue"):
+        slurm.submit(answers / "script")
 
 
 def test_an_answer_without_a_state_is_shown(answers: Path) -> None:

@@ -23,6 +23,7 @@ from megarl.run import begin, supervised, train
 from megarl.run.exported import NOTE, exported_step
 from megarl.run.lock import LOCK, locked
 from megarl.run.serve import servable
+from megarl.training import run_checkpoints
 from tests.support.dry import driver
 from tests.support.dry.actors import Book
 from tests.support.dry.world import write_world
@@ -122,6 +123,31 @@ def test_a_folder_of_a_runs_earlier_end_is_not_taken_for_the_newest(
         assert exported_step(folder, 3) == -1, "a folder of no step is written anew"
 
 
+def test_a_checkpoint_is_read_whole_once_and_another_that_was_committed_meanwhile_is_found(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may take minutes to read."""
+    folder = world / "runs" / "read"
+    run(world, "read", "train.save_every=1", "train.steps=3")
+    newest, read, look = folder / "checkpoints" / "step_000003", [], run_checkpoints.step_damage
+
+    def looked(each: Path, *, read: bool, seen: list[Path] = read) -> list[str]:
+        seen += [each] if read else []
+        return look(each, read=read)
+
+    monkeypatch.setattr(run_checkpoints, "step_damage", looked)
+    monkeypatch.setattr(begin, "names_of", lambda recipe: {"model.path": "of the hub"})
+    run(world, "read", "train.save_every=1", "train.steps=4", resume=True)
+    assert read == [newest]
+    with pytest.raises(UserError, match="no-such-file"):  # told first
+        run(world, "read", "train.save_every=1", "train.steps=5", "data.train=no-such-file.jsonl", resume=True)
+    assert read == [newest]
+    checkpoints = run_checkpoints.Checkpoints(newest.parent, keep_last=9)
+    older = checkpoints.committed()[-2]
+    found = begin._still_newest(checkpoints, older)
+    assert found is not None and found.step == 4
+
+
 def killed(*_: object) -> None:
     raise RuntimeError("killed")
 
@@ -141,7 +167,7 @@ def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Pat
     with (
         driver.stage(Book(), world),
         pytest.raises(UserError, match=r"runs/removed cannot be written to: .*No such file"),
-        begin.opened(loaded, [], False, StopRequest()) as opened,
+        begin.opened(loaded, [], None, StopRequest()) as opened,
     ):
         shutil.rmtree(folder)
         with opened.timer.phase("rollout"):
@@ -152,7 +178,7 @@ def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Pat
 def test_ranks_are_at_work_in_an_evaluation_of_rows(world: Path, kind: Any, busy: bool) -> None:
     command = "sft" if kind is SftRecipe else "train"
     loaded = load_recipe(world / f"{command}.yaml", [f"run.name=busy_{command}", "cluster.platform=cpu"], kind)
-    with driver.stage(Book(), world), begin.opened(loaded, [], False, StopRequest()) as opened:
+    with driver.stage(Book(), world), begin.opened(loaded, [], None, StopRequest()) as opened:
         with opened.timer.step(1), opened.timer.phase("eval"):
             time.sleep(0.05)
         assert (opened.timer.metrics(0)["perf/ranks_idle"] < 0.5) == busy
@@ -164,5 +190,5 @@ def test_how_far_a_killed_process_was_is_not_told_of_the_next(world: Path) -> No
     spec.logs.mkdir(parents=True)
     Progress(spec.progress).of(8, "micro-batches").__enter__()
     assert read_progress(spec.progress) is not None
-    with driver.stage(Book(), world), begin.opened(loaded, [], False, StopRequest()):
+    with driver.stage(Book(), world), begin.opened(loaded, [], None, StopRequest()):
         assert read_progress(spec.progress) is None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.recipe.load import resolve
+from megarl.recipe.load import Loaded
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
@@ -25,6 +27,7 @@ ROWS = {"ids": "1a", "answers": "2b"}  # what training rows say
 def recipe_of(folder: Path, **sections: dict[str, Any]) -> Recipe:
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "model.safetensors").write_bytes(b"weights")
+    (folder / "model" / "config.json").write_text("{}")
     return make_recipe(folder, **sections)
 
 
@@ -47,6 +50,8 @@ def journal(tmp_path: Path) -> Path:
         {"cluster": {"max_recoveries": 9, "spares": 1}},
         {"train": {"steps": 1, "max_rewinds": 9}},
         {"reward": {"workers": 3, "max_failed_share": 0.9}},
+        {"actor": {"micro_batch_tokens": 64, "optimizer": {"on_bad_gradient": "skip"}}},
+        {"algorithm": {"normalize_std": False, "on_logprob_diff": "rewind"}},
     ],
 )
 def test_what_changes_no_sample_may_change(tmp_path: Path, journal: Path, sections: dict[str, Any]) -> None:
@@ -95,6 +100,21 @@ def test_other_weights_are_refused(tmp_path: Path, journal: Path) -> None:
     (tmp_path / "model" / "model.safetensors").write_bytes(b"longer weights")
     with pytest.raises(UserError, match="model's files was "):
         check_journal(recipe, ROWS, discard=False)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"another")  # as large
+    with pytest.raises(UserError, match="model's fingerprint was ") as caught:
+        check_journal(recipe, ROWS, discard=False)
+    assert "model's files" not in str(caught.value)
+
+
+def test_the_model_may_be_in_another_folder_as_long_as_it_is_the_same(tmp_path: Path, journal: Path) -> None:
+    copy = shutil.copytree(recipe_of(tmp_path).model.path, tmp_path / "copy")
+    moved = recipe_of(tmp_path, model={"path": str(copy)})
+    check_journal(moved, ROWS, discard=False)
+    made = json.loads((journal / MADE_WITH).read_text())
+    (journal / MADE_WITH).write_text(json.dumps({name: made[name] for name in made if "fingerprint" not in name}))
+    check_journal(recipe_of(tmp_path), ROWS, discard=False)  # one of an older megarl says nothing of it
+    with pytest.raises(UserError, match=r"model\.path was "):
+        check_journal(moved, ROWS, discard=False)
 
 
 def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
@@ -116,17 +136,31 @@ def test_other_rows_are_refused_where_no_checkpoint_knows_of_them(tmp_path: Path
     check_journal(recipe, {**ROWS, "answers": "3c"}, discard=False)  # one of an older megarl says nothing of rows
 
 
-def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: Path) -> None:
+def test_rows_may_be_in_another_folder_as_long_as_they_say_the_same(tmp_path: Path, journal: Path) -> None:
+    moved = recipe_of(tmp_path, data={"train": str(tmp_path / "moved" / "train.jsonl")})
+    check_journal(moved, ROWS, discard=False)
+    with pytest.raises(UserError, match=r"answers of the rows of data\.train was"):
+        check_journal(moved, {**ROWS, "answers": "3c"}, discard=False)
+    with pytest.raises(UserError, match=r"data\.train was "):
+        check_journal(moved, {}, discard=False)  # nobody knows what they say
+
+
+@pytest.mark.parametrize("name", [None, "own/rows@5e0c91d2", "rows"])
+def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: Path, name: str | None) -> None:
+    """name: what the recipe has in the place of the file: of a data set on the hub, or of a folder."""
     rows = tmp_path / "held_out.jsonl"
     rows.write_text("a row\n")
     recipe = recipe_of(tmp_path, data={"eval": str(rows)})
+    loaded = Loaded(recipe, {}, {}, tmp_path / "recipe.yaml", (), {"data.eval": name} if name else {})
     begin_journal(recipe, ROWS, keeps=False)
-    (recipe.run.folder / RECIPE_FILE).write_text(dump_yaml(resolve(recipe)))
+    (recipe.run.folder / RECIPE_FILE).write_text(dump_yaml(loaded.with_recipe(recipe).resolved))
     (recipe.run.folder / METRICS_FILE).write_text('{"step": 2, "eval/accuracy": 0.5}\n')
-    assert evaluations_before(recipe)[2].accuracy == 0.5
+    assert evaluations_before(loaded)[2].accuracy == 0.5
     rows.write_text("another\n")
     check_journal(recipe, ROWS, discard=False)
-    assert evaluations_before(recipe) == {}
+    assert evaluations_before(loaded) == {}
+    rows.write_text("a row\n")
+    assert evaluations_before(replace(loaded, names={"data.eval": "own/rows@another"})) == {}
 
 
 def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:

@@ -41,6 +41,15 @@ def test_a_part_that_does_not_load_is_absent_and_its_cost_is_said(monkeypatch: p
     assert gone.verdict == "absent" and "No module named 'no_such_module'; no rollout" in gone.detail
 
 
+@pytest.mark.parametrize(("wait", "status"), [("", 0), ("; sleep 60", -1)])
+def test_what_a_check_has_started_ends_with_it(tmp_path: Path, wait: str, status: int) -> None:
+    """As ranks do not whose test hangs, or is ended by a signal."""
+    command = ["sh", "-c", f"setsid sleep 60 > /dev/null 2>&1 & echo $!{wait}"]
+    ended, said = gpu_check.run_logged(command, 0.2, tmp_path / "log", {})
+    line = Path("/proc", said.split()[0], "cmdline")  # empty of one that has ended and that nobody has asked how
+    assert ended == status and not (line.exists() and line.read_bytes())
+
+
 def test_what_needs_an_absent_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a machine with a CPU's torch and no kernels."""
 

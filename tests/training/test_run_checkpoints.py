@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core import checksums
 from megarl.core.errors import MegarlError, UserError
 from megarl.training import run_checkpoints
 from megarl.training.run_checkpoints import MARKER, Checkpoints, step_damage
@@ -161,6 +162,23 @@ def test_a_damaged_one_is_named_and_passed_over(
     assert step_damage(newest, read=True) == [problem]
     assert checkpoints.latest().step == 1
     assert f"{newest} is damaged and is passed over: {problem}" in caplog.text
+
+
+def test_one_that_its_run_removes_while_it_is_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else looks, while the run goes on."""
+    checkpoints, look, looked = Checkpoints(tmp_path, keep_last=1), checksums.sum_files, []
+    save(checkpoints, 3, write_weights, {})
+
+    def slowly(folder: Path, names: list[str]) -> dict[str, checksums.FileSum]:
+        looked.append(folder)
+        if len(looked) == 1:
+            save(checkpoints, 6, write_weights, {})
+        return look(folder, names)
+
+    monkeypatch.setattr(checksums, "sum_files", slowly)
+    assert checkpoints.latest().step == 6 and "damaged" not in caplog.text
 
 
 def test_where_all_are_damaged_each_is_named(tmp_path: Path) -> None:

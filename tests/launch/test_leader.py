@@ -1,0 +1,66 @@
+"""The leader of a job and its driver, without nodes."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import StoppedError
+from megarl.core.stop import STOP_SIGNAL
+from megarl.launch.leader import Allocation, Event, Leader, Nodes, Plan
+from megarl.launch.words import Message
+
+DRIVER = """
+import sys, time
+time.sleep(0.1)  # imports
+from megarl.core.stop import StopRequest
+with StopRequest() as stop:
+    time.sleep(0.01)
+    sys.exit(75 if stop.asked else 3)
+"""
+
+
+def leader_of(folder: Path, *driver: str) -> Leader:
+    plan = Plan(driver, folder, (), folder / "events.jsonl", folder / "metrics.jsonl", 1.0)
+    return Leader(Allocation("7", ("here",), 0, ""), plan)
+
+
+@pytest.mark.parametrize(("number", "lost"), [(STOP_SIGNAL, ["b"]), (signal.SIGTERM, [])])
+def test_a_lost_node_is_one_also_where_the_time_limit_comes_near_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, lost: list[str]
+) -> None:
+    """The driver has ended with an error; who still says that it is there is asked now."""
+    monkeypatch.setattr("megarl.launch.leader.SILENT_S", 0.05)
+    leader, nodes = leader_of(tmp_path), SimpleNamespace(names=("a", "b"))
+    leader._signal(number, None)
+    leader._events.put(("node", 0, Message("alive", "a", "10.0.0.1")))
+    found: Any = nodes
+    assert leader._lost(found) == lost
+
+
+def test_what_a_node_prints_that_is_no_text_does_not_end_the_listening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a prolog of the cluster's may, in its own language."""
+    (tmp_path / "srun").write_text("#!/bin/bash\nprintf 'gr\\xfcezi\\n'; echo megarl-node ready here 10.0.0.1; read\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    plan = Plan((), tmp_path, (), tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", 1.0)
+    nodes = Nodes(Allocation("7", ("here",), 0, ""), plan, "127.0.0.1:1", events)
+    assert events.get(timeout=5) == ("node", 0, Message("ready", "here", "10.0.0.1"))
+    nodes.close([])
+    assert "gr\ufffdezi" in capfd.readouterr().err
+
+
+def test_a_request_to_stop_that_comes_before_the_driver_listens_reaches_it(tmp_path: Path) -> None:
+    leader, nodes = leader_of(tmp_path, sys.executable, "-c", DRIVER), SimpleNamespace(names=("here",))
+    leader._signal(STOP_SIGNAL, None)
+    found: Any = nodes
+    assert leader._drive(found) == StoppedError.exit_code
