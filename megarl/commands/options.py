@@ -28,7 +28,10 @@ GoOn = Annotated[
 ]
 DiscardJournal = Annotated[
     bool,
-    typer.Option("--discard-journal", help="With --resume or --continue: sample all after the checkpoint anew."),
+    typer.Option(
+        "--discard-journal",
+        help="With --resume or --continue: forget all recorded samples, and sample what comes after the checkpoint anew.",
+    ),
 ]
 
 Timeout = Annotated[float, typer.Option(min=1, help="Seconds for all of it.")]

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -125,6 +125,8 @@ class WandbWriter:
         init = partial(
             wandb.init, project=project, name=name, group=name, config=dict(config), dir=str(folder), settings=settings
         )
+        self._lost, self._teardown = (ConnectionError, wandb.errors.Error), wandb.teardown
+        self._run: Any = None
         try:
             self._run = init(mode=mode)
         except wandb.errors.Error as error:
@@ -136,14 +138,35 @@ class WandbWriter:
             self._run = init(mode="offline")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step."""
-        self._run.log(dict(metrics), step=step)
+        """One step. Where wandb's own process is gone the run goes on without it: the other writers have the same."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(metrics), step=step)
+        except self._lost as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        folder, self._run = Path(self._run.dir).parent, None
+        with suppress(*self._lost):
+            self._teardown()  # or wandb would look for it once more in the end, and show a trace
+        log.warning(
+            "wandb's process on this machine is gone (%s: %s): the run goes on, and wandb has no more of it. What it had "
+            "written by then can be sent with: wandb sync %s",
+            type(error).__name__,
+            error,
+            folder,
+        )
 
     def close(self, failed: bool = False) -> None:
         """Finish the run, as failed where it has; sends what is not yet sent, for as long as FINISH_S."""
+        if self._run is None:
+            return
         folder = Path(self._run.dir).parent
         try:
             self._run.finish(exit_code=int(failed))
+        except self._lost as error:
+            self._give_up(error)
         except TimeoutError:
             log.warning(
                 "wandb's server did not take everything within %d s. What is left can be sent with: wandb sync %s",
@@ -153,7 +176,7 @@ class WandbWriter:
 
 
 class Writers:
-    """All writers of a run; a context manager. One that fails in writing stops the run; closing reaches every one of them."""
+    """All writers of a run; a context manager. One whose disk fails stops the run; closing reaches every one of them."""
 
     def __init__(self, *writers: MetricWriter) -> None:
         self._writers = writers

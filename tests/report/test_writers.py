@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ from megarl.core.errors import MegarlError, StoppedError, UserError
 from megarl.recipe.supervised import SftRecipe
 from megarl.report.history import METRICS_FILE, read_history
 from megarl.report.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writers, open_writers
+from megarl.serving.process import process_tree
 
 
 class Recorder:
@@ -218,7 +221,9 @@ def test_a_run_that_goes_on_by_itself_does_not_need_wandbs_server(
 
 
 @pytest.mark.slow
-def test_wandb_writes_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_writes_offline_without_a_key_and_holds_no_run_up_where_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -232,3 +237,12 @@ def test_wandb_writes_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.
     (data,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     assert b"reward/mean" in data.read_bytes()
     assert not list(tmp_path.glob("run/wandb/run-*"))
+
+    again = WandbWriter(tmp_path / "run", "project", "name", {})
+    [core] = [pid for pid in process_tree(os.getpid()) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(core, signal.SIGKILL)
+    for step in range(100):  # what was on its way is told as sent
+        again.write(step, {"reward/mean": 0.5})
+        time.sleep(0.02)
+    again.close()
+    assert "the run goes on, and wandb has no more of it" in caplog.text
