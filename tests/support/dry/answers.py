@@ -82,7 +82,9 @@ class Client:
         self._book.cuts += 1
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = 0.0) -> Any:
-        """Reads a call of the first tool in every third text."""
+        """The only server, and a call of the first tool in every third text."""
+        if path == "/workers":
+            return {"workers": [{"url": self.endpoint.url}]}
         if path != "/parse_function_call" or body is None:
             return {}
         self._book.note("parse", body["tool_call_parser"], body["text"])
