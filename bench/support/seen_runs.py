@@ -273,7 +273,7 @@ def suite(result: Result) -> str:
     before_s, after_s = result["work_s"]
     longest = ", ".join(f"{name.removeprefix('tests/')} {cpu_s}" for name, _, cpu_s in result["longest"][:5])
     return (
-        f"{result['passed']:,} tests (and {result['failed']} that failed) of {result['num_files']} files in "
+        f"{result['passed']:,} tests (and {result['failed']} that passed only alone) of {result['num_files']} files in "
         f"{result['seconds'] / 60:.1f} minutes, {result['cpu_s']:,} processor seconds; most by {longest}; a fixed piece of work "
         f"on all cores took {before_s:.2f} s before and {after_s:.2f} s after"
     )
