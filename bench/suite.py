@@ -4,8 +4,8 @@
 
 Runs what `make test` runs after its checks. Files are worked off side by side, so that their seconds add up to more than the
 whole took. A shared machine has slow hours, in which processors' seconds grow, too: how long a fixed piece of work takes on all
-cores, before and after, says which. The goal is 20 minutes on two cores. Only a run of the whole in which every test passed, beside
-others or when it was run again alone, is recorded. Exits as the suite does.
+cores, before and after, says which. The goal is 20 minutes on two cores. Only a run of the whole is recorded in which every test
+passed, beside others or when it was run again alone. Exits as the suite does.
 """
 
 from __future__ import annotations
