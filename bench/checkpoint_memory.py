@@ -29,8 +29,8 @@ from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
 from megarl.serving.process import free_port
 
-# A part gathered whole, the copy that is written while training goes on, and what one round sends and takes.
-BOUND = 2.5
+# A part gathered whole, which is what is written while training goes on, and what one round sends and takes.
+BOUND = 2.0
 SIDES = ("megarl", "megatron-core")
 UPSTREAM = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -41,6 +41,8 @@ UPSTREAM = {
 
 class Upstream:
     """Megatron's own way, called as megarl's `OptimizerState`."""
+
+    gathered = ()
 
     def __init__(self, optimizer: Any) -> None:
         [self._member] = optimizer.chained_optimizers
@@ -105,7 +107,8 @@ def measured(rank: int, ranks: int, port: int, model: Path, folder: Path, side: 
     sums = [float(tensor.double().sum()) for tensor in tensors]
 
     def save() -> None:
-        content, strategy = state.to_save(_weights(engine._chunks)), RankStrategy(copy=True)
+        content = state.to_save(_weights(engine._chunks))
+        strategy = RankStrategy(copy=True, spare=state.gathered)
         request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
         request.async_fn()
         torch.distributed.barrier()

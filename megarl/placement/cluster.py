@@ -43,7 +43,8 @@ class Cluster:
     """Nodes of like devices, and beside them those of other kinds.
 
     device, rates: what one device is and what is reached of it. others: each without others of its own. All that costs are
-    computed from is of the first kind alone: a pool of devices lies within one kind, and is priced by that kind.
+    computed from is of the first kind alone: a pool of devices lies within one kind, and is priced by that kind. host_bytes:
+    memory of one node's host; None where nobody said.
     """
 
     nodes: int
@@ -51,6 +52,7 @@ class Cluster:
     device: Device
     rates: Rates
     others: tuple[Cluster, ...] = ()
+    host_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_devices > MOST_DEVICES:
@@ -145,6 +147,7 @@ class Nodes(Section):
     device: str = Field(description="a row of the table of devices")
     devices_per_node: PositiveInt | None = Field(None, description="devices of one node; default: the table's")
     memory_gib: PositiveFloat | None = Field(None, description="memory of one device; default: the table's")
+    host_memory_gib: PositiveFloat | None = Field(None, description="memory of one node's host; default: not checked")
     inside_gbyte_s: PositiveFloat | None = Field(None, description="between devices of a node, one direction")
     between_gbit_s: PositiveFloat | None = Field(None, description="network of one device, one direction")
     measured: Annotated[_Measured, Field(description="figures of this machine, under the names of the table")] = (
@@ -214,7 +217,12 @@ def _cluster_of(kind: Nodes, nodes: int, tree: Tree, keys: Keys, path: Path) -> 
         )
         if value is not None
     }
-    cluster = replace(cluster, device=_replaced(cluster.device, given), rates=_replaced(cluster.rates, given))
+    cluster = replace(
+        cluster,
+        device=_replaced(cluster.device, given),
+        rates=_replaced(cluster.rates, given),
+        host_bytes=None if kind.host_memory_gib is None else kind.host_memory_gib * GIB,
+    )
     device = cluster.device
     if device.matmul_flops > device.flops:
         raise UserError(

@@ -47,7 +47,7 @@ def run_cluster(recipe: Recipe) -> Cluster | None:
     # Servers may have devices of their own: the ranks' number does not tell how many there are. A search takes what there is.
     if name is None or nodes * here < (1 if recipe.placement.name is not None else wanted):
         return None
-    return make_cluster(name, nodes, here)
+    return replace(make_cluster(name, nodes, here), host_bytes=float(psutil.virtual_memory().total))
 
 
 def _num_nodes(spares: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from string import Template
 
+from megarl.placement.host import host_words
 from megarl.placement.placed import PlacementPlan, PoolPlan
 from megarl.placement.plan import Plan
 from megarl.placement.report import other_lines, own_line
@@ -34,6 +35,7 @@ table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #
 
 def page(plan: Plan) -> str:
     """The whole page."""
+    told = host_words(plan.best)
     lines = [*([own_line(plan)] if plan.own else []), *other_lines(plan)]
     others = "".join(
         f"<tr>{''.join(f'<td>{cell}</td>' for cell in (_cell(text) for text in line))}</tr>" for line in lines
@@ -42,8 +44,8 @@ def page(plan: Plan) -> str:
         title=escape(plan.best.describe()),
         summary=escape(
             f"{plan.cluster.describe()}: {plan.best.step_s:.4g} s a step, {plan.tokens_per_s:.4g} tokens/s a device. "
-            "Seconds and bytes are predictions."
-        ),
+            f"Seconds and bytes are predictions. {told[:1].upper()}{told[1:]}"
+        ).rstrip(),
         devices=_devices(plan),
         gantt=gantt(plan.best),
         others=others,

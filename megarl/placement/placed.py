@@ -17,7 +17,7 @@ PHASES = ("rollout", "sync", "sleep and wake", "prepare", "train", "between stag
 class RolePlan:
     """One role's part. shape: its layout or its servers, in words. parts: seconds by stage and where they go.
 
-    dispatch_s: of its samples, counted between the stages.
+    dispatch_s: of its samples, counted between the stages. host_bytes: of the host for each device, by what they are for.
     """
 
     role: str
@@ -27,6 +27,7 @@ class RolePlan:
     held_bytes: Mapping[str, float]
     offloaded_bytes: float
     choice: Mapping[str, int | float | str | bool]
+    host_bytes: Mapping[str, float]
     dispatch_s: float = 0.0
 
 

@@ -13,6 +13,7 @@ from megarl.placement.cluster import Cluster
 from megarl.placement.compute import core_share
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
+from megarl.placement.host import host_problem, role_host, server_host, too_full_hosts
 from megarl.placement.partitions import NAMES, Partition, Pool, learns_late, names_of
 from megarl.placement.placed import PHASES, UNEVEN, PlacementPlan, PoolPlan, RolePlan, why_lost
 from megarl.placement.search import Allowed, Bound, Found, Result, search
@@ -26,7 +27,7 @@ from megarl.placement.tables import (
     stage_seconds,
 )
 from megarl.placement.weight_sync import gather_seconds, sync_seconds
-from megarl.placement.workload import ACTOR, ROLLOUT, Workload
+from megarl.placement.workload import ACTOR, ROLLOUT, TRAINED, Workload
 
 # Stages of a step: generation, preparation, training; each is waited for.
 STAGES = 3
@@ -92,7 +93,9 @@ def make_plan(
             f"There is no placement named {name!r}. Names: {', '.join(NAMES)}; without a name all are tried."
         )
     # How long an asynchronous step waits for the longest response is known of whole placements alone: more are looked at.
-    asked = _Asked(max(top, MOST_LATE) if workload.staleness else top, name, space, allowed)
+    # What a node's host holds likewise.
+    few = not workload.staleness and all(kind.host_bytes is None for kind in cluster.kinds)
+    asked = _Asked(top if few else max(top, MOST_LATE), name, space, allowed)
     # All on one kind of nodes, or the rollout on another than the ranks.
     hosts: list[tuple[Cluster, Cluster | None]] = [(kind, None) for kind in cluster.kinds]
     hosts += permutations(cluster.kinds, 2)
@@ -115,7 +118,10 @@ def make_plan(
         (placement_plan(found, look.tables, look.workload, look.cluster, cluster), look.key(found.partition))
         for found, look in ranked
     ]
-    priced = sorted(priced, key=lambda pair: pair[0].step_s)[:top]
+    held = [pair for pair in priced if host_problem(pair[0]) is None]
+    if not held:
+        raise UserError(too_full_hosts([plan for plan, _ in priced], cluster))
+    priced = sorted(held, key=lambda pair: pair[0].step_s)[:top]
     plans = [plan for plan, _ in priced]
     others = tuple((plan, why_lost(plan, plans[0])) for plan in plans[1:])
     shown = {key for _, key in priced}
@@ -137,7 +143,7 @@ class _Asked:
         return named and (self.allowed is None or self.allowed(partition))
 
 
-MOST_LATE = 8  # placements that are priced whole where some are asynchronous
+MOST_LATE = 8  # placements that are priced whole where some are asynchronous, or hosts have so much memory and no more
 
 _Key = tuple[Cluster, Cluster | None, frozenset[Pool]]
 
@@ -290,6 +296,7 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
             **({"recompute_num_layers": of_layers} if of_layers else {}),
             "offloaded": offloaded,
         },
+        host_bytes=role_host(held, choice, workload, cluster, offloaded=offloaded, trained=role in TRAINED),
         dispatch_s=dispatch_s,
     )
 
@@ -335,6 +342,7 @@ def _rollout_plan(
             "kv_tokens": int(held.cache_tokens[0]),
             "offloaded": offloaded,
         },
+        host_bytes=server_host(cluster, each),
     )
 
 

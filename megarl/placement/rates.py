@@ -35,7 +35,9 @@ class Rates:
     into a folder of weight versions, or reads from it: a guess, no data sheet of a device knows it. at_once: devices of a node
     that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for devices
     share cores. reserved_bytes: context, communicators. server_bytes: what a server holds beside weights and KV cache;
-    offloaded_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use.
+    offloaded_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use. host_rank_bytes,
+    host_server_bytes: what a rank, and a server's part on one device, hold in the host's memory beside what a run has there:
+    guesses, no run on a GPU was measured.
 
     matmul: AMD's typical attained FLOPs are 0.74 to 0.81 of the most that is achievable (ROCm blog, "Typical Attained FLOPs").
     attention: FlashAttention-3 on H100, causal, 2,048 tokens. memory: copies and triads on H100 reach 0.9 of the data sheet.
@@ -83,6 +85,8 @@ class Rates:
     server_bytes: float = 3.0 * GIB
     offloaded_bytes: float = 0.6 * GIB
     fragmentation: float = 0.04
+    host_rank_bytes: float = 4.0 * GIB
+    host_server_bytes: float = 6.0 * GIB
 
 
 # Rates that are shares of something: none is above 1.

@@ -16,6 +16,7 @@ from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import GIB
+from megarl.placement.host import host_problem
 from megarl.placement.placed import PlacementPlan
 from megarl.placement.plan import placement_plan, smallest_cluster
 from megarl.placement.search import Found
@@ -84,6 +85,11 @@ def check_fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> Placemen
     problem = too_full(plan, cluster)
     if problem is None:
         return plan
+    if problem == host_problem(plan):
+        raise UserError(
+            f"The run does not fit into memory: {problem}. Leave roles on their devices (<role>.offload), save without "
+            "train.async_save, or take more nodes."
+        )
     smallest = smallest_cluster(workload, cluster)
     advice = (
         "No placement of it fits any number of such nodes: take shorter samples or a smaller model."
@@ -104,7 +110,7 @@ def too_full(plan: PlacementPlan, cluster: Cluster) -> str | None:
         over = {pool.peak_bytes - usable_bytes(pool.kind): pool for pool in own}
         worst = over[max(over)]
         if max(over) <= 0:
-            return None
+            return host_problem(plan)
         return (
             f"{worst.describe()} needs {worst.peak_bytes / GIB:.1f} GiB of each device while {worst.peak_role} works, and "
             f"{worst.kind.device.name} lets roles use {usable_bytes(worst.kind) / GIB:.1f} GiB"

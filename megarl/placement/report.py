@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.placement.devices import GIB
+from megarl.placement.host import fullest_node, host_words
 from megarl.placement.placed import PHASES, PlacementPlan
 from megarl.placement.plan import Plan
 
@@ -25,7 +26,7 @@ def render(plan: Plan, *, explain: bool = False) -> Group:
         f"{best.describe()}\n{plan.cluster.describe()}: {best.step_s:.4g} s a step, "
         f"{plan.tokens_per_s:.4g} tokens/s a device (predicted)"
     )
-    parts: list[Any] = [head, _roles(best, plan), _phases(best)]
+    parts: list[Any] = [head, _roles(best), *_host(best), _phases(best)]
     if explain:
         parts += [_details(best)]
     if plan.others or plan.bounds or plan.own:
@@ -33,7 +34,12 @@ def render(plan: Plan, *, explain: bool = False) -> Group:
     return Group(*parts)
 
 
-def _roles(placement: PlacementPlan, plan: Plan) -> Table:
+def _host(placement: PlacementPlan) -> list[Text]:
+    words = host_words(placement)
+    return [Text(f"{words[:1].upper()}{words[1:]}\n")] if words else []
+
+
+def _roles(placement: PlacementPlan) -> Table:
     table = Table(title="Pools", title_justify="left")
     for column in ("devices", "role", "layout", "seconds", "GiB awake", "GiB offloaded", "peak of the device, GiB"):
         table.add_column(column, justify="left" if column in ("role", "layout") else "right")
@@ -162,6 +168,7 @@ def _placement(placement: PlacementPlan) -> dict[str, Any]:
         "names": list(placement.names),
         "asynchronous": placement.asynchronous,
         "step_s": placement.step_s,
+        "host_bytes": fullest_node(placement.pools)[0],
         "phases_s": {phase: float(seconds) for phase, seconds in placement.phases.items()},
         "pools": [
             {

@@ -48,7 +48,7 @@ class Workload:
     shards_optimizer: whether data-parallel ranks share out its state.
     quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
     kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory. transport:
-    how weights go to servers.
+    how weights go to servers. async_save: whether checkpoints are written beside the training.
     """
 
     models: Mapping[str, ModelConfig]
@@ -72,6 +72,7 @@ class Workload:
     kv_tokens: int | None = None
     server_share: float | None = None
     transport: SyncTransport = "auto"
+    async_save: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -170,6 +171,7 @@ def recipe_workload(
         kv_tokens=rollout.kv_tokens,
         server_share=server_share(rollout.server_args),
         transport=transport_of(recipe),
+        async_save=recipe.train.async_save,
     )
 
 

@@ -144,9 +144,9 @@ def save_checkpoint(
     one only after `PendingSave.finish` on every rank. Otherwise returns None when everything is written.
     Raises UserError when the disk is full.
     """
-    strategy, state = RankStrategy(copy=async_save), OptimizerState(optimizer)
-    weights = _weights(chunks)
+    state, weights = OptimizerState(optimizer), _weights(chunks)
     content = {**weights, **state.to_save(weights)}
+    strategy = RankStrategy(copy=async_save, spare=state.gathered)
     if scheduler is not None:
         content["scheduler"] = scheduler.state_dict()
     request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)

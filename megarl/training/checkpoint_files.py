@@ -10,7 +10,7 @@ Import only after `models.bootstrap.prepare_megatron`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,13 @@ from megarl.training.manifest import TensorEntry
 class RankWriter(FileSystemWriterAsync):  # type: ignore[misc]
     """One file of this rank. Megatron plans through it; `write` may run in another thread."""
 
-    def __init__(self, folder: Path, *, copy: bool) -> None:
-        """copy: take a copy of the data on the host while planning, so that training may go on during `write`."""
+    def __init__(self, folder: Path, *, copy: bool, spare: Collection[int] = ()) -> None:
+        """copy: take a copy of the data on the host while planning, so that training may go on during `write`.
+
+        spare: addresses of storages on the host that nobody else has: those need no copy.
+        """
         super().__init__(str(folder), thread_count=1)
-        self._copy = copy
+        self._copy, self._spare = copy, spare
         self._name = ""
         self._data: list[tuple[Any, Any]] = []
         self._results: list[WriteResult] = []
@@ -54,9 +57,12 @@ class RankWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self._name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         for item in plan.items:
             data: Any = planner.resolve_data(item)
-            if self._copy and item.type != WriteItemType.BYTE_IO:
+            if self._copy and item.type != WriteItemType.BYTE_IO and not self._is_spare(data):
                 data = data.detach().to("cpu", copy=True)
             self._data.append((item, data))
+
+    def _is_spare(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._spare
 
     def write(self) -> None:
         """Write the file and wait until it is on the disk. Raises OSError when the disk is full."""
@@ -94,9 +100,10 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 class RankStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's save strategy with `RankWriter` in its place; remembers what the checkpoint holds."""
 
-    def __init__(self, *, copy: bool) -> None:
+    def __init__(self, *, copy: bool, spare: Collection[int] = ()) -> None:
+        """copy, spare: as `RankWriter` has them."""
         super().__init__("torch_dist", 1)
-        self._copies = copy
+        self._copies, self._spare = copy, spare
         self.writer: RankWriter | None = None
         self.metadata: Metadata | None = None  # on rank 0
 
@@ -105,7 +112,7 @@ class RankStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         from megatron.core.dist_checkpointing.strategies import torch as upstream
 
         state, _, _ = upstream._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        self.writer = RankWriter(Path(checkpoint_dir), copy=self._copies)
+        self.writer = RankWriter(Path(checkpoint_dir), copy=self._copies, spare=self._spare)
         planned, *_ = upstream.save_state_dict_async_plan(
             upstream.mcore_to_pyt_state_dict(state, False),
             self.writer,

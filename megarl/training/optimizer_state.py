@@ -38,6 +38,8 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any | None) -> None:
         self._optimizer = optimizer
+        # Addresses of what `to_save` put together on the host: nobody else has it.
+        self.gathered: set[int] = set()
         self._members: list[Any] = [] if optimizer is None else list(optimizer.chained_optimizers)
         self._is_distributed = all(isinstance(member, DistributedOptimizer) for member in self._members)
         if self._is_distributed:
@@ -59,7 +61,10 @@ class OptimizerState:
         states = {}
         for index, member in enumerate(self._members):
             shares = StateShares(member)
-            states[str(index)] = _described(shares, shares.gather(), weights)
+            whole = shares.gather()
+            if not shares.alone:
+                self.gathered |= {each.data_ptr() for kept in whole.values() for each in kept.values()}
+            states[str(index)] = _described(shares, whole, weights)
         return {"optimizer": {"groups": _united(groups)}, "optimizer_state": states}
 
     def to_load(self, weights: Mapping[str, Any]) -> dict[str, Any]:

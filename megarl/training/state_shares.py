@@ -114,6 +114,11 @@ class StateShares:
         self.own = sorted({piece.parameter for piece in found if piece.owner == self._rank})
         self._held = {piece.parameter: piece for piece in found if piece.holder == self._rank}
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one rank, which shares with nobody."""
+        return bool(self._ranks == 1)
+
     def empty(self) -> dict[int, dict[str, Tensor]]:
         """Memory on the host for the parameters of this rank: by number, and by what is kept of each. [numel] float32."""
         return {
@@ -123,7 +128,7 @@ class StateShares:
 
     def gather(self) -> dict[int, dict[str, Tensor]]:
         """The parameters of this rank, as `empty` has them, filled; collective. Of one rank: the optimizer's own tensors."""
-        if self._ranks == 1:
+        if self.alone:
             return {index: {key: self._kept(index, key) for key in STATES} for index in self.own}
         whole = self.empty()
         for key in STATES:
@@ -141,7 +146,7 @@ class StateShares:
         """Let every rank have its parts of what their owners have whole, of any shape; collective."""
         for key in STATES:
             flat = {index: states[key].reshape(-1) for index, states in whole.items()}
-            if self._ranks == 1:
+            if self.alone:
                 for index, tensor in flat.items():
                     self._kept(index, key).copy_(tensor)
                 continue

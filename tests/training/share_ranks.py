@@ -73,7 +73,7 @@ def taken(member: Any, most: int) -> Share:
 
 
 def observe(rank: Rank, root: Path, name: str, model: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Save twice, train on, load, train on again."""
+    """Save twice, the second time beside the next step; load, train on again."""
     spec = actor_spec(root / model, Layout(world_size=4, **sizes))
     rank.build("actor", spec)
     step(rank, 0)
@@ -87,8 +87,9 @@ def observe(rank: Rank, root: Path, name: str, model: str, sizes: dict[str, Any]
         dist_checkpointing.save({"optimizer_state": upstream}, str(root / f"{name}.upstream"))
         held = [taken(member, most) for most in (1000, ROUND) for member in members]
         kept = all(torch.equal(*pair) for pair in zip(saved, state(members), strict=True))
-    rank.save("actor", root / name)
+    rank.save("actor", root / name, wait=False)
     went_on = step(rank, 1)
+    rank.finish_save("actor")
     rank.build("actor", spec)
     rank.load("actor", root / name)
     engine = rank.engine("actor")

@@ -1,9 +1,11 @@
 import json
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
@@ -211,6 +213,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(rank, folder, tmp_path):
     rank.load("actor", tmp_path)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(rank, "actor").items())
     assert steps(rank, [1]) == went_on
+
+
+def test_what_nobody_else_has_is_written_without_a_copy(tmp_path):
+    from megarl.training.checkpoint_files import RankWriter
+
+    shared, spare = torch.zeros(4, 8), torch.ones(4, 8)
+    resolved = {"shared": shared, "view": shared[1], "spare": spare, "part": spare[2:]}
+    items = [SimpleNamespace(type=WriteItemType.TENSOR, index=name) for name in resolved]
+    plan = SimpleNamespace(items=items, storage_data=SimpleNamespace(prefix="rank"))
+    planner = SimpleNamespace(resolve_data=lambda item: resolved[item.index])
+    writer = RankWriter(tmp_path, copy=True, spare={spare.data_ptr()})
+    writer.prepare_write_data(plan, planner)
+    shared += 1
+    held = {item.index: data for item, data in writer._data}
+    assert not held["shared"].any() and not held["view"].any()
+    assert held["spare"] is spare and held["part"].untyped_storage().data_ptr() == spare.data_ptr()
 
 
 def test_a_frozen_role_saves_its_weights_and_nothing_to_train_on(rank, folder, tmp_path):

@@ -1,0 +1,102 @@
+"""Memory of a node's host: what offloaded roles leave there, what saves put together there, and the processes themselves.
+
+Of devices with memory of their own; where processes stand for devices, the host's memory is theirs and counted as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from megarl.placement.cluster import Cluster
+from megarl.placement.devices import GIB
+from megarl.placement.memory import RoleBytes
+from megarl.placement.placed import PlacementPlan, PoolPlan
+from megarl.placement.space import Layouts
+from megarl.placement.workload import ROLLOUT, Workload
+
+OFFLOADED, SAVE, RANKS, SERVERS = "offloaded roles", "a save", "ranks", "servers"
+
+
+def role_host(
+    held: RoleBytes, choice: Layouts, workload: Workload, cluster: Cluster, *, offloaded: bool, trained: bool
+) -> dict[str, float]:
+    """Bytes of the host for each device of a Megatron role, on average over a node; of the first choice.
+
+    A save puts the optimizer's state together on the host where data-parallel ranks share it out (training/state_shares.py).
+    What is written while training goes on is a copy, the weights with it, which one data-parallel rank writes.
+    """
+    if not cluster.device.offloads_to_host:
+        return {}
+    weights, optimizer, moved = (float(np.ravel(each)[0]) for each in (held.weights, held.optimizer, held.moved))
+    layout = choice.layout(0)
+    saved = 0.0
+    if trained:
+        shared = workload.shards_optimizer and layout.dp * layout.cp > 1
+        saved = optimizer * (shared or workload.async_save)
+        here = min(layout.world_size, cluster.devices_per_node)
+        saved += weights * min(1.0, layout.tp * layout.pp / here) * workload.async_save
+    return {OFFLOADED: moved * offloaded, SAVE: saved}
+
+
+def server_host(cluster: Cluster, servers: int) -> dict[str, float]:
+    """Bytes of the host for each device of a server; servers: that share it. Weights come anew with every sync."""
+    return {SERVERS: servers * cluster.rates.host_server_bytes} if cluster.device.offloads_to_host else {}
+
+
+def fullest_node(pools: Iterable[PoolPlan]) -> tuple[dict[str, float], Cluster | None]:
+    """Bytes by what they are for, of the node whose host holds most, and the node's kind.
+
+    Nothing where no pool has devices with memory of their own.
+    """
+    nodes: dict[tuple[Cluster, int], dict[str, float]] = {}
+    taken: dict[Cluster, int] = {}
+    for pool in pools:
+        kind, size, start = pool.kind, pool.kind.devices_per_node, taken.get(pool.kind, 0)
+        end = taken[kind] = start + pool.devices
+        for node in range(start // size, -(-end // size)):
+            here = min(end, (node + 1) * size) - max(start, node * size)
+            held = nodes.setdefault((kind, node), {})
+            for name, each in _of_device(pool):
+                held[name] = held.get(name, 0.0) + here * each
+    if not nodes:
+        return {}, None
+    (kind, _), held = max(nodes.items(), key=lambda item: sum(item[1].values()))
+    return held, kind
+
+
+def _of_device(pool: PoolPlan) -> Iterator[tuple[str, float]]:
+    """Bytes for each device of a pool: one rank has all roles of it but the rollout."""
+    for role in pool.roles:
+        yield from role.host_bytes.items()
+    if pool.kind.device.offloads_to_host and any(role.role != ROLLOUT for role in pool.roles):
+        yield RANKS, pool.kind.rates.host_rank_bytes
+
+
+def host_words(plan: PlacementPlan) -> str:
+    """What the fullest node's host holds, in a line; nothing where the devices have no memory of their own."""
+    held, kind = fullest_node(plan.pools)
+    if kind is None or not held:
+        return ""
+    have = "" if kind.host_bytes is None else f" of {kind.host_bytes / GIB:.0f}"
+    parts = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in held.items() if nbytes)
+    return f"host memory of the fullest node: {sum(held.values()) / GIB:.1f}{have} GiB ({parts})"
+
+
+def host_problem(plan: PlacementPlan) -> str | None:
+    """What the fullest node's host lacks; None where it holds all of it, or nobody said what it has."""
+    held, kind = fullest_node(plan.pools)
+    if kind is None or kind.host_bytes is None or sum(held.values()) <= kind.host_bytes:
+        return None
+    return f"the {host_words(plan)}"
+
+
+def too_full_hosts(plans: Sequence[PlacementPlan], cluster: Cluster) -> str:
+    """What the fastest placements would have a node's host hold."""
+    least = min(plans, key=lambda plan: sum(fullest_node(plan.pools)[0].values()))
+    return (
+        f"No placement among the {len(plans)} fastest on {cluster.describe()} fits into the hosts' memory: of "
+        f"{least.describe()}, which takes least, {host_problem(least)}. Take more nodes, save without train.async_save, or "
+        "name the placement split, whose roles stay on their devices (--placement, placement.name)."
+    )

@@ -1,0 +1,128 @@
+"""Memory of nodes' hosts, by hand, and what a plan does where there is too little of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.core.layout import Layout
+from megarl.placement.apply import apply_plan, plan_recipe
+from megarl.placement.cluster import Cluster, make_cluster, read_cluster
+from megarl.placement.devices import GIB
+from megarl.placement.host import OFFLOADED, RANKS, SAVE, SERVERS, fullest_node, host_words, role_host, server_host
+from megarl.placement.local import host_cluster
+from megarl.placement.memory import RoleBytes
+from megarl.placement.placed import PoolPlan, RolePlan
+from megarl.placement.plan import make_plan
+from megarl.placement.recipe_plan import check_fits
+from megarl.placement.report import as_json
+from megarl.placement.space import one_layout
+from megarl.placement.workload import read_model, recipe_workload
+from tests.placement.samples import GRPO, QWEN_7B, workload
+from tests.placement.test_apply import LARGE, recipe
+
+H100 = make_cluster("H100", 1)
+HELD = RoleBytes(*(np.array([float(size)]) for size in (16, 32, 96, 1000, 1000)))
+
+
+def host(layout: Layout, *, offloaded: bool = False, trained: bool = True, **more: object) -> dict[str, float]:
+    choice = one_layout(layout, 2048, "none", None)
+    return role_host(HELD, choice, workload(**more), H100, offloaded=offloaded, trained=trained)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "saved"),
+    [
+        (Layout(world_size=8), {}, 96),  # each of eight ranks gathers its share on the host
+        (Layout(world_size=8, tp=8), {}, 0),  # one data-parallel rank writes from the device
+        (Layout(world_size=8, tp=8), {"async_save": True}, 96 + 16),  # a copy of all
+        (Layout(world_size=8), {"async_save": True}, 96 + 16 / 8),  # one of eight writes the weights
+        (Layout(world_size=4, tp=2), {"async_save": True}, 96 + 16 * 2 / 4),
+        (Layout(world_size=16, tp=4), {"async_save": True}, 96 + 16 * 4 / 8),  # of a node's eight
+        (Layout(world_size=8), {"shards_optimizer": False}, 0),
+    ],
+)
+def test_a_save_takes_what_it_gathers_and_what_it_copies(layout: Layout, more: dict[str, object], saved: float) -> None:
+    assert host(layout, **more) == {OFFLOADED: 0.0, SAVE: saved}
+
+
+def test_an_offloaded_role_leaves_weights_and_optimizer_on_the_host_and_no_gradients() -> None:
+    assert host(Layout(world_size=8, tp=8), offloaded=True) == {OFFLOADED: 16 + 96, SAVE: 0.0}
+    assert host(Layout(world_size=8), offloaded=True, trained=False, async_save=True) == {OFFLOADED: 112, SAVE: 0.0}
+
+
+def test_processes_that_stand_for_devices_have_no_other_memory(tmp_path: Path) -> None:
+    assert server_host(host_cluster(2), 3) == {}
+    small = recipe(tmp_path)
+    plan = check_fits(small, recipe_workload(small, QWEN_7B), _vast())
+    assert host_words(plan) == ""
+
+
+def _vast() -> Cluster:
+    here = host_cluster(1)
+    return replace(here, device=replace(here.device, memory_bytes=1e13))
+
+
+def pool(devices: int, kind: Cluster, **roles: float) -> PoolPlan:
+    return PoolPlan(
+        devices,
+        0,
+        tuple(RolePlan(name, "", {}, {}, {}, 0.0, {}, {OFFLOADED: held}) for name, held in roles.items()),
+        0.0,
+        "",
+        kind,
+    )
+
+
+def test_the_fullest_node_has_its_share_of_every_pool() -> None:
+    two = make_cluster("H100", 2, 4)
+    rank = two.rates.host_rank_bytes
+    # Node 0: three of the first pool, one of the second; node 1: two of the second, and two of nobody.
+    much = 100.0 * GIB
+    held, kind = fullest_node([pool(3, two, actor=10.0, reference=1.0), pool(3, two, critic=much)])
+    assert kind == two and held == {OFFLOADED: 2 * much, RANKS: 2 * rank}
+    held, _ = fullest_node([pool(3, two, actor=100.0, reference=1.0), pool(3, two, critic=10.0)])
+    assert held == {OFFLOADED: 3 * 101 + 10, RANKS: 4 * rank}
+    # A pool of servers alone has no ranks; nodes of another kind are others.
+    other = make_cluster("H20", 1, 4)
+    held, kind = fullest_node([pool(4, two, rollout=1.0), pool(4, other, actor=1.0)])
+    assert kind == other and held == {OFFLOADED: 4, RANKS: 4 * other.rates.host_rank_bytes}
+
+
+def test_a_plan_passes_over_what_a_host_does_not_hold() -> None:
+    work = workload(QWEN_7B, GRPO)
+    free = make_plan(work, H100, name="colocate")
+    held, _ = fullest_node(free.best.pools)
+    needs = sum(held.values())
+    assert held[SERVERS] == held[RANKS] * 6 / 4 and as_json(free)["best"]["host_bytes"] == held
+    assert make_plan(work, replace(H100, host_bytes=needs + GIB), name="colocate").best.step_s == free.best.step_s
+    less = make_plan(work, replace(H100, host_bytes=needs - GIB))
+    assert sum(fullest_node(less.best.pools)[0].values()) <= needs - GIB
+    with pytest.raises(
+        UserError, match=r"fits into the hosts' memory: of .*host memory of the fullest node: .* of 8 GiB"
+    ):
+        make_plan(work, replace(H100, host_bytes=8 * GIB))
+
+
+def test_a_recipe_is_refused_where_its_nodes_do_not_hold_what_it_offloads(tmp_path: Path) -> None:
+    before = recipe(tmp_path, *LARGE)
+    work = recipe_workload(before, read_model(tmp_path))
+    plan = plan_recipe(before, work, H100, "colocate")
+    after = apply_plan(before, plan)
+    assert check_fits(after, work, replace(H100, host_bytes=2000 * GIB)).step_s > 0
+    with pytest.raises(
+        UserError, match=r"does not fit into memory: the host memory of the fullest node: \d+.* of 60 GiB"
+    ):
+        check_fits(after, work, replace(H100, host_bytes=60 * GIB))
+
+
+def test_a_cluster_file_says_what_hosts_have(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes: 2\ndevice: H100\nhost_memory_gib: 1024\n")
+    assert read_cluster(file).host_bytes == 1024 * GIB
+    file.write_text("nodes:\n  - {device: H100, count: 1}\n  - {device: H20, count: 2, host_memory_gib: 512}\n")
+    assert [kind.host_bytes for kind in read_cluster(file).kinds] == [None, 512 * GIB]
