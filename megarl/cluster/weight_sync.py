@@ -16,11 +16,11 @@ from megarl.serving.client import ServerEndpoint
 from megarl.sync.fetch import Order
 from megarl.sync.hash_report import HashReport, refuse
 from megarl.sync.sending import Sending, Versions
-from megarl.sync.session import GRACE_S, SyncReport
+from megarl.sync.session import ATTEMPTS, BLAME, GRACE_S, SyncReport
 
 log = get_logger(__name__)
 
-BLAME_S = 4 * GRACE_S  # for servers to answer an attempt that was given up, and to be brought back to where one starts
+BLAME_S = BLAME * GRACE_S
 LEAVE_S = 10.0  # longest wait for a server to give up a group
 # float32 log-probs of two implementations agree to about 1e-5; bfloat16 rounds weights of both, but sums differently.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3}
@@ -168,9 +168,9 @@ class WeightSync:
             ),
             "sync",
             self.role,
-            # Rank 0 gives up one attempt after this time, and waits a little for who is to blame; a broadcast may need one more
-            # for every server that failed.
-            (self.sending.timeout_s + BLAME_S) * (1 + len(endpoints)),
+            # Rank 0 gives up one attempt after this time, and waits a little for who is to blame; a broadcast may need another
+            # where a server failed.
+            (self.sending.timeout_s + BLAME_S) * (ATTEMPTS if self.sending.transport == "broadcast" else 1),
         ).wait()
         report = reports[0]
         if report is None:

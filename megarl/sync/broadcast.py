@@ -25,6 +25,8 @@ from megarl.sync.member import GIVEN_UP, Attempt, Member, Outcome, members_of
 from megarl.sync.outgoing import Outgoing
 from megarl.sync.parcel import Parcel
 from megarl.sync.session import (
+    ATTEMPTS,
+    BLAME,
     GRACE_S,
     JOIN_S,
     Clients,
@@ -37,6 +39,7 @@ from megarl.sync.session import (
     everyone,
     failures_of,
     left,
+    ranks_failed,
 )
 
 Calls = dict[str, asyncio.Task[None]]
@@ -135,12 +138,15 @@ class BroadcastSender:
 
     async def _lead(self, outgoing: Outgoing, version: int, servers: Sequence[ServerEndpoint]) -> SyncReport:
         began = time.monotonic()
+        last = began + (ATTEMPTS - 1) * (self._timeout_s + BLAME * self._grace_s)
         failed: dict[str, str] = {}
         num_bytes = attempts = 0
         async with connected(servers) as clients:
             remaining = list(servers)
             try:
                 while remaining:
+                    if attempts and time.monotonic() > last:
+                        raise SyncError(_given_up(attempts, time.monotonic() - began, failed))
                     attempts += 1
                     here = {server.name: clients[server.name] for server in remaining}
                     self._watch = Stopwatch()
@@ -279,7 +285,7 @@ class BroadcastSender:
         reason = next((outcome.reason for outcome in outcomes if outcome.reason is not None), None)
         if late:
             await _cancelled(calls)
-            raise _ours(f"{late} (deadlines.sync_s).")
+            raise ranks_failed(f"{late} (deadlines.sync_s).")
         return await self._settle(calls, first, reason), num_bytes
 
     def _has_begun(self, sender: int, number: int) -> bool:
@@ -329,7 +335,7 @@ class BroadcastSender:
             elif error is not None:
                 raise error
         if reason is not None and not silent and not answered:
-            raise _ours(reason)
+            raise ranks_failed(reason)
         blamed = silent or {name: error for name, error in answered.items() if name in first} or answered
         if reason is None or reason == GIVEN_UP:
             return blamed
@@ -340,6 +346,14 @@ class BroadcastSender:
         self.close()
         others = {name: client for name, client in clients.items() if name not in failures}
         return failures | await everyone(others, lambda client: client.close_weight_update(self._grace_s))
+
+
+def _given_up(attempts: int, seconds: float, failed: Mapping[str, str]) -> str:
+    told = "; ".join(f"{name}: {why}" for name, why in failed.items())
+    return (
+        f"The weight sync was given up after {attempts} attempts in {seconds:.0f} s: in each of them other servers failed "
+        f"(deadlines.sync_s is of one attempt). {told}"
+    )
 
 
 async def _answered(
@@ -360,10 +374,6 @@ async def _answered(
             return
         watched = pending if sending.done() else {sending, *pending}
         await asyncio.wait(watched, timeout=left(until), return_when=asyncio.FIRST_COMPLETED)
-
-
-def _ours(reason: str) -> SyncError:
-    return SyncError(f"The weight sync failed on the trainer's side, every server is well: {reason}")
 
 
 async def _cancelled(calls: Calls) -> None:

@@ -19,7 +19,7 @@ from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.hf_dtypes import ModelDtype
 from megarl.models.hf_weights import Bucket
-from megarl.serving.answers import field
+from megarl.serving.answers import AnswerError, field
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.sync.hash_report import HashReport
 from megarl.sync.held import Piece, held_by
@@ -125,7 +125,10 @@ async def server_sums(server: ServerEndpoint, deadline_s: float) -> list[Sums]:
     what = f"{server.name} ({server.url}) {PATH}"
     found: dict[int, Sums] = {}
     for each in field(told, "ranks", list, what):
-        [place, *_] = field(each, "parallelism_info", list, what)
+        places = field(each, "parallelism_info", list, what)
+        if not places:
+            raise AnswerError(f"{what} says of a rank nothing in parallelism_info: which rank it is cannot be told.")
+        place = places[0]
         found[field(place, "tp_rank", int, what)] = field(each, "checksums", dict, what)
     return [found[rank] for rank in sorted(found)]
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, SyncError
 from megarl.serving.client import ServerClient, ServerEndpoint
 
 Clients = dict[str, ServerClient]
@@ -20,6 +20,10 @@ Failures = dict[str, MegarlError]  # by the server's name
 GRACE_S = 10.0  # how long servers may take to notice that a sync was given up
 # How long one bucket may take: a server that just answered needs moments to begin, and every way carries more than this.
 JOIN_S = 30.0
+# So many times GRACE_S is for servers to answer an attempt that was given up, and to be brought back to where one starts.
+BLAME = 4
+# A sync that servers fail one after another takes no longer than so many attempts that last to their end.
+ATTEMPTS = 3
 SLOWEST_BYTES_PER_S = 50e6
 
 
@@ -84,6 +88,11 @@ def failures_of(calls: dict[str, asyncio.Task[None]]) -> Failures:
     """Who has failed so far."""
     done = {name: call.exception() for name, call in calls.items() if call.done() and not call.cancelled()}
     return {name: error for name, error in done.items() if isinstance(error, MegarlError)}
+
+
+def ranks_failed(reason: str) -> SyncError:
+    """What to raise where no server is to blame."""
+    return SyncError(f"The weight sync failed on the trainer's side, every server is well: {reason}")
 
 
 def bucket_limit_s(num_bytes: int, end: float, join_s: float = JOIN_S) -> float:

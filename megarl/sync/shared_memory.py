@@ -34,6 +34,7 @@ from megarl.sync.session import (
     everyone,
     failures_of,
     left,
+    ranks_failed,
 )
 
 STOP = -1
@@ -76,7 +77,8 @@ class SharedMemorySender:
         flushing would end them (`ServerClient.pause`).
 
         A server's failure is no exception: the report names it. Where no server is left, `ok` is empty.
-        Raises SyncError where the memory is not to be had, and what a rank raises that cannot write.
+        Raises SyncError where the memory is not to be had or ranks take longer than the sync may, and what a rank raises
+        that cannot write.
         """
         self._take_memory([size_of(bucket) for bucket in pieces.buckets])
         if self._rank == 0:
@@ -107,6 +109,11 @@ class SharedMemorySender:
                         break
                     await asyncio.to_thread(self._fill_next, pieces, number, servers, _without(clients, failures))
                     watch.lap("write")
+                    if time.monotonic() > end:
+                        self._word(STOP, servers)  # every rank has written, and waits for the next word
+                        raise ranks_failed(
+                            f"the ranks had not written bucket {number} within {self._timeout_s:g} s (deadlines.sync_s)."
+                        )
                     num_bytes += sum(entry.nbytes for entry in bucket)
                     # Those before it are still being loaded.
                     limit_s = bucket_limit_s(self._memory.size, end, self._join_s)

@@ -269,6 +269,18 @@ def test_with_no_server_left_the_report_says_so() -> None:
         assert set(report.failed) == {"server 0"}
 
 
+def test_a_sync_that_servers_fail_one_after_another_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attempt but the first begins later than one less than ATTEMPTS take."""
+    monkeypatch.setattr("megarl.sync.broadcast.ATTEMPTS", 1)
+    ill, well = Receiver("server 0"), Receiver("server 1")
+    with serving(ill, well):
+        break_begin(ill)
+        says = "given up after 1 attempts in 0 s: in each of them other servers failed .*server 0: .*answered"
+        with pytest.raises(SyncError, match=says):
+            send(make_sender(), 1, ill, well)
+        assert not well.session and well.version != "1"
+
+
 def test_other_ranks_send_nothing() -> None:
     sender = BroadcastSender(rank=1, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=1.0)
     assert sender.send(Given(list(buckets())), 1, []) is None

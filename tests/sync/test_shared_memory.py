@@ -198,6 +198,15 @@ def test_what_a_rank_cannot_write_is_raised(sender: SharedBuckets) -> None:
     assert one.session is False  # a later sync may begin
 
 
+def test_no_server_is_blamed_where_the_ranks_write_for_longer_than_the_sync_may(tmp_path: Path) -> None:
+    one, sender = Receiver("server 0"), SharedBuckets(tmp_path / "registry", timeout_s=0.5)
+    says = r"every server is well: the ranks had not written bucket 1 within 0.5 s \(deadlines.sync_s\)"
+    with serving(one), pytest.raises(SyncError, match=says):
+        sender.sender.send(Written(list(buckets()), lambda number: time.sleep(0.6 * number)), 1, [one.endpoint])
+    assert not one.session
+    sender.close()
+
+
 def test_memory_that_is_not_to_be_had_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     """Memory that others write into is one thing, for they can send instead; that of a whole sync another."""
     registry = tmp_path / "registry"
