@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from megarl.core.errors import UserError
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import GIB
 from megarl.placement.memory import RoleBytes
@@ -92,10 +93,10 @@ def host_problem(plan: PlacementPlan) -> str | None:
     return f"the {host_words(plan)}"
 
 
-def too_full_hosts(plans: Sequence[PlacementPlan], cluster: Cluster) -> str:
-    """What the fastest placements would have a node's host hold."""
+def too_full_hosts(plans: Sequence[PlacementPlan], cluster: Cluster) -> UserError:
+    """What to raise where the fastest placements would have a node's host hold more than it has."""
     least = min(plans, key=lambda plan: sum(fullest_node(plan.pools)[0].values()))
-    return (
+    return UserError(
         f"No placement among the {len(plans)} fastest on {cluster.describe()} fits into the hosts' memory: of "
         f"{least.describe()}, which takes least, {host_problem(least)}. Take more nodes, save without train.async_save, or "
         "name the placement split, whose roles stay on their devices (--placement, placement.name)."

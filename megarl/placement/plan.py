@@ -120,7 +120,7 @@ def make_plan(
     ]
     held = [pair for pair in priced if host_problem(pair[0]) is None]
     if not held:
-        raise UserError(too_full_hosts([plan for plan, _ in priced], cluster))
+        raise too_full_hosts([plan for plan, _ in priced], cluster)
     priced = sorted(held, key=lambda pair: pair[0].step_s)[:top]
     plans = [plan for plan, _ in priced]
     others = tuple((plan, why_lost(plan, plans[0])) for plan in plans[1:])

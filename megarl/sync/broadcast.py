@@ -146,7 +146,7 @@ class BroadcastSender:
             try:
                 while remaining:
                     if attempts and time.monotonic() > last:
-                        raise SyncError(_given_up(attempts, time.monotonic() - began, failed))
+                        raise _given_up(attempts, time.monotonic() - began, failed)
                     attempts += 1
                     here = {server.name: clients[server.name] for server in remaining}
                     self._watch = Stopwatch()
@@ -348,9 +348,9 @@ class BroadcastSender:
         return failures | await everyone(others, lambda client: client.close_weight_update(self._grace_s))
 
 
-def _given_up(attempts: int, seconds: float, failed: Mapping[str, str]) -> str:
+def _given_up(attempts: int, seconds: float, failed: Mapping[str, str]) -> SyncError:
     told = "; ".join(f"{name}: {why}" for name, why in failed.items())
-    return (
+    return SyncError(
         f"The weight sync was given up after {attempts} attempts in {seconds:.0f} s: in each of them other servers failed "
         f"(deadlines.sync_s is of one attempt). {told}"
     )
