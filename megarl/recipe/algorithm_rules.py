@@ -92,12 +92,34 @@ def _apart(recipe: Recipe) -> bool:
 
 def learning_notes(recipe: Recipe) -> tuple[str, ...]:
     """What a reader of the recipe should know of what is learned; nothing where it is as it should be."""
-    algorithm = recipe.algorithm
+    return tuple(note for note in (_unheld(recipe.algorithm), _dropped(recipe.algorithm)) if note)
+
+
+def _unheld(algorithm: Algorithm) -> str:
     if algorithm.kl_coef == 0 or algorithm.kl_in != "loss" or algorithm.kl_kind != "k1":
-        return ()
+        return ""
     return (
         "algorithm.kl_kind: k1 in the loss holds nothing back: its gradient is that of a log-prob, and the mean of that over "
-        "the policy's own samples is 0. Set it to k2, whose gradient is the KL's, or to k3, or algorithm.kl_in to reward.",
+        "the policy's own samples is 0. Set it to k2, whose gradient is the KL's, or to k3, or algorithm.kl_in to reward."
+    )
+
+
+def _dropped(algorithm: Algorithm) -> str:
+    """Groups whose rewards are all equal teach nothing only where each is compared with itself, and by these rewards alone."""
+    function = ADVANTAGES.get(algorithm.advantage)
+    if not algorithm.drop_zero_variance_groups or function is None:
+        return ""
+    whole = {"group_index", "sequence_groups"}.isdisjoint(parameters(function))
+    if not whole and (algorithm.kl_coef == 0 or algorithm.kl_in != "reward"):
+        return ""
+    why = (
+        f"algorithm.advantage: {algorithm.advantage} does not compare samples of a group with each other"
+        if whole
+        else "algorithm.kl_in: reward makes their rewards unequal afterwards"
+    )
+    return (
+        f"algorithm.drop_zero_variance_groups drops groups that would have been learned from: {why}. Set it to false to learn "
+        "from all."
     )
 
 

@@ -490,3 +490,23 @@ def test_a_kl_in_the_loss_that_holds_nothing_back_is_told(recipe_file: Path, ove
     assert ("Set it to k2" in said) == told == bool(said)
     shown = CliRunner().invoke(app, ["recipe", "show", str(recipe_file), *overrides])
     assert ("algorithm.kl_kind: k1 in the loss holds nothing back" in shown.output) == told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm.advantage=rloo"], ""),
+        (["algorithm.advantage=rloo", "algorithm.kl_coef=0.1"], ""),
+        (["algorithm.advantage=rloo", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "kl_in: reward makes their"),
+        (["algorithm.advantage=reinforce_pp"], "reinforce_pp does not compare samples of a group"),
+        (["algorithm.advantage=gae"], "gae does not compare samples of a group"),
+        (["algorithm.advantage=grpo_turns", "agent.environment=maze"], ""),
+    ],
+)
+def test_groups_that_are_dropped_although_they_teach_are_told(
+    recipe_file: Path, overrides: list[str], told: str
+) -> None:
+    for drops in ("true", "false"):
+        words = [f"algorithm.drop_zero_variance_groups={drops}", *overrides]
+        said = " ".join(learning_notes(load_recipe(recipe_file, words, Recipe).recipe))
+        assert bool(said) == (bool(told) and drops == "true") and (not said or told in said)
