@@ -30,7 +30,7 @@ from megarl.recipe.roles import Optimizer
 from megarl.serving.process import free_port
 
 # A part gathered whole, which is what is written while training goes on, and what one round sends and takes.
-BOUND = 2.0
+BOUND = 2.5
 SIDES = ("megarl", "megatron-core")
 UPSTREAM = {
     "distrib_optim_sharding_type": "fully_reshardable",
