@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -71,6 +72,9 @@ app.add_typer(submit.app)  # submit, status, logs, cancel
 
 def main() -> None:
     """A command. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Texts of models and names of files have letters that the encoding of the output may lack: no reason to end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True)
     except MegarlError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,14 @@ def test_a_working_directory_that_was_removed_is_named(tmp_path: Path) -> None:
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, timeout=60, cwd=gone)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "The working directory has been removed" in done.stderr
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"\xe9"), ("utf-8", "é")])
+def test_letters_that_the_output_has_not_are_escaped(encoding: str, shown: str) -> None:
+    recipe = str(Path(__file__).parents[1] / "recipes" / "quickstart.yaml")
+    command = [sys.executable, "-m", "megarl", "recipe", "show", recipe, "rollout.stop=[é]"]
+    done = subprocess.run(
+        command, capture_output=True, check=False, timeout=60, env=os.environ | {"PYTHONIOENCODING": encoding}
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"- {shown}\n" in done.stdout.decode(encoding)
