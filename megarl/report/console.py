@@ -5,6 +5,7 @@ Where the output is not a terminal (a file, a scheduler's log), the same lines c
 
 from __future__ import annotations
 
+import errno
 import os
 import textwrap
 import time
@@ -50,20 +51,40 @@ FAILURE_SHOWN = 200  # characters
 SECONDS_A_LINE = 1.0
 # Speed is the mean over this long: single steps differ (evaluations, checkpoints), and take hours in large runs.
 SPEED_WINDOW_S = 7 * 24 * 3600.0
+# What a full disk, a quota, and a terminal that was closed answer.
+OUTPUT_GONE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 # Where there is no terminal, how far a long phase is stands in a line of its own that often.
 PROGRESS_LINE_S = 60.0
 
 
 class Output(Console):
-    """What a run prints to. Where whoever reads it has ended (tee, a pager), the run goes on unseen: it has other records."""
+    """What a run prints to. Where nothing takes it any more, the run goes on unseen: it has other records.
+
+    Whoever reads it may have ended (tee, a pager), the terminal may be closed, and the disk of the file that it goes into full.
+    """
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Where rich writes, the bar too; what the output's disk or terminal refuses ends the output alone."""
+        try:
+            super().__exit__(kind, error, trace)
+        except OSError as refused:
+            if refused.errno not in OUTPUT_GONE:
+                raise
+            self._go_on_unseen(f"the output cannot be written any more ({refused.strerror})")
 
     def on_broken_pipe(self) -> None:
-        """Print nothing more, here and elsewhere in this process; rich would end the process, and say nothing of it."""
+        """Nobody reads any more; rich would end the process, and say nothing of it."""
+        self._go_on_unseen("nobody reads the output any more")
+
+    def _go_on_unseen(self, why: str) -> None:
+        """Print nothing more, here and elsewhere in this process."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
         os.close(nowhere)
-        log.warning("nobody reads the output any more: the run goes on without it")
+        log.warning("%s: the run goes on without it", why)
 
 
 class RunConsole:

@@ -58,6 +58,23 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints_any_more() -> None:
         print("what else is printed goes nowhere, too", file=out, flush=True)
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_goes_on_where_its_output_can_be_written_no_more(
+    terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") if terminal else open("/dev/full", "w", encoding="utf-8") as out:
+        os.close(master)  # the terminal is closed, and the run was not ended with it
+        run = RunConsole("demo", 10, Output(file=out, width=100, force_terminal=terminal))
+        with run:
+            run.step(1, STEP)
+            run.step(2, STEP)
+        print("what else is printed goes nowhere, too", file=out, flush=True)
+    (told,) = {record.getMessage() for record in caplog.records}
+    why = "Input/output error" if terminal else "No space left on device"
+    assert told == f"the output cannot be written any more ({why}): the run goes on without it"
+
+
 def test_a_step_whose_every_gradient_was_left_out_has_no_norm() -> None:
     run, out = console()
     with run:
