@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import logging
@@ -28,6 +29,7 @@ from megarl.commands import (
     train,
 )
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import Interrupts
 
 
@@ -81,6 +83,14 @@ def main() -> None:
         with suppress(OSError):  # nobody reads any more: the exit code says it
             print(f"megarl: {error.told()}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Of a write, the system does not say to what; what a run writes is told by run/ending.
+        what = error.filename or "what this command writes, or the file that its output goes into"
+        with suppress(OSError):
+            print(f"megarl: A disk is full: {what}: {error.strerror}. Make room there.", file=sys.stderr, flush=True)
+        sys.exit(FAULT)
 
 
 def entry() -> None:

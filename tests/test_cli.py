@@ -72,3 +72,17 @@ def test_letters_that_the_output_has_not_are_escaped(encoding: str, shown: str) 
     )
     assert done.returncode == 0, done.stderr
     assert f"- {shown}\n" in done.stdout.decode(encoding)
+
+
+def test_a_full_disk_below_the_output_is_told_in_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megarl", "recipe", "list"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1 and done.stderr.startswith("megarl: A disk is full: "), done.stderr
+    assert len(done.stderr.splitlines()) == 1
