@@ -57,6 +57,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show the log; end 
 
 @app.command()
 def submit(
+    ctx: typer.Context,
     recipe: RecipePath,
     overrides: Overrides = None,
     slurm: ToSlurm = False,
@@ -93,6 +94,7 @@ def submit(
         raise UserError("Say where to: either --slurm or --ray http://HEAD:8265. To run on this machine: megarl train.")
     words, say = overrides or [], typer.echo
     if ray is not None:
+        _refuse_slurms_options(ctx)
         folder = submit_ray(recipe, words, ray, Path.cwd(), resume=resume, dry_run=dry_run, say=say)
     else:
         asked = (nodes, gpus_per_node, time, partition, account, cpus_per_task, memory, exclude, grace, start_deadline)
@@ -102,6 +104,17 @@ def submit(
         typer.echo(f"megarl status, logs -f and cancel: with {folder}")
         if follow:
             _follow(folder)
+
+
+def _refuse_slurms_options(ctx: typer.Context) -> None:
+    """Raise UserError for what a Ray cluster would not hear of: what a run uses there is what its recipe says."""
+    slurms = [each for each in ctx.command.params if getattr(each, "rich_help_panel", None) == SLURM]
+    given = [each.opts[0] for each in slurms if str(ctx.get_parameter_source(str(each.name))).endswith("COMMANDLINE")]
+    if given:
+        raise UserError(
+            f"{', '.join(given)}: read with --slurm alone. A Ray job gets the devices that the recipe asks for (cluster.devices, "
+            "rollout.servers); leave the options out."
+        )
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`megarl status`: every submitted run has its line, whole, whatever became of the others' schedulers."""
+"""`megarl status`: every submitted run has its line, whole, whatever became of the others' schedulers. Options of `submit`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, UserError
 from megarl.launch.record import Submission
 
 LONG = "a_run_with_a_name_that_is_longer_than_what_a_narrow_terminal_has_for_it"
@@ -32,3 +32,9 @@ def test_a_scheduler_that_does_not_answer_hides_no_run_and_no_name_is_cut(
     assert LONG in "".join(cells[1] for cells in columns)
     with pytest.raises(MegarlError, match="does not take jobs from here"):
         CliRunner().invoke(app, ["status", "runs/a_gone"], catch_exceptions=False)
+
+
+def test_what_slurm_is_told_is_refused_for_ray() -> None:
+    words = ["submit", "r.yaml", "--ray", "http://h:8265", "--nodes", "1", "--time", "4:00:00", "--dry-run"]
+    with pytest.raises(UserError, match="--nodes, --time: read with --slurm alone"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
