@@ -82,6 +82,8 @@ def _check_read(ctx: typer.Context) -> None:
     if unread:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
         raise UserError(f"{names} cannot go with --sync, which shows how the recipe's own placement sends its weights.")
+    if {"sync", "from_run"} <= {*given} and not {"cluster", "device"}.isdisjoint(given):
+        raise UserError("--from-run gives --sync its cluster, and so do --cluster and --device. Give one of them.")
     needs = {"seed": "simulate", "response_spread": "response_mean", "nodes": "device", "devices_per_node": "device"}
     for name, needed in needs.items():
         if name in given and not ctx.params[needed]:

@@ -118,6 +118,7 @@ def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> N
             "quickstart.yaml/in cannot be written: Not a directory",
         ),
         (("plan", "{r}", "--device", "H100", "--sync", "--html", "x.html"), "--html cannot go with --sync"),
+        (("plan", "{r}", "--device", "H100", "--sync", "--from-run", "x"), "--from-run gives --sync its cluster"),
         (("plan", "{r}", "--device", "H100", "--seed", "3"), "--seed is read with --simulate alone"),
         (
             ("plan", "{r}", "--cluster", "c.yaml", "--nodes", "4"),
