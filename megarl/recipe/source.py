@@ -138,7 +138,7 @@ def read_override(text: str) -> Tree:
     try:
         loader = _Loader(_marked(value))
         node = loader.get_single_node()
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(
             f"Cannot read the value of {path!r} on the command line: {value!r} is not YAML ({_problem(error)})."
         ) from None
@@ -180,7 +180,7 @@ def _read_file(file: Path, what: str, relative: str = "relative to the folder th
         raise UserError(f"{file} is not a text file in UTF-8 ({error.reason} at byte {error.start}).") from None
     except OSError as error:
         raise UserError(f"Cannot read {file}: {error.strerror}.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else str(file)
         raise UserError(
@@ -221,10 +221,8 @@ def _convert(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, tr
         name = key_node.value.replace(_ESCAPED, "${").replace(_OPEN, "${").replace(_CLOSE, "}")
         below = (*keys, name)
         if name in values:
-            raise UserError(
-                f"{origin}: `{'.'.join(below)}` stands twice; the first is at {tree.origins[below]}. "
-                "Remove one of them."
-            )
+            first = tree.origins[below] if file else "the same place"
+            raise UserError(f"{origin}: `{'.'.join(below)}` stands twice; the first is at {first}. Remove one of them.")
         tree.origins[below] = origin
         values[name] = _convert(loader, value_node, file, below, tree)
     return values

@@ -91,6 +91,7 @@ def test_override_goes_over_the_file_and_opens_sections(tmp_path: Path) -> None:
         ("a: 1\n---\na: 2\n", "not YAML"),
         ("base: 3\n", r"a\.yaml:1: `base` must be the path"),
         ("base: nowhere.yaml\n", r"There is no base of .*a\.yaml \(named at .*a\.yaml:1\) at .*nowhere\.yaml"),
+        (f"a: {'[' * 2000}\n", r"a\.yaml: this is not YAML: maximum recursion depth exceeded"),
         ("a: &x {b: *x}\n", r"a\.yaml:1: `a\.b\.b\.\.\.` is nested without end"),
         ("a: &x [*x]\n", r"Cannot read the value of a "),
         ("? [1]\n: 2\n", r"a\.yaml:1: a key must be a plain word"),
@@ -99,6 +100,13 @@ def test_override_goes_over_the_file_and_opens_sections(tmp_path: Path) -> None:
 def test_bad_files_are_refused_with_their_line(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         read(tmp_path, text)
+
+
+def test_a_key_twice_in_a_value_of_the_command_line() -> None:
+    with pytest.raises(UserError, match=r"^on the command line: `a\.b` stands twice; the first is at the same place\."):
+        read_override("a={b: 1, b: 2}")
+    with pytest.raises(UserError, match="is not YAML"):
+        read_override(f"a={'[' * 2000}")
 
 
 def test_a_base_of_a_base_is_refused(tmp_path: Path) -> None:
