@@ -192,7 +192,8 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
         keys = keys[:-1]  # an item of a list: the list's own key says what is allowed
     given = error["input"]
     meaning = f" ({schema.meaning(keys)})" if schema.meaning(keys) else ""
-    quote = f" Quotes make it text: '{given}'." if error["type"] == "string_type" and given is not None else ""
+    plain = error["type"] == "string_type" and isinstance(given, bool | int | float)
+    quote = f" Quotes make it text: '{json.dumps(given)}'." if plain else ""
     all_of_defaults = isinstance(given, bool) and schema.children(keys) and not _either(schema.node(keys) or {})
     section = " Write {} for a section of defaults." if all_of_defaults else ""
     near = difflib.get_close_matches(given, schema.choices(keys), n=1) if isinstance(given, str) else ()
@@ -203,6 +204,15 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
 def _guess(keys: Keys, schema: Schema, given: Any) -> str:
     """What was probably meant by a key that does not exist, in a sentence: an earlier name, another system's, a slip."""
     *section, name = keys
+    if name == "<<":
+        return (
+            " YAML 1.2, which recipes are read as, merges nothing by it: write the keys out, or share them by a `base`."
+        )
+    whole = tuple(".".join(keys).split("."))
+    if whole != keys:
+        nested = f"{': {'.join(whole)}: ...{'}' * (len(whole) - 1)}"
+        known = f" Dots are for the command line; in a file write `{nested}`."
+        return known if schema.node(whole) is not None else _guess(whole, schema, given)
     now = RENAMED.get(name)
     if now in schema.children(tuple(section)):
         return f" It is called `{'.'.join((*section, now))}` now."

@@ -82,6 +82,7 @@ def test_integers_are_good_floats_but_not_the_other_way(recipe_file: Path) -> No
         ("rollout.kv_tokens=x", ["a whole number over 0 or null"]),
         ("rollout.stop=END", ['got "END" (text)', "a list of text"]),
         ("rollout.stop=[1]", ["`rollout.stop.0`", "a list of text", "Quotes make it text: '1'."]),
+        ("run.name=true", ["`run.name`", "Quotes make it text: 'true'."]),
         ("data=3", ["`data`", "a section with the keys train, eval"]),
         ("run.seed.x=1", ["`run.seed`", "(a section)", "a whole number at least 0"]),
         ("run.name=../up", ["`run.name`", "text that matches"]),
@@ -99,6 +100,27 @@ def test_what_is_wrong_is_named_with_what_is_allowed(recipe_file: Path, override
     for part in says:
         assert part in str(caught.value)
     assert str(recipe_file) in str(caught.value)
+
+
+def test_quotes_make_no_text_of_a_list(recipe_file: Path) -> None:
+    with pytest.raises(UserError, match=r"`run\.name`.*\(folder name of the run\)\.$"):
+        load_recipe(recipe_file, ["run.name=[a]"])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("actor.optimizer.lr: 1", "Dots are for the command line; in a file write `actor: {optimizer: {lr: ...}}`."),
+        ("actor: {optimizer.lr: 1}", "Dots are for the command line; in a file write `actor: {optimizer: {lr: ...}}`."),
+        ("actor.lr: 1", "Did you mean `actor.optimizer.lr`?"),
+        ("actor: {<<: {epochs: 2}}", "merges nothing by it: write the keys out"),
+    ],
+)
+def test_what_other_files_are_written_like_is_told_apart(recipe_file: Path, line: str, says: str) -> None:
+    recipe_file.write_text(f"{recipe_file.read_text()}{line}\n")
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file)
+    assert says in str(caught.value)
 
 
 def test_file_and_line_of_a_wrong_key_and_of_a_wrong_value(recipe_file: Path) -> None:
