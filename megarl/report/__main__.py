@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.core.errors import UserError
+from megarl.core.exit_codes import FAULT
 from megarl.core.metrics import PHASES
 from megarl.report.curve import CURVE_FILE, draw_curve
 from megarl.report.history import METRICS_FILE, read_history
@@ -25,11 +26,27 @@ def main() -> None:
     except UserError as error:
         sys.stderr.write(f"megarl: {error}\n")
         sys.exit(error.exit_code)
-    draw_curve(folder / METRICS_FILE, folder / CURVE_FILE)
+    refused = _draw(folder)
     totals = {phase: sum(row.get(f"perf/{phase}_s") or 0.0 for row in rows) for phase in PHASES}
     spent = {phase: seconds for phase, seconds in totals.items() if seconds > 0}
     elapsed_s = sum(row.get("perf/step_s") or 0.0 for row in rows)
-    Console(markup=False).print(summary_table(rows, spent, elapsed_s, folder / "hf", folder / CURVE_FILE))
+    export = folder / "hf"  # a run that goes on, or has died, has none
+    table = summary_table(
+        rows, spent, elapsed_s, export if export.is_dir() else None, None if refused else folder / CURVE_FILE
+    )
+    Console(markup=False).print(table)
+    if refused:
+        sys.stderr.write(f"megarl: {folder / CURVE_FILE} cannot be written: {refused}. The table needs no file.\n")
+        sys.exit(FAULT)
+
+
+def _draw(folder: Path) -> str:
+    """Draw the curve; why it cannot be written, as of somebody else's run, or nothing."""
+    try:
+        draw_curve(folder / METRICS_FILE, folder / CURVE_FILE)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 if __name__ == "__main__":

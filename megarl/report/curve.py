@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,7 +157,14 @@ def _save(drawings: list[Callable[[Any], None]], title: str, target: Path) -> No
         left, across, up = WIDTH * column + LEFT, WIDTH - LEFT - RIGHT, HEIGHT - ABOVE - BELOW
         draw(figure.add_axes((left / width, low / height, across / width, up / height)))
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=110, facecolor="white")
+    half = target.with_name(f".{target.name}")  # it has its name once it is whole
+    try:
+        figure.savefig(half, dpi=110, facecolor="white", format="png")
+        half.replace(target)
+    except OSError:
+        with suppress(OSError):
+            half.unlink()
+        raise
 
 
 def _dress(axes: Any, title: str) -> None:

@@ -61,13 +61,20 @@ def mean_rate(rows: list[Row], rate: str, seconds: str) -> float | None:
 
 
 def summary_table(
-    rows: list[Row], totals: Mapping[str, float], elapsed_s: float, export: Path, curve: Path, *, failure: str = ""
+    rows: list[Row],
+    totals: Mapping[str, float],
+    elapsed_s: float,
+    export: Path | None,
+    curve: Path | None,
+    *,
+    failure: str = "",
 ) -> RenderableType:
     """rows: the run's history. totals: seconds by phase; elapsed_s: of this process, from its start.
 
-    failure: what was said of the first samples without a grade.
+    export, curve: None where they are not there. failure: what was said of the first samples without a grade.
     """
-    places = [f"weights  {export}  (HF)", f"curve    {curve}"]
+    places = [f"weights  {export}  (HF)"] if export else []
+    places += [f"curve    {curve}"] if curve else []
     lost = [Text(f"failures {failure}", style="yellow")] if failure else []
     side = bottleneck(rows)
     return Group(_results(rows), _seconds(totals, elapsed_s), *([side] if side else []), *lost, Text("\n".join(places)))

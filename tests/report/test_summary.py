@@ -54,6 +54,15 @@ def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
     assert ["reward", "0.250", "0.750"] in table and ["update", "3.0", "s", "75.0%"] in table
     assert (tmp_path / "curve.png").exists()
     assert "servers were idle" not in shown.stdout
+    assert "weights" not in shown.stdout, "the run has not come to its end"
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "curve.png").unlink()
+    (tmp_path / "curve.png").mkdir()  # of somebody else's run it cannot be written either
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 1 and "Traceback" not in again.stderr
+    assert again.stderr == f"megarl: {tmp_path}/curve.png cannot be written: Is a directory. The table needs no file.\n"
+    assert f"weights  {tmp_path}/hf  (HF)" in again.stdout.replace("\n", "") and "0.750" in again.stdout
+    assert "curve  " not in again.stdout and not (tmp_path / ".curve.png").exists()
 
 
 def test_the_end_says_which_side_was_the_bottleneck(tmp_path: Path) -> None:
