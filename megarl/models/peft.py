@@ -56,6 +56,7 @@ def save_peft(
     save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
     text = json.dumps(peft_config(config, settings, base_model), indent=2)
     (temporary / CONFIG).write_text(text + "\n")
+    shutil.copymode(temporary / CONFIG, temporary / TENSORS)  # safetensors lets nobody read but this user
     sync_tree(temporary)
     if folder.exists():
         shutil.rmtree(folder)

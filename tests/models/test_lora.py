@@ -180,6 +180,11 @@ def test_peft_settings_name_the_linears(alone: dict[str, Result], root: Path) ->
     ]
 
 
+def test_whoever_may_read_the_settings_may_read_the_adapters(alone: dict[str, Result], root: Path) -> None:
+    folder = root / "alone" / "qwen3" / "peft"
+    assert (folder / "adapter_model.safetensors").stat().st_mode == (folder / "adapter_config.json").stat().st_mode
+
+
 def test_only_adapters_are_trained(alone: dict[str, Result]) -> None:
     assert alone["qwen3"]["trainable"] == []
 
