@@ -110,8 +110,16 @@ def _list(paths: Any) -> list[str]:
 
 
 def _matches(file: str, pattern: str) -> bool:
-    pattern = pattern.removeprefix("./")
-    return fnmatchcase(file, pattern) or fnmatchcase(file, pattern.replace("**/", ""))
+    """As the hub's cards mean it: `*` stays within a folder, and `**` is any number of folders."""
+    return _parts_match(file.split("/"), pattern.removeprefix("./").split("/"))
+
+
+def _parts_match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return any(_parts_match(parts[skipped:], patterns[1:] or ["*"]) for skipped in range(len(parts)))
+    return bool(parts) and fnmatchcase(parts[0], patterns[0]) and _parts_match(parts[1:], patterns[1:])
 
 
 def _by_name(files: Sequence[str], config: str | None, split: str, about: str) -> list[str]:
