@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.interrupts import Interrupts
 from megarl.launch.script import TEMPLATE
 
 app = typer.Typer()
@@ -174,9 +175,10 @@ def _follow(run: Path) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    try:
-        show_logs(run, follow=True, write=write)
-    except KeyboardInterrupt:
-        typer.echo(f"\nmegarl: the job goes on; end it by megarl cancel {run}", err=True)
-        raise typer.Exit(130) from None
+    with Interrupts(quiet=True) as interrupts:  # "ending everything" would be said of the job
+        try:
+            show_logs(run, follow=True, write=write)
+        except KeyboardInterrupt as error:
+            error.add_note(f"The job goes on; end it by megarl cancel {run}")
+            raise interrupts.error(error) from None
     raise typer.Exit(exit_code(run))

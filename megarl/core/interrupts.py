@@ -23,10 +23,11 @@ class Interrupts:
     """The signals that end this process. Use as a context manager: it listens meanwhile.
 
     The first one is raised as a KeyboardInterrupt. Later ones are ignored, as the work is on its way out, but for a Ctrl-C
-    of somebody who does not want to wait: it ends the process at once.
+    of somebody who does not want to wait: it ends the process at once. quiet: nothing is taken apart, nor is that said.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._number: int | None = None
         self._since = 0.0
         self._before: dict[int, signal._HANDLER] = {}
@@ -60,7 +61,7 @@ class Interrupts:
             told = f"\nmegarl: {signal.Signals(number).name}: ending everything in order (Ctrl-C again: at once)\n"
             # Whoever read it may have ended of the same Ctrl-C, as tee does.
             with suppress(OSError):
-                os.write(2, told.encode())  # not by print: it may be just what was interrupted
+                os.write(2, b"" if self._quiet else told.encode())  # not by print: it may be just what was interrupted
             raise KeyboardInterrupt
         if number == signal.SIGINT and now - self._since > SAME_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from megarl.cli import app
-from megarl.core.errors import MegarlError, UserError
+from megarl.core.errors import InterruptError, MegarlError, UserError
 from megarl.launch.record import Submission
 
 LONG = "a_run_with_a_name_that_is_longer_than_what_a_narrow_terminal_has_for_it"
@@ -38,3 +40,15 @@ def test_what_slurm_is_told_is_refused_for_ray() -> None:
     words = ["submit", "r.yaml", "--ray", "http://h:8265", "--nodes", "1", "--time", "4:00:00", "--dry-run"]
     with pytest.raises(UserError, match="--nodes, --time: read with --slurm alone"):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_looking_at_a_job_does_not_end_it(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megarl.launch.watch.show_logs", lambda *_, **__: os.kill(os.getpid(), number))
+    with pytest.raises(InterruptError) as caught:
+        CliRunner().invoke(app, ["logs", "-f", "runs/x"], catch_exceptions=False)
+    assert caught.value.exit_code == 128 + number
+    assert caught.value.told().endswith("\nThe job goes on; end it by megarl cancel runs/x")
+    assert "ending everything" not in capfd.readouterr().err
