@@ -32,12 +32,12 @@ def cuts_servers(config: ModelConfig, tp: int) -> bool:
     return even and (config.mla is not None or heads % tp == 0 or tp % heads == 0)
 
 
-def check_server_layout(config: ModelConfig, tp: int) -> None:
-    """Raise UserError where a server of so many devices cannot be cut evenly, with the sizes that can."""
+def check_server_layout(config: ModelConfig, tp: int, name: str = "rollout.tp") -> None:
+    """Raise UserError where a server of so many devices cannot be cut evenly, with the sizes that can. name: what said it."""
     if not cuts_servers(config, tp):
         valid = ", ".join(str(size) for size in range(1, config.num_heads + 1) if cuts_servers(config, size))
         raise UserError(
-            f"rollout.tp {tp} does not divide the model: it has {config.num_heads} attention heads, "
+            f"{name} {tp} does not divide the model: it has {config.num_heads} attention heads, "
             f"{config.num_kv_heads} key-value heads and {config.ffn_hidden_size} MLP columns. Sizes that work: {valid}."
         )
 

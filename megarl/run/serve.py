@@ -27,6 +27,7 @@ from megarl.rollout.asking import Asker
 from megarl.rollout.gate import Gate
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.preflight import CHECKPOINTS, check_model_folder
+from megarl.run.servers_check import check_alone
 from megarl.serving.call_parser import CallParser
 from megarl.serving.client import ServerClient
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
@@ -60,13 +61,13 @@ def run_serve(settings: ServeSettings) -> None:
         raise UserError(
             f"--tool-parser {settings.tool_parser}: there is no such parser. There are {', '.join(PARSERS)}."
         )
-    config = check_model_folder(folder)
-    check_server_layout(config, settings.tp)
+    config, platform = check_model_folder(folder), get_platform()
+    longest = check_alone(folder, config, platform, settings.dtype)
+    check_server_layout(config, settings.tp, "--tp")
     check_address(settings.host, settings.port)
     tokenizer = load_tokenizer(folder)
-    platform = get_platform()
     kv_tokens = KV_TOKENS if platform.needs_kv_tokens else None
-    context = min(config.max_positions, kv_tokens or config.max_positions)
+    context = min(longest, kv_tokens or longest)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     with Scratch.open() as scratch:
         place = ProcessPlace(

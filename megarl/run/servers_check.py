@@ -46,7 +46,7 @@ def check_servers(
     """
     check_server_args(recipe.rollout.server_args, platform)
     _check_dtype(recipe, platform)
-    _check_layers(model, platform, longest_sample(recipe))
+    _check_layers("`model.path`", model, platform, longest_sample(recipe))
     if not own_weights:
         lora_at_servers(recipe, model)
     _check_quantization(recipe, model, platform, own_weights=own_weights)
@@ -104,7 +104,29 @@ def _check_dtype(recipe: Recipe, platform: Platform) -> None:
         )
 
 
-def _check_layers(model: ModelConfig, platform: Platform, longest: int) -> None:
+def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str) -> int:
+    """The longest conversation that `megarl serve` answers as the model would. Raises UserError where it answers none so."""
+    if model.head == "score":
+        raise UserError(
+            f"{folder} is a reward model: it has one score a token in the place of a vocabulary, and generates nothing. Serve a "
+            "language model."
+        )
+    if model.fp8_block is not None and not platform.serves_fp8:
+        raise UserError(
+            f"{folder} has FP8 weights, and SGLang on {platform.name} cannot serve them. Write an unquantised folder once, by "
+            f"`megarl convert hf-to-mcore {folder} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`; serve that."
+        )
+    if dtype == "float32" and not platform.serves_float32:
+        raise UserError(
+            f"--dtype float32: on {platform.name} SGLang's attention computes in 16 bits alone. Say bfloat16."
+        )
+    _check_layers(str(folder), model, platform, longest=0)
+    if model.window is None or model.family in SLIDING_FAMILIES:
+        return model.max_positions
+    return min(model.max_positions, model.window + 1)  # the last token is nobody's query
+
+
+def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: int) -> None:
     """Whether SGLang builds the layers that the model has. longest: tokens of a sample. Raises UserError.
 
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py):
@@ -113,20 +135,20 @@ def _check_layers(model: ModelConfig, platform: Platform, longest: int) -> None:
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
-            f"`model.path`: the model attends to the last {model.window} tokens (sliding_window in its config.json), and SGLang "
+            f"{where}: the model attends to the last {model.window} tokens (sliding_window in its config.json), and SGLang "
             f"to all of them: what it generates beyond is not the model's. Samples have up to {longest} tokens: make "
             f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window + 1}, or take a model without a window."
         )
     if model.mla is not None and not platform.serves_latents:
         raise UserError(
-            f"`model.path`: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
+            f"{where}: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
             "ends at the first request (its torch attention takes no keys of another width than queries). Roles train on it: "
             "`megarl sft`, `rm` and `dpo` start no servers. Generate on cuda, or take another model."
         )
     dense = sorted(set(range(model.num_layers)) - model.moe_layers)
     if model.family == "qwen3_moe" and model.moe is not None and dense:
         raise UserError(
-            f"`model.path`: layers {', '.join(map(str, dense[:4]))}{', ...' if len(dense) > 4 else ''} of the model have an MLP "
+            f"{where}: layers {', '.join(map(str, dense[:4]))}{', ...' if len(dense) > 4 else ''} of the model have an MLP "
             "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds Qwen3-MoE with experts "
             "in every layer: it cannot serve this model. Take one that has experts in all of its layers."
         )

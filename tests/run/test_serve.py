@@ -116,7 +116,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     [
         (["--tool-parser", "qwen99"], "there is no such parser"),
         (["--dtype", "float64"], "wanted is one of float32, bfloat16"),
-        (["--tp", "3"], "tp 3"),
+        (["--tp", "3"], "megarl: --tp 3 does not divide the model"),
         (["--host", "192.0.2.77"], "nothing can listen there"),
         (["--host", "no.such.host.invalid"], "nothing can listen there"),
         ([], "weights (*.safetensors)"),

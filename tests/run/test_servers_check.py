@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
 from megarl.recipe.rules import longest_sample
 from megarl.run.plan import PlanOptions, run_plan
-from megarl.run.servers_check import _check_dtype, _check_hashes, check_servers, model_name
+from megarl.run.servers_check import _check_dtype, _check_hashes, check_alone, check_servers, model_name
 from megarl.serving import external
 from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.serving.server_flags import SPARE_TOKENS
@@ -187,3 +188,22 @@ def test_experts_in_some_layers_only_are_what_sglang_does_not_build(place: Place
     ):
         with pytest.raises(UserError, match=rf"`model\.path`: {says} have an MLP without experts"):
             check(name, **fields)
+
+
+def test_a_model_alone_is_served_as_far_as_sglang_computes_it(tmp_path: Path) -> None:
+    cpu, cuda = get_platform("cpu"), get_platform("cuda")
+    plain = load_model_config(write_tiny_model(tmp_path / "plain"))
+    moe = {"num_hidden_layers": 3, "mlp_only_layers": [0]}
+    experts = load_model_config(write_tiny_model(tmp_path / "experts", "qwen3_moe", **moe))
+
+    assert check_alone(tmp_path, plain, cpu, "float32") == plain.max_positions
+    assert check_alone(tmp_path, replace(plain, window=100), cpu, "bfloat16") == 101
+    assert check_alone(tmp_path, replace(plain, window=100, family="gemma3"), cpu, "bfloat16") == plain.max_positions
+    for model, platform, dtype, says in (
+        (replace(plain, head="score"), cpu, "bfloat16", "is a reward model: .* Serve a language model"),
+        (replace(plain, fp8_block=(128, 128)), cpu, "bfloat16", "has FP8 weights, and SGLang on cpu cannot serve them"),
+        (plain, cuda, "float32", "--dtype float32: on cuda"),
+        (experts, cuda, "bfloat16", rf"^{tmp_path}: layers 0 of the model have an MLP without experts"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_alone(tmp_path, model, platform, dtype)
