@@ -340,7 +340,9 @@ def _check_folder(folder: Path) -> None:
             "transformers and save it again, by save_pretrained."
         )
     if missing:
+        trained = folder / "hf"  # of a run's folder
+        hint = f" The model of this run is {trained}." if (trained / "config.json").is_file() else ""
         raise UserError(
             f"The model folder {folder} has no {' and no '.join(missing)}. It must be a whole HF folder, as "
-            "save_pretrained of the model and of its tokenizer write it."
+            f"save_pretrained of the model and of its tokenizer write it.{hint}"
         )

@@ -189,6 +189,13 @@ def test_a_folder_that_lacks_something(names: list[str], says: str, tmp_path: Pa
     assert str(tmp_path) in str(error.value)
 
 
+def test_a_runs_folder_is_not_its_model_which_is_named(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    folder(tmp_path / "hf", "config.json")
+    with pytest.raises(UserError, match=rf"has no config\.json.* The model of this run is {tmp_path}/hf\.$"):
+        load_model_config(tmp_path)
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere does not exist.*model\.path"):
         load_model_config(tmp_path / "nowhere")
