@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform, num_local_devices
 from megarl.core.ray_env import is_for_driver_alone, ray_to_join
 from megarl.recipe.sampling_rules import check_beside
 from megarl.recipe.schema import AnyRecipe, Recipe
+
+LONGEST_SOCKET = 107  # bytes of a socket's path
+# Ray's longest, below the folder that it is given.
+SOCKET = f"session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
 
 
 def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
@@ -26,7 +32,19 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
             f"{fewer} or set cluster.platform to cpu."
         )
     _check_environment(platform)
+    if here and ray_to_join() is None:
+        _check_temporary()
     return platform
+
+
+def _check_temporary() -> None:
+    """Whether Ray's sockets find room where core/scratch has them: above what is now the temporary folder. Raises UserError."""
+    scratch = Path(tempfile.gettempdir()).parent
+    if (over := len(os.fsencode(scratch / SOCKET)) - LONGEST_SOCKET) > 0:
+        raise UserError(
+            f"The temporary folder {scratch.parent} has too long a path, by {over} characters: Ray puts sockets below it, whose "
+            f"paths have at most {LONGEST_SOCKET}. Set TMPDIR to a shorter one, such as /tmp."
+        )
 
 
 def _check_environment(platform: Platform) -> None:

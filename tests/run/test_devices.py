@@ -9,7 +9,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.core.ray_env import JOB_ADDRESS_VARIABLE, JOB_VARIABLE
 from megarl.recipe.load import load_recipe
-from megarl.run.devices import check_devices
+from megarl.run.devices import LONGEST_SOCKET, SOCKET, check_devices
 from tests.support.bad_input import Place, good_place
 from tests.support.tiny import write_tiny_qwen
 
@@ -71,3 +71,19 @@ def test_a_ray_job_gives_its_command_a_variable_that_workers_do_not_get(
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         with pytest.raises(UserError, match="memory handles"):
             check_devices(on_cuda)
+
+
+def test_a_temporary_folder_that_is_too_deep_for_sockets(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(place.recipe, ["cluster.platform=cpu"]).recipe
+    longest = LONGEST_SOCKET - len(f"/megarl-01234567/{SOCKET}")
+    for length in (longest, longest + 1):
+        above = f"/{'t' * (length - 1)}"
+        monkeypatch.setattr("tempfile.tempdir", f"{above}/megarl-01234567/tmp")
+        if length == longest:
+            check_devices(recipe)
+            continue
+        check_devices(recipe, here=False)
+        with pytest.raises(
+            UserError, match=rf"The temporary folder {above} has too long a path, by 1 characters: .* TMPDIR"
+        ):
+            check_devices(recipe)
