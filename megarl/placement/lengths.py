@@ -89,12 +89,22 @@ def lognormal(mean: float, spread: float, longest: float) -> Lengths:
 
 def cut_lognormal(mean: float, spread: float, longest: float) -> Lengths:
     """Log-normal lengths of that mean and spread (standard deviation over mean) before being cut at `longest`."""
-    values = _shape(spread) * mean
-    levels, cut = _LEVELS, int(np.searchsorted(values, longest))
-    if 0 < cut < len(values):
+    return _cut(_LEVELS, _shape(spread) * mean, longest)
+
+
+def cut(lengths: Lengths, longest: float) -> Lengths:
+    """Lengths as they are where none may be beyond `longest`; the same where none was."""
+    if lengths.longest <= longest:
+        return lengths
+    return _cut(np.array(lengths.levels), np.array(lengths.values), longest)
+
+
+def _cut(levels: Floats, values: Floats, longest: float) -> Lengths:
+    at = int(np.searchsorted(values, longest))
+    if 0 < at < len(values):
         # A quantile where the cut begins: between two that are far apart, a line to the cut one says too little.
-        at = float(np.interp(longest, values, levels))
-        levels, values = np.insert(levels, cut, at), np.insert(values, cut, longest)
+        level = float(np.interp(longest, values, levels))
+        levels, values = np.insert(levels, at, level), np.insert(values, at, longest)
     return Lengths(tuple(levels), tuple(np.minimum(values, longest)), longest)
 
 

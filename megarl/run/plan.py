@@ -17,7 +17,7 @@ from megarl.hub.fetch import find_tokenizer
 from megarl.placement.apply import AUTO, apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
 from megarl.placement.length_files import read_lengths
-from megarl.placement.lengths import ASSUMED_SPREAD, Band, Lengths, assumed_lengths, lognormal
+from megarl.placement.lengths import ASSUMED_SPREAD, Band, Lengths, assumed_lengths, cut, lognormal
 from megarl.placement.own import own_placement
 from megarl.placement.page import page
 from megarl.placement.plan import Plan
@@ -28,7 +28,7 @@ from megarl.placement.workload import ROLLOUT, Quantization, Workload, recipe_wo
 from megarl.recipe.load import load_recipe
 from megarl.recipe.sampling_rules import asks_beside
 from megarl.recipe.schema import Recipe
-from megarl.run.past_run import calibrated, cluster_of_run, compare, read_run
+from megarl.run.past_run import PastRun, calibrated, cluster_of_run, compare, read_run
 from megarl.run.plan_models import PlannedModels
 
 
@@ -97,9 +97,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         console.print(compare(run, one_kind(cluster)), highlight=False)
         cluster = calibrated(run, cluster)
         if not lengths.given:
-            lengths = Known(
-                run.workload.responses, run.workload.prompt_tokens, f"those of {options.from_run}", given=True
-            )
+            lengths = _those_of(run, recipe)
     workload = replace(
         workload,
         responses=lengths.responses,
@@ -176,13 +174,20 @@ def _lengths(recipe: Recipe, workload: Workload, options: PlanOptions) -> Known:
         read = read_lengths(
             options.lengths, limit, lambda text: len(tokenizer().encode(text, add_special_tokens=False))
         )
-        prompt = given or read.prompt_tokens or prompt
+        prompt = given or min(read.prompt_tokens or prompt, recipe.data.max_prompt_tokens)
         return Known(read.responses, prompt, f"{read.words} in {options.lengths}", given=True)
     if options.response_mean is not None:
         lengths = lognormal(options.response_mean, options.response_spread, limit)
         return Known(lengths, prompt, "as given", given=True)
     band = assumed_lengths(limit)
     return Known(band.likely, prompt, "assumed", given=False, band=band)
+
+
+def _those_of(run: PastRun, recipe: Recipe) -> Known:
+    """The lengths that a run met, cut where the recipe does: its limits may be lower than the run's were."""
+    responses = cut(run.workload.responses, recipe.rollout.max_response_tokens)
+    prompt = min(run.workload.prompt_tokens, recipe.data.max_prompt_tokens)
+    return Known(responses, prompt, f"those of {run.folder}", given=True)
 
 
 def _band(

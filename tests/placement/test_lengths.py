@@ -21,6 +21,7 @@ from megarl.placement.lengths import (
     LOW_MEAN,
     assumed_lengths,
     counted,
+    cut,
     cut_lognormal,
     lognormal,
     with_cut_share,
@@ -57,6 +58,14 @@ def test_what_is_assumed_is_what_was_published() -> None:
     with PUBLISHED.open() as file:
         means = [float(row["mean"]) for row in csv.DictReader(file)]
     assert tuple(np.quantile(means, [0.1, 0.5, 0.9], method="inverted_cdf")) == (LOW_MEAN, LIKELY_MEAN, HIGH_MEAN)
+
+
+def test_known_lengths_are_cut_at_a_lower_limit_alone() -> None:
+    known = lognormal(600, 0.9, 4096)
+    assert cut(known, 8192) is known
+    lower = cut(known, 500)
+    assert lower.longest == max(lower.values) == 500
+    assert lower.mean == pytest.approx(float(np.minimum(known.grid, 500).mean()), rel=0.01)
 
 
 @given(limit=st.floats(16, 40_000))

@@ -187,6 +187,12 @@ def test_a_plan_says_first_how_sure_its_lengths_are(tmp_path: Path, capsys: pyte
     assert longer["best"]["step_s"] > given["best"]["step_s"] and longer["lengths"]["prompt_mean"] == 31.0
 
 
+def test_prompts_of_a_log_are_no_longer_than_the_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "verl.log").write_text("response_length/mean:200.0 - prompt_length/mean:900.0\n")
+    found, said = planned(tmp_path, capsys, "data.max_prompt_tokens=100", lengths=tmp_path / "verl.log")
+    assert found["lengths"]["prompt_mean"] == 100 and "a mean prompt of 100" in said
+
+
 def test_servers_in_fp8_generate_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, _ = planned(tmp_path, capsys, response_mean=1000.0)
     half, _ = planned(tmp_path, capsys, response_mean=1000.0, quantization="fp8")

@@ -19,6 +19,7 @@ from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
 from megarl.run.past_run import BETWEEN, FEWEST_STEPS, advice, calibrated, cluster_of_run, compare, read_run
+from megarl.run.plan import PlanOptions, run_plan
 from tests.placement.samples import write_config
 
 MEASURED = {
@@ -69,6 +70,17 @@ def test_lengths_are_counted_where_a_run_wrote_enough_of_them(tmp_path: Path) ->
     responses = read_run(folder).workload.responses
     assert responses.mean == pytest.approx(20, rel=0.05)
     assert responses.values[0] == 5 and responses.values[-1] == 35
+
+
+def test_lengths_are_cut_where_the_planned_recipe_has_lower_limits_than_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path)
+    lower = ["rollout.max_response_tokens=6", "data.max_prompt_tokens=9"]
+    options = PlanOptions(as_text=True, from_run=folder)
+    run_plan(Path("recipes/quickstart.yaml"), [f"model.path={folder / 'model'}", *lower], host_cluster(1), options)
+    lengths = json.loads(capsys.readouterr().out)["lengths"]
+    assert 5 < lengths["response_mean"] <= 6 and lengths["prompt_mean"] == 9
 
 
 def test_calibrated_rates_predict_the_run_itself(tmp_path: Path) -> None:
