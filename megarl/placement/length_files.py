@@ -243,9 +243,20 @@ def _of_steps(steps: Sequence[_Step], path: Path, limit: float) -> Lengths:
 
 
 def read_samples(folder: Path) -> list[float]:
-    """Lengths of the samples that a run of megarl wrote down."""
+    """Lengths of the samples that a run of megarl wrote down. Raises UserError: a line that is none.
+
+    A collector that came in another's place has none of the step's samples, and writes an empty file.
+    """
     found = []
     for file in sorted((folder / "samples").glob("step_*.jsonl")):
         # By newlines alone: a response may hold other characters at which str.splitlines breaks.
-        found += [float(json.loads(line)["response_tokens"]) for line in file.read_text().rstrip().split("\n")]
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                found.append(float(json.loads(line)["response_tokens"]))
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{file}, line {number} is not a sample with its response_tokens. Remove that line, or the file."
+                ) from None
     return found

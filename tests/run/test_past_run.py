@@ -72,6 +72,17 @@ def test_lengths_are_counted_where_a_run_wrote_enough_of_them(tmp_path: Path) ->
     assert responses.values[0] == 5 and responses.values[-1] == 35
 
 
+def test_a_file_without_samples_has_no_lengths_and_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    (folder / "samples").mkdir()
+    (folder / "samples" / "step_000001.jsonl").write_text("")  # of a collector in the place of one that died
+    assert read_run(folder).workload.responses.mean == pytest.approx(20.0, rel=0.01)
+    for line in ('{"response_tok', '{"response": "a"}', "7"):
+        (folder / "samples" / "step_000002.jsonl").write_text(f'{{"response_tokens": 5}}\n{line}\n')
+        with pytest.raises(UserError, match=r"step_000002\.jsonl, line 2 is not a sample"):
+            read_run(folder)
+
+
 def test_lengths_are_cut_where_the_planned_recipe_has_lower_limits_than_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
