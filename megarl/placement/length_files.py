@@ -185,16 +185,18 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     """All objects of a JSON text, or of its lines, within one another too."""
     try:
         values = [json.loads(text)]
-    except ValueError:
+    except (ValueError, RecursionError):
         values = []
         for line in text.splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 values.append(json.loads(line))
-    while values:
-        value = values.pop(0)
+    waiting = values[::-1]
+    while waiting:
+        value = waiting.pop()
         if isinstance(value, dict):
             yield value
-        values = [*(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()), *values]
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += reversed([each for each in inside if isinstance(each, dict | list)])
 
 
 def _step_of(metrics: dict[str, Any], names: Names) -> _Step | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,14 @@ def test_metrics_of_megarl_verl_and_trl_in_json(tmp_path: Path) -> None:
     assert read(tmp_path / "trainer_state.json").responses.mean == pytest.approx(200, rel=0.01)
 
 
+def test_metrics_of_a_long_run_are_read_in_time_that_grows_with_their_number(tmp_path: Path) -> None:
+    row = json.dumps({"response_length/mean": 200.0} | {f"timing_s/{index}": 0.5 for index in range(50)})
+    (tmp_path / "verl.jsonl").write_text(f"{row}\n" * 10_000)
+    began = time.process_time()
+    assert read(tmp_path / "verl.jsonl").responses.mean == pytest.approx(200, rel=0.01)
+    assert time.process_time() - began < 5
+
+
 def test_lengths_beyond_the_recipes_limit_are_cut(tmp_path: Path) -> None:
     found = read(rows(tmp_path / "a.jsonl", *({"response_tokens": length} for length in (500, 5000))))
     assert max(found.responses.values) == LIMIT
@@ -185,6 +194,7 @@ def test_lengths_beyond_the_recipes_limit_are_cut(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"prompt": "x", "reward": 1}\n', "none of these"),
         ("a.jsonl", "not json\n", "none of these"),
+        ("a.txt", "[" * 100_000, "none of these"),
         ("a.txt", "10\ntwenty\n30\n", "none of these"),
         ("a.txt", "", "none of these"),
         ("a.log", "step:1 - actor/pg_loss:0.1\n", "none of these"),
