@@ -47,7 +47,7 @@ def server_host(cluster: Cluster, servers: int) -> dict[str, float]:
 
 
 def fullest_node(pools: Iterable[PoolPlan]) -> tuple[dict[str, float], Cluster | None]:
-    """Bytes by what they are for, of the node whose host holds most, and the node's kind.
+    """Bytes by what they are for, of the node whose host lacks most, else of the one that holds most; and the node's kind.
 
     Nothing where no pool has devices with memory of their own.
     """
@@ -63,8 +63,13 @@ def fullest_node(pools: Iterable[PoolPlan]) -> tuple[dict[str, float], Cluster |
                 held[name] = held.get(name, 0.0) + here * each
     if not nodes:
         return {}, None
-    (kind, _), held = max(nodes.items(), key=lambda item: sum(item[1].values()))
+    (kind, _), held = max(nodes.items(), key=lambda item: (_lacking(item[1], item[0][0]), sum(item[1].values())))
     return held, kind
+
+
+def _lacking(held: dict[str, float], kind: Cluster) -> float:
+    """Bytes that such a node's host has not; 0 where it has all, or nobody said what it has."""
+    return 0.0 if kind.host_bytes is None else max(0.0, sum(held.values()) - kind.host_bytes)
 
 
 def _of_device(pool: PoolPlan) -> Iterator[tuple[str, float]]:
@@ -88,7 +93,7 @@ def host_words(plan: PlacementPlan) -> str:
 def host_problem(plan: PlacementPlan) -> str | None:
     """What the fullest node's host lacks; None where it holds all of it, or nobody said what it has."""
     held, kind = fullest_node(plan.pools)
-    if kind is None or kind.host_bytes is None or sum(held.values()) <= kind.host_bytes:
+    if kind is None or not _lacking(held, kind):
         return None
     return f"the {host_words(plan)}"
 

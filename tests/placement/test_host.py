@@ -13,10 +13,20 @@ from megarl.core.layout import Layout
 from megarl.placement.apply import apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster, read_cluster
 from megarl.placement.devices import GIB
-from megarl.placement.host import OFFLOADED, RANKS, SAVE, SERVERS, fullest_node, host_words, role_host, server_host
+from megarl.placement.host import (
+    OFFLOADED,
+    RANKS,
+    SAVE,
+    SERVERS,
+    fullest_node,
+    host_problem,
+    host_words,
+    role_host,
+    server_host,
+)
 from megarl.placement.local import host_cluster
 from megarl.placement.memory import RoleBytes
-from megarl.placement.placed import PoolPlan, RolePlan
+from megarl.placement.placed import PlacementPlan, PoolPlan, RolePlan
 from megarl.placement.plan import make_plan
 from megarl.placement.recipe_plan import check_fits
 from megarl.placement.report import as_json
@@ -91,6 +101,19 @@ def test_the_fullest_node_has_its_share_of_every_pool() -> None:
     other = make_cluster("H20", 1, 4)
     held, kind = fullest_node([pool(4, two, rollout=1.0), pool(4, other, actor=1.0)])
     assert kind == other and held == {OFFLOADED: 4, RANKS: 4 * other.rates.host_rank_bytes}
+
+
+def test_of_several_kinds_the_node_that_lacks_is_the_fullest() -> None:
+    roomy, poor = replace(H100, host_bytes=1000 * GIB), replace(make_cluster("H20", 1), host_bytes=100 * GIB)
+    pools = [pool(8, roomy, rollout=100.0 * GIB), pool(8, poor, rollout=20.0 * GIB)]
+    held, kind = fullest_node(pools)
+    assert kind == poor and held == {OFFLOADED: 160 * GIB}
+    assert "160.0 of 100 GiB" in (host_problem(PlacementPlan(("split",), False, tuple(pools), 1.0, {})) or "")
+    # What is held by nodes that lack nothing, or of which nobody knows, does not count.
+    assert host_problem(PlacementPlan(("split",), False, tuple(pools[:1]), 1.0, {})) is None
+    mixed = replace(H100, host_bytes=2000 * GIB, others=(replace(make_cluster("H200", 1), host_bytes=10 * GIB),))
+    plan = make_plan(workload(QWEN_7B, GRPO), mixed)
+    assert {each.kind.device.name for each in plan.best.pools} == {"H100"}
 
 
 def test_a_plan_passes_over_what_a_host_does_not_hold() -> None:
