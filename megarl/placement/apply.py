@@ -22,6 +22,7 @@ from megarl.placement.workload import (
     ROLLOUT,
     TRAINED,
     Workload,
+    is_tied,
     read_model,
     recipe_workload,
     server_share,
@@ -79,7 +80,6 @@ def plan_recipe(
     as_it_is: the recipe runs there without a change: where it has servers work while the ranks train, they have devices of
     their own. Raises UserError: an unknown name; nothing fits.
     """
-    tied = REFERENCE in workload.models and is_tied(recipe)
     # Where processes stand for devices servers take none of the ranks'.
     beside = asks_beside(recipe) if as_it_is and cluster.device.offloads_to_host else None
     if beside is not None and name in SHARED_NAMES:
@@ -89,8 +89,7 @@ def plan_recipe(
         )
 
     def runs(partition: Partition) -> bool:
-        together = not tied or any(ACTOR in pool and REFERENCE in pool for pool in partition)
-        return together and (beside is None or (ROLLOUT,) in partition)
+        return beside is None or (ROLLOUT,) in partition
 
     try:
         return make_plan(workload, cluster, top=top, name=None if name == AUTO else name, allowed=runs)
@@ -98,11 +97,6 @@ def plan_recipe(
         if beside is None:
             raise
         raise UserError(f"{error} Servers need devices of their own here, because of {beside}.") from None
-
-
-def is_tied(recipe: Recipe) -> bool:
-    """Whether the reference has to be where the actor is: under LoRA it is the actor, refreshed it takes its weights."""
-    return recipe.actor.lora is not None or recipe.reference.refresh_every is not None
 
 
 def apply_plan(recipe: Recipe, plan: Plan) -> Recipe:

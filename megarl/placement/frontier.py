@@ -83,9 +83,16 @@ def is_least(values: Floats, groups: Ints) -> Mask:
     return smallest
 
 
-def join(left: Choices, right: Choices, usable: float) -> Choices:
-    """Both in the same pool, on the same devices: memory and seconds add up, the larger extra is needed."""
-    first, second = _pairs(left.devices, right.devices)
+def join(left: Choices, right: Choices, usable: float, tied: int = 0) -> Choices:
+    """Both in the same pool, on the same devices: memory and seconds add up, the larger extra is needed.
+
+    tied: where it is above 0, `right` is one role whose choices belong to those of the first role of `left`: choice j to
+    choice j modulo `tied`.
+    """
+    if tied:
+        first, second = _pairs(left.rows[:, 0], right.rows[:, 0] % tied)
+    else:
+        first, second = _pairs(left.devices, right.devices)
     rest = left.rest[first] + right.rest[second]
     extra = np.maximum(left.extra[first], right.extra[second])
     fits = rest + extra <= usable

@@ -31,6 +31,11 @@ def learns_late(pool: Pool) -> bool:
     return CRITIC in pool and ACTOR not in pool and ROLLOUT not in pool
 
 
+def in_one_pool(role: str, other: str, partition: Partition) -> bool:
+    """Whether two roles share a pool."""
+    return any(role in pool and other in pool for pool in partition)
+
+
 def names_of(partition: Partition) -> tuple[Name, ...]:
     """The names that a partition goes by; with few roles, several. `mixed` where it has none.
 

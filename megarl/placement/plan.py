@@ -14,20 +14,14 @@ from megarl.placement.compute import core_share
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.host import host_problem, role_host, server_host, too_full_hosts
-from megarl.placement.partitions import NAMES, Partition, Pool, learns_late, names_of
+from megarl.placement.partitions import NAMES, Partition, Pool, in_one_pool, learns_late, names_of
 from megarl.placement.placed import PHASES, UNEVEN, PlacementPlan, PoolPlan, RolePlan, why_lost
 from megarl.placement.search import Allowed, Bound, Found, Result, search
 from megarl.placement.shares import that_share_out
 from megarl.placement.space import ALL_LAYERS, RECOMPUTE, Space
-from megarl.placement.tables import (
-    AllTables,
-    build_tables,
-    held_bytes,
-    served_bytes,
-    stage_seconds,
-)
+from megarl.placement.tables import AllTables, build_tables, held_bytes, served_bytes, stage_seconds
 from megarl.placement.weight_sync import gather_seconds, sync_seconds
-from megarl.placement.workload import ACTOR, ROLLOUT, TRAINED, Workload
+from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Workload
 
 # Stages of a step: generation, preparation, training; each is waited for.
 STAGES = 3
@@ -165,13 +159,17 @@ class _Look:
 def _look(workload: Workload, cluster: Cluster, asked: _Asked, serving: Cluster | None = None) -> _Look:
     tables = build_tables(workload, cluster, asked.space, serving=serving)
 
+    def allowed(partition: Partition) -> bool:
+        together = not workload.tied or in_one_pool(ACTOR, REFERENCE, partition)
+        return together and asked.wants(partition) and (serving is None or (ROLLOUT,) in partition)
+
     def searched(among: AllTables) -> Result:
         return search(
             among.searched(asynchronous=workload.staleness > 0),
             devices=cluster.num_devices,
             usable=cluster.usable_bytes,
             top=asked.top,
-            allowed=lambda partition: asked.wants(partition) and (serving is None or (ROLLOUT,) in partition),
+            allowed=allowed,
         )
 
     return _Look(workload, cluster, tables, that_share_out(searched, tables, workload.most_dp))
@@ -349,7 +347,8 @@ def _rollout_plan(
 def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: _Asked) -> str:
     """What is missing, and the smallest number of nodes that works."""
     what = f"No {asked.name or ''} placement".replace("  ", " ")
-    lacking = [role for role, table in tables.roles.items() if not len(table.choices)]
+    own = {role: table for role, table in tables.roles.items() if not (tables.tied and role == REFERENCE)}
+    lacking = [role for role, table in own.items() if not len(table.choices)]
     lacking += [] if len(tables.rollout.separate) else [ROLLOUT]
     why = (
         f"{' and '.join(lacking)} alone {'does' if len(lacking) == 1 else 'do'} not fit under any layout"

@@ -21,7 +21,7 @@ from megarl.placement.frontier import SLOWEST, Choices, Pools, as_pool, beside, 
 from megarl.placement.lengths import Floats
 from megarl.placement.partitions import Partition, Pool, learns_late, partitions
 from megarl.placement.space import Ints
-from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT
+from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, ROLLOUT
 
 # Pairs that are put together at once; more are done block by block.
 _BLOCK = 2_000_000
@@ -33,12 +33,14 @@ class Tables:
     """The choices of every role.
 
     roles: by role, the rollout's with the weight sync to another pool. shared: the rollout's where it shares the
-    actor's pool. flowing: the rollout's where it runs beside training instead of before it.
+    actor's pool. flowing: the rollout's where it runs beside training instead of before it. tied: 0, or how many choices the
+    actor had where the reference's are these again, once or several times over: it is at the layout that the actor is at.
     """
 
     roles: Mapping[str, Choices]
     shared: Choices
     flowing: Choices | None = None
+    tied: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ def _joined(tables: Tables, usable: float) -> dict[Pool, list[Choices]]:
     for role, alone in tables.roles.items():
         shared = tables.shared if role == ROLLOUT else alone
         for pool in list(joined):
-            joined[(*pool, role)] = join(joined[pool], shared if ACTOR in pool else alone, usable)
+            tied = tables.tied if role == REFERENCE and ACTOR in pool else 0
+            joined[(*pool, role)] = join(joined[pool], shared if ACTOR in pool else alone, usable, tied)
         joined[(role,)] = alone
     result = {pool: [late(choices) if learns_late(pool) else choices] for pool, choices in joined.items()}
     if tables.flowing is not None:

@@ -53,11 +53,15 @@ class RolloutTable:
 
 @dataclass(frozen=True)
 class AllTables:
-    """Every role's choices. serving: nodes of another kind that the rollout has for itself; None where it has none."""
+    """Every role's choices. serving: nodes of another kind that the rollout has for itself; None where it has none.
+
+    tied: whether the reference's are the actor's.
+    """
 
     roles: dict[str, RoleTable]
     rollout: RolloutTable
     serving: Cluster | None = None
+    tied: bool = False
 
     def searched(self, *, asynchronous: bool) -> Tables:
         """As the search wants them, in the order of the roles. On nodes of its own the rollout takes nothing of the others'."""
@@ -71,6 +75,7 @@ class AllTables:
             roles={**first, ROLLOUT: separate, **roles},
             shared=shared,
             flowing=flowing if asynchronous else None,
+            tied=len(self.roles[ACTOR].layouts) if self.tied else 0,
         )
 
 
@@ -88,13 +93,31 @@ def build_tables(
 ) -> AllTables:
     """All choices of a workload's roles on pools of a cluster. space, pool_sizes: default: all. serving: for the rollout."""
     space, sizes, host = space or Space(), pool_sizes or cluster.pool_sizes(), serving or cluster
+    roles: dict[str, RoleTable] = {}
+    for role in workload.roles:
+        if role == REFERENCE and workload.tied:
+            roles[role] = _tied_table(roles[ACTOR], workload, cluster, space)
+        elif role != ROLLOUT:
+            roles[role] = role_table(role, workload, cluster, space, sizes)
     return AllTables(
-        roles={role: role_table(role, workload, cluster, space, sizes) for role in workload.roles if role != ROLLOUT},
+        roles=roles,
         rollout=rollout_table(
             workload, host, space, sizes if serving is None else serving.pool_sizes(), across=serving is not None
         ),
         serving=serving,
+        tied=workload.tied,
     )
+
+
+def _tied_table(actor: RoleTable, workload: Workload, cluster: Cluster, space: Space) -> RoleTable:
+    """The reference at the layout of every choice of the actor, once for each way that it may wait.
+
+    Under LoRA it has no weights of its own, which could leave the device.
+    """
+    ways = space.rest if cluster.device.offloads_to_host and workload.lora is None else (False,)
+    rows = np.tile(np.arange(len(actor.layouts)), len(ways))
+    choice = replace(actor.layouts.take(rows), recompute=np.zeros(len(rows), np.int64))
+    return price_role(REFERENCE, choice, np.repeat(ways, len(actor.layouts)), workload, cluster)
 
 
 def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RoleTable:

@@ -45,7 +45,8 @@ class Workload:
     micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
     once, at most. in_flight: those that all servers are asked for at once; None: all that they decode. staleness: versions that
     a sample may be old; 0 is synchronous. scores: whether the actor's own log-probs are computed again before the update.
-    shards_optimizer: whether data-parallel ranks share out its state.
+    shards_optimizer: whether data-parallel ranks share out its state. tied: whether the reference is where the actor is, at
+    the actor's layout.
     quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
     kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory. transport:
     how weights go to servers. async_save: whether checkpoints are written beside the training.
@@ -73,6 +74,7 @@ class Workload:
     server_share: float | None = None
     transport: SyncTransport = "auto"
     async_save: bool = False
+    tied: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -172,7 +174,13 @@ def recipe_workload(
         server_share=server_share(rollout.server_args),
         transport=transport_of(recipe),
         async_save=recipe.train.async_save,
+        tied=REFERENCE in models and is_tied(recipe),
     )
+
+
+def is_tied(recipe: Recipe) -> bool:
+    """Whether the reference has to be where the actor is: under LoRA it is the actor, refreshed it takes its weights."""
+    return recipe.actor.lora is not None or recipe.reference.refresh_every is not None
 
 
 def transport_of(recipe: Recipe) -> SyncTransport:

@@ -86,12 +86,18 @@ def test_processes_that_share_cores_are_placed_and_pools_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("tie", ["actor.lora.rank=8", "reference.refresh_every=2"])
-def test_a_reference_that_is_tied_to_the_actor_stays_with_it(tmp_path: Path, tie: str) -> None:
-    before = recipe(tmp_path, *LARGE, tie)
-    plan = plan_recipe(before, recipe_workload(before, read_model(tmp_path)), make_cluster("H100", 2))
+@pytest.mark.parametrize("device", ["H100", "A100-80", "L40S"])
+def test_a_reference_that_is_tied_to_the_actor_is_planned_as_it_runs(tmp_path: Path, tie: str, device: str) -> None:
+    """In the actor's pool, and at the actor's layout."""
+    before, cluster = recipe(tmp_path, *LARGE, tie), make_cluster(device, 2)
+    plan = plan_recipe(before, recipe_workload(before, read_model(tmp_path)), cluster)
     [pool] = [pool for pool in plan.best.pools if "actor" in {role.role for role in pool.roles}]
-    assert "reference" in {role.role for role in pool.roles}
-    assert apply_plan(before, plan).reference.parallel is None
+    actor, reference = ({role.role: role for role in pool.roles}[name].choice for name in ("actor", "reference"))
+    axes = ("tp", "pp", "cp", "ep", "vpp", "dp", "first_stage_layers", "last_stage_layers")
+    assert [reference.get(axis) for axis in axes] == [actor.get(axis) for axis in axes]
+    after = apply_plan(before, plan)
+    assert after.reference.parallel is None
+    assert _seconds(check_fits(after, recipe_workload(after, read_model(tmp_path)), cluster)) == _seconds(plan.best)
 
 
 @pytest.mark.parametrize(("key", "value"), [("rollout.max_staleness", "1"), ("eval.overlap", "true")])

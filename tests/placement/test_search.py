@@ -32,6 +32,8 @@ def whole(tables: Tables, partition: Partition, pick: dict[str, int], usable: fl
                 assert tables.flowing is not None
                 table = tables.flowing
             rows.append((table, pick[role]))
+        if tables.tied and {ACTOR, REFERENCE} <= set(pool) and pick[REFERENCE] % tables.tied != pick[ACTOR]:
+            return 10**9, np.inf
         sizes = {int(table.devices[row]) for table, row in rows}
         offloaded = sum(table.rest[row] for table, row in rows)
         if len(sizes) > 1 or offloaded + max(table.extra[row] for table, row in rows) > usable:
@@ -68,14 +70,16 @@ def brute_force(tables: Tables, devices: int, usable: float) -> dict[Partition, 
     return best
 
 
-def choices(draw: st.DrawFn, most: int) -> Choices:
-    rows = draw(st.integers(0, most))
+def choices(draw: st.DrawFn, most: int, beside: Choices | None = None) -> Choices:
+    """beside: of which these are the same sizes, twice over."""
+    rows = draw(st.integers(0, most)) if beside is None else 2 * len(beside)
     figures = st.lists(st.integers(0, 6), min_size=rows, max_size=rows)
 
     def column() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.array(draw(figures), np.float64)
 
     sizes = draw(st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=rows, max_size=rows))
+    sizes = sizes if beside is None else np.tile(beside.devices, 2)
     cost = np.array([column() for _ in range(6)]).T.reshape(rows, 6)
     cost[:, 3] = 0
     cost[:, 4:] *= draw(st.booleans())
@@ -91,7 +95,11 @@ def made_up(draw: st.DrawFn) -> Tables:
         flowing = choices(draw, most)
         flowing.cost[:, 3] = flowing.cost[:, 1] * 3
         flowing.cost[:, [1, 2, 4, 5]] = 0
-    return Tables({role: choices(draw, most) for role in roles}, choices(draw, most), flowing)
+    made = {role: choices(draw, most) for role in roles}
+    tied = len(made[ACTOR]) if REFERENCE in roles and draw(st.booleans()) else 0
+    if tied:
+        made[REFERENCE] = choices(draw, most, made[ACTOR])
+    return Tables(made, choices(draw, most), flowing, tied)
 
 
 @settings(max_examples=120)
