@@ -101,8 +101,7 @@ def _asynchronous(
     # What a server reads and is asked keeps its sequences waiting; both are of a whole step.
     prefill = float(prefill_seconds(workload.models[ROLLOUT], count * tp, tp, workload, kind))
     start_s = (prefill + workload.samples * kind.rates.request_s) * count / workload.samples
-    # A running response is met at an age of E[L^2] / 2 E[L].
-    context = workload.prompt_tokens + float(np.square(tokens).sum() / (2 * tokens.sum()))
+    context = workload.prompt_tokens + _age(tokens)
     batch = np.maximum(np.arange(running + 1, dtype=np.float64), 1)
     flow = Flow(
         tokens=tokens.reshape(len(tokens), workload.prompts, -1),
@@ -116,6 +115,11 @@ def _asynchronous(
     played = play(flow)
     step_s, busy_s, tail_s = (np.diff(each, prepend=0.0) for each in (played.end_s, played.busy_s, played.tail_s))
     return step_s, busy_s, tail_s
+
+
+def _age(tokens: Floats) -> float:
+    """Tokens that a response has on average while it runs, E[L^2] / 2 E[L]: long ones run for longer."""
+    return float(np.square(tokens).sum() / (2 * tokens.sum()))
 
 
 def _rollout(placement: PlacementPlan) -> tuple[Cluster, RolePlan]:
@@ -141,7 +145,7 @@ def _rollout_seconds(tokens: Floats, rollout: RolePlan, workload: Workload, clus
     width = np.diff(ends, prepend=0.0, axis=1)
     running = np.arange(ends.shape[1], 0, -1)
     seconds = step_model(workload, cluster, int(rollout.choice["tp"]), count)
-    context = workload.prompt_tokens + workload.responses.mean / 2
+    context = workload.prompt_tokens + _age(tokens)
     spent = width * seconds(running.astype(np.float64), context)[None, :]
     slowest = int(np.argmax(spent.sum(axis=1)))
     fixed = sum(float(rollout.parts.get("rollout", {}).get(name, 0.0)) for name in ("prefill", "requests"))

@@ -11,7 +11,7 @@ from megarl.placement.cluster import make_cluster
 from megarl.placement.lengths import lognormal
 from megarl.placement.plan import make_plan
 from megarl.placement.simulate import Conditions, simulate
-from tests.placement.samples import GRPO, QWEN_7B, workload
+from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload
 
 CLUSTER = make_cluster("H100", 4)
 WORK = workload(QWEN_7B, GRPO, samples_per_prompt=8, mini_batches=4)
@@ -34,6 +34,15 @@ def test_drawn_lengths_stay_around_the_prediction_and_are_the_same_by_seed() -> 
     assert not np.array_equal(one.step_s, other.step_s)
     assert one.step_s.mean() == pytest.approx(plan.best.step_s, rel=0.1)
     assert 0 < one.tail_s.sum() < one.rollout_s.sum()
+
+
+def test_long_responses_that_run_longest_have_the_context_that_they_have_in_a_prediction() -> None:
+    """Half the mean, which is the age of a response that counts as one, is too little where few are long."""
+    responses = lognormal(1500, 1.5, 8192)
+    work = workload(LLAMA_7B, GRPO, prompts=8192, responses=responses, longest_sample=9216, micro_tokens=(9216,))
+    best = make_plan(work, make_cluster("H100", 1), name="colocate", top=1).best
+    played = simulate(best, work, 2, NO_FAILURES)
+    assert played.rollout_s.mean() == pytest.approx(best.phases["rollout"], rel=0.05)
 
 
 def test_failures_cost_what_came_after_the_checkpoint_and_a_restart() -> None:
