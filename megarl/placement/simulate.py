@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from megarl.core.errors import UserError
 from megarl.placement.cluster import Cluster
 from megarl.placement.generation import prefill_seconds, step_model
 from megarl.placement.lengths import Floats
@@ -20,6 +21,8 @@ from megarl.placement.simulate_async import Flow, play
 from megarl.placement.workload import ROLLOUT, Workload
 
 HOUR_S = 3600.0
+# So often a run fails between two checkpoints until it counts as one that never comes to the next.
+MOST_TRIES = 1000
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,12 @@ class Conditions:
 
     hours_between_failures: of one device. The default is what Llama 3's training on 16,384 H100 met: 419 unexpected
     interruptions in 54 days (arXiv 2407.21783, section 3.3.4). restart_s: from a failure to the next step's start. save_every:
-    steps between checkpoints; a failure loses what came after the last.
+    steps between checkpoints, None: the only one is the last step's; a failure loses what came after the last.
     """
 
     hours_between_failures: float = 50_700.0
     restart_s: float = 600.0
-    save_every: int = 10
+    save_every: int | None = 10
     seed: int = 1
 
 
@@ -156,15 +159,23 @@ def _rollout_seconds(tokens: Floats, rollout: RolePlan, workload: Workload, clus
 def _with_failures(
     step_s: Floats, placement: PlacementPlan, conditions: Conditions, random: np.random.Generator
 ) -> tuple[float, float, int]:
-    """Seconds of the whole run, of them lost, and failures. What fails stops the run, which goes on from a checkpoint."""
+    """Seconds of the whole run, of them lost, and failures. What fails stops the run, which goes on from a checkpoint.
+
+    Raises UserError where it never comes to the next checkpoint.
+    """
     devices = sum(pool.devices for pool in placement.pools)
     mean_s = conditions.hours_between_failures * HOUR_S / devices
     clock, failures, step, since_saved = 0.0, 0, 0, 0.0
     lost, next_failure = 0.0, random.exponential(mean_s)
-    saved = 0
+    saved = tries = 0
     while step < len(step_s):
         if clock + step_s[step] > next_failure:
-            failures += 1
+            failures, tries = failures + 1, tries + 1
+            if tries == MOST_TRIES:
+                raise UserError(
+                    f"The played run does not come from step {saved} to its next checkpoint: {devices} devices fail every "
+                    f"{mean_s / HOUR_S:.2g} h. Set train.save_every to fewer steps, or leave --simulate out."
+                )
             lost += since_saved + (next_failure - clock) + conditions.restart_s
             clock = next_failure + conditions.restart_s
             next_failure = clock + random.exponential(mean_s)
@@ -173,8 +184,8 @@ def _with_failures(
         clock += step_s[step]
         since_saved += step_s[step]
         step += 1
-        if step % conditions.save_every == 0:
-            saved, since_saved = step, 0.0
+        if conditions.save_every is not None and step % conditions.save_every == 0:
+            saved, since_saved, tries = step, 0.0, 0
     return clock, lost, failures
 
 

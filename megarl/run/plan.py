@@ -117,7 +117,8 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         )
     if options.html is not None:
         options.html.write_text(page(plan))
-    played = simulate(plan.best, workload, options.simulate, options.conditions) if options.simulate else None
+    conditions = replace(options.conditions, save_every=recipe.train.save_every)
+    played = simulate(plan.best, workload, options.simulate, conditions) if options.simulate else None
     spared = [
         (whose, one)
         for whose, placed in (("the pick", apply_plan(recipe, plan)), ("the recipe's own", recipe))

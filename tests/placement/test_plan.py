@@ -20,6 +20,7 @@ from megarl.placement.page import gantt, page
 from megarl.placement.placed import PHASES, PlacementPlan, PoolPlan, RolePlan
 from megarl.placement.plan import make_plan
 from megarl.placement.report import as_json, render
+from megarl.placement.simulate import Conditions
 from megarl.placement.workload import ROLLOUT
 from megarl.run.plan import PlanOptions, run_plan
 from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
@@ -185,6 +186,14 @@ def test_a_plan_says_first_how_sure_its_lengths_are(tmp_path: Path, capsys: pyte
     assert known["best"]["step_s"] == pytest.approx(given["best"]["step_s"], rel=0.1)
     longer, _ = planned(tmp_path, capsys, response_mean=500.0, response_spread=0.1, prompt_mean=31.0)
     assert longer["best"]["step_s"] > given["best"]["step_s"] and longer["lengths"]["prompt_mean"] == 31.0
+
+
+def test_a_run_is_played_with_the_checkpoints_of_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    often, seldom = (
+        planned(tmp_path, capsys, f"train.save_every={steps}", simulate=40, conditions=Conditions(1.0))[0]["simulation"]
+        for steps in (1, 20)
+    )
+    assert often["step_s"] == seldom["step_s"] and 0 < often["lost_s"] < seldom["lost_s"]
 
 
 def test_prompts_of_a_log_are_no_longer_than_the_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

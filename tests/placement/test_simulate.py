@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
 from megarl.placement.lengths import lognormal
 from megarl.placement.plan import make_plan
@@ -52,6 +53,18 @@ def test_failures_cost_what_came_after_the_checkpoint_and_a_restart() -> None:
     assert played.failures > 0
     assert played.lost_s >= 100.0 * played.failures
     assert played.total_s == pytest.approx(played.step_s.sum() + played.lost_s)
+
+
+def test_without_checkpoints_a_failure_loses_all_and_a_run_that_never_ends_is_refused() -> None:
+    plan = make_plan(WORK, CLUSTER, top=1)
+    conditions = Conditions(hours_between_failures=plan.best.step_s * 32 * 8 / 3600, restart_s=0.0, save_every=None)
+    played = simulate(plan.best, WORK, 24, conditions)
+    often = simulate(plan.best, WORK, 24, replace(conditions, save_every=1))
+    assert played.lost_s > 2 * often.lost_s > 0
+    with pytest.raises(
+        UserError, match=r"from step 0 to its next checkpoint: 32 devices fail every .* train\.save_every"
+    ):
+        simulate(plan.best, WORK, 100, conditions)
 
 
 def test_an_asynchronous_run_is_played_as_predicted_where_servers_never_wait() -> None:
