@@ -35,7 +35,7 @@ class Space:
     by it (etp 1). vpp: virtual stages of a pipeline rank. recompute: activations. rest: whether a role may leave the
     device while it is not its turn.
     memory_shares: share of the device's memory that a server may take while it is awake. server_nodes: whole nodes of one
-    server, where none within a node holds the model.
+    server, where none of tp's sizes holds the model; larger parts of a node are looked at with them.
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
@@ -215,10 +215,14 @@ def servers(
 ) -> Servers:
     """Every number and size of servers that the model and the numbers of devices allow.
 
-    spanning: each over several nodes. fewer: also on half of a pool's devices, a quarter and so on, which is worth it only
-    where devices share cores.
+    spanning: each larger than tp's sizes, up to several nodes. fewer: also on half of a pool's devices, a quarter and so on,
+    which is worth it only where devices share cores.
     """
-    allowed = [node * nodes for nodes in space.server_nodes] if spanning else [s for s in space.tp if node % s == 0]
+    allowed = [size for size in space.tp if node % size == 0]
+    if spanning:
+        powers = (2**power for power in range(node.bit_length()))
+        allowed = [size for size in powers if size > max(space.tp) and node % size == 0]
+        allowed += [node * nodes for nodes in space.server_nodes]
     sizes = [size for size in allowed if cuts_servers(config, size)]
     rows = [
         (devices, tp, share, used)

@@ -245,3 +245,12 @@ def test_models_whose_layers_no_pipeline_divides_need_no_more_devices_than_they_
     [actor] = [role for pool in best.pools for role in pool.roles if role.role == "actor"]
     assert actor.choice["pp"] in (4, 8, 16)
     assert actor.choice["first_stage_layers"] > 0 and actor.choice["last_stage_layers"] > 0
+
+
+def test_a_server_that_eight_devices_do_not_hold_is_a_larger_part_of_a_node_where_nodes_are_large() -> None:
+    path = known_config("deepseek-ai/DeepSeek-V3")
+    assert path is not None
+    work = workload(read_model(path.parent), ("actor", ROLLOUT), longest_sample=4096, micro_tokens=(4096,))
+    best = make_plan(work, make_cluster("GB200", 2), top=1).best
+    [rollout] = [role for pool in best.pools for role in pool.roles if role.role == ROLLOUT]
+    assert rollout.choice["tp"] in (16, 32)
