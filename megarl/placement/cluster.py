@@ -36,6 +36,8 @@ EVERY_NODE_COUNT = 16
 _SMOOTH = (2, 3, 5)
 # More than any cluster has: what is searched through grows with the nodes.
 MOST_DEVICES = 2**20
+# Where a run does not fit, as many are looked at for the fewest that hold it.
+MOST_NODES = 4096
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Cluster:
     def num_devices(self) -> int:
         """Devices of this kind."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def most_nodes(self) -> int:
+        """How many nodes are looked at for a run that fewer do not hold."""
+        return min(MOST_NODES, MOST_DEVICES // self.devices_per_node)
 
     @property
     def usable_bytes(self) -> float:

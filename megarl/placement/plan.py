@@ -25,7 +25,6 @@ from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Worklo
 
 # Stages of a step: generation, preparation, training; each is waited for.
 STAGES = 3
-MOST_NODES = 4096
 
 
 @dataclass(frozen=True)
@@ -362,8 +361,8 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: 
     smallest = _smallest(workload, cluster, asked)
     if smallest is None:
         return text + (
-            f"No cluster of up to {MOST_NODES} such nodes works either: take devices with more memory, shorter samples "
-            "(data.max_prompt_tokens, rollout.max_response_tokens) or a smaller model."
+            f"No cluster of up to {max(cluster.most_nodes, cluster.nodes)} such nodes works either: take devices with more "
+            "memory, shorter samples (data.max_prompt_tokens, rollout.max_response_tokens) or a smaller model."
         )
     return text + f"The smallest cluster of this kind that works: {smallest.describe()}."
 
@@ -384,11 +383,12 @@ def _works(nodes: int, workload: Workload, cluster: Cluster, asked: _Asked) -> b
 
 def _smallest(workload: Workload, cluster: Cluster, asked: _Asked) -> Cluster | None:
     """More nodes than this cluster has."""
-    low, high = cluster.nodes, cluster.nodes * 2
-    while not _works(high, workload, cluster, asked):
-        low, high = high, high * 2
-        if high > MOST_NODES:
-            return None
+    most = cluster.most_nodes
+    low, high = cluster.nodes, min(cluster.nodes * 2, most)
+    while low < high and not _works(high, workload, cluster, asked):
+        low, high = high, min(high * 2, most)
+    if low >= high:
+        return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _works(middle, workload, cluster, asked) else (middle, high)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
+from megarl.placement.devices import GIB
 from megarl.placement.lengths import lognormal
 from megarl.placement.page import gantt, page
 from megarl.placement.placed import PHASES, PlacementPlan, PoolPlan, RolePlan
@@ -88,6 +89,14 @@ def test_what_does_not_fit_is_refused_with_the_smallest_cluster() -> None:
     assert make_plan(workload(LLAMA_7B), small.of_nodes(nodes)).best.step_s > 0
     with pytest.raises(UserError):
         make_plan(workload(LLAMA_7B), small.of_nodes(nodes - 1))
+
+
+@pytest.mark.parametrize("nodes", [3, 100_000])
+def test_a_search_for_the_smallest_cluster_ends_where_clusters_do(nodes: int) -> None:
+    few = make_cluster("H100", nodes)
+    tiny = replace(few, device=replace(few.device, memory_bytes=3 * GIB))
+    with pytest.raises(UserError, match=f"up to {max(nodes, 4096)} such nodes works either: take devices with more"):
+        make_plan(workload(LLAMA_7B, GRPO), tiny, top=1)
 
 
 MIXED = replace(make_cluster("H100", 2), others=(make_cluster("H20", 4),))
