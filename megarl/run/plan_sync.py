@@ -9,10 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.models.config import ModelConfig
+from megarl.models.layout_check import check_layout, check_server_layout
 from megarl.placement.apply import apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster, one_kind
 from megarl.placement.weight_sync import adapter_bytes, adapter_s
 from megarl.placement.workload import recipe_workload, transport_of
+from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.plan_models import PlannedModels
@@ -24,7 +26,7 @@ def run_plan_sync(path: Path, overrides: list[str], cluster: Cluster, *, as_text
     """Plan the weight sync of a recipe and print it. as_text: JSON, with every row of the table.
 
     Where placement.name asks for a search, the placement is what that finds. Raises UserError: nodes of several kinds;
-    ranks that the cluster has no devices for.
+    ranks that the cluster has no devices for; layouts that the model cannot have.
     """
     recipe = load_recipe(path, overrides, Recipe).recipe
     cluster, console = one_kind(cluster), Console(stderr=as_text, markup=False)
@@ -34,6 +36,9 @@ def run_plan_sync(path: Path, overrides: list[str], cluster: Cluster, *, as_text
         recipe = apply_plan(recipe, plan_recipe(recipe, workload, cluster, recipe.placement.name, top=1))
     for note in models.notes:
         console.print(note, highlight=False)
+    check_layout(models.policy, role_layouts(recipe)["actor"], "actor.parallel")
+    if recipe.rollout.external is None:
+        check_server_layout(models.policy, recipe.rollout.tp)
     if transport_of(recipe) == "adapters":
         _print_adapters(recipe, models.policy, cluster, console, as_text=as_text)
         return

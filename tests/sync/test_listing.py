@@ -47,6 +47,21 @@ def test_a_recipes_senders_seconds_and_first_rows_are_shown() -> None:
     assert "and 16 more" in text and text.count("all 16 servers") == 20
 
 
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (
+            ("cluster.devices=48", "actor.parallel.tp=3", "placement.pools={}"),
+            "tp 3 does not divide 64 attention heads",
+        ),
+        (("rollout.tp=3",), "rollout.tp 3 does not divide the model"),
+    ],
+)
+def test_what_the_model_cannot_be_cut_into_is_refused_as_a_run_refuses_it(words: tuple[str, ...], part: str) -> None:
+    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--nodes", "16", "--sync", *words])
+    assert isinstance(result.exception, UserError) and part in str(result.exception)
+
+
 def test_programs_get_every_row() -> None:
     found: dict[str, Any] = json.loads(show("--nodes", "16", "--json").splitlines()[-1])
     assert found["transport"] == "broadcast" and len(found["senders"]) == 32
