@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -21,7 +22,7 @@ from megarl.placement.shares import that_share_out
 from megarl.placement.space import ALL_LAYERS, RECOMPUTE, Space
 from megarl.placement.tables import AllTables, build_tables, held_bytes, served_bytes, stage_seconds
 from megarl.placement.weight_sync import gather_seconds, sync_seconds
-from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, TRAINED, Workload
+from megarl.placement.workload import ACTOR, FRACTION_FLAG, REFERENCE, ROLLOUT, TRAINED, Workload
 
 # Stages of a step: generation, preparation, training; each is waited for.
 STAGES = 3
@@ -348,7 +349,8 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: 
     what = f"No {asked.name or ''} placement".replace("  ", " ")
     own = {role: table for role, table in tables.roles.items() if not (tables.tied and role == REFERENCE)}
     lacking = [role for role, table in own.items() if not len(table.choices)]
-    lacking += [] if len(tables.rollout.separate) else [ROLLOUT]
+    alone, share = tables.rollout.separate, workload.server_share
+    lacking += [] if np.any(alone.rest + alone.extra <= cluster.usable_bytes) else [ROLLOUT]
     why = (
         f"{' and '.join(lacking)} alone {'does' if len(lacking) == 1 else 'do'} not fit under any layout"
         if lacking
@@ -358,6 +360,9 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: 
         f"{what} of {', '.join(workload.roles)} fits on {cluster.describe()}: {why} into the "
         f"{cluster.usable_bytes / GIB:.1f} GiB that roles can use of each device. "
     )
+    if share is not None and share * cluster.device.memory_bytes > cluster.usable_bytes:
+        most = math.floor(100 * cluster.usable_bytes / cluster.device.memory_bytes) / 100
+        return f"{text}rollout.server_args has {FRACTION_FLAG} {share:g}: lower it to at most {most}."
     smallest = _smallest(workload, cluster, asked)
     if smallest is None:
         return text + (
