@@ -36,6 +36,8 @@ SETUP_FIELDS = ("test_setup_code", "test_imports")
 OPENS = re.compile(r"^[ \t]*```[^\n`]*\n", flags=re.MULTILINE)
 CLOSES = re.compile(r"^[ \t]*```[ \t]*\r?$", flags=re.MULTILINE)
 SHOWN = 80  # characters of what is no test, in messages
+# What ast.literal_eval raises of texts that anybody may have written: `0x` and hundreds of digits in front of `+1j` overflows.
+NO_LITERAL = (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Expected:
             return said.ok
         try:
             value = ast.literal_eval(said.text)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        except NO_LITERAL:
             return False  # a set of sets as well, which has no literal
         if self.as_json:
             wanted = _lists(self.value)
@@ -276,7 +278,7 @@ def _assert(statement: ast.Assert) -> Expected:
 def _literal(node: ast.expr) -> tuple[Any] | None:
     try:
         return (ast.literal_eval(node),)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+    except NO_LITERAL:
         return None
 
 

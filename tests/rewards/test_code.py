@@ -93,6 +93,9 @@ CHEATS = {
     "tests that are looked for": "import gc, sys\nfound = [x for x in gc.get_objects() if 'assert f(1)' in str(x)[:1000]]\n"
     "def f(x): return sys._getframe(1).f_locals.get('expected', found)",
     "what it prints": "print('all tests passed')",
+    "a value that overflows, in the runner's place": "import sys, time\nframe = sys._getframe()\n"
+    "while 'channel' not in frame.f_locals: frame = frame.f_back\nchannel = frame.f_locals['channel']\n"
+    "channel.write(b'done'), channel.read(), channel.write(b'+0x' + b'f' * 1000 + b'+1j'), time.sleep(600)",
     "a thread that stays": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()",
 }
 

@@ -146,6 +146,7 @@ def test_what_is_no_test_is_said(row: dict[str, Any], field: str | None, says: s
         (Expected(Check("value", "x"), 1), "[" * 300, False),
         (Expected(Check("value", "x"), [1]), "{{1, }, }", False),  # {frozenset({1})}
         (Expected(Check("value", "x"), [1]), "{{1, }: 2}", False),
+        (Expected(Check("value", "x"), 1), f"0x{'f' * 1000}+1j", False),  # it overflows
         (Expected(Check("assert", "x")), "", True),
     ],
 )
