@@ -88,12 +88,12 @@ def _refused(why: str, at: int | None = None) -> RefusedError:
 
 
 def _canonical(arguments: object) -> str:
-    """JSON in one form; what is none as it is."""
+    """JSON in one form; what is none, or nested too deeply to be written, as it is."""
     if not isinstance(arguments, str):
         return str(arguments)
     try:
         return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except orjson.JSONDecodeError:
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return arguments
 
 

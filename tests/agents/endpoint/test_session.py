@@ -17,6 +17,7 @@ from megarl.agents.environments.guess_number import GuessNumber
 from megarl.agents.template import QUICK, ChatTemplate
 from megarl.core.types import Sample, Status
 from megarl.rollout.seeds import request_seed
+from megarl.serving.call_parser import Parsed, ParsedCall
 from megarl.serving.sampling import Sampling
 from tests.agents.endpoint.harnesses import END, MODEL, TOKENIZER, guess, harnessed, ids_of, writing
 from tests.agents.playing import make_settings, play
@@ -353,6 +354,28 @@ def test_tools_of_the_agent_stand_in_the_prompt_and_their_calls_are_read() -> No
     assert sample.numbers["tool_calls"] == 2.0
     text = TOKENIZER.decode(sample.response_ids)
     assert text.count("<tool_response>\nab\n</tool_response>") == 2
+    assert_exact(sample, fake)
+
+
+def test_a_call_nested_deeper_than_json_is_written_costs_nothing() -> None:
+    arguments = f'{{"left": {"[" * 300}{"]" * 300}}}'
+
+    class Deep(FakeReader):
+        async def parse(self, text: str, tools: Any = None) -> Parsed:
+            return Parsed((ParsedCall("multiply", arguments),) if text == "12" else (), unread=False, text="")
+
+    async def with_tools(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        messages: list[Any] = [*row.messages]
+        said = await client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])
+        [call] = said.choices[0].message.tool_calls or []
+        assert call.type == "function" and call.function.arguments == arguments
+        messages += [said.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "ab"}]
+        await client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])
+        return 1.0
+
+    fake = writing("12", "b")
+    [sample] = harnessed(fake, with_tools, parser=Deep())
+    assert sample.reward == 1.0 and sample.metadata.get("failure") is None
     assert_exact(sample, fake)
 
 
