@@ -74,6 +74,7 @@ class Keeper:
         self._writer = writer
         self._children = Children()
         self._warm: asyncio.Queue[Cell | StartError] = asyncio.Queue()
+        self._wanted = 0  # by jobs that have none yet
         self._starting = 0
         self._at_once = asyncio.Semaphore(max(2, len(os.sched_getaffinity(0))))
         self._cells: set[Cell] = set()
@@ -139,13 +140,17 @@ class Keeper:
 
     async def _take(self) -> Cell:
         """The next sandbox that is ready. Raises StartError where none comes up."""
-        while True:
-            found = await self._warm.get()
-            if isinstance(found, StartError):
-                raise found
-            if not found.exited.done():
-                return found
-            self._later(self._retire(found))  # somebody killed it while it waited
+        self._wanted += 1
+        try:
+            while True:
+                found = await self._warm.get()
+                if isinstance(found, StartError):
+                    raise found
+                if not found.exited.done():
+                    return found
+                self._later(self._retire(found))  # somebody killed it while it waited
+        finally:
+            self._wanted -= 1
 
     async def _start(self) -> Cell:
         """A new sandbox that is ready. Raises StartError."""
@@ -177,7 +182,8 @@ class Keeper:
         except StartError as error:
             self._failures += 1
             log.warning("a sandbox did not start: %s", error)
-            if self._failures >= FAILURES:
+            # Where nobody waits, whoever comes later would be told of what may have passed by then.
+            if self._failures >= FAILURES and self._warm.qsize() < self._wanted:
                 self._warm.put_nowait(error)
             await asyncio.sleep(AGAIN_S)
             self._stock()

@@ -19,8 +19,10 @@ import pytest
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.sandbox import watch
+from megarl.sandbox.cell import StartError
 from megarl.sandbox.cgroups import PREFIX
 from megarl.sandbox.job import MIB, Check, Limits
+from megarl.sandbox.keeper import Keeper
 from megarl.sandbox.pool import SandboxPool
 from tests.support.other_user import REPOSITORY
 from tests.support.processes import ended, open_files
@@ -238,6 +240,42 @@ def test_a_waiting_sandbox_that_somebody_killed_is_replaced() -> None:
         return (await pool.run("print('anew')")).stdout
 
     assert in_pool(work, size=1) == "anew\n"
+
+
+class Waits:
+    def __init__(self) -> None:
+        self.exited = asyncio.get_running_loop().create_future()
+
+
+class Flaky(Keeper):
+    """Its sandboxes do not start while it is broken; they do nothing but wait."""
+
+    broken = True
+
+    async def _start(self) -> Any:
+        if self.broken:
+            raise StartError("no memory")
+        cell: Any = Waits()
+        self._cells.add(cell)
+        return cell
+
+
+def test_starts_that_fail_are_told_to_jobs_that_wait_and_to_none_that_come_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megarl.sandbox.keeper.AGAIN_S", 0.001)
+
+    async def go() -> None:
+        flaky = Flaky(None, None, 2, None)  # type: ignore[arg-type]
+        flaky._stock()
+        with pytest.raises(StartError, match="no memory"):
+            await flaky._take()
+        await until(lambda: flaky._failures > 20)
+        flaky.broken = False
+        await until(lambda: len(flaky._cells) == 2)
+        assert {await flaky._take(), await flaky._take()} == flaky._cells
+
+    asyncio.run(go())
 
 
 def refused(command: list[str], environment: dict[str, str]) -> str:
