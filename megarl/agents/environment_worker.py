@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import pickle
 import socket
@@ -24,6 +25,8 @@ from megarl.agents.patience import MOST_TRACE, in_words
 from megarl.recipe.agent import Agent
 from megarl.rewards.worker import HEADER, frame
 
+CLOSE_S = 10.0  # for an environment to close after nobody waits for that any more
+
 
 class _Home:
     """One environment's thread and event loop."""
@@ -32,15 +35,27 @@ class _Home:
         self._make = make
         self._environment: Environment | None = None
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="environment", daemon=True).start()
+        threading.Thread(target=self._run, name="environment", daemon=True).start()
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Call it, after what was called before has given its thread back."""
         return asyncio.run_coroutine_threadsafe(self._call(method, arguments), self._loop)
 
+    def cancel(self, running: Future[Any], method: str) -> None:
+        """Cancel a call. To close begins yet where what blocks before it gives the thread back: it has time from then on."""
+        if method != "close":
+            running.cancel()
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended just now, and its loop is closed
+            self._loop.call_soon_threadsafe(self._loop.call_later, CLOSE_S, running.cancel)
+
     def end(self) -> None:
         """Let go of the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()  # it has open files
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         try:
@@ -55,20 +70,21 @@ class _Worker:
     def __init__(self, make: Make, say: Callable[[Answer], None]) -> None:
         self._make, self._say = make, say
         self._homes: dict[int, _Home] = {}
-        self._running: dict[int, Future[Any]] = {}
+        self._running: dict[int, tuple[Call, Future[Any]]] = {}
 
     def take(self, asked: Call | Cancel) -> None:
         """Begin what is asked; answers come when they come."""
         if isinstance(asked, Cancel):
-            running = self._running.get(asked.number)
-            if running is not None:
-                running.cancel()
+            if (found := self._running.get(asked.number)) is not None:
+                call, running = found
+                if (home := self._homes.get(call.environment)) is not None:
+                    home.cancel(running, call.method)
             return
         if asked.method == "start":
             self._homes[asked.environment] = _Home(self._make)
         home = self._homes[asked.environment]
         running = home.call(asked.method, asked.arguments)
-        self._running[asked.number] = running
+        self._running[asked.number] = asked, running
         running.add_done_callback(lambda ended: self._ended(asked, home, ended))
 
     def _ended(self, asked: Call, home: _Home, ended: Future[Any]) -> None:

@@ -50,8 +50,8 @@ class Blocking:
             if self._wrong == "fork and die" and os.fork() == 0:
                 time.sleep(600)
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._wrong == "hang":
-            time.sleep(60)
+        if self._wrong in ("hang", "linger"):
+            time.sleep(60 if self._wrong == "hang" else 1.5)
         if self._wrong == "unpicklable":
             return lambda: None
         return Done(1.0, {"pid": float(os.getpid())})

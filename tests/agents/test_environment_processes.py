@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,52 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
 
     died, done = asyncio.run(asyncio.wait_for(go(), 60))
     assert died == "its process ended by SIGKILL" and isinstance(done, Done) and done.reward == 1.0
+
+
+def in_one_process(folder: Path, wrong: str, work: Callable[[EnvironmentProcesses], Awaitable[None]]) -> None:
+    async def go() -> None:
+        settings = {"folder": str(folder), "wrong": wrong}
+        processes = EnvironmentProcesses(
+            Agent(environment="tests.agents.blocking:Blocking", settings=settings, workers=1)
+        )
+        try:
+            await processes.ready()
+            await work(processes)
+        finally:
+            await processes.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_one_that_blocks_for_longer_than_anybody_waits_closes_once_it_has_its_thread_back(tmp_path: Path) -> None:
+    async def lingers(processes: EnvironmentProcesses) -> None:
+        made = processes.make()
+        await made.start(ROW)
+        for call in (lambda: made.step(Response("5", (5,), 1)), made.close):
+            with pytest.raises(EnvironmentFailedError, match="did not end within"):
+                await patience.within(call, 0.2, "it")
+        assert not [*tmp_path.glob("close-*")]
+        while not [*tmp_path.glob("close-*")]:
+            await asyncio.sleep(0.02)
+
+    in_one_process(tmp_path, "linger", lingers)
+
+
+def test_environments_that_have_closed_hold_no_files(tmp_path: Path) -> None:
+    async def count(processes: EnvironmentProcesses) -> None:
+        process = processes._workers[0]
+        assert process is not None
+        files = Path(f"/proc/{process._process.pid}/fd")
+        before = len([*files.iterdir()])
+        made = [processes.make() for _ in range(20)]
+        for each in made:
+            await each.start(ROW)
+        for each in made:
+            await each.close()
+        while len([*files.iterdir()]) > before:
+            await asyncio.sleep(0.02)
+
+    in_one_process(tmp_path, "", count)
 
 
 def test_a_recipe_names_how_many(tmp_path: Path) -> None:
