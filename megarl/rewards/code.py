@@ -48,6 +48,7 @@ class CodeGrader:
     def __init__(self, settings: Code) -> None:
         self._settings = settings
         self._pool = SandboxPool(limits_of(settings), settings.sandboxes)
+        self._room = asyncio.Semaphore(self._pool.size)
         self._in_flight = InFlight()
 
     async def start(self) -> None:
@@ -83,8 +84,7 @@ class CodeGrader:
 
     async def first(self, code: str, tests: RowTests, row: str) -> Result:
         """What a program does with the input of the first test, or without any where tests are checks. Raises MegarlError."""
-        with self._in_flight.at(row):
-            return await self._pool.run(code, stdin=tests.pairs[0].stdin if tests.pairs else "")
+        return await self._run(row, code, stdin=tests.pairs[0].stdin if tests.pairs else "")
 
     async def passed(self, code: str, tests: RowTests, row: str) -> int:
         """How many tests pass. Where only all of them count, the first that does not ends it. Raises MegarlError."""
@@ -97,16 +97,20 @@ class CodeGrader:
         return len(tests.pairs) + await self._checks(code, tests, row)
 
     async def _pair(self, code: str, pair: Pair, row: str) -> bool:
-        with self._in_flight.at(row):
-            result = await self._pool.run(code, stdin=pair.stdin)
+        result = await self._run(row, code, stdin=pair.stdin)
         return result.ended == "ok" and same_output(result.stdout, pair.stdout)
 
     async def _checks(self, code: str, tests: RowTests, row: str) -> int:
         if not tests.checks:
             return 0
         setup = (Check("assert", tests.setup),) if tests.setup else ()
-        with self._in_flight.at(row):
-            result = await self._pool.run(code, checks=setup + tuple(each.check for each in tests.checks))
+        result = await self._run(row, code, checks=setup + tuple(each.check for each in tests.checks))
         said = result.checked[len(setup) :]
         # Those that were not reached are missing at the end: they did not pass.
         return sum(expected.met(each) for expected, each in zip(tests.checks, said, strict=False))
+
+    async def _run(self, row: str, code: str, *, stdin: str = "", checks: tuple[Check, ...] = ()) -> Result:
+        """Run a program when a sandbox is free: one that waits for that is not under way."""
+        async with self._room:
+            with self._in_flight.at(row):
+                return await self._pool.run(code, stdin=stdin, checks=checks)

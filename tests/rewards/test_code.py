@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,26 @@ def test_settings_are_heeded() -> None:
     assert [each.reward for each in grades(cases, **tight)] == [1.0, 0.0, 0.0, 0.0, 1.0]
     limits = limits_of(Code(kind="code", disk_mb=8, processes=9))
     assert (limits.disk_bytes, limits.file_bytes, limits.processes) == (8 * 2**20, 8 * 2**20, 9)
+
+
+def test_programs_that_wait_for_a_sandbox_are_not_under_way() -> None:
+    async def run() -> float:
+        grader, oldest = CodeGrader(Code(kind="code", sandboxes=1)), 0.0
+        await grader.start()
+        slow = block("import time; time.sleep(0.2)\n" + RIGHT)
+        row = {"tests": {"inputs": ["1 2"], "outputs": ["3"]}}
+        grading = asyncio.gather(*(grader.grade("", slow, "", row) for _ in range(6)))
+        while not grading.done():
+            await asyncio.sleep(0.01)
+            at = grader.oldest()
+            oldest = max(oldest, 0.0 if at is None else at.for_s)
+        assert [each.reward for each in await grading] == [1.0] * 6
+        await grader.close()
+        return oldest
+
+    began = time.monotonic()
+    oldest = asyncio.run(run())
+    assert 0.1 < oldest < (time.monotonic() - began) / 2
 
 
 CHEATS = {
