@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.recipe.reward import Code
-from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output
+from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output, stripped
 from megarl.rewards.grade import Grade, failed
 from megarl.rewards.patience import InFlight, UnderWay
 from megarl.sandbox.job import MIB, Check, Limits, Result
@@ -64,6 +64,8 @@ class CodeGrader:
         code = last_block(response)
         if code is None:
             return Grade(0.0)
+        if self._settings.score == "all" and (why := self._beyond(tests)):
+            return failed(f"error: {why}")
         try:
             passed = await self.passed(code, tests, row or str(id(response)))
         except WorkerDiedError:
@@ -95,6 +97,14 @@ class CodeGrader:
             if not await self._pair(code, pair, row):
                 return 0
         return len(tests.pairs) + await self._checks(code, tests, row)
+
+    def _beyond(self, tests: RowTests) -> str:
+        """Why no program could pass all tests within the bounds of a sandbox; empty where one could."""
+        for number, pair in enumerate(tests.pairs, 1):
+            size = len(stripped(pair.stdout).encode(errors="replace"))
+            if size > self._pool.limits.output_bytes:
+                return f"its test {number} wants {size} bytes of output, and output_kb is {self._settings.output_kb}"
+        return ""
 
     async def _pair(self, code: str, pair: Pair, row: str) -> bool:
         result = await self._run(row, code, stdin=pair.stdin)

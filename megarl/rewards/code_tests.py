@@ -101,9 +101,12 @@ def last_block(response: str) -> str | None:
 
 def same_output(written: str, wanted: str) -> bool:
     """Whether they are the same lines, white space at the ends of lines and of the text left out."""
-    return [line.rstrip() for line in written.rstrip().split("\n")] == [
-        line.rstrip() for line in wanted.rstrip().split("\n")
-    ]
+    return stripped(written) == stripped(wanted)
+
+
+def stripped(text: str) -> str:
+    """Without white space at the ends of its lines, and at its end."""
+    return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
 
 
 def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> RowTests:

@@ -126,6 +126,12 @@ def check_job(job: Job, limits: Limits) -> None:
         raise UserError(
             f"{job.num_bytes()} bytes of code, files and standard input are more than a sandbox takes ({limits.input_bytes})"
         )
+    in_folder = len(job.code) + len(job.stdin) + sum(map(len, job.files.values()))
+    if in_folder > limits.disk_bytes:
+        raise UserError(
+            f"{in_folder} bytes of code, files and standard input do not go into a sandbox's folder of {limits.disk_bytes} bytes "
+            "(disk_bytes; in a recipe disk_mb)"
+        )
     if not job.timeout_s > 0:
         raise UserError(f"timeout_s is {job.timeout_s!r}; it has to be above 0")
     for name in job.files:

@@ -139,6 +139,21 @@ def test_a_row_without_tests_is_a_failure_and_no_zero() -> None:
     assert broken.failure is not None and "neither JSON nor Python" in broken.failure
 
 
+def test_a_row_that_no_program_can_pass_is_a_failure_and_no_zero() -> None:
+    """Its input does not go into a sandbox's folder, or what it wants is more than a program may print."""
+    long = "1\n" * 2**20
+    [given] = grades([(block(RIGHT), {"tests": {"inputs": [long], "outputs": ["3"]}})], disk_mb=1)
+    assert given.failure is not None and "do not go into a sandbox's folder of 1048576 bytes" in given.failure
+    row = {"tests": {"inputs": ["1 2", "3"], "outputs": ["3", long]}}
+    [wanted] = grades([(block(RIGHT), row)])
+    assert (
+        wanted.failure is not None
+        and "its test 2 wants 2097151 bytes of output, and output_kb is 256" in wanted.failure
+    )
+    [share] = grades([(block(RIGHT), row)], score="share")
+    assert share == Grade(0.5)
+
+
 def test_where_no_sandbox_can_be_had_any_more_the_run_is_told() -> None:
     async def run() -> None:
         grader = CodeGrader(Code(kind="code", sandboxes=1))
