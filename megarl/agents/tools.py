@@ -11,7 +11,7 @@ import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
@@ -82,7 +82,15 @@ class Tool:
     async def _run(self, values: Mapping[str, Any]) -> str:
         if inspect.iscoroutinefunction(self._function):
             return as_text(await self._function(**values))
-        return cast(str, await in_thread(lambda: as_text(self._function(**values))))
+
+        def call() -> Any:
+            given = self._function(**values)
+            return given if inspect.isawaitable(given) else as_text(given)
+
+        given = await in_thread(
+            call
+        )  # of a coroutine that a decorator has wrapped in a plain function, something to wait for
+        return given if isinstance(given, str) else as_text(await given)
 
 
 class AnyTool(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import gc
 import importlib.util
 import json
@@ -102,6 +103,15 @@ def test_a_validator_of_the_users_that_raises_what_pydantic_lets_through_costs_i
     bad, good = asyncio.run(Toolbox([Tool(share)], 5.0).call(calls))
     assert bad.failed and bad.message["content"].startswith("error: wrong arguments: ZeroDivisionError: ")
     assert good.message["content"] == "2"
+
+
+def test_a_coroutine_that_a_decorator_has_made_a_plain_function_of_is_waited_for() -> None:
+    @functools.wraps(look_up)
+    def logged(*given: Any, **named: Any) -> Any:
+        return look_up(*given, **named)
+
+    [result] = asyncio.run(Toolbox([Tool(logged)], 5.0).call([ToolCall("look_up", '{"word": "Haus"}', "c0")]))
+    assert result.message["content"] == '{"Haus":"en"}' and not result.failed
 
 
 def test_calls_run_side_by_side_and_stay_in_order() -> None:
