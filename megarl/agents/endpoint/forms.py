@@ -41,6 +41,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+# What may be of several kinds: pydantic names one of them, which need not be the one that was meant.
+WANTED: Mapping[str, str] = {
+    "prompt": "one text, or the token ids of one, which are whole numbers from 0; several prompts are several requests",
+    "stop": f"a text, or a list of up to {MOST_STOPS}, each of at least 1 character",
+}
+
 # An empty one would end every choice at once.
 Stop = Annotated[str, Field(min_length=1)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
@@ -232,6 +238,8 @@ def _refusal(form: type[BaseModel], error: ValidationError) -> RefusedError:
             code="unknown_parameter",
             param=param,
         )
+    if place[0] in WANTED and first["type"] != "missing":
+        return RefusedError(f"{place[0]}: wanted is {WANTED[place[0]]}.", code="invalid_value", param=place[0])
     missing = first["type"] == "missing"
     message = f"Missing parameter: {param}." if missing else f"{param}: {first['msg'].removeprefix('Value error, ')}."
     return RefusedError(message, code="missing_required_parameter" if missing else "invalid_value", param=param)
