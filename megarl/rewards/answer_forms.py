@@ -11,7 +11,7 @@ from fractions import Fraction
 
 _GAP = r"(?:\\[,;:! ]|~|\{,\}|,\\!|[ \u00a0\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_GAP} ?\d{{3}})+(?![\d.])")
-_SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)[eE]([+-]?\d+)")
+_SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)[eE](?:\+|(-))?0*(\d+)")
 _COUNTED = re.compile(r"([$€£]?[+-]?[\d.,]+)\s+([A-Za-z]{3,}(?: [A-Za-z]+)*)\.?")
 # Words that change the number before them.
 _NO_UNITS = re.compile(
@@ -21,7 +21,7 @@ _NO_UNITS = re.compile(
 )
 _SIDE_BY_SIDE = re.compile(r"(?<![_^\d.])\d[\d.]*(?:\s|\\[,;:! ]|\\q?quad|~)+\d+(?!\d|\s*/|\.\d)")
 _DOTS = re.compile(r"\\[lcd]?dots[a-z]*|\.\.\.|…")
-_RATIO = re.compile(r"\d+(?:\s*:\s*\d+)+")
+_RATIO = re.compile(r"\d{1,1000}(?:\s*:\s*\d{1,1000})+")  # Python reads numbers of no more than 4300 digits
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
 _WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{5,}|true|[A-Z][a-z]{2,}")  # shorter ones are products as well
 _WRAPPED = re.compile(
@@ -43,7 +43,8 @@ def plain(text: str) -> str:
     if counted is not None and not _NO_UNITS.search(counted[2]):
         text = counted[1]
     scientific = _SCIENTIFIC.fullmatch(text)
-    return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}" if scientific is not None else text
+    # As text: Python makes no number of more than 4300 digits, and a model may write as many as it likes.
+    return rf"{scientific[1]}\times 10^{{{scientific[2] or ''}{scientific[3]}}}" if scientific is not None else text
 
 
 def by_text(found: str, wanted: str) -> bool | None:

@@ -82,6 +82,8 @@ def test_rewards(response: str, answer: str, reward: float) -> None:
         ("18 eggs per day", "18"),
         ("€42", "42"),
         ("1e-05", "0.00001"),
+        ("1e-00", "1"),
+        ("1E+003", "1000"),
         ("1e3", "1000"),
         (r"\log_2 8", "3"),
         (r"\binom{5}{2}", "10"),
@@ -162,6 +164,12 @@ def test_what_is_not_equal(left: str, right: str) -> None:
 def test_what_takes_for_ever_is_wrong_at_once(endless: str) -> None:
     """It was written by a policy, and is not the grader's failure."""
     assert math("", rf"\boxed{{{endless}}}", r"\frac12", {}) == 0.0
+
+
+@pytest.mark.parametrize("found", ["1e" + "9" * 5000, "1e-" + "9" * 5000, "1:" + "9" * 5000, "9" * 5000 + ":1:2"])
+@pytest.mark.parametrize("wanted", ["0", "1:2", "1:2:3"])
+def test_more_digits_than_python_makes_a_number_of_are_wrong(found: str, wanted: str) -> None:
+    assert math("", rf"\boxed{{{found}}}", wanted, {}) == 0.0
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(-(10**30), 10**30))
