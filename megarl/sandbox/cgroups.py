@@ -6,6 +6,7 @@ Version 1 and version 2 of the interface. Where the pool may make no groups (an 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +142,9 @@ def _sweep(place: Path) -> None:
     for old in place.glob(f"{PREFIX}*"):
         pid = old.name.removeprefix(PREFIX)
         if pid.isdigit() and not Path("/proc", pid).exists():
-            for folder in (*(each for each in old.iterdir() if each.is_dir()), old):
-                _removed(folder)
+            with contextlib.suppress(FileNotFoundError):  # another keeper that starts sweeps as well
+                for folder in (*(each for each in old.iterdir() if each.is_dir()), old):
+                    _removed(folder)
 
 
 def _removed(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,13 @@ def test_none_are_found_where_none_may_be_made(tmp_path: Path) -> None:
     assert cgroups.find(where) is None  # processes are not counted there
     assert sorted(tmp_path.iterdir()) == before
     assert cgroups.find(proc(tmp_path, "", "")) is None
+
+
+def test_what_another_keeper_sweeps_at_the_same_time_is_gone_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pid in (2**22 + 1, 2**22 + 2):  # no process has such a number
+        (tmp_path / f"{cgroups.PREFIX}{pid}" / "1").mkdir(parents=True)
+    monkeypatch.setattr(cgroups, "_removed", lambda _: [shutil.rmtree(each) for each in tmp_path.iterdir()])
+    cgroups._sweep(tmp_path)
+    assert not [*tmp_path.iterdir()]
