@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import orjson
@@ -131,7 +131,7 @@ class Endpoint:
     def _card(self) -> dict[str, Any]:
         return {"id": self._model.name, "object": "model", "created": self._since, "owned_by": "megarl"}
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _session_of(self, request: web.Request) -> AsyncIterator[Session]:
         """Whose request it is; it ends with the session. Raises RefusedError."""
         given = request.headers.get("Authorization", "")
@@ -169,13 +169,14 @@ class Endpoint:
             if making.done():
                 making.result()
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
-            while not making.done():
-                await response.write(b": the model is at it\n\n")
-                await asyncio.wait({making}, timeout=BEAT_S)
             usage = form.stream_options is not None and form.stream_options.include_usage
-            await response.write(_events(making, form.model, chat=chat, with_usage=usage))
-            await response.write_eof()
+            with contextlib.suppress(ConnectionResetError):  # who has hung up hears nothing more
+                await response.prepare(request)
+                while not making.done():
+                    await response.write(b": the model is at it\n\n")
+                    await asyncio.wait({making}, timeout=BEAT_S)
+                await response.write(_events(making, form.model, chat=chat, with_usage=usage))
+                await response.write_eof()
             return response
         finally:
             making.cancel()

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from openai import AsyncOpenAI
 
 from megarl.agents.endpoint import http
@@ -247,6 +248,30 @@ def test_a_stream_that_waits_says_so_and_tells_of_an_error_later(monkeypatch: py
             assert '"type":"server_error"' in rest and "[DONE]" not in rest
 
     served(fake, call)
+
+
+def test_who_hangs_up_at_the_end_of_a_stream_is_no_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = web.StreamResponse.write_eof
+
+    async def write_eof(response: web.StreamResponse, data: bytes = b"") -> None:
+        if not isinstance(response, web.Response):
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await plain(response, data)
+
+    async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        body = json.dumps({"model": MODEL, "messages": ASKED, "stream": True})
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        url = f"{endpoint.url}/chat/completions"
+        async with aiohttp.ClientSession(headers=headers) as session, session.post(url, data=body) as answer:
+            assert answer.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", write_eof)
+    served(writing("1"), call)
+    assert not [each for each in caplog.records if each.exc_info]
 
 
 def test_who_hangs_up_ends_what_was_asked() -> None:
