@@ -65,9 +65,10 @@ class EnvironmentProcesses:
 
 
 class RemoteEnvironment:
-    """An Environment whose methods run in a worker process."""
+    """An Environment whose methods run in a worker process. timed: as of Environment, known once it has started."""
 
     def __init__(self, processes: EnvironmentProcesses, index: int) -> None:
+        self.timed = False
         self._processes, self._index = processes, index
         self._process: _Process | None = None
         self._number = -1
@@ -76,7 +77,8 @@ class RemoteEnvironment:
         """Make the environment, and start it."""
         self._process = await self._processes.process(self._index)
         self._number = self._process.number()
-        return await self._process.call(self._number, "start", row)
+        messages, self.timed = await self._process.call(self._number, "start", row)
+        return messages
 
     async def step(self, response: Response) -> Any:
         """As of Environment."""

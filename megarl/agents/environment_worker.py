@@ -61,6 +61,8 @@ class _Home:
         try:
             if method == "start":
                 self._environment = self._make()
+                messages = await self._environment.start(*arguments)
+                return messages, bool(getattr(self._environment, "timed", False))
             return await getattr(self._environment, method)(*arguments) if self._environment is not None else None
         except (SystemExit, KeyboardInterrupt) as error:  # would end the thread
             raise RuntimeError(f"it exits ({error})") from error

@@ -58,3 +58,9 @@ class Blocking:
 
     async def close(self) -> None:
         (self._folder / f"close-{id(self)}-{os.getpid()}").touch()
+
+
+class Timed(Blocking):
+    """Ends its steps in time by itself."""
+
+    timed = True

@@ -115,6 +115,12 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
     assert died == "its process ended by SIGKILL" and isinstance(done, Done) and done.reward == 1.0
 
 
+def test_one_that_ends_in_time_by_itself_has_no_deadline_there_either(tmp_path: Path) -> None:
+    settings = {"folder": str(tmp_path), "wrong": "linger"}
+    [sample] = played("tests.agents.blocking:Timed", settings, "5", workers=1, step_timeout_s=1.0)
+    assert (sample.status, sample.reward) == (Status.COMPLETED, 1.5)
+
+
 def in_one_process(folder: Path, wrong: str, work: Callable[[EnvironmentProcesses], Awaitable[None]]) -> None:
     async def go() -> None:
         settings = {"folder": str(folder), "wrong": wrong}
