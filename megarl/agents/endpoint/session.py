@@ -79,6 +79,7 @@ class EpisodeSession:
         self._transcript: Transcript | None = None
         # The last turn is no part of the transcript until it is known which of its choices the conversation goes on with.
         self._choices: Sequence[Choice] = ()
+        self._bounded = False  # whether it was the run that bounded that turn's tokens, and not the agent
         self._template: ChatTemplate | None = None
         self._tools: list[dict[str, Any]] = []
         self._known: list[Seen] = []
@@ -242,6 +243,8 @@ class EpisodeSession:
         self, said: _Said, request: ChatRequest | CompletionRequest, read: Callable[[Generation], Awaitable[Choice]]
     ) -> Answered:
         """Have the policy write; what is told it and what it wrote count once it has. Raises RefusedError."""
+        if self.over is not None:  # the choice that it goes on with was cut off
+            raise _is_over(self.over)
         transcript = self._transcript
         before = 0 if transcript is None else transcript.num_response + len(said.ids)
         left = self._attempt.sampling.max_tokens - before
@@ -274,7 +277,8 @@ class EpisodeSession:
         self.tally.say(said.messages, len(said.ids))
         self._known += said.seen
         self._choices = choices
-        if all(choice.generation.finish == "length" for choice in choices) and bound <= (request.most_tokens or bound):
+        self._bounded = bound <= (request.most_tokens or bound)
+        if self._bounded and all(choice.generation.finish == "length" for choice in choices):
             self.over = "tokens"
         return Answered(choices, len(context))
 
@@ -283,6 +287,8 @@ class EpisodeSession:
         assert self._transcript is not None
         self._transcript.wrote(choice.generation)
         self._choices = ()
+        if self._bounded and choice.generation.finish == "length":
+            self.over = self.over or "tokens"
         self._known.append(seen_choice(choice))
         self._calls = choice.calls
         self._text.wrote(choice)

@@ -309,6 +309,23 @@ def test_of_several_choices_the_one_that_the_conversation_goes_on_with_is_traine
     assert seeds == [request_seed(1, "train", 3, "rows.jsonl:1", 0, *each) for each in wanted]
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_of_several_choices_one_that_a_budget_cut_off_ends_the_episode(goes_on: bool) -> None:
+    async def choose(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        first = await client.chat.completions.create(model=MODEL, messages=list(row.messages), n=2)  # type: ignore[arg-type]
+        assert [choice.finish_reason for choice in first.choices] == ["length", "stop"]
+        if goes_on:
+            messages: Any = [*row.messages, first.choices[0].message, {"role": "user", "content": "a"}]
+            with pytest.raises(openai.BadRequestError, match=r"agent\.turn_tokens .* is used up"):
+                await client.chat.completions.create(model=MODEL, messages=messages)
+        return 1.0
+
+    fake = writing("5" * 30, "5")
+    [sample] = harnessed(fake, choose, turn_tokens=10)
+    assert sample.status is Status.TRUNCATED and sample.numbers["truncated_by/tokens"] == 1.0
+    assert sample.numbers["turns"] == 1 and sample.loss_mask.tolist() == [1] * 10 and sample.reward == 1.0
+
+
 def test_a_run_samples_by_its_own_rules_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     async def cold(client: AsyncOpenAI, row: EpisodeRow) -> float:
         await two_turns(client, row, temperature=0.2, top_p=0.5, seed=3, stop=["]"])
