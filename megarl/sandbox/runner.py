@@ -136,7 +136,8 @@ def run(job: dict[str, Any], channel: Channel | None) -> None:
             sys.stdout.flush()
             sys.exit(1)
     if channel is not None:
-        sys.stdout.flush()
+        if not getattr(sys.stdout, "closed", True):  # the program may have closed it, or have put nothing in its place
+            sys.stdout.flush()
         channel.write(b"done")  # only now the checks come
         for kind, source in channel.read():
             channel.write(check(kind, source, main.__dict__))

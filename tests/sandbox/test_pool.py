@@ -127,6 +127,13 @@ def test_checks_come_after_the_code_and_say_values() -> None:
     assert (hanging.ended, hanging.checked[0].text) == ("ok", "set()")
 
 
+@pytest.mark.parametrize("end", ["sys.stdout.close()", "sys.stdout = None"])
+def test_checks_come_after_a_program_that_closes_its_output(end: str) -> None:
+    code = f"import sys\ndef f(x): return 2 * x\n{end}"
+    found = in_pool(lambda pool: pool.run(code, checks=(Check("value", "f(2)"),)), size=1)
+    assert [each.text for each in found.checked] == ["4"]
+
+
 def test_what_no_sandbox_takes_is_refused_at_once() -> None:
     async def work(pool: SandboxPool) -> None:
         for name in ("../out", "/etc/passwd", "", "a//b", "main.py", ".stdin", "a/./b"):
