@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, check_done
-from megarl.agents.harness_process import run_command, variables_of
+from megarl.agents.harness_process import run_command, variables_of, without_proxy
 from megarl.agents.patience import NEVER_S, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
@@ -41,9 +42,13 @@ class FunctionHarness:
 
     def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
         self._function = function
+        self._url = ""  # that no proxy is asked for
 
     async def play(self, url: str, key: str, row: EpisodeRow) -> Done | None:
         """What it gives: a number is the reward."""
+        if url != self._url:
+            os.environ.update(without_proxy(url))
+            self._url = url
 
         async def played() -> Done | None:
             found = await self._function(url, key, row)

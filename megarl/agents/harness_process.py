@@ -46,16 +46,15 @@ async def run_command(command: Sequence[str], row: EpisodeRow, variables: Mappin
 
 
 def variables_of(url: str, key: str, model: str) -> dict[str, str]:
-    """What tells clients of OpenAI's API where to go; no proxy leads there."""
+    """What tells clients of OpenAI's API where to go."""
+    return {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": model, **without_proxy(url)}
+
+
+def without_proxy(url: str) -> dict[str, str]:
+    """What keeps clients from taking a proxy's way to the endpoint, which does not lead there."""
     host = urlsplit(url).hostname or ""
     direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy", ""), host]))
-    return {
-        "OPENAI_BASE_URL": url,
-        "OPENAI_API_KEY": key,
-        "OPENAI_MODEL": model,
-        "NO_PROXY": direct,
-        "no_proxy": direct,
-    }
+    return {"NO_PROXY": direct, "no_proxy": direct}
 
 
 def row_json(row: EpisodeRow) -> bytes:

@@ -21,7 +21,7 @@ from megarl.agents.harness_process import EPISODE_VARIABLE, row_json
 from megarl.agents.player import open_player
 from megarl.core.errors import UserError
 from megarl.core.types import Sample, Status
-from tests.agents.endpoint.harnesses import MODEL, TOKENIZER, harnessed, writing
+from tests.agents.endpoint.harnesses import MODEL, TOKENIZER, guess, harnessed, writing
 from tests.agents.endpoint.test_session import TURNS, same
 from tests.agents.forms import make_tokenizer
 from tests.agents.playing import make_settings, play
@@ -182,6 +182,16 @@ def test_who_gives_an_episode_up_ends_its_harness() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         harnessed(writing("5"), command("time.sleep(600)"), beside=give_up)
+
+
+def test_no_proxy_is_asked_for_the_way_to_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "elsewhere.example")
+    [sample] = harnessed(writing("42"), guess)
+    assert sample.metadata.get("failure") is None and sample.reward == 1.0
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "elsewhere.example,127.0.0.1"
 
 
 def test_a_function_that_raises_or_gives_nonsense_costs_its_episode() -> None:
