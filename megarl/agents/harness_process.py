@@ -17,7 +17,10 @@ import orjson
 
 from megarl.agents.environment import EnvironmentFailedError, EpisodeRow
 from megarl.core import janitor
+from megarl.core.log import get_logger
 from megarl.serving.process import GUARD
+
+log = get_logger(__name__)
 
 EPISODE_VARIABLE = "MEGARL_EPISODE"  # marks all that an episode's harness starts, wherever it hides
 TERM_S = 2.0  # for one that is ended before its time to end what it started elsewhere, such as a container
@@ -130,18 +133,21 @@ async def _ended(process: asyncio.subprocess.Process, mark: str) -> int:
 
 
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
-    """Kill what is left of a harness: its group, and what left that."""
+    """Kill what is left of a harness: its group, and what left that. What may not be killed, such as `sudo`, is told of."""
     _signal(process.pid, signal.SIGKILL)
-    await process.wait()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), KILL_S)
     clock = asyncio.get_running_loop().time
     deadline = clock() + KILL_S
     while left := await asyncio.to_thread(janitor.processes_with, EPISODE_VARIABLE, mark):
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if clock() > deadline:
-            return
+            break
         await asyncio.sleep(0.02)
+    if stays := {*left, *([process.pid] if process.returncode is None else [])}:
+        log.warning("a harness could not be ended: of its processes stay %s", ", ".join(map(str, sorted(stays))))
 
 
 async def _read_out(reading: asyncio.Task[None]) -> None:
@@ -152,7 +158,7 @@ async def _read_out(reading: asyncio.Task[None]) -> None:
 
 
 def _signal(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 

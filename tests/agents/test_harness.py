@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.agents import harness_process
 from megarl.agents.check import check_agent
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.environments.guess_number import GuessNumber
@@ -165,6 +167,27 @@ def test_one_that_hangs_is_ended_when_its_seconds_are_used_up() -> None:
         timeout_s=2.0,
     )
     assert sample.status is Status.TRUNCATED and sample.numbers["truncated_by/time"] == 1.0 and sample.reward == 0.5
+
+
+def test_one_that_may_not_be_killed_costs_its_episode_and_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `sudo` may not, where the run is not root's."""
+
+    def refused(*_: int) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", refused)
+        patched.setattr(os, "kill", refused)
+        for name in ("TERM_S", "KILL_S"):
+            patched.setattr(harness_process, name, 0.1)
+        sample = one("post('/episode/reward', {'reward': 0.5}); time.sleep(600)", timeout_s=2.0)
+    assert sample.status is Status.TRUNCATED and sample.reward == 0.5
+    [pid] = marked()
+    assert f"a harness could not be ended: of its processes stay {pid}" in caplog.text
+    os.kill(pid, signal.SIGKILL)
+    assert ended([pid])
 
 
 def test_a_program_that_there_is_not_fails_the_episode() -> None:
