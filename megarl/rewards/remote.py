@@ -97,10 +97,12 @@ class RemoteGrader:
             task.add_done_callback(self._came_back)
 
     def _next_batch(self) -> list[_Job]:
-        """Those that have waited longest, without what would only time out as well."""
+        """Those that have waited longest, without what would only time out as well, and what nobody waits for any more."""
         jobs: list[_Job] = []
         while self._waiting and len(jobs) < self._batch:
             job = self._waiting.popleft()
+            if job.future.done():
+                continue
             refusal = self._patience.refusal(job.row, job.asked_at)
             if refusal is None:
                 jobs.append(job)

@@ -166,6 +166,18 @@ def test_a_caller_that_gives_up_harms_nobody() -> None:
     assert talk(lambda: FakeRemote(HANG), call, timeout_s=0.3) == [Grade(1.0)]
 
 
+def test_what_is_given_up_before_it_was_sent_is_not_graded() -> None:
+    async def call(grader: RemoteGrader, fake: FakeRemote) -> list[str]:
+        grading = [asyncio.create_task(grader.grade("p", name, "a", {})) for name in ("sent", "given up", "waits")]
+        while not fake.bodies:
+            await asyncio.sleep(0)
+        grading[1].cancel()
+        await asyncio.gather(*grading, return_exceptions=True)
+        return [item["response"] for body in fake.bodies for item in body["items"]]
+
+    assert talk(lambda: FakeRemote(HANG), call, batch=1, concurrency=1, timeout_s=0.3) == ["sent", "waits"]
+
+
 def test_closing_refuses_what_is_under_way_and_what_waits() -> None:
     async def call(grader: RemoteGrader, fake: FakeRemote) -> list[Any]:
         tasks = [asyncio.create_task(grader.grade("", str(n), "", {})) for n in range(3)]
