@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
@@ -10,7 +11,7 @@ from megarl.recipe.reward import Code
 from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output, stripped
 from megarl.rewards.grade import Grade, failed
 from megarl.rewards.patience import InFlight, UnderWay
-from megarl.sandbox.job import MIB, Check, Limits, Result
+from megarl.sandbox.job import MIB, MOST_VALUE, Check, Limits, Result
 from megarl.sandbox.pool import SandboxPool
 
 KIB = 1024
@@ -104,6 +105,10 @@ class CodeGrader:
             size = len(stripped(pair.stdout).encode(errors="replace"))
             if size > self._pool.limits.output_bytes:
                 return f"its test {number} wants {size} bytes of output, and output_kb is {self._settings.output_kb}"
+        for number, expected in enumerate(tests.checks, len(tests.pairs) + 1):
+            size = _shortest(expected.value) - (2 if expected.as_json else 0)  # a list of one stands for its item
+            if expected.check.kind == "value" and size > MOST_VALUE:
+                return f"its test {number} wants a value of {size} characters, and one of up to {MOST_VALUE} is read"
         return ""
 
     async def _pair(self, code: str, pair: Pair, row: str) -> bool:
@@ -124,3 +129,8 @@ class CodeGrader:
         async with self._room:
             with self._in_flight.at(row):
                 return await self._pool.run(code, stdin=stdin, checks=checks)
+
+
+def _shortest(value: Any) -> int:
+    """Characters of the shortest literal that equals a value, or fewer: to Python, 1 is 1.0 and True."""
+    return len(re.sub(r"\.0\b|(?<=T)rue|(?<=F)alse", "", repr(value)))

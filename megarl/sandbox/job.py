@@ -9,6 +9,7 @@ from typing import Literal
 from megarl.core.errors import UserError
 
 MIB = 2**20
+MOST_VALUE = 65536  # characters of a check's value; runner.py, which imports nothing of megarl, has the same
 LEAST_MEMORY_BYTES = 48 * MIB  # Python itself, and bubblewrap around it
 # The script's own name, where its files are, and its standard input. They may not be given as files.
 SCRIPT, STDIN = "main.py", ".stdin"

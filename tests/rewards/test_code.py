@@ -152,6 +152,16 @@ def test_a_row_that_no_program_can_pass_is_a_failure_and_no_zero() -> None:
     )
     [share] = grades([(block(RIGHT), row)], score="share")
     assert share == Grade(0.5)
+    for count, failure in (
+        (21_000, None),
+        (22_000, "its test 1 wants a value of 65998 characters, and one of up to 65536"),
+    ):
+        code = f"def f(): return [0] * {count}"
+        [value] = grades([(block(code), {"tests": {"fn_name": "f", "inputs": [[]], "outputs": [[0] * count]}})])
+        assert value.reward == (failure is None) and (failure or "") in (value.failure or "")
+    # 1 is 1.0 to Python, and takes less.
+    [short] = grades([(block("def f(): return [1] * 20000"), {"tests": f"assert f() == {[1.0] * 20_000}"})])
+    assert short == Grade(1.0)
 
 
 def test_where_no_sandbox_can_be_had_any_more_the_run_is_told() -> None:

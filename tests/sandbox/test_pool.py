@@ -21,7 +21,7 @@ from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.sandbox import watch
 from megarl.sandbox.cell import StartError
 from megarl.sandbox.cgroups import PREFIX
-from megarl.sandbox.job import MIB, Check, Limits
+from megarl.sandbox.job import MIB, MOST_VALUE, Check, Limits
 from megarl.sandbox.keeper import Keeper
 from megarl.sandbox.pool import SandboxPool
 from tests.support.other_user import REPOSITORY
@@ -125,6 +125,11 @@ def test_checks_come_after_the_code_and_say_values() -> None:
     assert (left.ended, left.checked) == ("ok", ())
     assert ended_early.checked[0].text == "1"
     assert (hanging.ended, hanging.checked[0].text) == ("ok", "set()")
+
+
+def test_the_longest_value_is_the_runners() -> None:
+    source = Path(REPOSITORY, "megarl", "sandbox", "runner.py").read_text()
+    assert f"MOST_TEXT = {MOST_VALUE}  #" in source
 
 
 @pytest.mark.parametrize("end", ["sys.stdout.close()", "sys.stdout = None"])
