@@ -30,7 +30,9 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
     for name, section in roles.items():
         manifest = read_manifest(committed.role(name))
         if manifest.optimizer is not None:
-            pairs[f"{name}.optimizer.name"] = manifest.optimizer.get("name"), section.optimizer.name
+            optimizer = section.optimizer
+            others = manifest.other_state(optimizer.name, optimizer.momentum, recipe.model.dtype)
+            pairs |= {key if key == "model.dtype" else f"{name}.{key}": both for key, both in others.items()}
         if name == "actor":
             lora = None if section.lora is None else section.lora.model_dump(mode="json")
             pairs["actor.lora"] = _in_order(manifest.lora), _in_order(lora)

@@ -71,6 +71,21 @@ class Manifest:
         """Of all files."""
         return sum(each.bytes for each in self.files.values())
 
+    def other_state(self, name: str, momentum: float, dtype: ModelDtype) -> dict[str, tuple[Any, Any]]:
+        """Why the optimizer's state here is none of an optimizer like this: key of the recipe -> what it was, and what it is now.
+
+        Adam's is the same whatever the dtype. SGD's has weights of its own where the model is bfloat16, and momentum where it
+        has any. name, momentum: of the optimizer; dtype: of its model.
+        """
+        assert self.optimizer is not None
+        saved, had = self.optimizer.get("name"), self.optimizer.get("momentum", 0.0)
+        if saved != name:
+            return {"optimizer.name": (saved, name)}
+        if name != "sgd":
+            return {}
+        others = {"optimizer.momentum": (had, momentum)} if bool(had) != bool(momentum) else {}
+        return others | ({"model.dtype": (self.dtype, dtype)} if self.dtype != dtype else {})
+
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint's folder."""
         (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n")

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.models.hf_dtypes import ModelDtype
 from megarl.training.manifest import Manifest
 from megarl.training.state_shares import StateShares
 
@@ -125,11 +126,14 @@ class OptimizerState:
                 f"{folder} holds weights only, and training goes on from an optimizer's state. "
                 "Export it (`megarl convert mcore-to-hf`) and start a new run from the HF folder (model.path)."
             )
-        saved, wanted = manifest.optimizer["name"], self._optimizer.config.optimizer
-        if saved != wanted:
+        config = self._optimizer.config
+        dtype: ModelDtype = "bfloat16" if config.bf16 else "float32"
+        others = manifest.other_state(config.optimizer, config.sgd_momentum, dtype)
+        if others:
+            changed = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in others.items())
             raise UserError(
-                f"{folder} holds the state of {saved}; the recipe's actor.optimizer.name is {wanted}. "
-                f"Go on with {saved}, or start a new run from the exported weights."
+                f"{folder} holds an optimizer's state that the recipe's cannot go on from: {changed}. Go on with what it was, or "
+                "start a new run from the exported weights."
             )
 
     def _whole(self, weights: Mapping[str, Any], *, is_loading: bool) -> Any:

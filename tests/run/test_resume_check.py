@@ -156,3 +156,18 @@ def test_a_start_over_forgets_what_came_to_no_checkpoint(world: Path) -> None:
             SftRecipe, world / "sft.yaml", [f"run.name={name}", *TWO_STEPS], resume=False, go_on=True
         )
     assert "{}" not in (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("actor.optimizer.momentum=0.9",), "actor.optimizer.momentum was 0.0 and is 0.9"),
+        (("model.dtype=bfloat16",), "model.dtype was 'float32' and is 'bfloat16'"),
+    ],
+)
+def test_a_state_that_the_optimizer_has_not_got_is_named(overrides: tuple[str, ...], said: str, world: Path) -> None:
+    words = ("run.name=sgd", "actor.optimizer.name=sgd", *TWO_STEPS)
+    if not (world / "runs" / "sgd").exists():
+        driver.run(SftRecipe, world / "sft.yaml", words, world)
+    message = refused(world, SftRecipe, "sgd", "actor.optimizer.name=sgd", *overrides)
+    assert [line.strip() for line in message.splitlines() if line.startswith("  ")] == [said]

@@ -274,16 +274,50 @@ def test_a_state_of_other_weights_is_refused(rank, folder, tmp_path):
         rank.load("actor", tmp_path)
 
 
-def test_the_state_of_another_optimizer_is_refused(rank, folder, tmp_path):
-    sgd = Optimizer(name="sgd", lr=1e-2)
-    rank.build("actor", RoleSpec(folder, "float32", optimizer=sgd, objective=POLICY, total_steps=2))
+@pytest.mark.parametrize(
+    ("saved", "now", "said"),
+    [
+        (("sgd", 0.0, "float32"), ("adam", 0.0, "float32"), r"optimizer\.name was 'sgd' and is 'adam'"),
+        (("sgd", 0.0, "float32"), ("sgd", 0.9, "float32"), r"optimizer\.momentum was 0\.0 and is 0\.9"),
+        (("sgd", 0.9, "bfloat16"), ("sgd", 0.0, "bfloat16"), r"optimizer\.momentum was 0\.9 and is 0\.0"),
+        (("sgd", 0.9, "float32"), ("sgd", 0.5, "bfloat16"), r"model\.dtype was 'float32' and is 'bfloat16'\. Go"),
+        (("sgd", 0.0, "bfloat16"), ("sgd", 0.0, "float32"), r"model\.dtype was 'bfloat16' and is 'float32'"),
+    ],
+    ids=["name", "momentum", "no-momentum", "bf16", "float32"],
+)
+def test_a_state_that_the_optimizer_has_not_got_is_refused(rank, folder, tmp_path, saved, now, said):
+    """Not by Megatron's own words for it, which are about tensors that are missing."""
+
+    def build(name, momentum, dtype):
+        optimizer = Optimizer(name=name, lr=1e-2, momentum=momentum)
+        rank.build("actor", RoleSpec(folder, dtype, optimizer=optimizer, objective=POLICY, total_steps=2))
+
+    build(*saved)
     rank.save("actor", tmp_path)
-    rank.build(
-        "actor",
-        RoleSpec(folder, "float32", optimizer=Optimizer(), objective=POLICY, total_steps=2),
-    )
-    with pytest.raises(UserError, match=r"holds the state of sgd; the recipe's actor.optimizer.name is adam"):
+    build(*now)
+    with pytest.raises(UserError, match=rf"holds an optimizer's state that the recipe's cannot go on from: {said}"):
         rank.load("actor", tmp_path)
+
+
+@pytest.mark.parametrize(("before", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_adam_goes_on_in_another_dtype(rank, folder, tmp_path, before, now):
+    """From the weights that it keeps in float32, to the bit."""
+
+    def build(dtype):
+        spec = RoleSpec(folder, dtype, optimizer=Optimizer(lr=1e-3), total_steps=6, objective=POLICY)
+        rank.build("actor", spec)
+
+    def kept():
+        [member] = rank.engine("actor")._stepper.optimizer.chained_optimizers
+        return [each.clone() for group in member.optimizer.param_groups for each in group["params"]]
+
+    build(before)
+    steps(rank, [0, 1])
+    rank.save("actor", tmp_path)
+    expected = kept()
+    build(now)
+    rank.load("actor", tmp_path)
+    assert all(torch.equal(*pair) for pair in zip(kept(), expected, strict=True))
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "meanwhile"])
