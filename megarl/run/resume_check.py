@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.data.digests import Digests, differing
+from megarl.models.config import ModelConfig
 from megarl.models.fingerprint import fingerprint
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.training.manifest import read_manifest
+from megarl.training.manifest import HF_FOLDER, read_manifest, read_model_config
 from megarl.training.run_checkpoints import Committed
 
 
@@ -42,12 +45,21 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
     # A checkpoint of an older megarl does not say which model it began with.
     if committed.state.get("model") not in (None, fingerprint(recipe.model.path)):
         changed.append(f"  {recipe.model.path} (model.path) is another model than it began with")
+    if isinstance(recipe, Recipe) and recipe.critic is not None:
+        path = recipe.critic.path or recipe.model.path
+        if _scored(path) != _scored(committed.role("critic") / HF_FOLDER):
+            changed.append(f"  {path} (critic.path) is another model than it began with")
     if changed:
         told = "\n".join(changed)
         raise UserError(
             f"{committed.folder}, which the run would go on from, was made with others:\n{told}\n"
             "Resume with what it was made with, or start a new run (run.name=...)."
         )
+
+
+def _scored(folder: Path) -> ModelConfig:
+    """What a folder says of its model, as a critic; a checkpoint's is never quantised."""
+    return replace(read_model_config(folder).with_score_head(), fp8_block=None)
 
 
 def _in_order(lora: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,14 @@ def test_a_state_that_the_optimizer_has_not_got_is_named(overrides: tuple[str, .
         driver.run(SftRecipe, world / "sft.yaml", words, world)
     message = refused(world, SftRecipe, "sgd", "actor.optimizer.name=sgd", *overrides)
     assert [line.strip() for line in message.splitlines() if line.startswith("  ")] == [said]
+
+
+def test_another_model_at_the_critics_place_is_named(world: Path) -> None:
+    """Its weights are the checkpoint's, and would be put through another model's layers."""
+    config = json.loads((world / "scored" / "config.json").read_text())
+    shutil.copytree(world / "scored", world / "turned")
+    turned = config | {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
+    (world / "turned" / "config.json").write_text(json.dumps(turned))
+    words = ("algorithm.preset=ppo", f"critic.path={world / 'turned'}")
+    said = refused(world, Recipe, "critic", *words)
+    assert f"{world / 'turned'} (critic.path) is another model than it began with" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -24,7 +25,7 @@ from megarl.sync.fetch import Fetched, Order
 from megarl.sync.hash_report import HashReport
 from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
-from megarl.training.manifest import Manifest
+from megarl.training.manifest import HF_FOLDER, Manifest
 from megarl.training.spec import RoleSpec
 from tests.support.dry.learning import column_of, learn
 
@@ -120,6 +121,8 @@ class Rank:
         (folder / "weights").touch()
         spec = self._book.specs[role]
         if self._rank == 0:
+            (folder / HF_FOLDER).mkdir()
+            shutil.copyfile(spec.folder / "config.json", folder / HF_FOLDER / "config.json")
             Manifest(
                 family="qwen3",
                 architecture="Qwen3ForCausalLM",
