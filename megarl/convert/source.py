@@ -73,7 +73,13 @@ def _newest(checkpoints: Checkpoints, *, read: bool) -> Source:
     found = [] if read else checkpoints.committed()
     if found:
         return _in_step(found[-1].folder)
-    return replace(_in_step(checkpoints.latest().folder), is_whole=True)
+    whole, damaged = checkpoints.newest_whole()
+    if whole is None:
+        raise UserError(
+            f"{checkpoints.folder} holds no committed checkpoint.{damaged} Name another run, or an HF folder: a run writes "
+            "its own as it ends."
+        )
+    return replace(_in_step(whole.folder), is_whole=True)
 
 
 def _in_step(step: Path, role: str = ACTOR) -> Source:

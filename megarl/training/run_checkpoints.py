@@ -121,18 +121,11 @@ class Checkpoints:
     def latest(self) -> Committed:
         """The newest whole checkpoint, all of its files read; damaged ones are passed over with a warning each.
 
-        Raises UserError when there is none.
+        Raises UserError, about a run that is to go on, when there is none.
         """
-        damaged = []
-        for step, folder in reversed(self._folders()):
-            if problems := step_damage(folder, read=True):
-                if not folder.exists():  # its run goes on, and has a newer one
-                    return self.latest()
-                damaged.append(f"{folder.name}: {'; '.join(problems)}")
-                log.warning("The checkpoint %s is damaged and is passed over: %s", folder, "; ".join(problems))
-            else:
-                return Committed(folder, step, read_object(folder / STATE, DAMAGED))
-        found = f" Damaged: {'. '.join(damaged)}." if damaged else ""
+        whole, found = self.newest_whole()
+        if whole is not None:
+            return whole
         anew = "Give --continue"
         if any(self.folder.glob("step_*")):
             anew = f"Remove {self.folder}, and give --continue"
@@ -141,6 +134,19 @@ class Checkpoints:
             f"{anew} in the place of --resume, which also goes on where no checkpoint was committed, or name the run to go on "
             "with by run.name=... and run.dir=...; train.save_every decides how often one is kept."
         )
+
+    def newest_whole(self) -> tuple[Committed | None, str]:
+        """As `latest`, or None; and, as a sentence with a blank before it, what is wrong with those that were passed over."""
+        damaged = []
+        for step, folder in reversed(self._folders()):
+            if problems := step_damage(folder, read=True):
+                if not folder.exists():  # its run goes on, and has a newer one
+                    return self.newest_whole()
+                damaged.append(f"{folder.name}: {'; '.join(problems)}")
+                log.warning("The checkpoint %s is damaged and is passed over: %s", folder, "; ".join(problems))
+            else:
+                return Committed(folder, step, read_object(folder / STATE, DAMAGED)), ""
+        return None, f" Damaged: {'. '.join(damaged)}." if damaged else ""
 
     def abandon(self) -> list[int]:
         """Remove what was begun and not committed, once nobody writes it any more; its steps."""

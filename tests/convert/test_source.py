@@ -72,3 +72,14 @@ def test_a_run_falls_back_to_its_newest_whole_checkpoint(run, caplog):
     flip(run / "checkpoints" / "step_000006" / "actor" / "__0_0.distcp")
     assert find_source(run).step.name == "step_000003"
     assert "step_000006 is damaged" in caplog.text
+
+
+def test_a_run_without_a_whole_checkpoint_is_no_run_to_go_on_with(run):
+    """Nothing is said of options that only `megarl train` has."""
+    for step in ("step_000003", "step_000006"):
+        flip(run / "checkpoints" / step / "actor" / "__0_0.distcp")
+    with pytest.raises(
+        UserError, match=r"holds no committed checkpoint\. Damaged: step_000006: .*\. Name another"
+    ) as error:
+        find_source(run)
+    assert "--continue" not in str(error.value)
