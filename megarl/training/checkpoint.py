@@ -33,6 +33,9 @@ from megarl.training.checkpoint_files import RankStrategy
 from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest
 from megarl.training.optimizer_state import OptimizerState
 
+# How torch says that the system takes no more of a file; of small common data, before anybody's own file is begun.
+UNWRITTEN = ("iostream error", "PytorchStreamWriter failed writing")
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -80,17 +83,26 @@ class PendingSave:
         if self._thread.ident is not None:
             self._thread.join()
         results = _everyones((self._error, self._sums))
-        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(results) if error]
-        if failed:
-            raise UserError(
-                f"The checkpoint could not be written to {self._folder}. {'; '.join(failed)}. "
-                "Free some space there or choose another folder."
-            )
-        for finalize in self._request.finalize_fns:
-            finalize()
-        if dist.get_rank() == 0:
-            self._describe({name: each for _, sums in results for name, each in sums.items()})
-        dist.barrier()
+        self._refuse([error for error, _ in results])
+        # Megatron's own last step, which notes the format, waits in a barrier, where rank 0 would leave the others if it failed.
+        self._request.finalize_fns[0]()
+        self._refuse(_everyones(self._completed({name: each for _, sums in results for name, each in sums.items()})))
+
+    def _refuse(self, errors: Sequence[str | None]) -> None:
+        """Raise UserError where a rank has one. errors: by rank."""
+        if failed := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
+            raise _unwritten(self._folder, "; ".join(failed))
+
+    def _completed(self, sums: dict[str, FileSum]) -> str | None:
+        """Rank 0: write what makes the files of all ranks a checkpoint. Returns what went wrong with that."""
+        if dist.get_rank() != 0:
+            return None
+        try:
+            self._strategy.complete(self._folder)
+            self._describe(sums)
+        except OSError as error:
+            return _failure(error)
+        return None
 
     def _write(self) -> None:
         try:
@@ -149,7 +161,12 @@ def save_checkpoint(
     strategy = RankStrategy(copy=async_save, spare=state.gathered)
     if scheduler is not None:
         content["scheduler"] = scheduler.state_dict()
-    request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
+    try:
+        request = dist_checkpointing.save(content, str(folder), sharded_strategy=strategy, async_sharded_save=True)
+    except RuntimeError as error:
+        if any(words in str(error) for words in UNWRITTEN):
+            raise _unwritten(folder, f"rank {dist.get_rank()}: {_failure(error)}") from error
+        raise
     assert request is not None
     step = int(scheduler.num_steps) if scheduler is not None else 0
     pending = PendingSave(folder, strategy, request, meta, step=step)
@@ -206,6 +223,12 @@ def _weights(chunks: Sequence[Module]) -> dict[str, Any]:
         state = model.sharded_state_dict(metadata={})
         weights[name] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
     return weights
+
+
+def _unwritten(folder: Path, why: str) -> UserError:
+    return UserError(
+        f"The checkpoint could not be written to {folder}. {why}. Free some space there or choose another folder."
+    )
 
 
 def _failure(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -46,6 +47,7 @@ class RankWriter(FileSystemWriterAsync):  # type: ignore[misc]
         self._name = ""
         self._data: list[tuple[Any, Any]] = []
         self._results: list[WriteResult] = []
+        self.refused: OSError | None = None
 
     @property
     def file(self) -> Path | None:
@@ -85,6 +87,13 @@ class RankWriter(FileSystemWriterAsync):  # type: ignore[misc]
             stream.flush()
             os.fsync(stream.fileno())
         self._data.clear()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Called by Megatron on rank 0, while the others wait for it: what the system refuses is kept for `RankStrategy`."""
+        try:
+            super().finish(metadata, results)
+        except OSError as error:
+            self.refused = error
 
     def retrieve_write_results(self) -> list[WriteResult]:
         """Called by Megatron when all ranks have written."""
@@ -126,6 +135,13 @@ class RankStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             upstream.save_state_dict_async_finalize(*planned)
 
         return AsyncRequest(self.writer.write, (), [finalize])
+
+    def complete(self, folder: Path) -> None:
+        """On rank 0, when all files are written: note which format they are in. Raises OSError, also of what came before."""
+        assert self.writer is not None
+        if self.writer.refused is not None:
+            raise self.writer.refused
+        save_config(CheckpointingConfig(self.backend, self.version), str(folder))
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Every tensor of the checkpoint, by name; only rank 0 knows."""

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import resource
 import shutil
 from types import SimpleNamespace
@@ -334,6 +336,43 @@ def test_a_disk_that_fills_is_told_and_leaves_no_checkpoint(rank, folder, tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / MANIFEST).exists() and not (tmp_path / "metadata.json").exists()
     assert "megarl.json is missing. The checkpoint was not finished" in checkpoint_damage(tmp_path, read=False)[0]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "meanwhile"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync.finish",
+        "megarl.training.checkpoint_files.save_config",
+        "megarl.training.checkpoint.copy_beside",
+        "megarl.training.manifest.Manifest.write",
+    ],
+)
+def test_a_disk_that_fills_last_of_all_is_told_as_well(rank, folder, tmp_path, monkeypatch, last, wait):
+    """Rank 0 writes that: it ended with a trace, and the others waited for it."""
+
+    def refused(*given, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rank.build("actor", RoleSpec(folder, "float32"))
+    monkeypatch.setattr(last, refused)
+    with pytest.raises(UserError, match=r"could not be written to .*rank 0: the disk is full .*Free some space"):
+        rank.save("actor", tmp_path, wait=wait)
+        rank.finish_save("actor")
+    assert not (tmp_path / MANIFEST).exists()
+
+
+def test_a_disk_that_is_full_already_is_told(rank, folder, tmp_path):
+    """The first that is written is torch's to write, which has words of its own for it."""
+    optimizer = Optimizer(lr=1e-3)
+    rank.build("actor", RoleSpec(folder, "float32", optimizer=optimizer, total_steps=6, objective=POLICY))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"could not be written to .*rank 0: RuntimeError: .*Free some space"):
+            rank.save("actor", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_critic_s_checkpoint_has_the_config_of_a_score_head(rank, folder, tmp_path):
