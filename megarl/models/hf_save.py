@@ -56,11 +56,14 @@ def save_hf(
         if folder.exists():
             shutil.rmtree(folder)
     temporary.mkdir(parents=True)
-    with _removed_on_failure(temporary):
-        with closing(_Shards(temporary, config, max_shard_bytes, target_folder)) as shards:
-            for name, tensor in chain.from_iterable(buckets):
-                shards.add(name, tensor)
-            dtype = shards.finish()
+    with (
+        _removed_on_failure(temporary),
+        closing(_Shards(temporary, config, max_shard_bytes, target_folder)) as shards,
+        shards.explained(),
+    ):
+        for name, tensor in chain.from_iterable(buckets):
+            shards.add(name, tensor)
+        dtype = shards.finish()
         write_config(source_folder / CONFIG, temporary / CONFIG, str(dtype).removeprefix("torch."), config)
         copy_beside(source_folder, temporary)
         if config.head == "score":
@@ -133,11 +136,10 @@ class _Shards:
         if self._file is not None and self._size + tensor.nbytes > self._max_bytes:
             self._end_file()
         content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        with self._explained():
-            file = self._file or self._open(name, tensor)
-            for piece in content.split(PIECE_BYTES):
-                # A copy: numpy would hold on to storage that a role frees when it is offloaded.
-                _write(file, memoryview(piece.clone().numpy().data))
+        file = self._file or self._open(name, tensor)
+        for piece in content.split(PIECE_BYTES):
+            # A copy: numpy would hold on to storage that a role frees when it is offloaded.
+            _write(file, memoryview(piece.clone().numpy().data))
         offsets = [self._size, self._size + tensor.nbytes]
         self._entries[name] = _entry(SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets)
         self._size += tensor.nbytes
@@ -180,9 +182,8 @@ class _Shards:
     def _end_file(self) -> None:
         assert self._file is not None
         text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}).encode()
-        with self._explained():
-            self._file.seek(0)
-            _write(self._file, memoryview(struct.pack("<Q", self._room) + text.ljust(self._room)))
+        self._file.seek(0)
+        _write(self._file, memoryview(struct.pack("<Q", self._room) + text.ljust(self._room)))
         self._file.close()
         self._files.append(self._entries)
         self._file, self._entries, self._size = None, {}, 0
@@ -200,7 +201,8 @@ class _Shards:
         return sum(self._numel.values()) * self._itemsize
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """What a full disk refuses within, of anything that goes into the folder. Raises UserError."""
         try:
             yield
         except OSError as error:

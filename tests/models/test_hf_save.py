@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -195,4 +197,17 @@ def test_a_write_that_the_disk_refuses_leaves_nothing(source: Path, tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "No room for the weights" in done.stdout
     assert "nothing was left behind" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("last", ["write_config", "copy_beside", "sync_tree"])
+def test_a_disk_that_fills_behind_the_weights_leaves_nothing(
+    last: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"megarl.models.hf_save.{last}", refused)
+    with pytest.raises(UserError, match=r"No room for the weights in .*target.* nothing was left behind"):
+        save_hf(buckets_of(source), load_model_config(source), source, tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
