@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
 from megarl.core.disk import sync, sync_tree
+from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_gather import Gatherer, export_buckets
+from megarl.models.hf_save import FULL
 from megarl.models.hf_weights import Value, layer_spec
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.rules import LayerSpec, Rule, Source, rules
@@ -53,15 +56,31 @@ def save_peft(
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-    save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
-    text = json.dumps(peft_config(config, settings, base_model), indent=2)
-    (temporary / CONFIG).write_text(text + "\n")
-    shutil.copymode(temporary / CONFIG, temporary / TENSORS)  # safetensors lets nobody read but this user
-    sync_tree(temporary)
+    try:
+        save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
+        text = json.dumps(peft_config(config, settings, base_model), indent=2)
+        (temporary / CONFIG).write_text(text + "\n")
+        shutil.copymode(temporary / CONFIG, temporary / TENSORS)  # safetensors lets nobody read but this user
+        sync_tree(temporary)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary)
+        if not _is_full(error):
+            raise
+        raise UserError(
+            f"The disk of {folder} is full, and the adapters were not written to it ({error}). Free some space there or choose "
+            "another folder; nothing was left behind."
+        ) from error
     if folder.exists():
         shutil.rmtree(folder)
     temporary.rename(folder)
     sync(folder.parent)
+
+
+def _is_full(error: Exception) -> bool:
+    """The safetensors library tells the system's number in words."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    return any(f"(os error {number})" in str(error) for number in FULL)
 
 
 def peft_tensors(

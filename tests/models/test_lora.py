@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora import adapters_off, add_adapters, initial_a, is_adapter, merged
 from megarl.models.lora_settings import LoraSettings
-from megarl.models.peft import peft_config, peft_tensors
+from megarl.models.peft import peft_config, peft_tensors, save_peft
 from megarl.serving.process import free_port
 from megarl.training.parallel import Groups, close_ranks, join_ranks, make_groups
 from tests.models.lora_ranks import (
@@ -277,6 +278,23 @@ def test_peft_looks_for_no_copy_of_a_head_that_scores(root: Path) -> None:
     assert peft_config(config, SETTINGS, "tiny")["task_type"] == "CAUSAL_LM"
     # With SEQ_CLS, PEFT 0.21 asks the adapters for score.weight, which is not trained with them.
     assert peft_config(config.with_score_head(), SETTINGS, "tiny")["task_type"] is None
+
+
+@pytest.mark.parametrize("limit", [100, 1000])
+def test_a_disk_that_fills_leaves_no_adapters(
+    limit: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on the size of files stands for the disk. The tensors are the safetensors library's to write, the settings ours."""
+    config, room = load_model_config(root / "qwen3"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr("megarl.models.peft.peft_tensors", lambda *_: {"a": torch.zeros(100)})
+    monkeypatch.setattr("megarl.models.peft.peft_config", lambda *_: {"r": "x" * 1000})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, room[1]))
+    try:
+        with pytest.raises(UserError, match=r"The disk of .*adapters is full.* nothing was left behind"):
+            save_peft([], config, SETTINGS, Layout(), 0, None, tmp_path / "adapters", base_model="tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert list(tmp_path.iterdir()) == []
 
 
 class FusedLinear(torch.nn.Module):
