@@ -34,7 +34,9 @@ class Optimizer(Section):
     beta2: Decay = Field(0.95, description="Adam's second moment")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="decoupled weight decay; not on norms and biases"
+        0.0,
+        description="of weights, not of norms and biases: decoupled under Adam; under SGD a part of the gradient, and so of the "
+        "momentum",
     )
     clip_grad: PositiveFloat = Field(1.0, description="largest global gradient norm")
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
