@@ -89,12 +89,12 @@ def parse_row(row: Row, data: Data, *, answered: bool = True) -> PromptRow:
                 f"{row.where}, field {data.prompt_key!r}: the prompt is empty. Fill it, or leave the row out."
             )
     else:
-        messages = _check_prompt_type(prompt, row, data.prompt_key)
-        if not any(message["content"].strip() for message in messages):
+        prompt = _check_prompt_type(prompt, row, data.prompt_key)
+        if not any(message["content"].strip() for message in prompt):
             raise UserError(
                 f"{row.where}, field {data.prompt_key!r}: all messages are empty. Fill them, or leave the row out."
             )
-        if messages[-1]["role"] == "assistant":
+        if prompt[-1]["role"] == "assistant":
             raise UserError(
                 f"{row.where}, field {data.prompt_key!r}: the last message is the assistant's, but that is what the "
                 "model is to write. End the prompt with the user's message."

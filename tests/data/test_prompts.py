@@ -10,6 +10,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.data.prompts import check_rows, digests_of, load_prompts
 from megarl.recipe.schema import Data
+from tests.data.conftest import make_tokenizer
 
 
 def write(folder: Path, *rows: object) -> Path:
@@ -49,6 +50,30 @@ def test_messages_and_strings_give_the_same_prompt(tmp_path: Path, chat_tokenize
     first, second = load_prompts(path, chat_tokenizer, data(path)).prompts
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert first.metadata["prompt_messages"] == second.metadata["prompt_messages"] == chat
+
+
+CALLING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' + m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['arguments'] | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+def test_calls_in_a_prompt_are_rendered_as_a_demonstrations_are(tmp_path: Path) -> None:
+    """OpenAI's API has arguments as a JSON string, and no content beside a call; templates want objects, and a text."""
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = {"role": "user", "content": "1+1?"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call], "name": None}
+    told = {"role": "tool", "content": "2"}
+    path, tokenizer = (
+        write(tmp_path, {"prompt": [asked, called, told], "answer": "2"}),
+        make_tokenizer(chat_template=CALLING),
+    )
+    (prompt,) = load_prompts(path, tokenizer, data(path, prompt_suffix="!")).prompts
+    shown = ["user 1+1?", 'assistant {"a": 1}', "tool 2!"]
+    assert prompt.text == "".join(f"<|im_start|>{each}<|im_end|>" for each in shown)
+    parsed = {**call, "function": {"name": "add", "arguments": {"a": 1}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [parsed]}
+    assert prompt.metadata["prompt_messages"] == [asked, said, {**told, "content": "2!"}]
 
 
 VERL = {"ground_truth": "c", "style": "rule"}
