@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import typer
 
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, UserError
 
 # The paths that the recipes name.
 INPUTS, RECIPES = Path(".cache/quickstart"), Path("recipes")
@@ -23,6 +24,8 @@ def quickstart() -> None:
     from megarl.core.shipped import shipped
     from megarl.recipe.examples import copy_example
 
+    for folder in (INPUTS, RECIPES):
+        _check_writable(folder)
     for script, name in (("make_tiny_model.py", "model"), ("make_arithmetic.py", "data")):
         if not (INPUTS / name).exists():
             half = INPUTS / f".{name}"  # it has its name once it is whole
@@ -37,3 +40,15 @@ def quickstart() -> None:
     typer.echo(
         "Now:\n  megarl sft recipes/quickstart_sft.yaml   # a warm start\n  megarl train recipes/quickstart.yaml     # GRPO"
     )
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the folder. Raises UserError where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(
+            f"{folder.absolute()} cannot be written to: {error.strerror}. Change into a folder of your own, and call megarl "
+            "quickstart there."
+        ) from error

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.commands import quickstart
+from megarl.core.errors import UserError
 
 
 def test_what_was_interrupted_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +34,11 @@ def test_what_was_interrupted_is_not_taken_for_whole(tmp_path: Path, monkeypatch
     quickstart.quickstart()
     assert made == [".model", ".data", ".data"]
     assert [path.name for path in sorted(inputs.rglob("*")) if path.is_file()] == ["whole", "whole"]
+
+
+def test_where_nothing_can_be_written_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a script was called"))
+    (tmp_path / "recipes").touch()
+    with pytest.raises(UserError, match=f"^{tmp_path}/recipes cannot be written to: File exists. Change into a folder"):
+        quickstart.quickstart()
