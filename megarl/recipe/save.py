@@ -29,6 +29,8 @@ def save_recipe(loaded: Loaded[Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     header = f"# Resolved from {loaded.path}: base, command line and defaults put together. Paths are relative to\n"
     header += f"# {Path.cwd()}, where megarl was called.\n"
+    # Names of folders need not be UTF-8, and this file has to be; the keys were refused where they are not.
+    header = header.encode(errors="backslashreplace").decode()
     _write(folder / RECIPE_FILE, header + dump_yaml(loaded.resolved))
     _write(folder / PROVENANCE_FILE, json.dumps(provenance(loaded), indent=1) + "\n")
 

@@ -32,9 +32,22 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
             f"{fewer} or set cluster.platform to cpu."
         )
     _check_environment(platform)
+    _check_working_directory()
     if here and ray_to_join() is None:
         _check_temporary()
     return platform
+
+
+def _check_working_directory() -> None:
+    """Ray tells all processes where they are, as text. Raises UserError."""
+    folder = os.getcwd()
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"The folder that megarl is called in, {folder!a}, has a name that is not UTF-8, and Ray starts nothing there. "
+            "Rename it, or call megarl in another."
+        ) from None
 
 
 def _check_temporary() -> None:

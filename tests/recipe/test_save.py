@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def test_the_saved_recipe_loads_back_to_the_same(recipe_file: Path, tmp_path: Pa
     again = load_recipe(tmp_path / "runs" / "x" / "recipe.yaml", [], Recipe)
     assert again.recipe == loaded.recipe
     assert again.resolved == loaded.resolved
+
+
+def test_a_recipe_of_a_folder_whose_name_is_not_utf_8_is_saved(recipe_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    file = recipe_file.rename(folder / "r.yaml")
+    save_recipe(loaded := load_recipe(file), tmp_path / "run")
+    assert load_recipe(tmp_path / "run" / "recipe.yaml").recipe == loaded.recipe
 
 
 def test_the_saved_supervised_recipe_loads_back(sft_file: Path, tmp_path: Path) -> None:

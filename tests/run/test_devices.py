@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +89,11 @@ def test_a_temporary_folder_that_is_too_deep_for_sockets(place: Place, monkeypat
             UserError, match=rf"The temporary folder {above} has too long a path, by 1 characters: .* TMPDIR"
         ):
             check_devices(recipe)
+
+
+def test_a_folder_that_ray_cannot_tell_of(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"called in, '.*caf\\udce9', has a name that is not UTF-8"):
+        check_devices(load_recipe(place.recipe, ["cluster.platform=cpu"]).recipe)
