@@ -192,7 +192,7 @@ def read_cluster(path: Path) -> Cluster:
     try:
         file: Any = schema.model_validate(tree.values)
     except ValidationError as error:
-        problems = explain(error.errors(), tree, schema)
+        problems = explain(error.errors(), tree, schema, "A cluster file")
         raise UserError(f"The cluster file {path} cannot be used." + "".join(f"\n  - {p}" for p in problems)) from None
     if isinstance(file, ClusterFile):
         return _cluster_of(file, file.nodes, tree, (), path)

@@ -42,7 +42,9 @@ _GIVEN = {
 class Schema:
     """A recipe's schema as a tree of JSON schema nodes, with look-ups by path."""
 
-    def __init__(self, kind: type[BaseModel]) -> None:
+    def __init__(self, kind: type[BaseModel], noun: str = "A recipe") -> None:
+        """noun: what has these keys, for people."""
+        self.noun = noun
         self._root = _json_schema(kind)
         self._definitions = self._root.get("$defs", {})
 
@@ -150,9 +152,9 @@ def _either(node: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return () if "discriminator" in node else tuple(node.get("oneOf", ()))
 
 
-def explain(errors: list[ErrorDetails], tree: Tree, kind: type[BaseModel]) -> list[str]:
-    """One sentence or two for each error, in the order of the schema."""
-    schema = Schema(kind)
+def explain(errors: list[ErrorDetails], tree: Tree, kind: type[BaseModel], noun: str = "A recipe") -> list[str]:
+    """One sentence or two for each error, in the order of the schema. noun: what has these keys."""
+    schema = Schema(kind, noun)
     return list(dict.fromkeys(_explain(error, tree, schema) for error in errors))
 
 
@@ -184,7 +186,7 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
         known = schema.children(keys[:-1])
         return (
             f"Unknown key `{dotted}` ({where}).{_guess(keys, schema, error['input'])}"
-            f" {f'`{section}`' if section else 'A recipe'} has: {', '.join(known)}."
+            f" {f'`{section}`' if section else schema.noun} has: {', '.join(known)}."
         )
     if error["type"] == "value_error":
         return f"`{dotted}` ({where}): {error['ctx']['error']}."

@@ -33,7 +33,7 @@ def test_a_file_replaces_figures_of_the_table(tmp_path: Path) -> None:
     [
         ("device: H10\n", ["cluster.yaml:1", "H10", "Did you mean H100"]),
         ("nodes: 2\n", ["device"]),
-        ("device: H100\nnodez: 2\n", ["nodez", "nodes"]),
+        ("device: H100\nnodez: 2\n", ["nodez", "nodes", "A cluster file has: device"]),
         ("device: H100\nnodes: 0\n", ["nodes", "0"]),
         ("device: H100\nmeasured: {matmull: 0.5}\n", ["matmull", "matmul"]),
         ("device: H100\nmemory_gib: 1\n", ["holds nothing", "memory_gib"]),
