@@ -87,5 +87,6 @@ def show(
         console.print(colours.highlight(dump_yaml(loaded.resolved)), soft_wrap=True, end="")
     of = loaded.recipe
     notes = (*staleness_notes(of), *learning_notes(of)) if isinstance(of, Recipe) else ()
+    mark = "" if essential else "# "  # what is printed is still a recipe
     for line in (plan_batches(loaded.recipe).describe(), *notes):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{mark}{line}", highlight=False, markup=False, soft_wrap=True)
