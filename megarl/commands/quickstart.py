@@ -31,7 +31,9 @@ def quickstart() -> None:
             half = INPUTS / f".{name}"  # it has its name once it is whole
             shutil.rmtree(half, ignore_errors=True)
             command = [sys.executable, str(shipped("tools") / script), "--out", str(half)]
-            if subprocess.run(command, check=False).returncode:
+            made = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+            typer.echo(made.stdout.replace(str(half), str(INPUTS / name)), nl=False)
+            if made.returncode:
                 raise MegarlError(f"The quickstart's {name} could not be made; what failed is above.")
             half.rename(INPUTS / name)
     for name in ("quickstart_sft", "quickstart"):

@@ -12,11 +12,13 @@ from megarl.commands import quickstart
 from megarl.core.errors import UserError
 
 
-def test_what_was_interrupted_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_interrupted_is_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     made: list[str] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         out = Path(command[-1])
         out.mkdir(parents=True)
         made.append(out.name)
@@ -24,7 +26,7 @@ def test_what_was_interrupted_is_not_taken_for_whole(tmp_path: Path, monkeypatch
             (out / "half").touch()
             raise KeyboardInterrupt
         (out / "whole").touch()
-        return subprocess.CompletedProcess(command, 0)
+        return subprocess.CompletedProcess(command, 0, f"{out}: made\n")
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(KeyboardInterrupt):
@@ -33,6 +35,7 @@ def test_what_was_interrupted_is_not_taken_for_whole(tmp_path: Path, monkeypatch
     assert (inputs / "model" / "whole").exists() and not (inputs / "data").exists()
     quickstart.quickstart()
     assert made == [".model", ".data", ".data"]
+    assert ".cache/quickstart/data: made" in capsys.readouterr().out.splitlines(), "by the name that it has now"
     assert [path.name for path in sorted(inputs.rglob("*")) if path.is_file()] == ["whole", "whole"]
 
 
