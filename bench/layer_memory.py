@@ -163,7 +163,6 @@ def predict(case: Case) -> dict[str, tuple[float, float]]:
             EACH,
             DEVICES["cpu"].kernels,
             case.tokens // SEQUENCES,
-            sequence_parallel=case.tp > 1,
         )
         layer, full = counting.dense, choice.recompute[0] == FULL
         kept = float((counting.hidden if full else layer.kept)[0])

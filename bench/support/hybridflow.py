@@ -273,11 +273,11 @@ class Pricing:
         config, trained, software = self._work.models[role], role in TRAINED, self._software
         kinds = [RECOMPUTE.index(kind) for kind in software.recompute] if trained else [0]
         rows = [
-            (devices, tp, pp, 1, 1, software.micro_tokens, kind, 1, 0, 0, ALL_LAYERS)
+            (devices, tp, pp, 1, 1, software.micro_tokens, kind, 1, 0, 0, ALL_LAYERS, 1, int(tp > 1))
             for tp, pp, kind in product((8,) if trained else (1, 2, 4, 8), (1, 2, 4, 8), kinds)
             if devices % (tp * pp) == 0 and devices // (tp * pp) <= PROMPTS // UPDATES
         ]
-        layouts = Layouts(*np.array(rows, np.int64).reshape(-1, 11).T)
+        layouts = Layouts(*np.array(rows, np.int64).reshape(-1, 13).T)
         held = held_bytes(role, layouts, self._work, self.cluster)
         call = software.dispatch_s * devices
         score = score_seconds(config, layouts, self._work, self.cluster, head=has_head(role)).total + call

@@ -179,7 +179,7 @@ class Row:
         longest = LONGEST_PROMPT + int(self.values["max_response"])
         # Published of one device; ours are of one data-parallel rank, and hold the longest sample.
         tokens = max(int(self.values[micro] or 0) * cp, longest)
-        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, world_size=devices)
+        layout = Layout(tp=tp, pp=pp, cp=cp, ep=ep, sequence_parallel=tp > 1, world_size=devices)
         [recompute] = [kind for kind in RECOMPUTE if kind == self.values["recompute"]]
         return one_layout(layout, tokens, recompute)
 

@@ -48,7 +48,7 @@ class Heads:
 class Counting:
     """What a layer's bytes depend on. each: bytes of one activation. sequence: tokens of a micro-batch's longest sequence.
 
-    lora: adapters that alone are trained. sequence_parallel: whether tp also cuts what is between its regions.
+    lora: adapters that alone are trained.
     """
 
     config: ModelConfig
@@ -57,7 +57,6 @@ class Counting:
     kernels: Kernels
     sequence: Any
     lora: Lora | None = None
-    sequence_parallel: bool = True
 
     @property
     def fused(self) -> bool:
@@ -79,7 +78,7 @@ class Counting:
     @property
     def between(self) -> Any:
         """[N] ranks that share the tokens between tensor-parallel regions."""
-        return self.choice.tp if self.sequence_parallel else np.ones_like(self.choice.tp)
+        return np.where(self.choice.sequence_parallel > 0, self.choice.tp, 1)
 
     @property
     def hidden(self) -> Any:
@@ -114,8 +113,9 @@ class Counting:
         """A layer with experts, their tokens dealt evenly."""
         moe = self.config.moe
         assert moe is not None
-        full, rows = self.lora is None, moe.top_k * self.hidden
-        width = rows * moe.ffn_hidden_size / self.config.hidden_size
+        # The ranks that share an expert's columns each have the rows of all of them.
+        full, rows = self.lora is None, moe.top_k * self.hidden * self.choice.etp
+        width = rows * moe.ffn_hidden_size / self.config.hidden_size / self.choice.etp
         shared = moe.shared_ffn_hidden_size / self.choice.tp * self.tokens * self.each
         steps = 2 + full if self.fused else 5 + full
         kept = self.norm(self.config.hidden_size, output=True) + full * rows + steps * width

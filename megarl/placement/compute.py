@@ -158,9 +158,9 @@ def _step_seconds(
     """Reducing gradients and gathering weights, and the optimizer's pass over its share; of one optimizer step."""
     sharded, sizes, kinds = workload.shards_optimizer, model_sizes(config, head=head), stages(config, choice)
     held = [kind.parameters(sizes) for kind in kinds]
-    fullest = _of_most([dense / choice.tp + routed / choice.ep for dense, routed in held], kinds)
+    fullest = _of_most([dense / choice.tp + routed / (choice.ep * choice.etp) for dense, routed in held], kinds)
     dense, routed = fullest.parameters(sizes)
-    others, routed = dense / choice.tp, routed / choice.ep
+    others, routed = dense / choice.tp, routed / (choice.ep * choice.etp)
     if lora is not None:
         # Routed experts have none.
         each = [adapter_sizes(config, lora, choice.tp, kind.layers, kind.moe_layers) for kind in kinds]
@@ -169,7 +169,7 @@ def _step_seconds(
     moved = GRADIENT_BYTES + (workload.bytes_each if sharded else GRADIENT_BYTES)
     gradients, state = np.zeros(len(choice)), np.zeros(len(choice))
     groups = [(others, choice.dp * choice.cp, choice.tp)]
-    groups += [(routed, np.maximum(choice.edp, 1), choice.ep)] if config.moe is not None else []
+    groups += [(routed, np.maximum(choice.edp, 1), choice.ep * choice.etp)] if config.moe is not None else []
     for held, ranks, stride in groups:
         gradients = gradients + np.where(ranks > 1, all_gather_s(cluster, held * moved, ranks, stride), 0.0)
         state = state + held / (ranks if sharded else 1)

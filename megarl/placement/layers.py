@@ -156,7 +156,7 @@ def _summed_gradients(
         return _Added(dense, expert, 0.0)
     return _Added(
         dense=(sizes.attention + sizes.dense_mlp) / choice.tp * each,
-        expert=((sizes.attention + sizes.shared) / choice.tp + sizes.routed / choice.ep) * each,
+        expert=((sizes.attention + sizes.shared) / choice.tp + sizes.routed / (choice.ep * choice.etp)) * each,
         end=sizes.embedding / choice.tp * each,
     )
 
@@ -219,9 +219,9 @@ def _expert_layer(
     own_tokens = here / choice.tp
     sent = own_tokens * moe.top_k
     local = moe.num_experts / choice.ep
-    # Experts are not cut by tensor parallel; the rows of each are padded to whole tiles.
-    rows = np.ceil(sent / local / cluster.device.tile_rows) * cluster.device.tile_rows
-    experts = local * roof.products_s(rows, mlp_products(hidden, moe.ffn_hidden_size, 1), each, each)
+    # Of ranks that share an expert's columns each has the rows of all; the rows of each expert are padded to whole tiles.
+    rows = np.ceil(sent * choice.etp / local / cluster.device.tile_rows) * cluster.device.tile_rows
+    experts = local * roof.products_s(rows, mlp_products(hidden, moe.ffn_hidden_size, choice.etp), each, each)
     experts = experts + roof.product_s(own_tokens, hidden, moe.num_experts, each, each)
     products = attention_products(config, choice.tp) + mlp_products(hidden, moe.shared_ffn_hidden_size, choice.tp)
     elements = here * attention_elements(config, choice.tp) + sent * expert_elements(hidden, moe.ffn_hidden_size)

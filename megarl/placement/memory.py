@@ -66,8 +66,8 @@ class Role:
 
     trained: else it is frozen. head: whether it has an output matrix; a critic has one row. sharded: whether data-parallel
     ranks share out the optimizer's state. lora: adapters that alone are trained. shares: whether the weights are another
-    role's, as those of LoRA's reference are. sequence_parallel: where tp is above 1. sequence: tokens of the longest sequence
-    of a micro-batch; None: as long as the micro-batch.
+    role's, as those of LoRA's reference are. sequence: tokens of the longest sequence of a micro-batch; None: as
+    long as the micro-batch.
     """
 
     trained: bool
@@ -75,7 +75,6 @@ class Role:
     sharded: bool = True
     lora: Lora | None = None
     shares: bool = False
-    sequence_parallel: bool = True
     sequence: float | None = None
 
 
@@ -88,9 +87,7 @@ def role_bytes(
 ) -> RoleBytes:
     """Bytes of a Megatron role under every choice, on its fullest pipeline rank. kernels: default: those of a GPU."""
     sequence = choice.micro_tokens if role.sequence is None else np.minimum(role.sequence, choice.micro_tokens)
-    counting = Counting(
-        config, choice, bytes_each, kernels, sequence, role.lora if role.trained else None, role.sequence_parallel
-    )
+    counting = Counting(config, choice, bytes_each, kernels, sequence, role.lora if role.trained else None)
     each = [_stage_bytes(counting, stage, role) for stage in stages(config, choice)]
     fullest = np.argmax([one.state + one.working for one in each], axis=0)
     return RoleBytes(**{name: np.choose(fullest, [getattr(one, name) for one in each]) for name in vars(each[0])})
@@ -101,7 +98,7 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
     sizes = model_sizes(counting.config, head=role.head)
     dense, routed = stage.parameters(sizes)
     whole = whole_parameters(counting.config, stage.layers, stage.moe_layers, fused=counting.fused)
-    dense, routed = (dense - whole) / choice.tp + whole, routed / choice.ep
+    dense, routed = (dense - whole) / choice.tp + whole, routed / (choice.ep * choice.etp)
     weights = zero if role.shares else (dense + routed) * counting.each
     if not role.trained:
         return RoleBytes(weights, zero, zero, *_passing(counting, stage, role))
@@ -125,7 +122,7 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
 def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tuple[Any, Any]:
     """Activations and logits of training at the fullest moment of a micro-batch."""
     config, choice, hidden, full = counting.config, counting.choice, counting.hidden, counting.choice.recompute == FULL
-    gathered = hidden * choice.tp * ((choice.tp > 1) & role.sequence_parallel)
+    gathered = hidden * choice.tp * choice.sequence_parallel
     body, layer = _layers(counting, stage)
     norm = stage.head * counting.norm(config.hidden_size, output=role.lora is None)
     body = body + gathered + np.where(full, hidden, 0)
@@ -184,7 +181,7 @@ def _passing(counting: Counting, stage: Stage, role: Role) -> tuple[Any, Any]:
         kinds.append((stage.moe_layers, counting.experts))
     layer = np.max([(number > 0) * kind.forward for number, kind in kinds], axis=0)
     columns = stage.head * role.head * config.vocab_size / choice.tp
-    gathered = counting.tokens * config.hidden_size * counting.each * ((choice.tp > 1) & role.sequence_parallel)
+    gathered = counting.tokens * config.hidden_size * counting.each * choice.sequence_parallel
     logits = counting.tokens * columns * counting.each
     # The schedule holds what the micro-batch before put out until this one's is there.
     layer = layer + gathered + np.where(stage.head * role.head > 0, 0, counting.hidden * (choice.pp > 1))

@@ -55,7 +55,8 @@ class Layouts:
 
     recomputed: with full, how many layers of each virtual stage; ALL_LAYERS or more where it is all.
     vpp: virtual stages of each pipeline rank. first_layers, last_layers: of the first and the last pipeline rank; 0 where
-    they have as many as all others.
+    they have as many as all others. etp: ranks that share the columns of each expert. sequence_parallel: 1 where tp also cuts
+    what is between its regions, else 0.
     """
 
     devices: Ints
@@ -69,6 +70,8 @@ class Layouts:
     first_layers: Ints
     last_layers: Ints
     recomputed: Ints
+    etp: Ints
+    sequence_parallel: Ints
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -81,7 +84,7 @@ class Layouts:
     @property
     def edp(self) -> Ints:
         """Copies of each expert."""
-        return self.devices // (self.pp * self.ep)
+        return self.devices // (self.pp * self.ep * self.etp)
 
     def again(self, layers: Any) -> Any:
         """[N] which share of a pipeline rank's layers is recomputed whole. layers: [N] or a number, of the rank."""
@@ -93,14 +96,14 @@ class Layouts:
 
     def layout(self, row: int) -> Layout:
         """One choice as the rest of megarl says it."""
-        tp = int(self.tp[row])
         return Layout(
-            tp=tp,
+            tp=int(self.tp[row]),
             pp=int(self.pp[row]),
             cp=int(self.cp[row]),
             ep=int(self.ep[row]),
+            etp=int(self.etp[row]),
             vpp=int(self.vpp[row]),
-            sequence_parallel=tp > 1,
+            sequence_parallel=bool(self.sequence_parallel[row]),
             first_stage_layers=int(self.first_layers[row]) or None,
             last_stage_layers=int(self.last_layers[row]) or None,
             world_size=int(self.devices[row]),
@@ -117,6 +120,8 @@ def one_layout(
         layout.first_stage_layers or 0,
         layout.last_stage_layers or 0,
         recompute_num_layers or ALL_LAYERS,
+        layout.etp,
+        int(layout.sequence_parallel),
     )
     return Layouts(*(np.array([size], np.int64) for size in (*sizes, *cut)))
 
@@ -181,6 +186,8 @@ def layouts(
         first_layers=shape[:, 5],
         last_layers=shape[:, 6],
         recomputed=np.full(len(table), ALL_LAYERS),
+        etp=np.ones(len(table), np.int64),
+        sequence_parallel=(shape[:, 0] > 1).astype(np.int64),
     )
 
 

@@ -154,6 +154,6 @@ def sync_seconds(
 
 def gather_seconds(config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster) -> Any:
     """[N] seconds of gathering the first bucket of the actor's cut weights; others are gathered while one is sent."""
-    cut = choice.tp * choice.pp * choice.ep
+    cut = choice.tp * choice.pp * choice.ep * choice.etp
     bucket = min(model_sizes(config).total * workload.bytes_each, BUCKET_BYTES)
     return bucket * (1 - 1 / cut) / group_bytes_s(cluster, cut, 1)

@@ -205,7 +205,6 @@ def predict(case: Case, root: Path) -> RoleBytes:
         trained=case.use == "train",
         head=case.head,
         lora=case.lora,
-        sequence_parallel=case.layout.sequence_parallel,
         sequence=case.tokens // SEQUENCES,
     )
     choice = one_layout(case.layout, case.tokens, case.recompute, case.recompute_num_layers)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
+from megarl.models.known_configs import known_config
 from megarl.placement.apply import apply_plan, place, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.local import host_cluster
@@ -20,7 +22,7 @@ from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.load import load_recipe, resolve
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
-from tests.placement.samples import write_config
+from tests.placement.samples import QWEN_7B, write_config
 
 LARGE = (
     "model.dtype=bfloat16",
@@ -171,6 +173,26 @@ def test_servers_that_somebody_else_started_take_no_device_of_the_run(tmp_path: 
     assert one.pools[0].peak_bytes == most.pools[0].peak_bytes < own.pools[0].peak_bytes
     assert one.phases["rollout"] >= most.phases["rollout"] > 0
     assert "(rollout)" not in one.summary() and "rollout" not in (too_full(most, cluster) or "")
+
+
+def test_what_a_recipe_says_of_sequences_and_of_experts_is_predicted_of_its_own_placement(tmp_path: Path) -> None:
+    cluster, path = make_cluster("H100", 4), known_config("Qwen/Qwen3-30B-A3B")
+    assert path is not None
+    experts = read_model(path.parent)
+
+    def held(config: ModelConfig, *parallel: str) -> tuple[float, float, str]:
+        own = recipe(tmp_path, *LARGE, "cluster.devices=16", *(f"actor.parallel.{each}" for each in parallel))
+        pools = predict_recipe(own, recipe_workload(own, config), cluster).pools
+        [actor] = [role for pool in pools for role in pool.roles if role.role == "actor"]
+        return actor.held_bytes["weights"], sum(actor.held_bytes.values()), actor.shape
+
+    cut, whole = (held(QWEN_7B, "tp=2", f"sequence_parallel={on}") for on in ("true", "false"))
+    assert cut[0] == whole[0] and 1.05 * cut[1] < whole[1]
+    assert cut[2].startswith("tp2 sp dp8") and whole[2].startswith("tp2 dp8")
+    one, shared, more = (held(experts, *each) for each in (("ep=4",), ("ep=4", "etp=2"), ("ep=8",)))
+    # Columns cut in two are as many weights as half the experts; each rank has the rows of both.
+    assert shared[0] == more[0] < 0.6 * one[0] and more[1] < shared[1] < one[1]
+    assert shared[2].startswith("ep4 etp2")
 
 
 def test_servers_that_share_a_device_are_no_faster_than_one_and_hold_what_all_hold(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ GROUPED = 2 * HEADS + 2 * 4 * 128
 
 
 def held(role: Role = ACTOR, recompute: str = "none", kernels: Kernels | None = None, **sizes: int) -> RoleBytes:
-    layout = Layout(sequence_parallel=sizes.get("tp", 1) > 1, **sizes)
+    layout = Layout(**({"sequence_parallel": sizes.get("tp", 1) > 1} | sizes))  # type: ignore[arg-type]
     choice = one_layout(layout, TOKENS, recompute)  # type: ignore[arg-type]
     return role_bytes(PLAIN, choice, 2, role, kernels or Kernels())
 
@@ -105,7 +105,7 @@ def test_recompute_of_some_layers_is_between_none_and_all() -> None:
 
 
 def test_what_sequence_and_context_parallel_cut() -> None:
-    cut, whole = (held(replace(ACTOR, sequence_parallel=on), tp=2, world_size=2) for on in (True, False))
+    cut, whole = (held(tp=2, world_size=2, sequence_parallel=on) for on in (True, False))
     norms = 28 * 2 * (2 * 3584 * 2 + 4) + (2 * 3584 * 2 + 4)
     # Without it norms and residuals are whole on both ranks, and nothing has to be gathered.
     assert whole.activations[0] - cut.activations[0] == TOKENS * (norms / 2 - 3584 * 2)
