@@ -76,6 +76,8 @@ def read_lengths(path: Path, limit: float, count_tokens: CountTokens) -> Read:
     """
     if path.is_dir():
         files = sorted((path / "samples").glob("*.jsonl")) or sorted(path.glob("*.jsonl"))
+        # A run's evaluations are beside its steps: other prompts, another temperature.
+        files = [file for file in files if not file.name.startswith("eval_")] or files
         if not files:
             raise _refused(path, "the folder has no .jsonl files")
         found = [length for file in files for length in _samples(file, count_tokens) or ()]

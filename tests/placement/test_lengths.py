@@ -122,7 +122,10 @@ def test_the_folder_of_a_run_and_of_its_samples(tmp_path: Path) -> None:
         rows(
             tmp_path / "samples" / f"step_{step}.jsonl", {"response_tokens": 10 * step}, {"response_tokens": 30 * step}
         )
-    assert read(tmp_path).responses.mean == read(tmp_path / "samples").responses.mean
+    alone = read(tmp_path).responses.mean
+    # Evaluations are of other prompts, at another temperature.
+    rows(tmp_path / "samples" / "eval_000001.jsonl", {"response_tokens": 900})
+    assert read(tmp_path).responses.mean == read(tmp_path / "samples").responses.mean == alone
     assert read(tmp_path).words == "4 samples of 2 files"
     assert read(tmp_path).responses.mean == pytest.approx(30, rel=0.1)
 
