@@ -144,6 +144,12 @@ def _measured_section() -> type[Section]:
     return create_model("Measured", __base__=Section, __doc__="Figures that were measured.", **fields)
 
 
+# A figure of Device that a file may say in another unit: that key, the figure, and what one of it is.
+_UNITS = (
+    ("memory_gib", "memory_bytes", GIB),
+    ("inside_gbyte_s", "inside_bytes_s", 1e9),
+    ("between_gbit_s", "between_bytes_s", 1e9 / 8),
+)
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Measured: Any = _measured_section()
 
@@ -215,15 +221,15 @@ def _cluster_of(kind: Nodes, nodes: int, tree: Tree, keys: Keys, path: Path) -> 
     except UserError as error:
         raise UserError(f"{tree.origin((*keys, 'device'))}: {error}") from None
     given = {name: value for name, value in kind.measured.model_dump().items() if value is not None}
-    given |= {
-        name: value * unit
-        for name, value, unit in (
-            ("memory_bytes", kind.memory_gib, GIB),
-            ("inside_bytes_s", kind.inside_gbyte_s, 1e9),
-            ("between_bytes_s", kind.between_gbit_s, 1e9 / 8),
-        )
-        if value is not None
-    }
+    for key, name, unit in _UNITS:
+        if (value := getattr(kind, key)) is None:
+            continue
+        if name in given:
+            raise UserError(
+                f"{tree.origin((*keys, key))}: {key} and measured.{name} say the same thing, {value * unit:.4g} and "
+                f"{given[name]:.4g}. Remove one of them."
+            )
+        given[name] = value * unit
     cluster = replace(
         cluster,
         device=_replaced(cluster.device, given),

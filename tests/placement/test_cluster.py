@@ -43,6 +43,11 @@ def test_a_file_replaces_figures_of_the_table(tmp_path: Path) -> None:
         ("device: H20\nmeasured: {matmul_flops: 2.0e+14}\n", ["cluster.yaml:2", "H20 cannot reach 2e+14", "1.48e+14"]),
         ("nodes: [{device: H100, count: 4}, {device: H2, count: 1}]\n", ["cluster.yaml:1", "H2"]),
         ("nodes: [{device: H100, cuont: 4}]\n", ["nodes.0.cuont", "nodes.0.count"]),
+        (
+            "device: H100\nmemory_gib: 40\nmeasured: {memory_bytes: 8.0e+10}\n",
+            ["cluster.yaml:2", "memory_gib and measured.memory_bytes say the same thing, 4.295e+10 and 8e+10"],
+        ),
+        ("nodes: [{device: H100, between_gbit_s: 8, measured: {between_bytes_s: 2.0}}]\n", ["1e+09 and 2. Remove"]),
         ("nodes: [{device: H100, measured: {memory: 2}}]\n", ["nodes.0.measured.memory", "at most 1"]),
         ("nodes: [{device: H100}]\ndevice: H20\n", ["device"]),
         ("nodes: []\n", ["list of nodes is empty"]),
