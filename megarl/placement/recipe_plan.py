@@ -22,7 +22,7 @@ from megarl.placement.plan import placement_plan, smallest_cluster
 from megarl.placement.search import Found
 from megarl.placement.space import Servers, one_layout
 from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout
-from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT, Workload
+from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT, Workload, server_share
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
 
@@ -151,7 +151,8 @@ def _rollout_table(
         per_device = math.ceil(settings.num_servers / places)
         most = min(settings.num_servers, places) * settings.tp
     used = np.array([most], np.int64)
-    fraction = workload.server_share or (SHARED_FRACTION if shared else OWN_FRACTION)
+    # The recipe's, for the workload may be that of the recipe before a plan was applied to it.
+    fraction = server_share(settings.server_args) or (SHARED_FRACTION if shared else OWN_FRACTION)
     choice = Servers(np.array([devices], np.int64) if devices else used, tp, np.array([fraction]), used)
     offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
     table = price_rollout(choice, np.array([offloaded]), workload, cluster, across=across)

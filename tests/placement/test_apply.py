@@ -66,6 +66,17 @@ def test_an_applied_plan_is_predicted_as_it_was_planned(tmp_path: Path, name: st
     assert resolve(after)["rollout"]["servers"] == after.rollout.servers
 
 
+@pytest.mark.parametrize("name", ["colocate", "split"])
+def test_an_applied_plan_has_the_servers_that_were_planned_by_the_workload_before_it(tmp_path: Path, name: str) -> None:
+    """What is looked for behind a search, as how few layers need recomputing, knows the pick by the first recipe's workload."""
+    before, cluster = recipe(tmp_path, *LARGE, "rollout.kv_tokens=9000000"), make_cluster("H100", 1)
+    work = recipe_workload(before, read_model(tmp_path))
+    plan = plan_recipe(before, work, cluster, name)
+    again = predict_recipe(apply_plan(before, plan), work, cluster)
+    assert again.phases["rollout"] == pytest.approx(plan.best.phases["rollout"])
+    assert [pool.peak_bytes for pool in again.pools] == pytest.approx([pool.peak_bytes for pool in plan.best.pools])
+
+
 def _seconds(plan: PlacementPlan) -> dict[tuple[str, str], float]:
     roles = (role for pool in plan.pools for role in pool.roles if role.role != ROLLOUT)
     return {(role.role, stage): role.seconds[stage] for role in roles for stage in ("prepare", "train")}
