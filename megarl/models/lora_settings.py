@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
+from megarl.models.rules import rules
 
 TARGETS = (
     "linear_qkv",
@@ -44,3 +46,13 @@ class LoraSettings:
     def scale(self) -> float:
         """What multiplies B @ A."""
         return self.alpha / self.rank
+
+
+def adaptable(config: ModelConfig) -> list[str]:
+    """Those of TARGETS that a model has, outside of its routed experts."""
+    linears = {
+        rule.megatron.removesuffix(".weight").rpartition(".")[2]
+        for rule in rules(config, "torch")
+        if rule.expert is None
+    }
+    return [target for target in TARGETS if target in linears]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
-from megarl.models.lora_settings import LoraSettings
+from megarl.models.lora_settings import LoraSettings, adaptable
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 
@@ -31,10 +31,11 @@ def check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:
     if lora is None:
         return
     LoraSettings(lora.rank, lora.alpha, lora.targets)
-    if model.mla is not None and "linear_qkv" in lora.targets:
+    possible = adaptable(model)
+    if missing := [target for target in lora.targets if target not in possible]:
         raise UserError(
-            "actor.lora.targets names linear_qkv, and latent attention has none: choose among linear_proj, "
-            "linear_q_down_proj, linear_q_up_proj (or linear_q_proj), linear_kv_down_proj and linear_kv_up_proj."
+            f"actor.lora.targets names {', '.join(missing)}, and {recipe.model.path} has none, or in routed experts alone, which "
+            f"have no adapters. Choose among {', '.join(possible)}."
         )
 
 

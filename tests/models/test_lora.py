@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
+from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora import adapters_off, add_adapters, initial_a, is_adapter, merged
-from megarl.models.lora_settings import LoraSettings
+from megarl.models.lora_settings import TARGETS, LoraSettings, adaptable
 from megarl.models.peft import peft_config, peft_tensors, save_peft
 from megarl.serving.process import free_port
 from megarl.training.parallel import Groups, close_ranks, join_ranks, make_groups
@@ -33,6 +34,7 @@ from tests.models.lora_ranks import (
     RELOADED,
     SEED,
     SETTINGS,
+    VOCAB,
     Case,
     adapted,
     adapter_state,
@@ -250,6 +252,24 @@ def test_targets_that_the_model_lacks_are_refused(root: Path, groups: Groups) ->
         pytest.raises(UserError, match=r"no linear_q_down_proj: .* linear_qkv, linear_proj, linear_fc1"),
     ):
         adapted(Case("qwen2", Layout()), root / "qwen2", groups, settings)
+
+
+@pytest.mark.parametrize("model", [*MODELS, "mixtral", "qwen3_moe", "direct"])
+def test_what_a_config_says_can_have_adapters_is_what_the_model_has(
+    model: str, root: Path, groups: Groups, tmp_path: Path
+) -> None:
+    folder = root / model
+    if model not in MODELS:
+        family, extra = ("deepseek_v3", {"q_lora_rank": None}) if model == "direct" else (model, {})
+        folder = write_tiny_model(tmp_path, family, vocab_size=VOCAB, tokenizer=False, **extra)
+        (folder / "tokenizer.json").write_text("{}")
+    possible = adaptable(load_model_config(folder))
+    settings = LoraSettings(rank=4, alpha=6, targets=tuple(each for each in TARGETS if each not in possible))
+    chunks = [
+        build_gpt(load_model_config(folder), Layout(), groups.collection, dtype=torch.float32, platform=PLATFORM)[0]
+    ]
+    with pytest.raises(UserError, match=rf"choose LoRA's targets among {', '.join(possible)}\.$"):
+        add_adapters(chunks, settings, groups.collection, SEED)
 
 
 def test_routed_experts_are_refused(root: Path, groups: Groups) -> None:

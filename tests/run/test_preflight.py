@@ -166,6 +166,16 @@ def test_a_reward_model_is_no_policy(tmp_path: Path, model_folder: Path) -> None
         preflight_supervised(load_recipe(place.recipe, [], DpoRecipe).recipe)
 
 
+def test_adapters_of_linears_that_the_model_lacks_are_refused_before_anything_starts(place: Place) -> None:
+    """The ranks would say so as well, a minute later."""
+    place.write_rows(*({"prompt": f"{n}+1", "answer": n + 1} for n in range(6)))
+    run(place, "actor.lora={targets: [linear_qkv, linear_fc2]}")
+    with pytest.raises(
+        UserError, match=r"^actor\.lora\.targets names linear_q_proj, and .* Choose among linear_qkv, linear_proj,"
+    ):
+        run(place, "actor.lora={targets: [linear_proj, linear_q_proj]}")
+
+
 def test_a_reward_model_generates_nothing(place: Place) -> None:
     place.edit_config(architectures=["Qwen3ForSequenceClassification"], id2label={"0": "SCORE"})
     place.edit_weights(_give_score_head)
