@@ -241,12 +241,21 @@ def apply_template(
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[TokenArray]:
     """Token ids of each text, [tokens] int32.
 
-    special_tokens: add what the tokenizer puts around plain text; a rendered chat template holds them already.
+    special_tokens: add what the tokenizer puts before plain text; a rendered chat template holds them already. What it puts
+    behind, such as an end token, is left out: something follows on each of these texts.
     """
     if not texts:
         return []
+    behind = _num_behind(tokenizer) if special_tokens else 0
     encoded = tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False)
-    return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+    return [np.asarray(ids[: len(ids) - behind], dtype=np.int32) for ids in encoded["input_ids"]]
+
+
+def _num_behind(tokenizer: Tokenizer) -> int:
+    """How many tokens the tokenizer puts behind a plain text."""
+    alone, framed = (list(tokenizer("1", add_special_tokens=each)["input_ids"]) for each in (False, True))
+    places = range(len(framed) - len(alone), -1, -1) if alone else ()
+    return next((len(framed) - at - len(alone) for at in places if framed[at : at + len(alone)] == alone), 0)
 
 
 def encode_behind(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[TokenArray]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.core.errors import UserError
@@ -54,6 +54,19 @@ def test_plain_text_gets_the_tokenizers_own_frame(plain_tokenizer: Any) -> None:
     (bare,) = encode(plain_tokenizer, ["ab"], special_tokens=False)
     assert framed.tolist() == [plain_tokenizer.convert_tokens_to_ids("<s>"), *bare.tolist()]
     assert len(bare) == 2
+
+
+def test_what_a_tokenizer_puts_behind_plain_text_is_left_out() -> None:
+    """One that was saved with `add_eos_token` would end each prompt before its response."""
+    tokenizer = make_tokenizer(chat_template=None)
+    begin, end = (tokenizer.convert_tokens_to_ids(each) for each in ("<s>", "<|im_end|>"))
+    framed = "<s> $A <|im_end|>", [("<s>", begin), ("<|im_end|>", end)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=framed[0], special_tokens=framed[1]
+    )
+    bare = encode(tokenizer, ["1", "ab"], special_tokens=False)
+    found = encode(tokenizer, ["1", "ab"], special_tokens=True)
+    assert [ids.tolist() for ids in found] == [[begin, *ids.tolist()] for ids in bare]
 
 
 def test_no_texts_are_no_ids(plain_tokenizer: Any) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import orjson
 
 from megarl.agents.endpoint.forms import ChatMessage
@@ -17,7 +16,7 @@ from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_use import Parser, named, read_calls
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
-from megarl.data.chat import Tokenizer
+from megarl.data.chat import Tokenizer, encode
 from megarl.serving.answers import Generation
 
 MOST_TEMPLATES = 64  # sets of tools that are remembered
@@ -75,8 +74,7 @@ class Model:
 
     def encode(self, text: str, *, first: bool) -> TokenArray:
         """A text without template. first: it is the beginning, where the tokenizer may put tokens of its own."""
-        encoded = self._tokenizer(text, add_special_tokens=first, return_attention_mask=False)
-        return np.asarray(encoded["input_ids"], np.int32)
+        return encode(self._tokenizer, [text], special_tokens=first)[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """What ids stand for, without special tokens."""
