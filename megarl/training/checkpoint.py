@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from megarl.core.checksums import FileSum, sum_file, sum_files
@@ -35,6 +36,8 @@ from megarl.training.optimizer_state import OptimizerState
 
 # How torch says that the system takes no more of a file; of small common data, before anybody's own file is begun.
 UNWRITTEN = ("iostream error", "PytorchStreamWriter failed writing")
+
+SHOWN = 400  # characters of what torch says of a checkpoint that it cannot read, which may name all tensors
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,14 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
                 buffer.data = buffer.data.float()  # exact, whatever the dtype that the model was cast to
     weights = _weights(chunks)
     wanted = {**weights, **state.to_load(weights)}
-    found = dist_checkpointing.load(wanted, str(folder))
+    try:
+        found = dist_checkpointing.load(wanted, str(folder))
+    except CheckpointException as error:  # no Exception, and its text is the traces of all ranks
+        told = [f"rank {rank}: {_failure(each)[:SHOWN]}" for rank, (each, _) in sorted(error.failures.items())]
+        raise MegarlError(
+            f"{folder} could not be read. {'; '.join(told)}. Take another checkpoint: `megarl convert inspect` says which are "
+            "whole."
+        ) from error
     for name, chunk in zip(_names(chunks), chunks, strict=True):
         missing, unexpected = chunk.load_state_dict(found[name], strict=False)
         if wrong := [each for each in [*missing, *unexpected] if not each.endswith("_extra_state")]:

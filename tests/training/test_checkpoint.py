@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from megarl.core.errors import UserError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.algorithm import Algorithm
@@ -149,6 +149,23 @@ def test_a_resumed_run_learns_at_the_rates_of_its_own_recipe(rank, folder, tmp_p
     rank.load("actor", tmp_path)
     assert settings() == expected
     assert steps(rank, [2])["actor/lr"] == rate
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:1000]), "rank 0: "),
+        (lambda file: file.unlink(), "rank 0: FileNotFoundError: .*__0_0.distcp"),
+    ],
+    ids=["cut", "gone"],
+)
+def test_a_file_that_cannot_be_read_is_told_without_traces(rank, folder, tmp_path, harm, said):
+    rank.build("reference", RoleSpec(folder, "float32"))
+    rank.save("reference", tmp_path)
+    harm(tmp_path / "__0_0.distcp")
+    with pytest.raises(MegarlError, match=rf"could not be read\. {said}.*`megarl convert inspect`") as error:
+        rank.load("reference", tmp_path)
+    assert "Traceback" not in str(error.value)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(rank, folder, tmp_path):
