@@ -9,6 +9,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -34,6 +35,7 @@ from megarl.run.plan_models import PlannedModels
 from tools.make_tiny_model import make_config, make_tokenizer
 
 RECIPES = Path(megarl.__file__).parent.parent / "recipes"
+LARGE_HOST = SimpleNamespace(total=2 * 2**40)  # as nodes of eight GPUs have
 SHIPPED = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("quickstart"))
 # Supervised runs have one role and no servers: there is nothing to place.
 QUICKSTART = sorted(
@@ -126,6 +128,7 @@ def test_a_run_of_it_is_predicted_for_all_nodes_of_its_ray_or_for_none(
     recipe = load_recipe(case.file, [f"model.path={config.parent}", *scored]).recipe
     monkeypatch.setattr(local, "num_local_devices", lambda platform: 8)
     monkeypatch.setattr(local, "device_name", lambda: case.cluster.device.name)
+    monkeypatch.setattr(local.psutil, "virtual_memory", lambda: LARGE_HOST)
     monkeypatch.setenv(RAY_ADDRESS_VARIABLE, "10.0.0.1:6379")
     monkeypatch.setenv(RAY_NODES_VARIABLE, str(case.nodes + recipe.cluster.spares))
     predicted = place(recipe).predicted
@@ -145,6 +148,7 @@ def test_a_search_takes_the_devices_that_this_machine_has(monkeypatch: pytest.Mo
     monkeypatch.delenv(RAY_ADDRESS_VARIABLE, raising=False)
     monkeypatch.setattr(local, "num_local_devices", lambda platform: 8)
     monkeypatch.setattr(local, "device_name", lambda: "H100")
+    monkeypatch.setattr(local.psutil, "virtual_memory", lambda: LARGE_HOST)
     assert place(recipe).predicted is None
     placed = place(recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"name": "auto"})}))
     assert placed.predicted is not None and sum(pool.devices for pool in placed.predicted.pools) == 8
