@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.commands.options import DiscardJournal, GoOn, Overrides, RecipePath, Resume
+from megarl.core.errors import UserError
 
 
 def train(
@@ -20,6 +21,10 @@ def train(
 
     Example: megarl train recipes/quickstart.yaml run.seed=2 train.steps=20
     """
+    if discard_journal and not (resume or go_on):
+        raise UserError(
+            "--discard-journal forgets what an earlier start of the run recorded: give it with --resume or --continue."
+        )
     from megarl.run.train import run_train
 
     run_train(recipe, overrides or [], resume, go_on, discard_journal)

@@ -230,6 +230,11 @@ def _cluster_of(kind: Nodes, nodes: int, tree: Tree, keys: Keys, path: Path) -> 
                 f"{given[name]:.4g}. Remove one of them."
             )
         given[name] = value * unit
+    if kind.host_memory_gib is not None and not cluster.device.offloads_to_host:
+        raise UserError(
+            f"{tree.origin((*keys, 'host_memory_gib'))}: devices of kind {cluster.device.name} are processes, whose memory is "
+            "the host's: a plan counts that by memory_gib, of each. Remove host_memory_gib."
+        )
     cluster = replace(
         cluster,
         device=_replaced(cluster.device, given),

@@ -135,7 +135,7 @@ class RunConsole:
         self._phase, self._step, self._phase_began = phase or "", step or 0, time.monotonic()
         self._told = self._phase_began
         if not self._out.is_terminal and step is None and phase is not None:
-            self._out.print(f"{phase}: {PHASES[phase]}", highlight=False)
+            self._out.print(f"{phase} begins ({PHASES[phase]})", highlight=False)
 
     def progress(self, done: Done) -> None:
         """How far the phase's operation is, with the time left: in the bar; without a terminal, a line a minute."""

@@ -18,7 +18,7 @@ from megarl.agents.endpoint.model import Model
 from megarl.convert.source import find_source
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
-from megarl.core.platform import get_platform
+from megarl.core.platform import get_platform, num_local_devices
 from megarl.core.scratch import Scratch, temporary
 from megarl.data.chat import has_chat_template, load_tokenizer
 from megarl.models.layout_check import check_server_layout
@@ -64,6 +64,9 @@ def run_serve(settings: ServeSettings) -> None:
     config, platform = check_model_folder(folder), get_platform()
     longest = check_alone(folder, config, platform, settings.dtype)
     check_server_layout(config, settings.tp, "--tp")
+    here = num_local_devices(platform)
+    if here is not None and settings.tp > here:
+        raise UserError(f"--tp {settings.tp}: this machine shows {here} devices. Take at most as many.")
     check_address(settings.host, settings.port)
     tokenizer = load_tokenizer(folder)
     kv_tokens = KV_TOKENS if platform.needs_kv_tokens else None

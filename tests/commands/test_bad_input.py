@@ -117,6 +117,7 @@ def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> N
             ("recipe", "copy", "quickstart", "quickstart.yaml/in"),
             "quickstart.yaml/in cannot be written: Not a directory",
         ),
+        (("train", "{r}", "--discard-journal"), "--discard-journal forgets what an earlier start"),
         (("plan", "{r}", "--device", "H100", "--sync", "--html", "x.html"), "--html cannot go with --sync"),
         (("plan", "{r}", "--device", "H100", "--sync", "--from-run", "x"), "--from-run gives --sync its cluster"),
         (("plan", "{r}", "--device", "H100", "--seed", "3"), "--seed is read with --simulate alone"),

@@ -50,6 +50,10 @@ def test_a_file_replaces_figures_of_the_table(tmp_path: Path) -> None:
         ("nodes: [{device: H100, between_gbit_s: 8, measured: {between_bytes_s: 2.0}}]\n", ["1e+09 and 2. Remove"]),
         ("nodes: [{device: H100, measured: {memory: 2}}]\n", ["nodes.0.measured.memory", "at most 1"]),
         ("nodes: [{device: H100}]\ndevice: H20\n", ["device"]),
+        (
+            "device: cpu\nhost_memory_gib: 64\n",
+            ["cluster.yaml:2", "devices of kind cpu are processes", "Remove host_mem"],
+        ),
         ("nodes: []\n", ["list of nodes is empty"]),
         ("nodes: [{device: H100}, {device: H100}]\n", ["are alike", "sum as count"]),
         ("nodes: [{device: H100, count: 1}, {device: H100, count: 2}]\n", ["are alike", "sum as count"]),

@@ -164,7 +164,7 @@ def test_without_a_terminal_only_what_is_outside_of_steps_is_announced() -> None
             pass
         with timer.step(1), timer.phase("update"):
             pass
-    assert lines(out) == ["start: servers and ranks started, models loaded"]
+    assert lines(out) == ["start begins (servers and ranks started, models loaded)"]
     assert "\x1b" not in out.getvalue()
 
 

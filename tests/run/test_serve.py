@@ -117,6 +117,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         (["--tool-parser", "qwen99"], "there is no such parser"),
         (["--dtype", "float64"], "wanted is one of float32, bfloat16"),
         (["--tp", "3"], "megarl: --tp 3 does not divide the model"),
+        (["--tp", "2"], "megarl: --tp 2: this machine shows 1 devices"),
         (["--host", "192.0.2.77"], "nothing can listen there"),
         (["--host", "no.such.host.invalid"], "nothing can listen there"),
         ([], "weights (*.safetensors)"),
@@ -128,6 +129,7 @@ def test_wrong_options_are_refused_before_anything_starts(
     model = write_tiny_qwen(tmp_path / "hf")
     if not words:
         (model / "model.safetensors").unlink()
+    monkeypatch.setattr("megarl.run.serve.num_local_devices", lambda _: 1)
     monkeypatch.setattr(sys, "argv", ["megarl", "serve", str(model), *words])
     with pytest.raises(SystemExit) as end:
         main()
