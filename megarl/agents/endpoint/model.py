@@ -50,7 +50,10 @@ class Model:
                 code="unsupported_parameter",
                 param="tools",
             )
-        key = orjson.dumps(tools)
+        try:
+            key = orjson.dumps(tools)
+        except orjson.JSONEncodeError as error:  # JSON may be read that is nested too deeply to be written
+            raise RefusedError(f"tools: they cannot be written as JSON: {error}.", param="tools") from error
         if key not in self._templates:
             if len(self._templates) >= MOST_TEMPLATES:
                 self._templates.clear()

@@ -404,6 +404,23 @@ def test_without_a_parser_tools_are_refused() -> None:
     assert "Set agent.tool_parser" in sample.metadata["failure"]
 
 
+def test_tools_nested_deeper_than_json_is_written_are_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(300):
+        schema = {"properties": schema}
+    deep = {"type": "function", "function": {"name": "deep", "parameters": schema}}
+
+    async def with_tools(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        messages: list[Any] = [*row.messages]
+        with pytest.raises(openai.BadRequestError, match="tools: they cannot be written as JSON"):
+            await client.chat.completions.create(model=MODEL, messages=messages, tools=[deep])  # type: ignore[list-item]
+        await client.chat.completions.create(model=MODEL, messages=messages)
+        return 1.0
+
+    [sample] = harnessed(writing("1"), with_tools, parser=FakeReader())
+    assert sample.reward == 1.0 and sample.metadata.get("failure") is None
+
+
 def test_completions_go_on_with_a_text() -> None:
     stop = TOKENIZER("]", add_special_tokens=False)["input_ids"]
 
