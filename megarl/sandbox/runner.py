@@ -124,6 +124,7 @@ def run(job: dict[str, Any], channel: Channel | None) -> None:
     sys.argv = [job["script"]]
     sys.path.insert(0, FOLDER)
     try:
+        # As in this file, annotations are not evaluated: answers say `List[int]` and leave the import to whoever grades them.
         exec(compile(job["code"], job["script"], "exec"), main.__dict__)
     except SystemExit:
         if channel is None:

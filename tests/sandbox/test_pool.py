@@ -77,9 +77,11 @@ def test_results_say_how_a_program_ended() -> None:
             pool.run("def broken(:"),
             pool.run("quit()"),
             pool.run("import os\nos.write(1, b'x' * 1001)\nos._exit(0)"),
+            pool.run("def f(nums: List[int]): return sum(nums)\nprint(f([1, 2]))"),
         )  # fmt: skip
 
-    plain, code, raised, aborted, long, files, late, syntax, quitted, short = in_pool(work)
+    plain, code, raised, aborted, long, files, late, syntax, quitted, short, annotated = in_pool(work)
+    assert (annotated.ended, annotated.stdout) == ("ok", "3\n")
     assert (plain.ended, plain.stdout, plain.stderr, plain.exit_code) == ("ok", "first first\nsecond\n", "", 0)
     assert (code.ended, code.stdout, code.exit_code) == ("error", "before\n", 3)
     assert raised.stderr == (
