@@ -244,6 +244,6 @@ def test_a_server_that_does_not_say_which_rank_its_hashes_are_of_has_none(monkey
     async def answer(*_: Any) -> dict[str, Any]:
         return {"ranks": [{"parallelism_info": [], "checksums": {"a": "0"}}]}
 
-    monkeypatch.setattr(hashes.ServerClient, "ask", answer)
+    monkeypatch.setattr("megarl.sync.hashes.ServerClient.ask", answer)
     found = asyncio.run(all_sums([ServerEndpoint("odd", "http://127.0.0.1:9", KEY)], 5.0))
     assert "odd (http://127.0.0.1:9) /weights_checker says of a rank nothing in parallelism_info" in found["odd"]
