@@ -103,6 +103,5 @@ def too_full_hosts(plans: Sequence[PlacementPlan], cluster: Cluster) -> UserErro
     least = min(plans, key=lambda plan: sum(fullest_node(plan.pools)[0].values()))
     return UserError(
         f"No placement among the {len(plans)} fastest on {cluster.describe()} fits into the hosts' memory: of "
-        f"{least.describe()}, which takes least, {host_problem(least)}. Take more nodes, save without train.async_save, or "
-        "name the placement split, whose roles stay on their devices (--placement, placement.name)."
+        f"{least.describe()}, which takes least, {host_problem(least)}. Take more nodes, or save without train.async_save."
     )

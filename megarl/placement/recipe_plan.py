@@ -18,7 +18,8 @@ from megarl.placement.cluster import Cluster
 from megarl.placement.devices import GIB
 from megarl.placement.host import host_problem
 from megarl.placement.placed import PlacementPlan
-from megarl.placement.plan import placement_plan, smallest_cluster
+from megarl.placement.plan import smallest_cluster
+from megarl.placement.prediction import placement_plan
 from megarl.placement.search import Found
 from megarl.placement.space import Servers, one_layout
 from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout

@@ -19,7 +19,7 @@ from megarl.placement.length_files import read_samples
 from megarl.placement.lengths import ASSUMED_SPREAD, Lengths, counted, lognormal
 from megarl.placement.local import run_cluster
 from megarl.placement.placed import PlacementPlan
-from megarl.placement.plan import STAGES
+from megarl.placement.prediction import STAGES
 from megarl.placement.recipe_plan import predict_recipe
 from megarl.placement.workload import Workload, read_model, recipe_workload
 from megarl.recipe.load import load_recipe
