@@ -442,10 +442,18 @@ def test_what_a_preset_says_and_nothing_reads_is_as_if_nobody_had_said_it(recipe
     assert kept.algorithm.kl_coef == 0.01 and "reference" in role_layouts(kept)
 
 
-def test_null_turns_off_what_nothing_reads_without_being_asked_why(recipe_file: Path) -> None:
+def test_who_turns_off_what_nothing_reads_is_not_asked_why(recipe_file: Path) -> None:
+    """As an override does to a key of the recipe, for one that would be read by nothing with another override beside it."""
     assert load_recipe(
         recipe_file, ["teacher=null", "critic=null", "algorithm.correction=null", "algorithm.kl_control=null"]
     )
+    turns = ["rollout.offload=[weights]", "data.eval=e.jsonl", "eval.every=1"]
+    assert not load_recipe(recipe_file, [*turns, "eval.overlap=false"]).recipe.eval.overlap
+    with pytest.raises(UserError, match=r"eval\.overlap.* is read by nothing"):
+        load_recipe(recipe_file, [*turns, "eval.overlap=true"])
+    assert load_recipe(recipe_file, ["algorithm.kl_coef=0", "reference.offload=[]"])
+    with pytest.raises(UserError, match=r"reference\.offload.* is read by nothing"):
+        load_recipe(recipe_file, ["algorithm.kl_coef=0", "reference.offload=[params]"])
     with pytest.raises(UserError, match="read by nothing"):
         load_recipe(recipe_file, ["critic={}"])
 
