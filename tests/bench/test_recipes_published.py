@@ -30,7 +30,7 @@ def test_a_recipe_is_planned_with_the_lengths_of_the_run() -> None:
     [run] = beside(each, ROWS)
     row = compare(each, run)
     assert row["tokens_s"]["planned"] == pytest.approx(1024 * run.tokens / row["step_s"] / 8)
-    update = of_step(each.models.policy, run.tokens, 1024) / row["phases"]["train"] / 4
+    update = of_step(each.models.policy, run.tokens, 1024) / row["phases"]["train"] / 8
     assert 0.1 < row["mfu"]["planned"] == pytest.approx(update / 989.4e12, rel=0.01)
     assert row["pick"]["step_s"] <= row["step_s"] * 1.001
     assert len(table([row, compare(each, None)]).splitlines()) == 4

@@ -21,20 +21,23 @@ from megarl.sync.places import plan_of
 from megarl.sync.plan import GLOO_BUCKET_BYTES, SyncPlan, planned_bytes
 
 LLAMA = "recipes/llama31_70b_ppo_128.yaml"
+APART = ("cluster.devices=64", "rollout.tp=4", "rollout.offload=[]")  # its servers on devices of their own, where there are
 FOLDER = known_config("Qwen/Qwen3-4B")
 EXTERNAL = ExternalServers(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
 
 
 def plan(cluster: Cluster, *overrides: str, servers: ExternalServers | None = None) -> SyncPlan:
     assert FOLDER is not None
-    recipe = load_recipe(Path(LLAMA), list(overrides), Recipe).recipe
+    recipe = load_recipe(Path(LLAMA), [*APART, *overrides], Recipe).recipe
     if servers is not None:
         recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"servers": servers, "tp": 1})})
     return plan_of(recipe, read_model(FOLDER.parent), cluster)
 
 
 def show(*words: str, recipe: str = LLAMA) -> str:
-    result = CliRunner().invoke(app, ["plan", recipe, "--device", "H100", "--sync", *words], env={"COLUMNS": "160"})
+    apart = APART if recipe == LLAMA else ()
+    options = ["--device", "H100", "--sync", *apart, *words]
+    result = CliRunner().invoke(app, ["plan", recipe, *options], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -58,7 +61,7 @@ def test_a_recipes_senders_seconds_and_first_rows_are_shown() -> None:
     ],
 )
 def test_what_the_model_cannot_be_cut_into_is_refused_as_a_run_refuses_it(words: tuple[str, ...], part: str) -> None:
-    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--nodes", "16", "--sync", *words])
+    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--nodes", "16", "--sync", *APART, *words])
     assert isinstance(result.exception, UserError) and part in str(result.exception)
 
 
@@ -105,7 +108,7 @@ def test_servers_that_somebody_else_started_are_on_other_nodes() -> None:
 
 
 def test_too_few_devices_are_refused_with_what_is_needed() -> None:
-    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--nodes", "4", "--sync"])
+    result = CliRunner().invoke(app, ["plan", LLAMA, "--device", "H100", "--nodes", "4", "--sync", *APART])
     assert result.exit_code != 0
     assert "ranks take 64 devices, and there are 32" in str(result.exception)
     assert "128 devices for ranks and servers, or 64 that they share" in str(result.exception)

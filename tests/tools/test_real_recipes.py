@@ -88,7 +88,8 @@ def test_these_recipes_are_shipped() -> None:
 
 def test_the_nodes_of_its_own_words_are_what_it_uses(case: Case) -> None:
     fit = check_fit(case.recipe, case.nodes, 8)
-    assert fit.per_node == 8 and "GPUs of their own" in fit.servers
+    assert fit.per_node == 8
+    assert ("on the ranks' " if case.recipe.rollout.offload else "GPUs of their own") in fit.servers
     assert case.name.endswith(f"_{case.nodes * 8}")
     assert f"--nodes {case.nodes} --gpus-per-node 8" in case.file.read_text()
 
@@ -100,8 +101,9 @@ def test_its_servers_are_asked_for_all_that_they_decode_at_once(case: Case) -> N
 
 
 def test_nobody_waits_for_its_evaluation(case: Case) -> None:
-    """Its servers have devices of their own."""
-    assert case.recipe.eval.overlap == (case.recipe.eval.every is not None)
+    """Where its servers have devices of their own."""
+    evaluates, apart = case.recipe.eval.every is not None, not case.recipe.rollout.offload
+    assert case.recipe.eval.overlap == (evaluates and apart)
 
 
 def test_every_role_can_be_laid_out(case: Case) -> None:
