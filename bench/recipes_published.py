@@ -98,6 +98,11 @@ class Shipped:
     name: str
     recipe: Recipe
     nodes: int
+    per_node: int = 8
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
 
     @property
     def models(self) -> PlannedModels:
@@ -110,7 +115,7 @@ class Shipped:
         responses = None if run is None else lognormal(run.tokens - run.prompt_tokens, ASSUMED_SPREAD, longest)
         given = None if run is None else run.prompt_tokens
         work = recipe_workload(self.recipe, models.policy, responses, given, read=models)
-        cluster = make_cluster(DEVICE, self.nodes)
+        cluster = make_cluster(DEVICE, self.nodes, self.per_node)
         own = own_placement(self.recipe, work, cluster)
         assert own.predicted is not None and own.problem is None, (self.name, own.problem)
         return own.predicted, make_plan(work, cluster).best
@@ -124,20 +129,23 @@ def shipped() -> list[Shipped]:
             words = re.search(r"^#   megarl (plan .*)$", file.read_text(), re.MULTILINE)
             assert words, file
             asked = shlex.split(words[1])
-            found.append(Shipped(file.stem, load_recipe(file).recipe, int(asked[asked.index("--nodes") + 1])))
+            given = {
+                flag: int(asked[asked.index(flag) + 1]) for flag in ("--nodes", "--devices-per-node") if flag in asked
+            }
+            found.append(Shipped(file.stem, load_recipe(file).recipe, *given.values()))
     return found
 
 
 def beside(each: Shipped, rows: Sequence[Row]) -> list[Published]:
     """Published runs of about its size on as many devices."""
-    if "_30b_" in each.name:
+    if ("_30b_" in each.name, each.devices) == (True, 32):
         return [verl_run(rows, "dapo-30b", 32), nemo_run(32)]
-    return [verl_run(rows, "dapo-7b", 8)] if "_4b_" in each.name else []
+    return [verl_run(rows, "dapo-7b", 8)] if ("_4b_" in each.name, each.devices) == (True, 8) else []
 
 
 def compare(each: Shipped, run: Published | None) -> dict[str, Any]:
     """What is planned of the recipe, and what was published."""
-    (plan, pick), devices, recipe = each.plans(run), each.nodes * 8, each.recipe
+    (plan, pick), devices, recipe = each.plans(run), each.devices, each.recipe
     samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
     model = each.models.policy
     row: dict[str, Any] = {

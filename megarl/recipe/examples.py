@@ -79,10 +79,11 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _devices(recipe: AnyRecipe) -> str:
-    """Of the run: one of a platform's devices a rank, and on GPUs `rollout.tp` a server."""
-    servers = recipe.rollout.server_devices if isinstance(recipe, Recipe) else 0
+    """Of the run: one of a platform's devices a rank, and on GPUs `rollout.tp` a server that gives nothing back to ranks."""
+    servers = recipe.rollout.server_devices if isinstance(recipe, Recipe) and not recipe.rollout.offload else 0
     what, beside = KINDS_OF_DEVICES[recipe.cluster.platform]
-    return f"{recipe.cluster.devices + beside * servers} {what}"
+    number = recipe.cluster.devices + beside * servers
+    return f"{number} {what.removesuffix('s') if number == 1 else what}"
 
 
 def _about(path: Path) -> str:

@@ -14,7 +14,7 @@ def test_every_recipe_of_a_real_model_has_its_row() -> None:
     runs = {each.name: [run.model for run in beside(each, ROWS)] for each in shipped()}
     assert runs["qwen3_30b_a3b_grpo_32"] == [MODELS["qwen3-30b-a3b"]] * 2
     assert runs["qwen3_4b_grpo_8"] == runs["qwen3_4b_gsm8k_8"] == [MODELS["qwen2.5-7b"]]
-    assert runs["deepseek_v3_moe_512"] == runs["llama31_70b_ppo_128"] == []
+    assert runs["deepseek_v3_moe_512"] == runs["llama31_70b_ppo_128"] == runs["qwen3_4b_lora_gsm8k_1"] == []
 
 
 def test_published_figures_are_the_rows_own() -> None:

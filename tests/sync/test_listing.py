@@ -21,7 +21,11 @@ from megarl.sync.places import plan_of
 from megarl.sync.plan import GLOO_BUCKET_BYTES, SyncPlan, planned_bytes
 
 LLAMA = "recipes/llama31_70b_ppo_128.yaml"
-APART = ("cluster.devices=64", "rollout.tp=4", "rollout.offload=[]")  # its servers on devices of their own, where there are
+APART = (
+    "cluster.devices=64",
+    "rollout.tp=4",
+    "rollout.offload=[]",
+)  # its servers on devices of their own, where there are
 FOLDER = known_config("Qwen/Qwen3-4B")
 EXTERNAL = ExternalServers(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
 

@@ -28,6 +28,7 @@ from megarl.placement.local import host_cluster
 from megarl.placement.own import own_placement
 from megarl.placement.recipe_plan import check_fits
 from megarl.placement.workload import Workload, recipe_workload
+from megarl.recipe.examples import examples
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import detect_kind, load_recipe
 from megarl.recipe.schema import Recipe
@@ -65,8 +66,13 @@ class Case:
         return int(self.words[self.words.index("--nodes") + 1])
 
     @property
+    def per_node(self) -> int:
+        flag = "--devices-per-node"
+        return int(self.words[self.words.index(flag) + 1]) if flag in self.words else 8
+
+    @property
     def cluster(self) -> Cluster:
-        return make_cluster(self.words[self.words.index("--device") + 1], self.nodes)
+        return make_cluster(self.words[self.words.index("--device") + 1], self.nodes, self.per_node)
 
     @property
     def workload(self) -> Workload:
@@ -87,11 +93,13 @@ def test_these_recipes_are_shipped() -> None:
 
 
 def test_the_nodes_of_its_own_words_are_what_it_uses(case: Case) -> None:
-    fit = check_fit(case.recipe, case.nodes, 8)
-    assert fit.per_node == 8
+    fit = check_fit(case.recipe, case.nodes, case.per_node)
+    assert fit.per_node == case.per_node
     assert ("on the ranks' " if case.recipe.rollout.offload else "GPUs of their own") in fit.servers
-    assert case.name.endswith(f"_{case.nodes * 8}")
-    assert f"--nodes {case.nodes} --gpus-per-node 8" in case.file.read_text()
+    assert case.name.endswith(f"_{case.nodes * case.per_node}")
+    assert f"--nodes {case.nodes} --gpus-per-node {case.per_node}" in case.file.read_text()
+    listed = next(example for example in examples() if example.name == case.name)
+    assert listed.devices.split()[0] == case.name.rpartition("_")[2]
 
 
 def test_its_servers_are_asked_for_all_that_they_decode_at_once(case: Case) -> None:
@@ -116,25 +124,25 @@ def test_every_role_can_be_laid_out(case: Case) -> None:
 def test_its_own_placement_fits_in_the_memory_of_its_cluster(case: Case) -> None:
     own = own_placement(case.recipe, case.workload, case.cluster)
     assert own.problem is None and own.predicted is not None
-    assert sum(pool.devices for pool in own.predicted.pools) == case.nodes * 8
+    assert sum(pool.devices for pool in own.predicted.pools) == case.nodes * case.per_node
     assert check_fits(case.recipe, case.workload, case.cluster).step_s == own.predicted.step_s
 
 
 def test_a_run_of_it_is_predicted_for_all_nodes_of_its_ray_or_for_none(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its servers have devices of their own: nodes for its ranks alone would not hold it."""
+    """Nodes for its ranks alone would not hold one whose servers have devices of their own."""
     config = known_config(case.recipe.model.path)
     assert config is not None
     scored = [f"reward_model.path={config.parent}"] if case.recipe.reward_model is not None else []
     recipe = load_recipe(case.file, [f"model.path={config.parent}", *scored]).recipe
-    monkeypatch.setattr(local, "num_local_devices", lambda platform: 8)
+    monkeypatch.setattr(local, "num_local_devices", lambda platform: case.per_node)
     monkeypatch.setattr(local, "device_name", lambda: case.cluster.device.name)
     monkeypatch.setattr(local.psutil, "virtual_memory", lambda: LARGE_HOST)
     monkeypatch.setenv(RAY_ADDRESS_VARIABLE, "10.0.0.1:6379")
     monkeypatch.setenv(RAY_NODES_VARIABLE, str(case.nodes + recipe.cluster.spares))
     predicted = place(recipe).predicted
-    assert predicted is not None and sum(pool.devices for pool in predicted.pools) == case.nodes * 8
+    assert predicted is not None and sum(pool.devices for pool in predicted.pools) == case.nodes * case.per_node
     monkeypatch.delenv(RAY_NODES_VARIABLE)
     assert place(recipe).predicted is None
     with pytest.raises(UserError, match=f"{RAY_NODES_VARIABLE} does not say how many nodes"):
