@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from typing import Any
 
 from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
@@ -15,6 +17,10 @@ def prepare_megatron(platform: Platform) -> None:
     """
     if platform.has_transformer_engine:
         _load_transformer_engine()
+    else:
+        _hide("transformer_engine")
+    if not platform.has_apex:
+        _hide("apex", "amp_C")
     if platform.adapts_megatron:
         from megarl.models import cpu_matmul, megatron_cpu
 
@@ -32,6 +38,17 @@ def prepare_megatron(platform: Platform) -> None:
         from megarl.models import megatron_torch_adam
 
         megatron_torch_adam.install()
+
+
+def _hide(*packages: str) -> None:
+    """Let this process find that these are not installed, unless it has loaded them already.
+
+    Megatron takes their optimizers and norms wherever it finds them: they compute on devices alone, and an Apex that was built
+    without its kernels says so only when it is asked to compute.
+    """
+    modules: dict[str, Any] = sys.modules
+    for package in packages:
+        modules.setdefault(package, None)  # how Python writes down that there is none
 
 
 def _load_transformer_engine() -> None:
