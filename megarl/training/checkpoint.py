@@ -209,7 +209,7 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
         ) from error
     for name, chunk in zip(_names(chunks), chunks, strict=True):
         missing, unexpected = chunk.load_state_dict(found[name], strict=False)
-        if wrong := [each for each in [*missing, *unexpected] if not each.endswith("_extra_state")]:
+        if wrong := [each for each in [*missing, *unexpected] if not _is_extra(each)]:
             raise MegarlError(f"{folder} does not fill the model's {wrong}.")
     state.check_weights(found, folder)
     state.load(found)
@@ -231,8 +231,13 @@ def _weights(chunks: Sequence[Module]) -> dict[str, Any]:
     for name, chunk in zip(_names(chunks), chunks, strict=True):
         model: Any = chunk
         state = model.sharded_state_dict(metadata={})
-        weights[name] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+        weights[name] = {key: value for key, value in state.items() if not _is_extra(key)}
     return weights
+
+
+def _is_extra(key: str) -> bool:
+    """Whether an entry is extra state: `_extra_state` of a module, and of one of several experts `_extra_state1` and so on."""
+    return key.rpartition(".")[2].startswith("_extra_state")
 
 
 def _unwritten(folder: Path, why: str) -> UserError:

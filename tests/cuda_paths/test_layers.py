@@ -18,7 +18,7 @@ from megarl.models.config import ModelConfig
 from megarl.placement.devices import DEVICES
 from megarl.placement.memory import Role, role_bytes
 from megarl.placement.space import one_layout
-from tests.cuda_paths.fake_ranks import FAMILIES, RUNS, cases
+from tests.cuda_paths.fake_ranks import FAMILIES, cases, ways
 from tests.support.package_source import ROOT, PackageSource
 
 DEADLINE_S = 300.0
@@ -77,7 +77,7 @@ def test_the_plan_knows_how_many_bytes_of_weights_they_hold(found: dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_kinds_of_layers_compute_and_learn_the_same(family: str, found: dict[str, Any]) -> None:
-    for way, settings in RUNS.items():
+    for way, settings in ways(family).items():
         name = f"{family}: {way}"
         each = found["fused"]["ran"][name]
         assert each["problem"] is None, each["problem"]
@@ -87,6 +87,17 @@ def test_both_kinds_of_layers_compute_and_learn_the_same(family: str, found: dic
         assert second == pytest.approx(first, rel=0.05 if rounded else 1e-6), name
         if name not in BFLOAT16_EXPERTS:
             assert each["difference"] < (0.03 if rounded else 1e-5) and each["size"] > 1, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_kind_of_layers_reads_the_checkpoints_of_the_other(family: str, found: dict[str, Any]) -> None:
+    tried = [way for way, settings in ways(family).items() if "recompute" not in settings]
+    assert len(tried) >= 3
+    for way in tried:
+        name = f"{family}: {way}"
+        if name not in BFLOAT16_EXPERTS:
+            assert found["fused"]["ran"][name]["read"] < (0.03 if way == "bfloat16" else 1e-5), name
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from tests.support.fused_adam import FakeFusedAdam
 from tests.support.package_source import Definition, PackageSource
 
 PACKAGE = "transformer_engine"
@@ -33,7 +34,27 @@ class Bare(Module):
         super().__init__()
 
 
-class Linear(Module):
+class Extra(Module):
+    """What every module with weights keeps beside them in a state: nothing, as long as nothing is computed in FP8."""
+
+    fp8 = fp8_calibration = False
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.fp8_meta = {"fp8_checkpoint": False}
+
+    def get_extra_state(self) -> Tensor:
+        """No bytes."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor | None) -> None:
+        """Nothing to take."""
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Nothing to make."""
+
+
+class Linear(Extra):
     """Weight [out, in], cut over tp_size by its parallel mode."""
 
     def __init__(self, **given: Any) -> None:
@@ -59,25 +80,27 @@ class Linear(Module):
 
 
 class LayerNormLinear(Linear):
-    """The same behind a norm."""
+    """The same behind a norm, whose output it gives as well where it is asked for."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         assert given["normalization"] == "RMSNorm"
         self.eps, self.offset = given["eps"], given["zero_centered_gamma"]
         self.layer_norm_weight = _parameter((given["in_features"],), given)
+        self.return_layernorm_output = given["return_layernorm_output"]
 
-    def forward(self, **given: Any) -> Tensor:
+    def forward(self, **given: Any) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Normalised, then multiplied."""
-        return self.apply_to(_normalised(given["inp"], self.layer_norm_weight, self.eps, self.offset))
+        seen = _normalised(given["inp"], self.layer_norm_weight, self.eps, self.offset)
+        return (self.apply_to(seen), seen) if self.return_layernorm_output else self.apply_to(seen)
 
 
-class GroupedLinear(Module):
+class GroupedLinear(Extra):
     """A weight for each group."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.num_gemms = given["num_gemms"]
+        self.num_gemms, self.use_bias = given["num_gemms"], given["bias"]
         assert given["parallel_mode"] is None or given["tp_size"] == 1, "experts are cut by Megatron, not by this"
         for index in range(self.num_gemms):
             self.register_parameter(f"weight{index}", _parameter((given["out_features"], given["in_features"]), given))
@@ -138,11 +161,12 @@ def _normalised(inp: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor
     return wide.to(inp.dtype)
 
 
-class FusedAdam(torch.optim.Adam):
-    """Takes what the real one takes; never steps here."""
+class FusedAdam(FakeFusedAdam):
+    """Of what the real one takes, what Megatron gives."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(given["params"], lr=given["lr"])
+        taken = ("lr", "weight_decay", "betas", "eps", "adam_w_mode")
+        super().__init__(given["params"], **{name: given[name] for name in taken})
 
 
 def rotated(**given: Any) -> Tensor:

@@ -16,6 +16,7 @@ from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
 from megarl.training.manifest import MANIFEST, checkpoint_damage, read_manifest, read_model_config
 from megarl.training.spec import PolicyObjective, RoleSpec
+from tests.support.fused_adam import FakeFusedAdam
 from tests.training.harness import VOCAB, weights
 from tests.training.samples import examples, shards
 
@@ -66,26 +67,6 @@ def test_a_checkpoint_of_a_fresh_model_can_be_resumed(rank, folder, tmp_path, na
     assert steps(rank, [0]) == went_on
 
 
-class FakeFusedAdam(torch.optim.Optimizer):
-    """Keeps what the fused Adams do where they do: no state before the first step, and the step's number in the group."""
-
-    def __init__(self, params, *, lr, weight_decay, betas, eps, adam_w_mode):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-        assert adam_w_mode
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                state, gradient, (first, second) = self.state[parameter], parameter.grad, group["betas"]
-                average = state.setdefault("exp_avg", torch.zeros_like(parameter)).lerp_(gradient, 1 - first)
-                square = state.setdefault("exp_avg_sq", torch.zeros_like(parameter)).lerp_(gradient**2, 1 - second)
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                root = (square / (1 - second ** group["step"])).sqrt() + group["eps"]
-                parameter -= group["lr"] * average / (1 - first ** group["step"]) / root
-
-
 @pytest.mark.host_only  # where a fused Adam is installed, it is what the other tests save
 def test_a_fused_adam_can_be_saved_before_and_after_its_first_step(rank, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.core.optimizer.Adam", FakeFusedAdam)
@@ -105,6 +86,21 @@ def test_a_fused_adam_can_be_saved_before_and_after_its_first_step(rank, folder,
         rank.build("actor", spec)
         rank.load("actor", tmp_path / name)
         assert steps(rank, seeds) == expected
+
+
+def test_what_is_about_fp8_is_left_out_of_a_checkpoint(rank):
+    """Experts of Transformer Engine are one module, whose extra state Megatron names after each of them."""
+    from megarl.training.checkpoint import _weights
+
+    names = (
+        "0.weight",
+        "0._extra_state",
+        "mlp.experts.weight1",
+        "mlp.experts._extra_state",
+        "mlp.experts._extra_state11",
+    )
+    chunk = SimpleNamespace(sharded_state_dict=lambda metadata: dict.fromkeys(names))
+    assert list(_weights([chunk])["model"]) == ["0.weight", "mlp.experts.weight1"]
 
 
 def test_a_longer_run_lays_its_schedule_out_anew(rank, folder, tmp_path):
