@@ -62,8 +62,12 @@ class Conflict:
     of_ray: bool = False
 
 
+_CHOICE = "Megatron builds no model where an attention is switched off by hand, whether it would be taken or not"
+# Transformer Engine's, and read by Megatron on every platform (0.16.1).
+ATTENTION_CONFLICTS = tuple(Conflict(f"NVTE_{kind}_ATTN", "0", _CHOICE) for kind in ("FLASH", "FUSED", "UNFUSED"))
 _SEGMENTS = "weights reach servers on the same device by memory handles, which expandable segments do not have"
 CUDA_CONFLICTS = (
+    *ATTENTION_CONFLICTS,
     Conflict("PYTORCH_ALLOC_CONF", "expandable_segments:True", _SEGMENTS),
     Conflict("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _SEGMENTS),
     Conflict(
@@ -224,6 +228,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             tensor_hash="sha256",
             pads_weights=True,
             has_device_memory=False,
+            conflicts=ATTENTION_CONFLICTS,
         )
     return Platform(
         name="cuda",

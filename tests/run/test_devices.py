@@ -54,6 +54,23 @@ def test_variables_that_break_a_run_on_devices_are_named(
     check_devices(on_cuda)
 
 
+@pytest.mark.parametrize("variable", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
+def test_an_attention_that_is_switched_off_is_named_on_every_platform(
+    place: Place, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """As images with Transformer Engine have it: Megatron would end each rank, by words about an option of its own."""
+    monkeypatch.setattr("megarl.core.platform.cuda_device_count", lambda: 2)
+    for name in ("cuda", "cpu"):
+        recipe = load_recipe(place.recipe, [f"cluster.platform={name}"]).recipe
+        monkeypatch.setenv(variable, "0")
+        with pytest.raises(
+            UserError, match=f"The environment has {variable}=0, and Megatron builds no model .*Unset it"
+        ):
+            check_devices(recipe)
+        monkeypatch.setenv(variable, "1")
+        check_devices(recipe)
+
+
 @pytest.mark.parametrize(
     "workers", [{}, {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}], ids=["driver alone", "workers"]
 )
