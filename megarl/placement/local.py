@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import psutil
 from megarl.core.platform import get_platform, num_local_devices
 from megarl.core.ray_env import nodes_of_ray, ray_to_join
 from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_cluster
-from megarl.placement.devices import DEVICES
+from megarl.placement.devices import DEVICES, GIB
 from megarl.recipe.schema import Recipe
 
 # What the driver of NVIDIA's devices says of each of them; longer names first, for some begin alike.
@@ -75,6 +76,13 @@ def device_name() -> str | None:
     """The table's name of this machine's NVIDIA devices; None where there are none, or others."""
     for file in sorted(_DRIVER_FILES.glob("*/information")):
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
-        found = [name for part, name in _NAMES.items() if part in model]
-        return found[0] if found and found[0] in DEVICES else None
+        # Whole words: a GH200 is no H200.
+        found = [name for part, name in _NAMES.items() if re.search(rf"(?<!\w){part}(?!\w)", model)]
+        return found[0] if found and found[0] in DEVICES and not _of_another_size(found[0], model) else None
     return None
+
+
+def _of_another_size(name: str, model: str) -> bool:
+    """Whether the driver's name says another memory than the table has: an A100 has 40 GB, or 80."""
+    said = re.search(r"(\d+) ?GB\b", model)
+    return said is not None and not 0.9 < int(said[1]) * GIB / DEVICES[name].memory_bytes < 1.1
