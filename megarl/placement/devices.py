@@ -159,6 +159,110 @@ _L40S = Device(
     tile_rows=16,
     source="NVIDIA L40S data sheet (no NVLink: PCIe Gen4 x16); 200 Gbit/s a device",
 )
+# One or two in a workstation or a rented machine. Those without NVLink reach each other through the host.
+_SINGLES = (
+    replace(
+        _H100,
+        name="H100-NVL",
+        memory_bytes=93 * GIB,
+        flops=835 * TERA,
+        matmul_flops=835 * TERA * _REACHED,
+        fp32_flops=60 * TERA,
+        fp8_flops=1671 * TERA,
+        memory_bytes_s=3900 * GB,
+        inside_bytes_s=64 * GB,
+        source="NVIDIA H100 Tensor Core GPU data sheet (NVL, 94 GB): PCIe Gen5; bridges join but two, or four",
+    ),
+    replace(
+        _H100,
+        name="H200-NVL",
+        memory_bytes=139 * GIB,
+        flops=835 * TERA,
+        matmul_flops=835 * TERA * _REACHED,
+        fp32_flops=60 * TERA,
+        fp8_flops=1671 * TERA,
+        memory_bytes_s=4800 * GB,
+        inside_bytes_s=64 * GB,
+        source="NVIDIA H200 Tensor Core GPU data sheet (NVL, 141 GB, 139 GiB usable): PCIe Gen5; bridges join but two, or four",
+    ),
+    replace(
+        _H100,
+        name="H100-PCIe",
+        flops=756 * TERA,
+        matmul_flops=756 * TERA * _REACHED,
+        fp32_flops=51 * TERA,
+        fp8_flops=1513 * TERA,
+        memory_bytes_s=2000 * GB,
+        inside_bytes_s=64 * GB,
+        source="NVIDIA H100 Tensor Core GPU data sheet (PCIe, 80 GB): PCIe Gen5",
+    ),
+    replace(
+        _L40S,
+        name="L4",
+        memory_bytes=22.5 * GIB,
+        flops=121 * TERA,
+        matmul_flops=121 * TERA * _REACHED,
+        fp32_flops=30.3 * TERA,
+        fp8_flops=242 * TERA,
+        memory_bytes_s=300 * GB,
+        source="NVIDIA L4 data sheet (24 GB, with ECC 22.5 GiB; without sparsity): PCIe Gen4",
+    ),
+    replace(
+        _L40S,
+        name="A10",
+        memory_bytes=22.5 * GIB,
+        flops=125 * TERA,
+        matmul_flops=125 * TERA * _REACHED,
+        fp32_flops=31.2 * TERA,
+        fp8_flops=0.0,
+        memory_bytes_s=600 * GB,
+        source="NVIDIA A10 data sheet (24 GB, with ECC 22.5 GiB): PCIe Gen4",
+    ),
+    replace(
+        _L40S,
+        name="RTX-A6000",
+        flops=154.8 * TERA,
+        matmul_flops=154.8 * TERA * _REACHED,
+        fp32_flops=38.7 * TERA,
+        fp8_flops=0.0,
+        memory_bytes_s=768 * GB,
+        source="NVIDIA RTX A6000 data sheet (48 GB; half of what it says for sparse matrices): PCIe Gen4",
+    ),
+    replace(
+        _L40S,
+        name="RTX-6000-Ada",
+        flops=364.2 * TERA,
+        matmul_flops=364.2 * TERA * _REACHED,
+        fp32_flops=91.1 * TERA,
+        fp8_flops=728.5 * TERA,
+        memory_bytes_s=960 * GB,
+        source="NVIDIA RTX 6000 Ada Generation data sheet (48 GB; half of what it says for sparse matrices): PCIe Gen4",
+    ),
+    replace(
+        _L40S,
+        name="RTX-4090",
+        memory_bytes=23.5 * GIB,
+        flops=165.2 * TERA,
+        matmul_flops=165.2 * TERA * _REACHED,
+        fp32_flops=82.6 * TERA,
+        fp8_flops=330.3 * TERA,
+        memory_bytes_s=1008 * GB,
+        inside_bytes_s=16 * GB,
+        source="NVIDIA Ada GPU architecture, RTX 4090 (24 GB; sums in float32): PCIe Gen4, no access between devices",
+    ),
+    replace(
+        _L40S,
+        name="RTX-5090",
+        memory_bytes=31.3 * GIB,
+        flops=209.5 * TERA,
+        matmul_flops=209.5 * TERA * _REACHED,
+        fp32_flops=104.8 * TERA,
+        fp8_flops=419 * TERA,
+        memory_bytes_s=1792 * GB,
+        host_bytes_s=64 * GB,
+        source="NVIDIA RTX Blackwell GPU architecture, RTX 5090 (32 GB; sums in float32): PCIe Gen5, no access between devices",
+    ),
+)
 _CPU = Device(
     name="cpu",
     memory_bytes=6 * GIB,
@@ -179,6 +283,13 @@ _CPU = Device(
 )
 # What differs from another device in little.
 _VARIANTS = (
+    replace(
+        _A100,
+        name="A100-40",
+        memory_bytes=40 * GIB,
+        memory_bytes_s=1555 * GB,
+        source="NVIDIA A100 Tensor Core GPU data sheet (SXM, 40 GB); HDR InfiniBand, 200 Gbit/s a device",
+    ),
     replace(
         _A100,
         name="A800",
@@ -232,7 +343,9 @@ _VARIANTS = (
         source="AMD Instinct MI325X data sheet (256 GB); links as MI300X; products",
     ),
 )
+# Ranks on these synchronise through PCIe.
+WITHOUT_NVLINK = frozenset({_L40S.name, *(device.name for device in _SINGLES)})
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
-    {each.name: each for each in (_A100, _H100, _H20, _B200, _MI300X, _L40S, *_VARIANTS, _CPU)}
+    {each.name: each for each in (_A100, _H100, _H20, _B200, _MI300X, _L40S, *_VARIANTS, *_SINGLES, _CPU)}
 )

@@ -15,13 +15,18 @@ from megarl.placement.cluster import Cluster, make_cluster, one_kind, read_clust
 from megarl.placement.devices import DEVICES, GIB
 from megarl.recipe.schema import Recipe
 
-# What the driver of NVIDIA's devices says of each of them; longer names first, for some begin alike.
+# What the driver of NVIDIA's devices says of each of them; longer names first, for some are parts of others.
 _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 _NAMES = {
     "GB200": "GB200",
+    "A100-SXM4-40GB": "A100-40",
+    "A100-PCIE-40GB": "A100-40",
     "A100": "A100-80",
     "A800": "A800",
+    "H100 NVL": "H100-NVL",
+    "H100 PCIe": "H100-PCIe",
     "H100": "H100",
+    "H200 NVL": "H200-NVL",
     "H200": "H200",
     "H800": "H800",
     "H20-3e": "H20-141",
@@ -29,7 +34,15 @@ _NAMES = {
     "B200": "B200",
     "B300": "B300",
     "L40S": "L40S",
+    "L4": "L4",
+    "A10": "A10",
+    "RTX A6000": "RTX-A6000",
+    "RTX 6000 Ada Generation": "RTX-6000-Ada",
+    "RTX 4090": "RTX-4090",
+    "RTX 5090": "RTX-5090",
 }
+# What follows the name of a smaller one.
+_SMALLER = r"(?! Laptop| D\b)"
 HOST = "cpu"
 
 
@@ -77,7 +90,7 @@ def device_name() -> str | None:
     for file in sorted(_DRIVER_FILES.glob("*/information")):
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         # Whole words: a GH200 is no H200.
-        found = [name for part, name in _NAMES.items() if re.search(rf"(?<!\w){part}(?!\w)", model)]
+        found = [name for part, name in _NAMES.items() if re.search(rf"(?<!\w){part}(?!\w){_SMALLER}", model)]
         return found[0] if found and found[0] in DEVICES and not _of_another_size(found[0], model) else None
     return None
 

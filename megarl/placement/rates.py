@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from megarl.placement.devices import DEVICES, GB, GIB
+from megarl.placement.devices import DEVICES, GB, GIB, WITHOUT_NVLINK
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,6 @@ _CPU_RATES = Rates(
 
 RATES: Mapping[str, Rates] = MappingProxyType(
     {name: Rates() for name in DEVICES}
-    # Without NVLink, ranks synchronise through PCIe.
-    | {"L40S": replace(Rates(), hop_s=25e-6, reduce_s=25e-6), "cpu": _CPU_RATES}
+    | {name: replace(Rates(), hop_s=25e-6, reduce_s=25e-6) for name in WITHOUT_NVLINK}
+    | {"cpu": _CPU_RATES}
 )

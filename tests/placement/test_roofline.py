@@ -13,7 +13,7 @@ from megarl.models.flops import train_flops
 from megarl.placement.calibrate import with_rates
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import score_seconds, update_seconds
-from megarl.placement.devices import DEVICES
+from megarl.placement.devices import DEVICES, WITHOUT_NVLINK
 from megarl.placement.generation import rollout_seconds, step_model
 from megarl.placement.lengths import lognormal
 from megarl.placement.links import all_reduce_s, server_reduce_s
@@ -67,7 +67,7 @@ def test_one_set_of_rates_for_all_gpus() -> None:
     links = {"hop_s", "reduce_s"}
     for name in GPUS:
         own, h100 = vars(RATES[name]), vars(RATES["H100"])
-        assert {rate for rate in own if own[rate] != h100[rate]} <= (links if name == "L40S" else set()), name
+        assert {rate for rate in own if own[rate] != h100[rate]} <= (links if name in WITHOUT_NVLINK else set()), name
 
 
 def test_devices_reach_no_more_than_their_data_sheets_say() -> None:

@@ -187,3 +187,12 @@ def test_a_recipe_of_the_quickstart_fits_on_this_machine(name: str, tmp_path: Pa
     models = PlannedModels(recipe)
     workload = recipe_workload(recipe, models.policy, read=models)
     assert check_fits(recipe, workload, host_cluster(recipe.cluster.devices)).step_s > 0
+
+
+def test_the_recipe_of_one_gpu_fits_into_24_gb() -> None:
+    """As its first lines say."""
+    recipe = load_recipe(RECIPES / "qwen3_4b_lora_gsm8k_1.yaml").recipe
+    models = PlannedModels(recipe)
+    for device in ("RTX-4090", "L4", "A10"):
+        own = own_placement(recipe, recipe_workload(recipe, models.policy, read=models), make_cluster(device, 1, 1))
+        assert own.problem is None and own.predicted is not None and len(own.predicted.pools) == 1
