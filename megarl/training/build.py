@@ -80,9 +80,8 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
     wrapped = _data_parallel(chunks, wrapped, groups, auxiliary, is_distributed(spec.optimizer))
     stepper = Stepper(spec.optimizer, wrapped, dtype, spec.total_steps)
     parameters = global_tensors(chunks, groups.layout, groups.rank)
-    return Built(
-        chunks, wrapped, stepper, auxiliary, replays, GradShares(stepper.optimizer, parameters, groups.place.tp)
-    )
+    shares = GradShares(stepper.optimizer, parameters, groups.place)
+    return Built(chunks, wrapped, stepper, auxiliary, replays, shares)
 
 
 def _data_parallel(

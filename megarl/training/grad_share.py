@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megarl.core.layout import Place
 from megarl.training.spec import NEARLY_ALL
 
 # Rows of these are tokens of the vocabulary, which tensor parallel cuts in order.
@@ -35,15 +36,15 @@ class _Part:
 class GradShares:
     """Watches the optimizer of one role. Every rank of the pool makes the same calls."""
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor], tp_rank: int) -> None:
-        """parameters: this rank's own, by their names in the whole model. Collective."""
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor], place: Place) -> None:
+        """parameters: this rank's own, by their names in the whole model. place: this rank's. Collective."""
         # A pipeline stage without experts has an optimizer of experts that holds nothing.
         self._members = [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
         self._parts = _parts(self._members, {id(tensor): name for name, tensor in parameters.items()})
         held = _of_everyone(sorted({part.name for part in self._parts.values()}))
         self._index = {name: index for index, name in enumerate(sorted({name for names in held for name in names}))}
         self._device = next(iter(parameters.values())).device
-        self._tp_rank = tp_rank
+        self._place = place
         self._squares: list[Tensor] = []  # of each optimizer step since the last report, [parameters] float64
         self._norms: list[float] = []
         self._rows: dict[str, tuple[float, int]] = {}  # by name: the largest element of this rank's part, and its row
@@ -91,14 +92,21 @@ class GradShares:
                 counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
                     parameter, getattr(member, "tp_group", None)
                 )
-                if counts and parameter.grad is not None:
-                    yield self._parts[id(parameter)], parameter.grad
+                if counts and parameter.grad is not None and self._is_first(part := self._parts[id(parameter)], member):
+                    yield part, parameter.grad
+
+    def _is_first(self, part: _Part, member: Any) -> bool:
+        """Whether no rank before this one holds the same gradient: only distributed optimizers cut it over data parallel."""
+        if isinstance(member, DistributedOptimizer):
+            return True
+        is_expert = not getattr(part.model, "allreduce", True)
+        return self._place.edp == 0 if is_expert else self._place.dp == self._place.cp == 0
 
     def _look_at_rows(self, part: _Part, gradient: Tensor) -> None:
         if part.name.endswith(BY_TOKEN):
             rows, width = part.model.shape
             size, place = gradient.abs().flatten().max(0)
-            row = self._tp_rank * rows + (part.first + int(place)) // width
+            row = self._place.tp * rows + (part.first + int(place)) // width
             self._rows[part.name] = max(self._rows.get(part.name, (0.0, 0)), (float(size), row))
 
     def _note(self, name: str, share: float) -> str:

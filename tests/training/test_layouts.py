@@ -66,6 +66,14 @@ def test_the_losses_are_those_of_one_process(pair, single, layout, bounds):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_metrics_are_those_of_one_process_where_each_has_the_whole_optimizer(pair, single, layout, bounds):
+    assert single["whole"][0]["actor/grad_share_max"] > 0.1
+    for result in pair:
+        for step, expected in enumerate(single["whole"]):
+            assert result[layout]["whole"][step] == pytest.approx(expected, rel=bounds.loss, abs=1e-7)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_weights_are_those_of_one_process(pair, single, layout, bounds):
     trained = pair[0][layout]["weights"]
     assert trained.keys() == single["weights"].keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from megarl.core.layout import Layout
 from megarl.training.logprob import vocab_parallel_logprobs
 from megarl.training.rank import Rank
 from tests.support.platforms import chosen
-from tests.training.harness import VOCAB, actor_spec, weights
+from tests.training.harness import OPTIMIZER, VOCAB, actor_spec, weights
 from tests.training.samples import examples, shards
 
 MINIS = [examples([9, 17, 30, 12], VOCAB, seed) for seed in range(3)]
@@ -54,7 +55,10 @@ def sharded_logprobs(rank: Rank, vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 def run(rank: Rank, layout: Layout, folder: Path, checkpoint: Path, other: Path | None) -> dict[str, object]:
-    """Score, take two steps, save, take a third; then take the third again from another layout's checkpoint."""
+    """Score, take two steps, save, take a third; then take the third again from another layout's checkpoint.
+
+    At last two steps of an optimizer that every data-parallel rank has whole.
+    """
     rank.build("actor", actor_spec(folder, layout))
     parts, _ = shards([LONG], dp=layout.dp)
     result: dict[str, object] = {"logprobs": rank.logprobs("actor", parts[rank.engine("actor").groups.place.dp])}
@@ -68,6 +72,9 @@ def run(rank: Rank, layout: Layout, folder: Path, checkpoint: Path, other: Path 
         rank.load("actor", other)
         result["resumed"] = train(rank, [2])
         result["resumed_weights"] = weights(rank, "actor")
+    whole = OPTIMIZER.model_copy(update={"name": "sgd"})
+    rank.build("actor", replace(actor_spec(folder, layout), optimizer=whole))
+    result["whole"] = train(rank, [0, 1])
     return result
 
 
