@@ -101,7 +101,9 @@ def policy_loss(
             weighted["actor/kl_loss"] = kl
         if algorithm.entropy_coef > 0:
             total = total - algorithm.entropy_coef * (weights * entropy).sum()
-        difference = (_masked(batch.rollout_logprobs, mask) - old).abs()
+        # Where the rollout's own are the old ones, these would be compared with themselves.
+        trainers = logprobs.detach() if algorithm.old_logprobs == "rollout" else old
+        difference = (_masked(batch.rollout_logprobs, mask) - trainers).abs()
         return LossOutput(
             loss=total,
             num_tokens=mask.sum(),

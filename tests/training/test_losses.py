@@ -89,6 +89,14 @@ def test_clipped_policy_loss_by_hand():
     assert output.maxima["rollout/logprob_diff_max"].item() == pytest.approx(0.1, abs=1e-6)
 
 
+def test_the_rollout_is_compared_with_the_trainer_where_its_own_log_probs_are_the_old_ones():
+    loss = policy_loss(Algorithm(old_logprobs="rollout"))
+    rollout = [-1.1, -2.0, -0.5, 0.0]
+    output = loss.fn(scores(OLD), batch(old_logprobs=rollout, advantages=[1.0, -1.0, 2.0, 0.0]))
+    assert output.sums["rollout/logprob_diff_mean"].item() == pytest.approx(0.1, abs=1e-6)
+    assert output.maxima["rollout/logprob_diff_max"].item() == pytest.approx(0.1, abs=1e-6)
+
+
 def per_token(name, logprobs, advantages):
     """The functions themselves, on the three trained tokens of the one sequence."""
     new, old, given = (torch.tensor(values[:3]) for values in (logprobs, OLD, advantages))
