@@ -27,7 +27,7 @@ class RoutingReplay:
     def __init__(self, *, recomputed: bool) -> None:
         self._recomputed = recomputed
         self._target: Tensor | None = None
-        self._waiting: list[Tensor] = []
+        self._waiting: list[Tensor | None] = []
 
     def set(self, target: Tensor | None) -> None:
         """target: [T, k] int64, the experts of each token of the next forward pass; None lets the router choose."""
@@ -57,7 +57,8 @@ class RoutingReplay:
     def _chosen(self) -> Tensor | None:
         if self._recomputed and torch.is_grad_enabled() and self._waiting:
             return self._waiting.pop(0)
-        if self._recomputed and self._target is not None:
+        if self._recomputed:
+            # A micro-batch without a choice waits too: it would be given that of the next.
             self._waiting.append(self._target)
         return self._target
 

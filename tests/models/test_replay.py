@@ -57,6 +57,15 @@ def test_recomputed_layers_get_the_choices_of_their_own_forward_pass() -> None:
     assert ask(replay) == [[2, 1], [0, 1]]
 
 
+def test_a_recomputed_layer_without_a_choice_is_not_given_that_of_a_later_forward_pass() -> None:
+    replay, choice = RoutingReplay(recomputed=True), torch.tensor([[1, 2], [2, 1]])
+    for each in (None, choice):
+        replay.set(each)
+        with torch.no_grad():
+            ask(replay)
+    assert [ask(replay), ask(replay)] == [[[2, 1], [0, 1]], choice.tolist()]
+
+
 class Fake(torch.nn.Module):
     """What Replays looks for in a chunk: layers with numbers, some of which have a router."""
 
