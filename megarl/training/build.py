@@ -80,7 +80,7 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
     wrapped = _data_parallel(chunks, wrapped, groups, auxiliary, is_distributed(spec.optimizer))
     stepper = Stepper(spec.optimizer, wrapped, dtype, spec.total_steps)
     parameters = global_tensors(chunks, groups.layout, groups.rank)
-    shares = GradShares(stepper.optimizer, parameters, groups.place)
+    shares = GradShares(stepper.optimizer, parameters, groups.place, scores=config.head == "score")
     return Built(chunks, wrapped, stepper, auxiliary, replays, shares)
 
 

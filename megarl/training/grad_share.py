@@ -18,6 +18,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megarl.core.layout import Place
+from megarl.models.hf_weights import HEAD_NAME
 from megarl.training.spec import NEARLY_ALL
 
 # Rows of these are tokens of the vocabulary, which tensor parallel cuts in order.
@@ -36,13 +37,18 @@ class _Part:
 class GradShares:
     """Watches the optimizer of one role. Every rank of the pool makes the same calls."""
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor], place: Place) -> None:
-        """parameters: this rank's own, by their names in the whole model. place: this rank's. Collective."""
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor], place: Place, *, scores: bool = False) -> None:
+        """parameters: this rank's own, by their names in the whole model. place: this rank's. Collective.
+
+        scores: whether the model's head is one number, in the vocabulary's place.
+        """
         # A pipeline stage without experts has an optimizer of experts that holds nothing.
         self._members = [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
         self._parts = _parts(self._members, {id(tensor): name for name, tensor in parameters.items()})
         held = _of_everyone(sorted({part.name for part in self._parts.values()}))
         self._index = {name: index for index, name in enumerate(sorted({name for names in held for name in names}))}
+        # One that begins at zero has all of the first gradient, and nothing is wrong with that.
+        self._head = self._index.get(HEAD_NAME) if scores else None
         self._device = next(iter(parameters.values())).device
         self._place = place
         self._squares: list[Tensor] = []  # of each optimizer step since the last report, [parameters] float64
@@ -73,12 +79,15 @@ class GradShares:
             dist.all_reduce(squares)
         whole = torch.tensor(self._norms, dtype=torch.float64, device=self._device).square()[:, None]
         shares = (squares / whole.clamp_min(torch.finfo(torch.float64).tiny)).amax(0)
+        largest = float(shares.max())
+        if self._head is not None:
+            shares[self._head] = 0
         share, index = (float(each) for each in shares.max(0))
         if share > NEARLY_ALL and len(self._index) > 1 and not self._told:
             self._told = True
             self._notes.append(self._note(list(self._index)[int(index)], share))
         self._squares, self._norms, self._rows = [], [], {}
-        return min(share, 1.0)
+        return min(largest, 1.0)
 
     def take_notes(self) -> list[str]:
         """What a user should read of it: each once a run."""

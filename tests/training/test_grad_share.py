@@ -11,10 +11,11 @@ import torch
 
 from megarl.recipe.roles import Lora
 from megarl.training.rank import Rank
-from megarl.training.spec import NEARLY_ALL, RoleSpec
+from megarl.training.spec import NEARLY_ALL, RewardObjective, RoleSpec
 from tests.support.tiny import write_tiny_qwen
 from tests.training import torch_loop
 from tests.training.harness import VOCAB
+from tests.training.pairs import pair_shards
 from tests.training.samples import examples, shards
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -61,6 +62,19 @@ def test_a_padding_token_that_config_json_does_not_name_is_told_of_once(
     [shard], [columns] = shards([MINI, MINI])
     rank.update("actor", shard, columns)
     assert rank.take_notes("actor") == []
+
+
+def test_a_new_score_head_is_not_told_of_and_hides_nothing_that_is(
+    rank: Rank, spec: RoleSpec, folder: Path, unnamed: Path
+) -> None:
+    """It is zero, so that the first gradient is its own alone."""
+    [shard], [columns] = pair_shards(MINI + MINI[:1], scored=True)
+    for path, told in ((folder, []), (unnamed, [EMBEDDING])):
+        rank.build("rm", replace(spec, folder=path, head="score", objective=RewardObjective()))
+        assert rank.update("rm", shard, columns)["rm/grad_share_max"] > NEARLY_ALL
+        assert rank.take_notes("rm") == []
+        rank.update("rm", shard, columns)
+        assert [note.split()[0] for note in rank.take_notes("rm")] == told
 
 
 def test_it_is_the_share_of_the_largest_parameter_of_a_sound_model(rank: Rank, spec: RoleSpec, folder: Path) -> None:
