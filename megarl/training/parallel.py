@@ -7,6 +7,7 @@ place that puts a layout's globals there, for as long as its role works. Import 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ def make_groups(layout: Layout, *, timeout_s: float, seed: int) -> Groups:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         order=ORDER,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),  # whole minutes, and never less than was asked for
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

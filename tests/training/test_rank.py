@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -39,6 +40,16 @@ def test_a_layout_of_another_size_is_refused(rank, folder):
     spec = RoleSpec(folder, "float32", layout=Layout(tp=2, world_size=4))
     with pytest.raises(MegarlError, match="layout of 4 ranks was given to a pool of 1"):
         rank.build("actor", spec)
+
+
+def test_the_ranks_of_a_layout_wait_for_each_other_as_long_as_they_were_told_to(rank, platform, monkeypatch):
+    """Megatron counts minutes."""
+    monkeypatch.setattr(rank, "_timeout_s", 80.0)
+    monkeypatch.setattr(rank, "_groups", {})
+    groups = rank.groups_of(Layout())
+    waits = groups.tp._get_backend(torch.device(platform.device)).options._timeout
+    groups.close()
+    assert waits == timedelta(minutes=2)
 
 
 def test_the_exported_folder_is_the_trained_model(rank, spec, folder, tmp_path, bounds):
