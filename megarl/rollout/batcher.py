@@ -25,7 +25,8 @@ class StepSamples:
 
     numbers, positions: of the group, and of the sample within it. group_index: from 0, in order of appearance.
     owners: collectors. trained_tokens: those that are not too old. greedy_rewards: [G], empty where nobody asked.
-    taken: numbers of all groups that the step took, also of those that have no sample in it.
+    taken: numbers of all groups that the step took, also of those that have no sample in it. sequence_tokens: [S], of each
+    sequence of all samples, which may have several.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepSamples:
     rewards: FloatArray
     mean_nll: FloatArray
     greedy_rewards: FloatArray
+    sequence_tokens: IntArray
 
     def __len__(self) -> int:
         """N."""
@@ -139,7 +141,15 @@ def select(entries: Sequence[Entry], step: int, oldest: int, *, greedy: bool, dr
         rewards=joined([each.rewards[at] for _, each, at in kept], np.float32),
         mean_nll=joined([each.mean_nll[at] for _, each, at in kept], np.float32),
         greedy_rewards=np.array([each.greedy_reward for _, each, _ in kept] if greedy else [], np.float32),
+        sequence_tokens=joined([_sequence_tokens(each, at) for _, each, at in kept], np.int64),
     )
+
+
+def _sequence_tokens(facts: GroupFacts, at: IntArray) -> IntArray:
+    """Of each sequence of these samples of a group."""
+    if not facts.sequences:
+        return facts.num_tokens[at]
+    return np.array([tokens for index in at for tokens in facts.sequences[index]], np.int64)
 
 
 def assign(

@@ -28,6 +28,7 @@ class GroupFacts:
     failure, grade_failure: why the first sample without a response has none, and why the first answered one has no grade;
     empty where there is none. Of the greedy answer: num_greedy asked for, greedy_failed, greedy_ungraded.
     recorded: it was not made now, the journal had it.
+    sequences: tokens of each sequence of each sample, where one has several; empty where each is one.
     """
 
     group: int
@@ -50,6 +51,7 @@ class GroupFacts:
     greedy_failed: int = 0
     greedy_ungraded: int = 0
     recorded: bool = False
+    sequences: tuple[tuple[int, ...], ...] = ()
 
     @property
     def oldest(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ def group_facts(
         greedy_ungraded=sum(sample.grade_failure is not None for sample in greedy),
         greedy_failed=sum(sample.status is Status.FAILED for sample in greedy),
         recorded=recorded,
+        sequences=tuple(map(_sequence_tokens, samples)) if any(sample.starts for sample in samples) else (),
     )
 
 
@@ -73,6 +75,11 @@ def _trained_spans(sample: Sample) -> tuple[VersionSpan, ...]:
     before = np.concatenate([[0], np.cumsum(sample.loss_mask > 0)])
     spans = (VersionSpan(span.version, int(before[span.start]), int(before[span.end])) for span in sample.versions)
     return tuple(span for span in spans if span.end > span.start)
+
+
+def _sequence_tokens(sample: Sample) -> tuple[int, ...]:
+    bounds = [0, *(len(sample.prompt.token_ids) + start for start in sample.starts), sample.num_tokens]
+    return tuple(end - begin for begin, end in pairwise(bounds))
 
 
 def _are(samples: Sequence[Sample], status: Status) -> Flags:

@@ -54,7 +54,7 @@ def batch_info(
     failure: str,
 ) -> BatchInfo:
     """What the driver knows of a step. metrics: what is known already, beside the work to train on it."""
-    flops = train_flops(model, samples.num_tokens.tolist(), weight_gradients=recipe.actor.lora is None)
+    flops = train_flops(model, samples.sequence_tokens, weight_gradients=recipe.actor.lora is None)
     return BatchInfo(
         step=samples.step,
         weight_version=version,

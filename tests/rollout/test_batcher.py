@@ -9,11 +9,15 @@ import pytest
 
 from bench.support.rollout_simulation import make_recipe
 from megarl.core.errors import MegarlError
-from megarl.core.types import VersionSpan
+from megarl.core.types import ShardPlan, VersionSpan
+from megarl.models.flops import train_flops
 from megarl.rollout import batcher
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Entry
-from megarl.rollout.step_metrics import sample_metrics, version_metrics
+from megarl.rollout.sample_facts import group_facts
+from megarl.rollout.step_metrics import batch_info, sample_metrics, version_metrics
+from tests.models.configs import PLAIN
+from tests.rollout.samples import make_sample
 from tests.rollout.test_ledger import admitted
 
 
@@ -65,6 +69,27 @@ def test_a_step_has_usable_samples_that_are_not_too_old() -> None:
     assert samples.num_tokens.tolist() == [13, 14, 16, 17, 18]
     assert samples.trained_tokens.tolist() == [2, 3, 4, 5, 3]
     assert samples.rewards.tolist() == [1, 0, 1, 1, 1]
+
+
+def test_flops_are_of_the_sequences_that_samples_consist_of() -> None:
+    """A query meets no key of another sequence of its sample."""
+    one = replace(make_sample("1/p0"), versions=(VersionSpan(5, 0, 2),))
+    several = replace(
+        one,
+        response_ids=np.arange(10),
+        loss_mask=np.ones(10, np.uint8),
+        rollout_logprobs=np.zeros(10, np.float32),
+        versions=(VersionSpan(5, 0, 10),),
+        starts=(3, 7),
+    )
+    entries = [entry(group_facts(1, [one, several], [])), entry(group_facts(2, [one], []))]
+    samples = batcher.select(entries, 7, 5, greedy=False, drop_dull=False)
+    assert samples.sequence_tokens.tolist() == [5, 6, 4, 3, 5]
+    plan = ShardPlan(((3,),), np.zeros(3, np.int64), np.arange(3))
+    recipe = make_recipe(prompts=2, samples=2, steps=1, longest=10)
+    info = batch_info(samples, recipe, PLAIN, [plan], 5, {}, "")
+    assert info.num_tokens == 5 + 13 + 5
+    assert info.metrics["perf/train_flops"] == train_flops(PLAIN, [5, 6, 4, 3, 5])
 
 
 def test_groups_that_teach_nothing_are_left_out_where_others_do() -> None:
