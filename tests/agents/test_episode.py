@@ -17,6 +17,7 @@ from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.agents.episode import Episodes
 from megarl.agents.template import QUICK, ChatTemplate
 from megarl.core.types import Sample, Status
+from megarl.data.prompts import MESSAGES_KEY
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt
 from megarl.rollout.gate import Gate
@@ -426,3 +427,17 @@ def test_messages_of_the_row_are_where_the_environment_finds_them() -> None:
     play(policy(), make_settings(made, TOKENIZER), TOKENIZER, prompt=make_row("x"))
     found: list[Message] = list(made.made[0].rows[0].messages)
     assert found == [{"role": "user", "content": "x"}]
+
+
+def test_what_an_environment_does_to_its_row_no_other_episode_sees() -> None:
+    class Moving(Counting):
+        async def start(self, row: EpisodeRow) -> Any:
+            row.fields["board"][0].append("x")
+            row.messages[0]["tool_calls"].append("y")
+            return [{"role": "user", "content": "".join(row.fields["board"][0])}]
+
+    prompt = make_row("x", board=[["a"]])
+    prompt.metadata[MESSAGES_KEY][0]["tool_calls"] = []
+    samples = play(policy(), make_settings(Moving, TOKENIZER, max_turns=1), TOKENIZER, prompt=prompt, indices=(0, 1))
+    assert [sample.metadata["messages"][0]["content"] for sample in samples] == ["ax", "ax"]
+    assert prompt.metadata == {"board": [["a"]], MESSAGES_KEY: [{"role": "user", "content": "x", "tool_calls": []}]}
