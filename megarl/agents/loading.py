@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.agents.environment import Done, Environment, EpisodeRow, Message, Response, Turn
 from megarl.core.errors import UserError
-from megarl.core.importing import import_attribute
+from megarl.core.importing import import_attribute, importable
 from megarl.recipe.agent import Agent
 
 BUILT_IN: Mapping[str, str] = {
@@ -90,7 +91,8 @@ def check_environment(agent: Agent) -> None:
     _check_methods(found, agent.environment)
     _check_settings(found, agent)
     try:
-        Maker(found, agent.settings)()
+        with importable(Path.cwd()):  # as in a collector: a constructor may import, too
+            Maker(found, agent.settings)()
     except Exception as error:  # whatever a user's constructor raises
         raise UserError(
             f"agent.settings: {agent.environment} does not take them: {type(error).__name__}: {error}. Mend agent.settings."

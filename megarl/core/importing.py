@@ -22,7 +22,7 @@ def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
     """
     where = f"{key}={path!r}"
     module_name, _, attribute = path.partition(":")
-    with _importable(folder or Path.cwd()):
+    with importable(folder or Path.cwd()):
         module = _import(where, module_name)
     found: Any = module
     for part in attribute.split("."):
@@ -35,7 +35,7 @@ def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
 
 
 @contextmanager
-def _importable(folder: Path) -> Iterator[None]:
+def importable(folder: Path) -> Iterator[None]:
     """A folder at the front of the import path, as `python -m` has it; command-line scripts do not."""
     entry = str(folder.resolve())
     sys.path.insert(0, entry)

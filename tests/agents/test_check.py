@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,22 @@ def test_an_environment_that_cannot_be_is_refused_in_words(
 @pytest.mark.parametrize("environment", [*BUILT_IN_ENVIRONMENTS, f"{HERE}:Anything"])
 def test_those_that_can_be_are_accepted(tmp_path: Path, environment: str) -> None:
     check(tmp_path, environment=environment, settings={"x": 1} if ":" in environment else {})
+
+
+def test_a_constructor_finds_what_stands_beside_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does in a collector: command-line scripts do not look into the current folder."""
+    (tmp_path / "boards_of_mine.py").write_text("SIZE = 3\n")
+    (tmp_path / "game_of_mine.py").write_text(
+        "class Game:\n"
+        "    def __init__(self):\n"
+        "        from boards_of_mine import SIZE\n"
+        "    async def start(self, row): ...\n"
+        "    async def step(self, response): ...\n"
+        "    async def close(self): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    check(tmp_path, environment="game_of_mine:Game")
+    assert str(tmp_path) not in sys.path
 
 
 def test_names_in_the_recipe_are_those_that_there_are() -> None:
