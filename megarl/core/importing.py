@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +50,11 @@ def _import(where: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything while it loads
+        if "/" in module_name or module_name.endswith(".py"):
+            raise UserError(
+                f"{where}: {module_name!r} is a file's path, and a module is named as Python imports it: "
+                f"{_as_imported(module_name)!r}, from the folder that megarl is started in."
+            ) from error
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise UserError(
@@ -60,3 +65,9 @@ def _import(where: str, module_name: str) -> ModuleType:
             f"{where}: the module {module_name!r} does not import: {type(error).__name__}: {error}. "
             "Mend the module, or install what it needs."
         ) from error
+
+
+def _as_imported(path: str) -> str:
+    """The name of a module that somebody has named by its file."""
+    file = PurePath(path.removesuffix(".py"))
+    return file.name if file.is_absolute() or ".." in file.parts else ".".join(file.parts)

@@ -31,6 +31,13 @@ def test_functions_of_the_folder_and_callable_objects(monkeypatch: pytest.Monkey
         (":fn", "not a reward function"),
         ("no_such_room.grading:share", "there is no module 'no_such_room'"),
         ("megarl.rewards.nothing:share", r"there is no module 'megarl\.rewards\.nothing'"),
+        (
+            "grading.py:share",
+            r"is a file's path, and a module is named as Python imports it: 'grading', from the folder",
+        ),
+        ("./graders/own:share", r"as Python imports it: 'graders\.own', from"),
+        ("/home/me/own.py:share", r"as Python imports it: 'own', from"),
+        ("../own.py:share", r"as Python imports it: 'own', from"),
         ("grading:shar", r"grading\.py has no 'shar'\. Did you mean 'share'\?"),
         ("grading:constant", "it is a int; wanted is a function"),
         ("grading:Keyword", "it is a type; wanted is a function"),
