@@ -6,6 +6,7 @@ Not for reading rows (rows.py), nor for deciding which tokens are trained on (sf
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,6 +31,7 @@ CALLS = "tool_calls"  # of a message
 TOOLS = "tools"  # of a row
 BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BPE
 LINE = "\n"
+_THOUGHTS = re.compile(r"</?think>")  # that templates open, or leave empty, where the assistant begins
 REASON_CHARACTERS = 400  # of what transformers says
 
 
@@ -236,6 +238,30 @@ def apply_template(
             f"the model's chat template refuses these messages ({error}); their roles are {roles}."
         ) from error
     return str(text)
+
+
+def turn_mark(tokenizer: Tokenizer) -> str:
+    """What the chat template opens the assistant's turn with, where a special token is in it; else empty."""
+    if not has_chat_template(tokenizer):
+        return ""
+    asked = [{"role": "user", "content": "1+1"}]
+    try:
+        before, opened = (apply_template(tokenizer, asked, generation_prompt=each) for each in (False, True))
+    except TemplateRefusalError:  # told of with the rows
+        return ""
+    mark = _THOUGHTS.sub("", opened.removeprefix(before)).strip() if opened.startswith(before) else ""
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return mark if any(token in mark for token in special) else ""
+
+
+def check_unrendered(text: str, mark: str, row: Row) -> None:
+    """Raises UserError for a prompt that is rendered already: it would be within a message of the user. mark: `turn_mark`."""
+    if mark and mark in text and not _THOUGHTS.sub("", text.rpartition(mark)[2]).strip():
+        raise UserError(
+            f"{row.where}: the prompt is text that ends with {mark!r}, as the model's chat template opens the assistant's turn. "
+            "Such a prompt is rendered already, and would be rendered again, within a message of the user. Give what the user "
+            "says alone, or a list of chat messages."
+        )
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special_tokens: bool) -> list[TokenArray]:

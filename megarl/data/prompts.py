@@ -17,7 +17,16 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.data.answers import final_answer
-from megarl.data.chat import Message, Tokenizer, check_messages, encode, has_chat_template, render
+from megarl.data.chat import (
+    Message,
+    Tokenizer,
+    check_messages,
+    check_unrendered,
+    encode,
+    has_chat_template,
+    render,
+    turn_mark,
+)
 from megarl.data.digests import Digester
 from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.schema import Data
@@ -242,9 +251,12 @@ def _tokenised(
     path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool
 ) -> Iterator[tuple[PromptRow, TokenArray, str]]:
     """Each row with its ids and the text that they stand for."""
-    templated = has_chat_template(tokenizer)
+    templated, mark = has_chat_template(tokenizer), turn_mark(tokenizer)
     rows = (parse_row(row, data, answered=answered) for row in read_rows(path))
     while batch := list(islice(rows, ROWS_PER_BATCH)):
+        for parsed in batch:
+            if isinstance(parsed.prompt, str):
+                check_unrendered(parsed.prompt.removesuffix(data.prompt_suffix), mark, parsed.row)
         texts = [_text(parsed, tokenizer, templated) for parsed in batch]
         yield from zip(batch, encode(tokenizer, texts, special_tokens=not templated), texts, strict=True)
 

@@ -23,6 +23,7 @@ from megarl.data.chat import (
     Message,
     Tokenizer,
     check_messages,
+    check_unrendered,
     encode,
     encode_behind,
     has_chat_template,
@@ -30,6 +31,7 @@ from megarl.data.chat import (
     render,
     row_tools,
     special_ids,
+    turn_mark,
 )
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
@@ -204,6 +206,10 @@ def apart(exchange: Exchange, tokenizer: Tokenizer) -> list[Exchange]:
 
 def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demonstration]:
     """Exchanges as tokens and masks; each ends with the last token that is trained on."""
+    mark = turn_mark(tokenizer)
+    for each in exchanges:
+        if isinstance(each.prompt, str):
+            check_unrendered(each.prompt, mark, each.row)
     cut = [_pieces(each, tokenizer) for each in exchanges]
     pieces = [(index, piece) for index, each in enumerate(cut) for piece in each]
     ids: list[list[TokenArray]] = [[] for _ in exchanges]

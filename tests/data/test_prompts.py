@@ -10,7 +10,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.data.prompts import check_rows, digests_of, load_prompts
 from megarl.recipe.schema import Data
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
 
 
 def write(folder: Path, *rows: object) -> Path:
@@ -50,6 +50,33 @@ def test_messages_and_strings_give_the_same_prompt(tmp_path: Path, chat_tokenize
     first, second = load_prompts(path, chat_tokenizer, data(path)).prompts
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert first.metadata["prompt_messages"] == second.metadata["prompt_messages"] == chat
+
+
+QWEN3 = CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\n")
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, QWEN3])
+@pytest.mark.parametrize("end", ["", "\n", "\n<think>\n", "\n<think>\n\n</think>\n\n"])
+def test_a_prompt_that_is_rendered_already_is_not_rendered_again(tmp_path: Path, template: str, end: str) -> None:
+    rendered = f"<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant{end}"
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"}, {"prompt": rendered, "answer": "2"})
+    tokenizer = make_tokenizer(chat_template=template)
+    with pytest.raises(UserError, match=r"line 2: .* ends with '<\|im_start\|>assistant'.*rendered already"):
+        load_prompts(path, tokenizer, data(path, prompt_suffix="\nBe brief."))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHAT_TEMPLATE.replace("<|im_start|>", "> "),  # no special token: somebody may say so
+        CHAT_TEMPLATE.partition("{% if add")[0],  # nothing opens the assistant's turn
+        "{{ raise_exception('not this') if messages[0]['content'] == '1+1' }}" + CHAT_TEMPLATE,
+    ],
+)
+def test_what_a_user_says_is_not_taken_for_a_rendering(tmp_path: Path, template: str) -> None:
+    says = ["What is behind <|im_start|>assistant here?", "> assistant"]
+    path = write(tmp_path, *({"prompt": each, "answer": "2"} for each in says))
+    assert len(load_prompts(path, make_tokenizer(chat_template=template), data(path))) == 2
 
 
 CALLING = (

@@ -43,6 +43,13 @@ def test_only_the_response_and_its_end_are_trained_on(chat_tokenizer: Any) -> No
     assert trained == "two<|im_end|>"
 
 
+def test_a_prompt_that_is_rendered_already_is_not_rendered_again(chat_tokenizer: Any, plain_tokenizer: Any) -> None:
+    row = {"prompt": "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n", "response": "two"}
+    with pytest.raises(UserError, match=r"line 1: .*rendered already"):
+        demonstrate(chat_tokenizer, row)
+    assert spoken(plain_tokenizer, demonstrate(plain_tokenizer, row))[0] == f"<s>{row['prompt']}two<|im_end|>"
+
+
 def test_the_prompts_tokens_are_those_that_generation_begins_with(tmp_path: Path, chat_tokenizer: Any) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1+1?", "answer": "2"}')
