@@ -282,8 +282,9 @@ def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *,
         if not (after.startswith(before) and whole.startswith(after)):
             raise RewrittenTurnError(
                 f"{row.where}, message {index + 1}: the model's chat template renders this turn otherwise than as the prompt "
-                "before it and what the assistant says, so it cannot be trained on as the model would write it. Give the row as "
-                "text, with prompt and response, in the form that the model is to learn."
+                "before it and what the assistant says, so it cannot be trained on as the model would write it. Mend the "
+                "template in the model's folder; or leave it out there, and give rows as text, with prompt and response, in the "
+                "form that the model is to learn."
             )
         pieces += [
             Piece(whole[done : len(before)], trained=False),

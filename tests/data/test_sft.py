@@ -231,6 +231,12 @@ def test_a_template_that_writes_otherwise_than_it_asks_is_refused(chat_tokenizer
         demonstrate(chat_tokenizer, {"messages": [USER, ASSISTANT]})
         with pytest.raises(UserError, match="message 2: the model's chat template renders this turn otherwise"):
             demonstrate(chat_tokenizer, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
+        chat_tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
+        row = {"prompt": "1+1?", "response": "two"}
+        with pytest.raises(UserError, match="Mend the template in the model's folder; or leave it out there"):
+            demonstrate(chat_tokenizer, row)
+        chat_tokenizer.chat_template = None
+        assert spoken(chat_tokenizer, demonstrate(chat_tokenizer, row)) == ("1+1?two<|im_end|>", "two<|im_end|>")
     finally:
         chat_tokenizer.chat_template = kept
 
