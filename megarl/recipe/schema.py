@@ -66,7 +66,9 @@ class Rollout(Section):
     )
     top_k: int = Field(-1, description="top-k sampling; -1 (off) alone, as with top_p")
     stop: tuple[str, ...] = Field(
-        (), strict=False, description="strings that end a response, beside the end-of-sequence token"
+        (),
+        strict=False,
+        description="strings that end a response, or a turn, beside the end-of-sequence token; its text leaves them out",
     )
     max_running_requests: PositiveInt = Field(64, description="most sequences that one server decodes at once")
     kv_tokens: PositiveInt | None = Field(
