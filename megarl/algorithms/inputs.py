@@ -28,7 +28,8 @@ from megarl.core.errors import UserError
 
 Inputs = Mapping[str, str]
 
-# One number a sample, [N], over the whole step: numpy arrays. The result is spread over the sample's trained tokens.
+# One number a sample, [N], over the whole step: numpy arrays. The result is spread over the sample's trained tokens. A function
+# that asks for something of tokens has them in the order of the sequences: N is S.
 SAMPLE_INPUTS: Inputs = MappingProxyType(
     {
         "rewards": "[N] float32, with the penalties of reward shaping in them",

@@ -32,6 +32,8 @@ from megarl.rollout.batcher import Part, StepSamples
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
 from megarl.rollout.turns import by_turn, first_turns, moved_to_turns
 
+_ROLES = ("values", "ref_logprobs", "teacher_logprobs")  # whose columns a function of tokens may ask for
+
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block
 
 
@@ -278,19 +280,21 @@ class LocalAdvantages:
         assert function is not None, "nobody asked for advantages of tokens"
         scores = found.get("scores", NO_NUMBERS)
         rewards = sample_rewards(self._recipe, samples.rewards, samples.response_tokens, scores)
+        # Numbers of samples are in the order of the sequences: number i is of the tokens from cu_seqlens[i] on. What is read
+        # again below is copied: a function may work in its arrays.
+        read = {"logprobs": flat["old_logprobs"], **{name: flat[name] for name in _ROLES if name in flat}}
         given = {
-            "rewards": rewards,
-            "group_index": samples.group_index,
-            "lengths": at.by_sample(trained(at.mask, at.cu_seqlens).counts),
-            "mean_nll": samples.mean_nll,
+            "rewards": at.by_sequence(rewards),
+            "group_index": at.by_sequence(samples.group_index),
+            "lengths": trained(at.mask, at.cu_seqlens).counts,
+            "mean_nll": at.by_sequence(samples.mean_nll),
             "greedy_rewards": samples.greedy_rewards,
             "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token + turn.moved,
             "mask": at.mask.astype(np.float32),
-            "cu_seqlens": at.cu_seqlens,
+            "cu_seqlens": at.cu_seqlens.copy(),
             "sequence_groups": at.by_sequence(samples.group_index),
             "first_turns": turn.first_turns,
-            "logprobs": flat["old_logprobs"],
-            **{name: flat[name] for name in ("values", "ref_logprobs", "teacher_logprobs") if name in flat},
+            **{name: column.copy() for name, column in read.items() if name in self._asked.advantage},
             **settings(algorithm),
         }
         result = call(function, given)

@@ -291,9 +291,24 @@ def own_advantages(
     token_rewards: Any, rewards: Any, mask: Any, group_index: Any, lengths: Any, greedy_rewards: Any, scale: float
 ) -> Any:
     """A function as a user would write it: per token, with what is known of samples too, and a setting."""
-    assert rewards.tolist() == list(REWARDS) and lengths.tolist() == list(RESPONSES)
-    assert group_index.tolist() == [0, 0, 1, 1] and greedy_rewards.tolist() == [0.5, 1.0]
+    order = [index for shard in (0, 1) for index, at in enumerate(SHARDS) if at == shard]
+    assert rewards.tolist() == [REWARDS[index] for index in order]
+    assert lengths.tolist() == [RESPONSES[index] for index in order]
+    assert group_index.tolist() == [index // 2 for index in order] and greedy_rewards.tolist() == [0.5, 1.0]
     return scale * token_rewards
+
+
+def own_of_sequences(rewards: Any, mean_nll: Any, mask: Any, cu_seqlens: Any) -> Any:
+    """Each sequence's reward and its mean_nll at its tokens."""
+    return np.repeat(rewards + 100 * mean_nll, np.diff(cu_seqlens)) * mask
+
+
+def own_in_place(logprobs: Any, ref_logprobs: Any, values: Any, cu_seqlens: Any) -> Any:
+    """Works in the arrays that it is given."""
+    logprobs -= ref_logprobs
+    values[:] = 0
+    ref_logprobs[:] = 0
+    return AdvantagesAndReturns(logprobs, logprobs)
 
 
 def own_returns(token_rewards: Any, values: Any, mask: Any, cu_seqlens: Any) -> AdvantagesAndReturns:
@@ -323,6 +338,33 @@ def test_a_users_function_of_tokens_sees_the_whole_step_in_one_collector() -> No
         learned(algorithm, columns=values, greedy=greedy, critic=Critic())
     made, _ = learned(Algorithm(advantage=f"{__name__}:own_returns"), columns=values, critic=Critic())
     assert made["returns"][3] == [0.5, 0.5]
+
+
+def test_a_users_function_of_tokens_has_what_is_of_samples_in_the_order_of_the_sequences() -> None:
+    def surer(step: Step) -> Step:
+        samples = [
+            replace(sample, rollout_logprobs=np.full(len(sample.response_ids), -index, np.float32))
+            for index, sample in enumerate(step.samples)
+        ]
+        return replace(step, samples=samples)
+
+    found, _ = learned(Algorithm(advantage=f"{__name__}:own_of_sequences"), change=surer)
+    assert found["advantages"] == {
+        index: [reward + 100.0 * index] * length
+        for index, (reward, length) in enumerate(zip(REWARDS, RESPONSES, strict=True))
+    }
+
+
+def test_what_a_users_function_does_to_its_inputs_changes_nothing_else() -> None:
+    """Old log-probs of -1 are twice the rollout's: each ratio is the same whatever the function does."""
+    said: Said = {"ref_logprobs": lambda *_: -3.0, "values": lambda *_: 0.5}
+    correction = Correction(kind="truncate", level="token", high=100.0)
+    algorithm = Algorithm(advantage=f"{__name__}:own_in_place", kl_coef=0.1, correction=correction)
+    found, metrics = learned(algorithm, columns=said, critic=Critic())
+    assert found["advantages"][0] == [2.0] * 3 and found["returns"][0] == [2.0] * 3
+    assert metrics["rollout/correction_touched"] == 0.0
+    algorithm = Algorithm(advantage=f"{__name__}:own_in_place", kl_coef=0.1, old_logprobs="rollout")
+    assert learned(algorithm, columns=said, critic=Critic())[0]["old_logprobs"][0] == [-1.0] * 3
 
 
 @anywhere
