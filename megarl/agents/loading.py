@@ -6,13 +6,16 @@ settings, once in each process, and what it gives is the constructor's one argum
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.agents.environment import Done, Environment, EpisodeRow, Message, Response, Turn
+from megarl.agents.environment import Done, Environment, EnvironmentFailedError, EpisodeRow, Message, Response, Turn
+from megarl.agents.patience import within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute, importable
 from megarl.recipe.agent import Agent
@@ -28,6 +31,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {"start": ("row",), "step": ("response"
 KEY = "agent.environment"
 
 SHARE = "share"
+CLOSE_S = 5.0  # for one that was made to be looked at
 
 Make = Callable[[], Environment]
 
@@ -84,7 +88,7 @@ def open_environment(agent: Agent) -> Maker:
 def check_environment(agent: Agent) -> None:
     """Whether there is such an environment, with its methods, and whether it takes the recipe's settings.
 
-    One is made, so that its constructor may say what is wrong with them; nothing else of it is called. Raises UserError.
+    One is made, so that its constructor may say what is wrong with them, and closed. Raises UserError.
     """
     assert agent.environment is not None
     found = _environment_class(agent.environment)
@@ -92,11 +96,19 @@ def check_environment(agent: Agent) -> None:
     _check_settings(found, agent)
     try:
         with importable(Path.cwd()):  # as in a collector: a constructor may import, too
-            Maker(found, agent.settings)()
+            asyncio.run(_tried(Maker(found, agent.settings)))
     except Exception as error:  # whatever a user's constructor raises
         raise UserError(
             f"agent.settings: {agent.environment} does not take them: {type(error).__name__}: {error}. Mend agent.settings."
         ) from error
+
+
+async def _tried(maker: Maker) -> None:
+    """Make one on an event loop, where episodes make them, and give back what it holds. Episodes tell of a close that fails."""
+    made = maker()
+    for close in (made.close, maker.close):
+        with contextlib.suppress(EnvironmentFailedError):
+            await within(close, CLOSE_S, "close")
 
 
 def _environment_class(name: str) -> type[Any]:

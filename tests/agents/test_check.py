@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -31,6 +32,29 @@ class Whole:
 
 class Anything(Whole):
     def __init__(self, **settings: Any) -> None: ...
+
+
+class Holding(Anything):
+    """Takes what has to be given back, of the event loop."""
+
+    held: ClassVar[list[str]] = []
+
+    def __init__(self, shared: Any) -> None:
+        asyncio.get_running_loop()
+        self.held.append("one")
+
+    @staticmethod
+    def share() -> Any:
+        Holding.held.append("shared")
+        return Holding
+
+    async def close(self: Any = None) -> None:
+        Holding.held.remove("shared" if self is None else "one")
+
+
+class Unclosed(Anything):
+    async def close(self) -> None:
+        raise ValueError("it has not started")
 
 
 class Misnamed:
@@ -110,6 +134,12 @@ def test_a_constructor_finds_what_stands_beside_its_module(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     check(tmp_path, environment="game_of_mine:Game")
     assert str(tmp_path) not in sys.path
+
+
+def test_what_is_made_to_be_looked_at_is_made_on_an_event_loop_and_closed(tmp_path: Path) -> None:
+    check(tmp_path, environment=f"{HERE}:Holding")
+    assert Holding.held == []
+    check(tmp_path, environment=f"{HERE}:Unclosed")
 
 
 def test_names_in_the_recipe_are_those_that_there_are() -> None:
