@@ -254,6 +254,24 @@ def turn_mark(tokenizer: Tokenizer) -> str:
     return mark if any(token in mark for token in special) else ""
 
 
+def turn_end(tokenizer: Tokenizer) -> int | None:
+    """The special token that the chat template ends the assistant's turn with; None where there is no such token or template."""
+    if not has_chat_template(tokenizer):
+        return None
+    said = "what-the-assistant-said"
+    try:
+        text = apply_template(
+            tokenizer,
+            [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": said}],
+            generation_prompt=False,
+        )
+    except TemplateRefusalError:  # told of with the rows
+        return None
+    (behind,) = encode_behind(tokenizer, [(said, text.partition(said)[2])])
+    special = special_ids(tokenizer)
+    return next((int(token) for token in behind if int(token) in special), None)
+
+
 def check_unrendered(text: str, mark: str, row: Row) -> None:
     """Raises UserError for a prompt that is rendered already: it would be within a message of the user. mark: `turn_mark`."""
     if mark and mark in text and not _THOUGHTS.sub("", text.rpartition(mark)[2]).strip():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 from megarl.core.platform import Platform
+from megarl.data.chat import load_tokenizer, turn_end
 from megarl.models.config import ModelConfig
 from megarl.models.lora_settings import LoraSettings, adaptable
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
+
+END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3: SGLang ends a response at it whatever the configs say
 
 
 def check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
@@ -51,3 +55,20 @@ def check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> 
             f"actor.routing_replay needs servers that return their routing, and on {platform.name} SGLang does not. "
             "Set it to false, or run on cuda."
         )
+
+
+def end_notes(recipe: Recipe, model: ModelConfig) -> tuple[str, ...]:
+    """A line for a chat template that ends the assistant's turn by a token that ends no response: each may run to its limit."""
+    folder, tokenizer = recipe.model.path, load_tokenizer(recipe.model.path)
+    generation, more = folder / "generation_config.json", None
+    if generation.is_file():
+        more = read_object(generation, "Save it again.").get("eos_token_id")
+    ends = [*model.eos_token_ids, *(more if isinstance(more, list) else [more]), tokenizer.eos_token_id]
+    end = turn_end(tokenizer)
+    token = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
+    if end is None or end in ends or token in (*recipe.rollout.stop, END_OF_MESSAGE):
+        return ()
+    return (
+        f"the chat template of {folder} ends the assistant's turn with {token}, which ends no response: a policy that writes it "
+        "goes on to its limit. Add it to eos_token_id in generation_config.json, beside what is there, or to rollout.stop",
+    )

@@ -43,7 +43,7 @@ from megarl.recipe.supervised import SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
-from megarl.run.model_check import check_experts, check_head, check_lora
+from megarl.run.model_check import check_experts, check_head, check_lora, end_notes
 from megarl.run.resume_check import check_resumed
 from megarl.run.servers_check import check_servers
 from megarl.training.run_checkpoints import Checkpoints, Committed
@@ -142,6 +142,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *staleness_notes(recipe),
         *learning_notes(recipe),
         *_without_effect(recipe, platform),
+        *end_notes(recipe, model),
         *_without_answer(recipe, recipe.data.train, prompts),
         *notes,
     )
@@ -164,6 +165,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
             _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
         eval_rows, notes = _eval_rows(recipe, model)
         external = check_servers(recipe, model, platform, own_weights=True)
+        notes = (*end_notes(recipe, model), *notes)
     return Preflight(plan, platform, model, 0, 0, eval_rows, notes, external)
 
 

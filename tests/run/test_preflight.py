@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,25 @@ def test_chat_messages_need_a_chat_template(place: Place) -> None:
     (place.model / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"train\.jsonl, line 1.*no chat template"):
         run(place)
+
+
+def test_a_turn_whose_end_ends_no_response_is_told_of(place: Place) -> None:
+    assert run(place).notes == ()
+    template, generation = place.model / "chat_template.jinja", place.model / "generation_config.json"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|pad|>"))
+    [note] = run(place).notes
+    assert "ends the assistant's turn with <|pad|>, which ends no response" in note
+    held_out = load_recipe(place.recipe, [f"data.eval={place.data}"]).recipe
+    assert preflight_eval(held_out).notes == (note,)
+    assert run(place, "rollout.stop=['<|pad|>']").notes == ()
+    for ends in (0, [2, 0]):
+        generation.write_text(json.dumps({"eos_token_id": ends}))
+        assert run(place).notes == ()
+    template.write_text(template.read_text().replace("<|pad|>", "#"))  # no special token: nothing is known of it
+    generation.unlink()
+    assert run(place).notes == ()
+    template.unlink()
+    assert run(place).notes == ()
 
 
 def test_evaluation_needs_held_out_rows_and_no_training_data(place: Place) -> None:
