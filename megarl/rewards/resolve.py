@@ -45,7 +45,8 @@ def _check_signature(where: str, function: object) -> None:
     wanted = f"wanted is a function {SIGNATURE}"
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"{where}: it is a {type(function).__name__}; {wanted}.")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    called = (function, type(function).__call__)  # of an object the class says what calling it gives
+    if any(inspect.iscoroutinefunction(each) or inspect.isgeneratorfunction(each) for each in called):
         raise UserError(f"{where}: it is a coroutine or a generator; {wanted}, which returns the number itself.")
     try:
         signature = inspect.signature(function)
