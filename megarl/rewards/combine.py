@@ -18,7 +18,7 @@ from megarl.recipe.reward import Code, HttpGrader, Judge, Reward, Rule
 from megarl.recipe.reward import Grader as Settings
 from megarl.rewards.check import read_key
 from megarl.rewards.code import CodeGrader
-from megarl.rewards.grade import Grader
+from megarl.rewards.grade import Grade, Grader
 from megarl.rewards.graders import GraderPool
 from megarl.rewards.http import JsonClient
 from megarl.rewards.judge import JudgeGrader
@@ -66,6 +66,7 @@ class Graders:
         self._under_way = 0
         self._look: asyncio.TimerHandle | None = None
         self._told: dict[str, tuple[float, int]] = {}  # when, and how often
+        self._failed: set[str] = set()  # of whose first failure people were told: the step's line comes late
 
     @classmethod
     def open(cls, reward: Reward, tell: Callable[[str], None] = log.warning) -> Graders:
@@ -116,6 +117,7 @@ class Graders:
         finally:
             self._under_way -= 1
         by_name = dict(zip(self._members, grades, strict=True))
+        self._tell_failures(by_name, row)
         failures = [f"{name}: {grade.failure}" for name, grade in by_name.items() if grade.failure is not None]
         total = sum(self._members[name].weight * grade.reward for name, grade in by_name.items())
         parts = {name: grade.reward if grade.failure is None else None for name, grade in by_name.items()}
@@ -127,6 +129,13 @@ class Graders:
         if self._look is not None:
             self._look.cancel()
         await asyncio.gather(*(member.grader.close() for member in self._members.values()))
+
+    def _tell_failures(self, grades: Mapping[str, Grade], row: str) -> None:
+        """Tell of a grader that fails for the first time."""
+        for name, grade in grades.items():
+            if grade.failure is not None and name not in self._failed:
+                self._failed.add(name)
+                self._tell(f"the grader {self._members[name].about} failed at a response to {row}: {grade.failure}")
 
     def _look_later(self) -> None:
         if self._look is None and self._under_way:

@@ -67,6 +67,22 @@ def test_one_that_fails_leaves_no_reward_and_keeps_what_the_others_say() -> None
     assert two.failure == "long: not a number: None; rude: no score: the judge replied 'Hm.'"
 
 
+def test_the_first_failure_of_each_grader_is_told_at_once() -> None:
+    told: list[str] = []
+    remote = FakeRemote(score=lambda item: None if "null" in item["response"] else 0.5)
+
+    async def go() -> None:
+        async with remote:
+            graders = Graders.open(reward_of(remote.url), told.append)
+            await graders.start()
+            for row, response in enumerate(("4", "null", "null", "4")):
+                await graders.grade("", response, "4", {}, f"rows.jsonl:{row}")
+            await graders.close()
+
+    asyncio.run(go())
+    assert told == ["the grader long (remote) failed at a response to rows.jsonl:1: not a number: None"]
+
+
 def test_all_grade_at_the_same_time() -> None:
     # Each server holds its first response, after the start's call, until the other has one as well.
     both = asyncio.Barrier(2)
@@ -147,7 +163,8 @@ def test_a_grader_that_hangs_is_told_of_while_it_does(which: str, monkeypatch: p
             await graders.close()
             return [line, *(told.get_nowait() for _ in range(told.qsize()))]
 
-    [line] = asyncio.run(go())
+    line, failed = asyncio.run(go())
+    assert failed.startswith(f"the grader mine ({which}) failed at a response to train.jsonl:17: timeout")
     assert line == f"the grader mine ({which}) has been at a response to train.jsonl:17 for 0 s; its deadline is 1 s"
 
 
