@@ -97,6 +97,7 @@ class Collector:
         self._finished: asyncio.Queue[GroupFacts | int | BaseException] = asyncio.Queue()
         self._probe: list[list[int]] = []
         self.notices = notices or Notices()
+        self._environment_failed = False
 
     @classmethod
     def open(
@@ -296,6 +297,9 @@ class Collector:
             sample.reward += grade.reward
             sample.reward_parts = sample.reward_parts | grade.parts
             sample.grade_failure = grade.failure
+        elif sample.numbers.get("environment_failures") and not self._environment_failed:
+            self._environment_failed = True  # people are told of the first: the step's line comes late
+            self.notices.tell(f"the episode {sample.id} failed: {sample.metadata['failure']}")
         else:
             log.warning("sample %s failed: %s", sample.id, sample.metadata["failure"])
         return sample

@@ -155,6 +155,22 @@ def test_a_step_of_episodes_has_their_numbers_and_can_be_read(tmp_path: Path) ->
     assert "Traceback" in lines[3]["trace"] and lines[3]["reward"] is None
 
 
+def test_the_first_episode_that_its_environment_fails_is_told_of_at_once(tmp_path: Path) -> None:
+    recipe, settings = episodes(tmp_path)
+    fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
+
+    async def call(local: LocalRollout) -> list[str]:
+        await local.generate(1, 0)
+        [collector] = local.collectors
+        lines = [await collector.notices.next()]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(collector.notices.next(), 0.05)
+        return lines
+
+    [line] = collect(recipe, settings, fake, call, (row(0), row(1), row(2, fails=True), row(3, fails=True)))
+    assert line == "the episode 1/p2/0 failed: the environment failed: start raised ValueError: out of doors"
+
+
 def test_held_out_episodes_are_played_and_counted(tmp_path: Path) -> None:
     recipe, settings = episodes(tmp_path, data={"train": tmp_path / "a", "eval": tmp_path / "b"})
     fake = AtVersion(lambda *_: [5, END], lambda ids: TOKENIZER.decode(ids), ends={END})
