@@ -57,18 +57,22 @@ def check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> 
         )
 
 
-def end_notes(recipe: Recipe, model: ModelConfig) -> tuple[str, ...]:
-    """A line for a chat template that ends the assistant's turn by a token that ends no response: each may run to its limit."""
+def end_notes(recipe: AnyRecipe, model: ModelConfig) -> tuple[str, ...]:
+    """A line for a chat template that ends the assistant's turn by a token that ends no response: each may run to its limit.
+
+    Of supervised runs, because of the model that they leave.
+    """
     folder, tokenizer = recipe.model.path, load_tokenizer(recipe.model.path)
+    stop, key = (recipe.rollout.stop, ", or to rollout.stop") if isinstance(recipe, Recipe) else ((), "")
     generation, more = folder / "generation_config.json", None
     if generation.is_file():
         more = read_object(generation, "Save it again.").get("eos_token_id")
     ends = [*model.eos_token_ids, *(more if isinstance(more, list) else [more]), tokenizer.eos_token_id]
     end = turn_end(tokenizer)
     token = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
-    if end is None or end in ends or token in (*recipe.rollout.stop, END_OF_MESSAGE):
+    if end is None or end in ends or token in (*stop, END_OF_MESSAGE):
         return ()
     return (
         f"the chat template of {folder} ends the assistant's turn with {token}, which ends no response: a policy that writes it "
-        "goes on to its limit. Add it to eos_token_id in generation_config.json, beside what is there, or to rollout.stop",
+        f"goes on to its limit. Add it to eos_token_id in generation_config.json, beside what is there{key}",
     )

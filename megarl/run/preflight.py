@@ -39,7 +39,7 @@ from megarl.recipe.check import check_functions
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import SupervisedRecipe
+from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 from megarl.rewards.check import check_graders, compares_answers
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
@@ -192,7 +192,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
-    notes = _rows_again(recipe, len(rows))
+    notes = (*_rows_again(recipe, len(rows)), *(() if isinstance(recipe, RmRecipe) else end_notes(recipe, model)))
     committed = _read_whole(recipe, committed, len(rows), rows.digests)
     return Preflight(
         plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), notes, committed=committed

@@ -159,6 +159,12 @@ def test_supervised_runs(place: Place) -> None:
     assert (found.rows, found.dropped) == (4, 1)
     assert "4 demonstrations" in found.lines()[0]
     assert found.notes == ()
+    template = place.model / "chat_template.jinja"
+    kept = template.read_text()
+    template.write_text(kept.replace("<|im_end|>", "<|pad|>"))
+    [note] = preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe).notes
+    assert "<|pad|>, which ends no response" in note and "rollout.stop" not in note
+    template.write_text(kept)
     found = preflight_supervised(load_recipe(place.recipe, ["train.batch_samples=6"], SftRecipe).recipe)
     assert found.lines()[-1].startswith("train.batch_samples 6 is more than the 4 usable rows")
     with pytest.raises(UserError, match=r"longer than the context of 2048"):
@@ -174,6 +180,9 @@ def test_runs_on_pairs(tmp_path: Path, model_folder: Path) -> None:
     found = preflight_supervised(load_recipe(place.recipe, [f"data.eval={place.data}"], RmRecipe).recipe)
     assert (found.rows, found.dropped, found.eval_rows) == (4, 1, 4)
     assert "4 pairs" in found.lines()[0]
+    template = place.model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>", "<|pad|>"))
+    assert preflight_supervised(load_recipe(place.recipe, [], RmRecipe).recipe).notes == (), "it generates nothing"
 
 
 def test_a_reward_model_is_no_policy(tmp_path: Path, model_folder: Path) -> None:
