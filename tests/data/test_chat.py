@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.core.errors import UserError
-from megarl.data.chat import check_messages, encode, encode_behind, load_tokenizer, puts_blanks, render
+from megarl.data.chat import apply_template, check_messages, encode, encode_behind, load_tokenizer, puts_blanks, render
 from megarl.data.rows import Row
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.support.llama2 import llama2_tokenizer
 from tests.support.tiny import tiny_config
 
@@ -140,6 +140,15 @@ def test_a_role_that_nobody_knows_is_refused_and_one_that_the_template_names_is_
         render(make_tokenizer(chat_template=renders_any), messages, ROW, generation_prompt=False)
     knows = make_tokenizer(chat_template="{# asistant is a role #}" + renders_any)
     assert render(knows, messages, ROW, generation_prompt=False) == "user: a\nasistant: b\n"
+
+
+def test_what_a_template_asks_for_by_name_is_set_at_its_head() -> None:
+    """As docs/data.md says of keys that others have for it."""
+    asks = CHAT_TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    said = [{"role": "user", "content": "a"}]
+    for head, thinks in (("", False), ("{%- set enable_thinking = false %}", True)):
+        text = apply_template(make_tokenizer(chat_template=head + asks), said, generation_prompt=True)
+        assert text.endswith("<think></think>") is thinks and text.startswith("<|im_start|>user")
 
 
 def test_messages_need_a_template(plain_tokenizer: Any) -> None:
