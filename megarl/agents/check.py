@@ -19,11 +19,14 @@ from megarl.recipe.schema import Recipe
 RESULT: Message = {"role": "tool", "content": "what-the-tool-gave"}
 
 
-def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Raises UserError for the first thing that cannot work; nothing to check where the recipe has no agent."""
-    agent = recipe.agent
+def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> int:
+    """How many tokens of each prompt tell of tools. Raises UserError for the first thing that cannot work.
+
+    There is nothing to check where the recipe has no agent.
+    """
+    agent, told = recipe.agent, 0
     if agent is None:
-        return
+        return told
     if agent.environment is not None:
         check_environment(agent)
     if agent.harnessed:
@@ -42,7 +45,10 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
     try:
         template = ChatTemplate(tokenizer, schemas)
         if schemas:
-            _check_tools(template, [each["function"]["name"] for each in schemas], where, recipe.data.max_prompt_tokens)
+            told = _check_tools(
+                template, [each["function"]["name"] for each in schemas], where, recipe.data.max_prompt_tokens
+            )
+            told -= len(ChatTemplate(tokenizer).prompt([ASKED])[0])
             if agent.rewritten == "split":
                 _check_results(template, where)
         rewritten = template.rewritten() if agent.max_turns > 1 else ""
@@ -60,10 +66,11 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> None:
             "may see its earlier turns so, to split where it has to see them as the template has them, or take a template that "
             "keeps them."
         )
+    return told
 
 
-def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most: int) -> None:
-    """That the model is told of its tools, and of their results. Raises UserError."""
+def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most: int) -> int:
+    """That the model is told of its tools, and of their results: tokens of a short prompt with them. Raises UserError."""
     ids, text = template.prompt([ASKED])
     remedy = "Take a model whose template knows tools, or remove agent.tools."
     for name in names:
@@ -82,6 +89,7 @@ def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most:
         raise UserError(f"agent.tools: {where}: {error} {remedy}") from error
     if told["content"] not in shown:
         raise UserError(f"agent.tools: the chat template of {where} leaves out what a tool gave. {remedy}")
+    return len(ids)
 
 
 def _check_results(template: ChatTemplate, where: str) -> None:

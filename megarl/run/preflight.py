@@ -122,7 +122,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     check_room_beside(recipe, platform, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data, answered=recipe.agent is None)
-    model = _check_generation(recipe)
+    model, tool_tokens = _check_generation(recipe)
     _check_sync(recipe, model)
     check_roles(recipe, model)
     check_experts(recipe, model, platform)
@@ -137,13 +137,13 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more rows."
         )
     digests = digests_of(prompts.prompts)
-    eval_rows, notes = _eval_rows(recipe, model)
+    eval_rows, notes = _eval_rows(recipe, model, tool_tokens)
     notes = (
         *staleness_notes(recipe),
         *learning_notes(recipe),
         *_without_effect(recipe, platform),
         *end_notes(recipe, model),
-        *_without_answer(recipe, recipe.data.train, prompts),
+        *_of_rows(recipe, recipe.data.train, prompts, tool_tokens),
         *notes,
     )
     external = check_servers(recipe, model, platform, here=here)
@@ -160,10 +160,10 @@ def preflight_eval(recipe: Recipe) -> Preflight:
         _check_writable(recipe.run.folder)
         platform = check_devices(recipe)
         check_rows(recipe.data.eval, recipe.data, answered=recipe.agent is None)
-        model = _check_generation(recipe)
+        model, tool_tokens = _check_generation(recipe)
         if not platform.serves_fp8:
             _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
-        eval_rows, notes = _eval_rows(recipe, model)
+        eval_rows, notes = _eval_rows(recipe, model, tool_tokens)
         external = check_servers(recipe, model, platform, own_weights=True)
         notes = (*end_notes(recipe, model), *notes)
     return Preflight(plan, platform, model, 0, 0, eval_rows, notes, external)
@@ -292,8 +292,8 @@ def _check_report(recipe: AnyRecipe) -> None:
         )
 
 
-def _check_generation(recipe: Recipe) -> ModelConfig:
-    """Model folder, context length, the servers' layout, and the graders."""
+def _check_generation(recipe: Recipe) -> tuple[ModelConfig, int]:
+    """Model folder, context length, the servers' layout, the graders, and the agent, with what its tools take of prompts."""
     model = check_model_folder(recipe.model.path)
     if model.head == "score":
         raise UserError(
@@ -307,9 +307,8 @@ def _check_generation(recipe: Recipe) -> ModelConfig:
     check_context(model, longest_sample(recipe), parts)
     check_server_layout(model, recipe.rollout.tp)
     check_graders(recipe.reward)
-    if recipe.agent is not None:
-        check_agent(recipe, load_tokenizer(recipe.model.path))
-    return model
+    agent = recipe.agent is not None
+    return model, check_agent(recipe, load_tokenizer(recipe.model.path)) if agent else 0
 
 
 def _check_sync(recipe: Recipe, model: ModelConfig) -> None:
@@ -361,13 +360,30 @@ def _check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: Mod
             )
 
 
-def _eval_rows(recipe: Recipe, model: ModelConfig) -> tuple[int, tuple[str, ...]]:
+def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[int, tuple[str, ...]]:
     """How many held-out rows are asked, and notes on them."""
     if recipe.data.eval is None:
         return 0, ()
     prompts = _load_prompts(recipe, recipe.data.eval, model)
     rows = len(prompts)
-    return min(rows, recipe.eval.max_prompts or rows), _without_answer(recipe, recipe.data.eval, prompts)
+    return min(rows, recipe.eval.max_prompts or rows), _of_rows(recipe, recipe.data.eval, prompts, tool_tokens)
+
+
+def _of_rows(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
+    """Lines on rows that nothing can come of."""
+    return (*_without_answer(recipe, path, prompts), *_beside_tools(recipe, path, prompts, tool_tokens))
+
+
+def _beside_tools(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
+    """A line for prompts that are too long with what the model is told of its tools, where episodes begin with the row's."""
+    most = recipe.data.max_prompt_tokens
+    long = [each for each in prompts.prompts if len(each.token_ids) + tool_tokens > most]
+    if not tool_tokens or not long or (recipe.agent is not None and recipe.agent.environment is not None):
+        return ()
+    return (
+        f"{len(long)} rows are over data.max_prompt_tokens {most} with what the model is told of its tools, {tool_tokens} "
+        f"tokens: their episodes fail. Raise it; the first: {place_of(path, long[0].id)}",
+    )
 
 
 def _without_answer(recipe: Recipe, path: Path, prompts: PromptSet) -> tuple[str, ...]:

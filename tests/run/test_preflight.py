@@ -115,6 +115,18 @@ def test_chat_messages_need_a_chat_template(place: Place) -> None:
         run(place)
 
 
+def test_rows_that_are_too_long_beside_what_is_told_of_tools_are_told_of(place: Place) -> None:
+    rows = [{"prompt": "1" * (250 if n == 5 else 2), "answer": 1} for n in range(8)]
+    place.write_rows(*rows)
+    tools = ["data.max_prompt_tokens=400", "agent={tools: ['tests.support.dry.own:look'], tool_parser: qwen25}"]
+    assert run(place, "data.max_prompt_tokens=400").notes == ()
+    [note] = run(place, *tools).notes
+    assert note.startswith("1 rows are over data.max_prompt_tokens 400 with what the model is told of its tools, ")
+    assert note.endswith("tokens: their episodes fail. Raise it; the first: " + f"{place.data}, line 6")
+    assert run(place, *tools, "agent.environment=tests.support.dry.own:Talk").notes == (), "its own messages"
+    assert run(place, *tools, "data.max_prompt_tokens=900").notes == ()
+
+
 def test_a_turn_whose_end_ends_no_response_is_told_of(place: Place) -> None:
     assert run(place).notes == ()
     template, generation = place.model / "chat_template.jinja", place.model / "generation_config.json"
