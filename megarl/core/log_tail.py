@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 READ_BYTES = 2**18
-WARNING = re.compile(r"^(\[.*?\]\s*)?(/|<|\w).*:\d+: \w*Warning: ")
+# A line may be all that a model said, in one: what is looked for takes time in proportion to its length.
+WARNING = re.compile(r"^(\[[^\]]*\]\s*)*(/|<|\w).*:\d+: \w*Warning: ")
 NOISE = re.compile(
     "|".join(
         (
@@ -21,9 +22,9 @@ NOISE = re.compile(
             r"WARNING:\s+Invalid HTTP request received",
             r"No live scheduler processes found; skipping py-spy",
             r"resource_tracker: There appear to be \d+ leaked",
-            r"^\[[WI]\d{4} [\d:. ]+.*\.(cpp|cc|hpp|h):\d+\]",  # torch's warnings and remarks in C++
+            r"^\[[WI]\d{4} [\d:. ].*\.(cpp|cc|hpp|h):\d+\]",  # torch's warnings and remarks in C++
             r"^\[(Gloo|W socket|rank\d+)[^\]]*\] .*(is connected to|TCP client failed to connect|Expected number of connected)",
-            r"\d+(\.\d+)?(it/s|s/it)\]|\?it/s\]",  # progress bars
+            r"[\d?]it/s\]|\ds/it\]",  # progress bars
             r"^\s*\^+\s*$",
         )
     )
@@ -82,6 +83,18 @@ def without_noise(lines: list[str]) -> list[str]:
 
 def _end_of_trace(lines: list[str], start: int) -> int:
     """Where the stack trace that begins here ends, with those that it is chained to; `start` where none does."""
+    end, index = start, start
+    while index < len(lines) and (after := _end_of_one(lines, index)) > index:
+        end, index = after, _not_blank(lines, after)
+        if index < len(lines) and lines[index].strip().startswith(CHAINED):
+            end, index = index + 1, _not_blank(lines, index + 1)
+        else:
+            break
+    return min(end, len(lines))
+
+
+def _end_of_one(lines: list[str], start: int) -> int:
+    """Where the one stack trace that begins here ends; `start` where none does."""
     index = start
     if lines[index].startswith(IGNORED) and index + 1 < len(lines):
         index += 1
@@ -92,17 +105,14 @@ def _end_of_trace(lines: list[str], start: int) -> int:
     index += 1
     while index < len(lines) and (lines[index].startswith(" " * (indent + 1)) or not lines[index].strip()):
         index += 1
-    index += 1  # the exception itself
-    following = index
-    while following < len(lines) and not lines[following].strip():
-        following += 1
-    if following < len(lines) and lines[following].strip().startswith(CHAINED):
-        following += 1
-        while following < len(lines) and not lines[following].strip():
-            following += 1
-        if following < len(lines):
-            return max(_end_of_trace(lines, following), index)
-    return min(index, len(lines))
+    return index + 1  # the exception itself
+
+
+def _not_blank(lines: list[str], index: int) -> int:
+    """The first line from here on that is not blank."""
+    while index < len(lines) and not lines[index].strip():
+        index += 1
+    return index
 
 
 def _is_ending(trace: list[str]) -> bool:

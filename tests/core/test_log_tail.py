@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,25 @@ def test_a_trace_chained_to_another_stays_whole(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"{chained}\n{middle}\n{second}")
     assert own_words(log) == (chained + middle + second).rstrip()
+
+
+@pytest.mark.parametrize("said", ["7", "[1] a:1: ", "[W1122 1 1"])
+def test_a_line_that_a_model_has_filled_is_read_as_fast_as_others(tmp_path: Path, said: str) -> None:
+    """It took minutes to hours, just when somebody wanted to know what had failed."""
+    log = tmp_path / "log"
+    line = said * (200_000 // len(said)) if said[-1] != "1" else said + " 1" * 100_000
+    log.write_text(f"{line}\nValueError: no x\n")
+    began = time.process_time()
+    assert own_words(log) == f"{line}\nValueError: no x"
+    assert time.process_time() - began < 2
+
+
+def test_a_trace_of_a_thousand_attempts_is_read_to_its_end(tmp_path: Path) -> None:
+    attempt = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nOSError: no answer\n'
+    middle = "During handling of the above exception, another exception occurred:\n"
+    log = tmp_path / "log"
+    log.write_text(f"{attempt}\n{middle}\n" * 1200 + attempt + "after\n")
+    assert own_words(log, 2) == "OSError: no answer\nafter"
 
 
 def test_a_word_where_there_is_nothing(tmp_path: Path) -> None:
