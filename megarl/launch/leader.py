@@ -34,7 +34,9 @@ from megarl.serving.process import GUARD, free_port
 
 SILENT_S = 5 * ALIVE_EVERY_S  # a node that says nothing for so long is lost
 # One process a node has all of the job's CPUs there: some SLURMs would bind it to one (TaskPluginParam=autobind).
-SRUN = ("srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none")
+STEP = ("--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none")
+# Nodes have the leader's environment, Ray's secret in it, also in a job that was submitted without any (--export=NONE).
+SRUN = ("srun", "--export=ALL", *STEP)
 CLOSE_S = 20.0  # longest orderly end of the nodes
 REQUEUE_S = 60.0  # longest wait for SLURM to end a job that it queues again
 

@@ -59,6 +59,20 @@ def test_what_a_node_prints_that_is_no_text_does_not_end_the_listening(
     assert "gr\ufffdezi" in capfd.readouterr().err
 
 
+def test_nodes_get_the_secret_of_ray_whatever_the_job_was_submitted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --export=NONE srun hands on nothing, unless it is told to: Ray was open to everybody."""
+    (tmp_path / "srun").write_text('#!/bin/bash\nfor word; do [ "$word" = --export=ALL ] && exit 7; done\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    plan = Plan((), tmp_path, (), tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", 1.0)
+    nodes = Nodes(Allocation("7", ("here",), 0, ""), plan, "127.0.0.1:1", events)
+    assert events.get(timeout=5) == ("nodes ended", 7, None)
+    nodes.close([])
+
+
 def test_a_request_to_stop_that_comes_before_the_driver_listens_reaches_it(tmp_path: Path) -> None:
     leader, nodes = leader_of(tmp_path, sys.executable, "-c", DRIVER), SimpleNamespace(names=("here",))
     leader._signal(STOP_SIGNAL, None)
