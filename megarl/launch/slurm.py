@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,17 @@ ENDED = (
     "REVOKED",
     "TIMEOUT",
 )
+# Of SLURM's variables those that a user or a cluster sets. All others are of the job that this process is in, where there is one.
+NO_JOBS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+# sbatch reads options from variables, SBATCH_PARTITION for --partition, which win over those of a script. Under other names:
+VARIABLES = {
+    "time": ("TIMELIMIT",),
+    "requeue": ("REQUEUE", "NO_REQUEUE"),
+    "output": ("OUTPUT", "ERROR"),
+    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+}
+# One of an array is the same run again, and sbatch is not to wait for the end of the job.
+NEVER = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
 
 
 @dataclass(frozen=True)
@@ -100,10 +112,22 @@ def check_partition(name: str) -> None:
 
 def submit(script: Path) -> str:
     """Submit a script; returns the job's id. Raises UserError with SLURM's own words where it refuses."""
-    done = _run(["sbatch", "--parsable", str(script)])
+    done = _run(["sbatch", "--parsable", str(script)], _environment(script))
     if done.returncode:
         raise UserError(f"SLURM refuses the job: {done.stderr.strip()}. The script is {script}.")
     return done.stdout.strip().partition(";")[0]
+
+
+def _environment(script: Path) -> dict[str, str]:
+    """For sbatch: what the script says of the job holds, and what is said of another job does not."""
+    lines = [line for line in script.read_text(errors="replace").splitlines() if line.startswith("#SBATCH")]
+    said = {name for line in lines for name in re.findall(r"\s--([a-z-]+)", line)}
+    without = {*NEVER}
+    for name in said:
+        without |= {f"SBATCH_{each}" for each in VARIABLES.get(name, (name.replace("-", "_").upper(),))}
+    if "SLURM_JOB_ID" in os.environ:  # as on a node that was taken for interactive work
+        without |= {name for name in os.environ if name.startswith("SLURM_") and name not in NO_JOBS}
+    return {name: value for name, value in os.environ.items() if name not in without}
 
 
 def state_of(job: str) -> JobState | None:
@@ -131,9 +155,11 @@ def cancel(job: str) -> None:
     _ask(["scancel", job])
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False
+        )
     except FileNotFoundError as error:
         raise UserError(f"There is no {command[0]} on this machine: {ONLY_THERE}") from error
     except subprocess.TimeoutExpired as error:

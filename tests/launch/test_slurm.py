@@ -78,10 +78,34 @@ def test_commands_without_a_cluster_are_told_so(answers: Path) -> None:
 
 def test_a_job_number_is_taken_from_what_sbatch_says(answers: Path, tmp_path: Path) -> None:
     program(answers, "sbatch", "4711;cluster")
+    (tmp_path / "s").touch()
     assert slurm.submit(tmp_path / "s") == "4711"
     program(answers, "sbatch", err="sbatch: error: Invalid account", code=1)
     with pytest.raises(UserError, match="SLURM refuses the job: sbatch: error: Invalid account"):
         slurm.submit(tmp_path / "s")
+
+
+def test_what_a_script_says_holds_whatever_the_environment_has(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch takes variables before a script's options; those of the job that it is called in make srun refuse the new one."""
+    (answers / "sbatch").write_text("#!/bin/bash\necho 7; echo ${!SBATCH_*} ${!SLURM_*} > ${2%script}seen\n")
+    (answers / "sbatch").chmod(0o755)
+    script = tmp_path / "script"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --time=60\n#SBATCH --mem=0 --requeue\n#SBATCH --output=out\n# --qos --chdir\n"
+    )
+    for name in (
+        *("SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE", "SBATCH_ERROR", "SBATCH_OUTPUT", "SBATCH_MEM_PER_CPU", "SBATCH_QOS"),
+        *("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SLURM_CONF", "SLURM_MEM_PER_CPU"),
+    ):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert slurm.submit(script) == "7"
+    assert (tmp_path / "seen").read_text().split() == ["SBATCH_QOS", "SLURM_CONF", "SLURM_MEM_PER_CPU"]
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
+    slurm.submit(script)
+    assert (tmp_path / "seen").read_text().split() == ["SBATCH_QOS", "SLURM_CONF"]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +151,7 @@ def test_a_slurm_that_is_silent_is_told_and_not_waited_for(answers: Path, monkey
     for name in ("scontrol", "sbatch"):
         (answers / name).write_text("#!/bin/bash\nexec /bin/sleep 9\n")
         (answers / name).chmod(0o755)
+    (answers / "script").touch()
     with pytest.raises(
         MegarlError, match=r"SLURM does not answer: `scontrol show job 7 --oneliner` had not ended after 0\.05 s"
     ):
