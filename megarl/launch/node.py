@@ -74,6 +74,27 @@ def own_address(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def input_ended(timeout_s: float) -> bool:
+    """Wait a moment; whether standard input has ended meanwhile. What is typed for another job of the terminal is left alone."""
+    handle = sys.stdin.fileno()
+    if not select.select([handle], [], [], timeout_s)[0]:
+        return False
+    if _is_in_background(handle):  # the system would stop who reads it, and Ray with it
+        time.sleep(timeout_s)
+        return False
+    try:
+        return not os.read(handle, 4096)
+    except OSError:
+        return not _is_in_background(handle)  # it may be since a moment ago; else the terminal is gone
+
+
+def _is_in_background(handle: int) -> bool:
+    try:
+        return os.tcgetpgrp(handle) != os.getpgrp()
+    except OSError:
+        return False  # no terminal, or one that is gone
+
+
 def ray_command(spec: NodeSpec, address: str) -> list[str]:
     """`ray start` for this node. Nothing has a fixed port but the head: other jobs may run on the same node."""
     resources = ",".join(f'"{name}": {count}' for name, count in spec.resources.items())
@@ -182,7 +203,7 @@ class Node:
 
     def _heed(self, timeout_s: float) -> None:
         """Wait a moment; raises EndOfJob when the leader has closed standard input."""
-        if select.select([sys.stdin], [], [], timeout_s)[0] and not os.read(sys.stdin.fileno(), 4096):
+        if input_ended(timeout_s):
             raise EndOfJob
 
     def _log_tail(self) -> str:
@@ -220,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # whoever reads a terminal from the background gets an error instead
     cpus = len(os.sched_getaffinity(0))
     spec = NodeSpec(
         options.head,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -13,6 +14,17 @@ from megarl.launch.node import NodeSpec, few_cpus, own_address, ray_command
 from megarl.launch.words import parse_line
 from megarl.serving.process import free_port
 
+# A shell with a job in its background, and somebody who types.
+SHELL = """
+import os, sys
+from megarl.launch.node import input_ended
+job = os.fork()
+if not job:
+    os.setpgid(0, 0)
+    os._exit(10 + input_ended(0.2))
+_, status = os.waitpid(job, os.WUNTRACED)
+sys.exit(99 if os.WIFSTOPPED(status) else os.WEXITSTATUS(status))
+"""
 FAR = "192.0.2.1"  # no machine has this address (RFC 5737)
 
 
@@ -75,6 +87,16 @@ def test_the_end_of_standard_input_is_the_end_of_the_node(tmp_path: Path) -> Non
     assert (node.returncode, out, err) == (0, "", "")
     assert not (tmp_path / "temp").exists()
     assert not janitor.processes_of(f"test-{tmp_path.name}")
+
+
+def test_what_is_typed_for_another_job_of_the_terminal_neither_stops_nor_ends_the_node() -> None:
+    """The system stops a job of the background that reads its terminal: Ray's processes on this machine, too."""
+    shell, terminal = pty.fork()
+    if not shell:
+        os.execv(sys.executable, [sys.executable, "-c", SHELL])
+    os.write(terminal, b"megarl train\n")
+    assert os.waitstatus_to_exitcode(os.waitpid(shell, 0)[1]) == 10
+    os.close(terminal)
 
 
 def test_a_killed_node_leaves_no_folder(tmp_path: Path) -> None:
