@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -106,7 +107,8 @@ class Nodes:
         for line in lines:
             message = parse_line(line)
             if message is None:
-                print(line, end="", file=sys.stderr, flush=True)
+                with suppress(OSError):  # the job's log may be on a disk that is full: nodes are heard all the same
+                    print(line, end="", file=sys.stderr, flush=True)
             else:
                 events.put(("node", 0, message))
         events.put(("nodes ended", self._srun.wait(), None))

@@ -59,6 +59,22 @@ def test_what_a_node_prints_that_is_no_text_does_not_end_the_listening(
     assert "gr\ufffdezi" in capfd.readouterr().err
 
 
+def test_a_full_disk_of_the_jobs_log_does_not_end_the_listening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes were taken for lost then, in the end, and the job was queued again."""
+    (tmp_path / "srun").write_text("#!/bin/bash\necho warning; echo megarl-node ready here 10.0.0.1; read\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    plan = Plan((), tmp_path, (), tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", 1.0)
+    full = Path("/dev/full").open("w")  # noqa: SIM115 -- closing it fails as writing does
+    monkeypatch.setattr("sys.stderr", full)
+    nodes = Nodes(Allocation("7", ("here",), 0, ""), plan, "127.0.0.1:1", events)
+    assert events.get(timeout=5) == ("node", 0, Message("ready", "here", "10.0.0.1"))
+    nodes.close([])
+
+
 def test_nodes_get_the_secret_of_ray_whatever_the_job_was_submitted_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
