@@ -206,9 +206,10 @@ class Leader:
         self._note("started", reached=step)
         if vain >= MOST_VAIN:
             raise MegarlError(
-                f"Job {job} was started {vain} times without a further step after step {step}, and lost nodes each time: it is "
-                f"not queued again. When which start ended is in {events}; why is above. Leave bad nodes out (--exclude), and "
-                "submit the run with --resume."
+                f"Job {job} was started {vain} times without a further step after step {step}. Each start lost nodes, or SLURM "
+                "ended it, as it does for jobs of a higher priority: it is not queued again. When which start ended is in "
+                f"{events}; why is above. Leave bad nodes out (--exclude), or save more often (train.save_every), and submit "
+                "the run with --resume."
             )
 
     def _signal(self, number: int, frame: FrameType | None) -> None:

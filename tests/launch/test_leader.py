@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.core.errors import StoppedError
+from megarl.core.errors import MegarlError, StoppedError
 from megarl.core.stop import STOP_SIGNAL
 from megarl.launch.leader import Allocation, Event, Leader, Nodes, Plan
 from megarl.launch.words import Message
@@ -73,6 +73,17 @@ def test_a_full_disk_of_the_jobs_log_does_not_end_the_listening(
     nodes = Nodes(Allocation("7", ("here",), 0, ""), plan, "127.0.0.1:1", events)
     assert events.get(timeout=5) == ("node", 0, Message("ready", "here", "10.0.0.1"))
     nodes.close([])
+
+
+def test_starts_in_vain_are_not_said_to_have_lost_nodes_where_slurm_ended_them(tmp_path: Path) -> None:
+    leader = leader_of(tmp_path)
+    for _ in range(3):
+        leader._begin()
+        leader._note("driver ended", exit_code=143)  # as of a job that makes room for another one
+    with pytest.raises(
+        MegarlError, match=r"started 3 times .* after step 0\. Each start lost nodes, or SLURM ended it"
+    ):
+        leader._begin()
 
 
 def test_nodes_get_the_secret_of_ray_whatever_the_job_was_submitted_with(
