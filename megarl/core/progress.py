@@ -1,14 +1,15 @@
 """How far an operation of another process is: a small file that the process writes and the driver reads while it waits.
 
 Both see the run's folder, so this needs no messages, and works while the process computes. Not a record: the file is gone when
-the operation has ended, and stays as it was where the process was killed.
+the operation has ended, and stays as it was where the process was killed. Where it cannot be written or read, as on a disk that
+is full or over NFS just when it goes, nothing is known, and nothing fails.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,8 @@ class Progress:
         self._write()
         yield
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
 
     def advance(self, count: int = 1) -> None:
         """So many more are done; written at most every WRITE_EVERY_S seconds."""
@@ -55,14 +57,15 @@ class Progress:
     def _write(self) -> None:
         self._written = self._clock()
         if self._path is not None:
-            self._path.write_text(f"{self._done.count} {self._done.total} {self._done.unit}\n")
+            with suppress(OSError):
+                self._path.write_text(f"{self._done.count} {self._done.total} {self._done.unit}\n")
 
 
 def read_progress(path: Path) -> Done | None:
-    """What was written last; None where nothing is under way, or a line is half written."""
+    """What was written last; None where nothing is under way, a line is half written, or it cannot be read."""
     try:
         words = path.read_text().split()
-    except FileNotFoundError:
+    except OSError:
         return None
     if len(words) != 3:
         return None

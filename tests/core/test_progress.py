@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+
+import pytest
 
 from megarl.core.progress import WRITE_EVERY_S, Done, Progress, read_progress
 
@@ -26,6 +30,21 @@ def test_half_a_line_is_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rank.progress"
     path.write_text("12 ")
     assert read_progress(path) is None
+
+
+def test_what_cannot_be_written_or_read_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's update ended with its disk full, and the driver with a file that another machine had just removed."""
+    full = tmp_path / "rank.progress"
+    full.symlink_to("/dev/full")
+    progress = Progress(full)
+    with progress.of(3, "samples"):
+        progress.advance()
+
+    def stale(path: Path) -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    assert read_progress(full) is None
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
