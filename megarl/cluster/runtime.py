@@ -30,7 +30,7 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
-from megarl.core.ray_env import RAY_ADDRESS_VARIABLE, RunningRay, ray_to_join
+from megarl.core.ray_env import OVERRIDE_VARIABLE, RAY_ADDRESS_VARIABLE, RunningRay, ray_to_join
 from megarl.core.scratch import Scratch
 
 log = get_logger(__name__)
@@ -117,7 +117,7 @@ class Runtime:
         scratch = scratch or Scratch.open()
         run_id = scratch.run_id
         asked = os.environ.get("OMP_NUM_THREADS", "")
-        changed = {**platform.env, janitor.RUN_ID_VARIABLE: run_id}
+        changed = {**platform.env, janitor.RUN_ID_VARIABLE: run_id, OVERRIDE_VARIABLE: "1"}
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         log.info("run id %s: every process of the run carries it as %s", run_id, janitor.RUN_ID_VARIABLE)

@@ -21,6 +21,10 @@ RAY_NODES_VARIABLE = "MEGARL_RAY_NODES"
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 JOB_ADDRESS_VARIABLE = "RAY_ADDRESS"
 
+# Ray's own, for whoever joins it from the command of a job: what both set, as a variable of the workers, is what joins says. Ray
+# would refuse it otherwise, also where both say the same.
+OVERRIDE_VARIABLE = "RAY_OVERRIDE_JOB_RUNTIME_ENV"
+
 # For `ray start` on every node: one that cannot be reached is given up after some 20 seconds, not 64.
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "0",

@@ -37,7 +37,9 @@ LOOK = """
 import json, os, sys
 import ray
 from pathlib import Path
-from megarl.core.ray_env import JOB_ADDRESS_VARIABLE, ray_to_join
+from megarl.cluster.runtime import Runtime
+from megarl.core.platform import get_platform
+from megarl.core.ray_env import ray_to_join
 from megarl.recipe.load import detect_kind, load_recipe
 from megarl.run.devices import check_devices
 path, on_cuda = Path("recipe.yaml"), ["cluster.platform=cuda", "model.dtype=bfloat16"]
@@ -47,8 +49,9 @@ seen = {
     "driver": os.environ.get(name),
     "platform": check_devices(load_recipe(path, on_cuda, detect_kind(path, on_cuda)).recipe).name,
 }
-ray.init(address=seen["address"], log_to_driver=False)
-seen["worker"] = ray.get(ray.remote(lambda: os.environ.get(name)).remote())
+with Runtime.start(get_platform("cpu"), Path(sys.argv[1]).parent, 1):
+    of_worker = ray.remote(lambda *names: [os.environ.get(each) for each in names]).remote
+    seen["worker"], *seen["set"] = ray.get(of_worker(name, "OMP_NUM_THREADS", "OF_THE_JOB"))
 Path(sys.argv[1]).write_text(json.dumps(seen))
 """
 
@@ -149,13 +152,28 @@ def test_a_cluster_with_a_token_wants_it(cluster: RayCluster) -> None:
 
 
 def test_a_job_that_was_submitted_by_hand_joins_its_ray_and_may_run_on_devices(cluster: RayCluster) -> None:
-    """Ray shows the command of a job all devices, by a variable under which ranks could not work: they do not get it."""
+    """Ray shows the command of a job all devices, by a variable under which ranks could not work: they do not get it.
+
+    They get the job's other ones, and where the run sets one itself, its own: Ray would refuse the run for that.
+    """
     (cluster.folder / "look.py").write_text(LOOK)
     out = cluster.folder / "runs" / "seen.json"
     out.parent.mkdir(exist_ok=True)
-    job = ("job", "submit", "--address", cluster.address, "--working-dir", str(cluster.folder), "--")
+    variables = json.dumps({"env_vars": {"OMP_NUM_THREADS": "3", "OF_THE_JOB": "yes"}})
+    job = ("job", "submit", "--address", cluster.address, "--working-dir", str(cluster.folder))
     done = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", *job, "python", "look.py", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            *job,
+            "--runtime-env-json",
+            variables,
+            "--",
+            "python",
+            "look.py",
+            str(out),
+        ],
         env=cluster.env,
         capture_output=True,
         text=True,
@@ -163,7 +181,8 @@ def test_a_job_that_was_submitted_by_hand_joins_its_ray_and_may_run_on_devices(c
         check=False,
     )
     assert done.returncode == 0, (done.stdout, done.stderr)
-    assert json.loads(out.read_text()) == {"address": cluster.head, "driver": "1", "platform": "cuda", "worker": None}
+    joined = {"address": cluster.head, "driver": "1", "platform": "cuda"}
+    assert json.loads(out.read_text()) == {**joined, "worker": None, "set": ["1", "yes"]}
 
 
 def test_a_run_is_followed_to_its_end(cluster: RayCluster) -> None:
