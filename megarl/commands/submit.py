@@ -32,7 +32,7 @@ ToSlurm = Annotated[bool, _slurm("From a login node of a SLURM cluster.", "--slu
 Nodes = Annotated[int, _slurm("How many.", min=1)]
 GpusPerNode = Annotated[int | None, _slurm("Default: a run on CPUs.", min=1)]
 Time = Annotated[str | None, _slurm("Limit, as sbatch takes it: 4:00:00.")]
-Partition = Annotated[str | None, _slurm("One of sinfo's.")]
+Partition = Annotated[str | None, _slurm("One of sinfo's, or several with commas between.")]
 Account = Annotated[str | None, _slurm("To be charged.")]
 CpusPerTask = Annotated[int | None, _slurm("CPUs of each node.", min=1)]
 Memory = Annotated[str | None, _slurm("Of each node, as sbatch --mem takes it.")]

@@ -101,13 +101,14 @@ def seconds_of(text: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def check_partition(name: str) -> None:
-    """Raises UserError for a partition that sinfo does not list."""
-    there = list(dict.fromkeys(_ask(["sinfo", "--noheader", "--format=%R"]).split()))
-    if name not in there:
-        near = difflib.get_close_matches(name, there, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise UserError(f"--partition {name}: SLURM has no such partition.{hint} It has: {', '.join(there)}.")
+def check_partition(names: str) -> None:
+    """Raises UserError for a partition that sinfo does not list. names: one, or several with commas, as sbatch takes them."""
+    there = list(dict.fromkeys(_ask(["sinfo", "--all", "--noheader", "--format=%R"]).split()))
+    for name in names.split(","):
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UserError(f"--partition {name}: SLURM has no such partition.{hint} It has: {', '.join(there)}.")
 
 
 def submit(script: Path) -> str:

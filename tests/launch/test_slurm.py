@@ -61,6 +61,9 @@ def test_a_machine_without_sbatch_is_told_from_one_with(answers: Path) -> None:
 def test_an_unknown_partition_is_refused_with_those_that_there_are(answers: Path) -> None:
     program(answers, "sinfo", "long\nshort\nlong")
     slurm.check_partition("short")
+    slurm.check_partition("short,long")  # whichever has room first
+    with pytest.raises(UserError, match=r"--partition lng: SLURM has no such partition\. Did you mean long\?"):
+        slurm.check_partition("short,lng")
     with pytest.raises(UserError, match=r"--partition shrt.*Did you mean short\? It has: long, short\."):
         slurm.check_partition("shrt")
 
