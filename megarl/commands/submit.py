@@ -31,7 +31,7 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a subm
 ToSlurm = Annotated[bool, _slurm("From a login node of a SLURM cluster.", "--slurm")]
 Nodes = Annotated[int, _slurm("How many.", min=1)]
 GpusPerNode = Annotated[int | None, _slurm("Default: a run on CPUs.", min=1)]
-Time = Annotated[str | None, _slurm("Limit, as sbatch takes it: 4:00:00.")]
+Time = Annotated[str | None, _slurm("Limit, as sbatch takes it: 4:00:00; 0: none.")]
 Partition = Annotated[str | None, _slurm("One of sinfo's, or several with commas between.")]
 Account = Annotated[str | None, _slurm("To be charged.")]
 CpusPerTask = Annotated[int | None, _slurm("CPUs of each node.", min=1)]

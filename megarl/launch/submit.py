@@ -144,7 +144,7 @@ def _check_times(options: SlurmOptions) -> None:
     if options.time is None:
         return
     limit = slurm.seconds_of(options.time)
-    if limit <= options.grace_s:
+    if 0 < limit <= options.grace_s:  # of 0 sbatch makes no limit
         raise UserError(
             f"--time {options.time} leaves nothing of the --grace of {options.grace_s} s in which the run is asked to stop "
             "before its limit. Raise the limit, or lower --grace; it should last for a step and its checkpoint."

@@ -149,6 +149,11 @@ def test_options_that_cannot_be_are_refused(dry_run: Callable[..., str], options
         dry_run(options)
 
 
+def test_a_job_may_have_no_time_limit(dry_run: Callable[..., str]) -> None:
+    """sbatch takes 0 for that, and without a word the partition's own limit."""
+    assert "#SBATCH --time=0\n" in dry_run(replace(ON_CPUS, time="0"))
+
+
 def test_a_recipe_that_cannot_run_is_refused_here(dry_run: Callable[..., str], place: Place) -> None:
     with pytest.raises(UserError, match=r"train\.stepz"):
         dry_run(SlurmOptions(), "train.stepz=1")
