@@ -83,7 +83,7 @@ class Deadlines(Section):
 
 
 class Wandb(Section):
-    """Weights & Biases; offline when no key is in the environment."""
+    """Weights & Biases; offline where wandb finds no key."""
 
     project: str = Field("megarl", description="project name")
 

@@ -122,6 +122,12 @@ class WandbWriter:
         # None leaves it to the user's own WANDB_MODE, or to wandb: online.
         mode: Literal["offline"] | None = None if os.environ.get("WANDB_MODE") or wandb_key_place() else "offline"
         folder.mkdir(parents=True, exist_ok=True)
+        if mode == "offline":
+            log.warning(
+                "report.wandb is set, and wandb finds no key here: it writes offline into %s. Send it later with `wandb "
+                "sync`, or log in first (wandb login).",
+                folder / "wandb",
+            )
         init = partial(
             wandb.init, project=project, name=name, group=name, config=dict(config), dir=str(folder), settings=settings
         )

@@ -197,6 +197,19 @@ def test_wandb_shows_a_run_as_failed_that_has_failed(
     assert run.exit_codes == [exit_code]
 
 
+def test_who_has_no_key_for_wandb_is_told_that_nothing_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = with_wandb(monkeypatch, FakeRun(tmp_path))
+    WandbWriter(tmp_path, "project", "name", {})
+    assert not caplog.text
+    monkeypatch.setattr("megarl.report.writers.wandb_key_place", lambda: None)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    WandbWriter(tmp_path, "project", "name", {})
+    assert [each["mode"] for each in fake.asked] == [None, "offline"]
+    assert f"no key here: it writes offline into {tmp_path}/wandb" in caplog.text
+
+
 def test_a_run_ends_although_wandbs_server_answers_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
