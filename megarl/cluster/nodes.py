@@ -246,7 +246,11 @@ class Nodes:
         """End what is left of the run on every node that can be reached, side by side."""
         if self.services.ended():
             return  # nobody can be reached by this Ray; their janitors do it
-        answers, failed = _ask({key: actor.clean.remote() for key, actor in self.actors.items()}, CLEAN_S)
+        try:
+            answers, failed = _ask({key: actor.clean.remote() for key, actor in self.actors.items()}, CLEAN_S)
+        except MegarlError as error:  # it would hide what the run ended with; the janitors come last
+            log.warning("could not look after all nodes in the end: %s", error)
+            return
         for node in self.members:
             if answers.get(node.ray_id):
                 log.info("ended %d processes that were still there on %s", answers[node.ray_id], node)

@@ -93,14 +93,19 @@ def _there() -> dict[str, str]:
 
 def register_segments(registry: Path, names: Iterable[str]) -> None:
     """Append names under /dev/shm to the registry: they are removed when the run ends, however it ends."""
-    with registry.open("a") as file:
-        file.writelines(f"{name}\n" for name in names)
+    _append(registry, names)
 
 
 def register_folder(registry: Path, folder: Path) -> None:
     """Have a folder of the run, wherever it is, removed when the run ends, however it ends. registry: beside the list of them."""
-    with registry.with_name(FOLDERS).open("a") as file:
-        file.write(f"{folder.absolute()}\n")
+    _append(registry.with_name(FOLDERS), [str(folder.absolute())])
+
+
+def _append(file: Path, lines: Iterable[str]) -> None:
+    # Machines remove what lies in their temporary folder for days; the run's is removed in the end all the same.
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.writelines(f"{line}\n" for line in lines)
 
 
 def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Iterable[int] = ()) -> Cleaned:

@@ -15,7 +15,7 @@ from megarl.cluster import nodes
 from megarl.cluster.checks import Broken
 from megarl.cluster.node_actor import GONE
 from megarl.cluster.nodes import Node, Nodes, _natural, await_devices, without_spares
-from megarl.core.errors import UserError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.ray_env import RAY_NODES_VARIABLE
 
 LINK = Broken("a", "b", "eth0", "no answer")
@@ -57,6 +57,17 @@ def test_a_signal_reaches_a_process_of_this_machine_or_says_that_it_is_gone() ->
     assert Nodes().signal("127.0.0.1", process.pid, signal.SIGKILL) == ""
     assert process.wait(5) == -signal.SIGKILL
     assert Nodes().signal("127.0.0.1", process.pid, signal.SIGKILL) == GONE
+
+
+def test_a_node_that_cannot_be_cleaned_does_not_hide_what_the_run_ended_with(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise MegarlError("A node's own actor failed: no space")
+
+    monkeypatch.setattr("megarl.cluster.nodes._ask", fails)
+    Nodes().clean()
+    assert "could not look after all nodes in the end: A node's own actor failed: no space" in caplog.text
 
 
 def test_addresses_are_in_the_order_of_numbers() -> None:

@@ -124,6 +124,16 @@ def test_registered_segments_are_removed_after_their_process_is_gone(run_id: str
     assert not segment.exists()
 
 
+def test_what_is_registered_after_a_machine_has_cleared_its_temporary_folder_is_removed_too(tmp_path: Path) -> None:
+    """As systemd and others do after days. A server could not be started again then, and the end of the run failed."""
+    registry, mine = tmp_path / "megarl-run" / "registry", tmp_path / "mine"
+    mine.mkdir()
+    janitor.register_segments(registry, [])
+    janitor.register_folder(registry, mine)
+    janitor.clean("nobody", registry, folders=[registry.parent])
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("detached", ["attached", "detached"])
 def test_a_killed_driver_leaves_nothing(run_id: str, tmp_path: Path, detached: str) -> None:
     folder, segment = tmp_path / "temporary", f"megarl-test-{run_id}"
