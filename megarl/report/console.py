@@ -100,6 +100,7 @@ class RunConsole:
         self._unseen_failure = ""  # of steps since the last line
         self._first_failure = ""  # of the run, with its step
         self._phase, self._step, self._phase_began, self._told = "", 0, 0.0, 0.0
+        self._found: Done | None = None  # when the phase first told of it: what was done by then took no time of it
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -134,13 +135,17 @@ class RunConsole:
         self._progress.update(self._task, phase=phase or "")
         self._phase, self._step, self._phase_began = phase or "", step or 0, time.monotonic()
         self._told = self._phase_began
+        self._found = None
         if not self._out.is_terminal and step is None and phase is not None:
             self._out.print(f"{phase} begins ({PHASES[phase]})", highlight=False)
 
     def progress(self, done: Done) -> None:
         """How far the phase's operation is, with the time left: in the bar; without a terminal, a line a minute."""
         now = time.monotonic()
-        left = (now - self._phase_began) * (done.total - done.count) / done.count if done.count else None
+        if self._found is None or done.total != self._found.total or done.count < self._found.count:
+            self._found = done
+        more = done.count - self._found.count
+        left = (now - self._phase_began) * (done.total - done.count) / more if more else None
         words = f"{self._phase}: {done}" + (f", {duration(left)} left" if left is not None else "")
         self._progress.update(self._task, phase=words)
         if not self._out.is_terminal and now - self._told >= PROGRESS_LINE_S:

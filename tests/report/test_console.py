@@ -257,3 +257,16 @@ def test_a_long_phase_shows_how_far_it_is(terminal: bool, monkeypatch: pytest.Mo
         "rollout: 101 of 400 samples" in text if terminal else "step 3, rollout: 100 of 400 samples, 4:30 left" in text
     )
     assert terminal or text.count("samples") == 1  # a line a minute, not one a look
+
+
+def test_what_was_done_before_a_phase_does_not_make_it_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes samples of older weights begins with nearly all of its own."""
+    now = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    run, out = console()
+    with run:
+        run.phase(3, "rollout")
+        run.progress(Done(900, 1000, "samples"))
+        now[0] += 60
+        run.progress(Done(960, 1000, "samples"))
+    assert "step 3, rollout: 960 of 1,000 samples, 40.0 s left" in " ".join(out.getvalue().split())
