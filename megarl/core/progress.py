@@ -37,19 +37,23 @@ class Progress:
         self._path, self._clock = path, clock
         self._done = Done(0, 0, "")
         self._written = 0.0
+        self._under_way = False
 
     @contextmanager
     def of(self, total: int, unit: str) -> Iterator[None]:
         """One operation."""
-        self._done = Done(0, total, unit)
+        self._done, self._under_way = Done(0, total, unit), True
         self._write()
         yield
+        self._under_way = False
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
     def advance(self, count: int = 1) -> None:
-        """So many more are done; written at most every WRITE_EVERY_S seconds."""
+        """So many more are done; written at most every WRITE_EVERY_S seconds. Between two operations it is of neither."""
+        if not self._under_way:
+            return
         self._done = Done(self._done.count + count, self._done.total, self._done.unit)
         if self._clock() - self._written >= WRITE_EVERY_S:
             self._write()

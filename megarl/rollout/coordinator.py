@@ -147,8 +147,7 @@ class Coordinator:
         if not self._data.eval_rows:
             raise MegarlError("There is nothing to evaluate on: the recipe has no data.eval.")
         rows = range(self._data.eval_rows)
-        with self._progress.of(len(rows) * self._recipe.eval.samples_per_prompt, "samples"):
-            return held_out.result(await self._links.evaluate(rows, step), self._recipe, step, version)
+        return held_out.result(await self._links.evaluate(rows, step), self._recipe, step, version)
 
     def settle(self, step: int, measured: Sequence[Measured]) -> list[Settled]:
         """The second turn of a step's advantages, for each collector: see StepAdvantages. Again for the same step: anew."""

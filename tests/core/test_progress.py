@@ -26,6 +26,17 @@ def test_what_is_written_is_read_and_is_gone_at_the_end(tmp_path: Path) -> None:
     assert read_progress(path) is None
 
 
+def test_what_is_done_between_two_operations_is_of_none(tmp_path: Path) -> None:
+    """Samples for later steps go on coming while the driver waits for something else."""
+    path = tmp_path / "coordinator.progress"
+    progress = Progress(path)
+    with progress.of(64, "samples"):
+        progress.advance(64)
+    progress._written -= WRITE_EVERY_S
+    progress.advance(6)
+    assert read_progress(path) is None
+
+
 def test_half_a_line_is_nothing(tmp_path: Path) -> None:
     path = tmp_path / "rank.progress"
     path.write_text("12 ")

@@ -16,6 +16,7 @@ import pytest
 
 from megarl.core.errors import MegarlError
 from megarl.core.metrics import METRICS, check_names
+from megarl.core.progress import Progress
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
@@ -460,6 +461,24 @@ def test_evaluation_counts_every_prompt(tmp_path: Path) -> None:
     assert result.metrics["eval/accuracy"] == 0.5
     assert set(result.metrics) <= set(METRICS)
     assert (tmp_path / "run/samples/eval_000005.jsonl").exists()
+
+
+def test_an_evaluation_tells_of_no_figures_that_nobody_counts(tmp_path: Path) -> None:
+    """It said 0 of so many samples until its end, or counted those of steps that servers make meanwhile."""
+    told: list[str] = []
+
+    class Noted(Progress):
+        def _write(self) -> None:
+            told.append(str(self._done))
+
+    async def call(local: LocalRollout, _: FakeSglang) -> None:
+        local.coordinator._progress = Noted(None)
+        await local.evaluate(1, 0)
+        assert told == []
+        await local.generate(1, 0)
+        assert told
+
+    collect(alternating, make_recipe(tmp_path), call)
 
 
 def test_held_out_rows_have_bounds_of_their_own_too(tmp_path: Path) -> None:
