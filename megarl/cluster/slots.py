@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -171,12 +172,14 @@ def _devices(platform: Platform, group: PlacementGroup, count: int) -> list[tupl
         return [()] * count
     look = ray.remote(lambda: tuple(sorted(map(str, ray.get_gpu_ids()), key=_number)))
     size = group.bundle_specs[0]["GPU"]
-    return list(
-        ray.get(
-            [
-                look.options(num_gpus=size, num_cpus=FEW_CPUS, scheduling_strategy=_bundle(group, bundle)).remote()
-                for bundle in range(count)
-            ],
-            timeout=RESERVE_S,
-        )
-    )
+    asked = [
+        look.options(num_gpus=size, num_cpus=FEW_CPUS, scheduling_strategy=_bundle(group, bundle)).remote()
+        for bundle in range(count)
+    ]
+    try:
+        return list(ray.get(asked, timeout=RESERVE_S))
+    except GetTimeoutError as error:
+        raise DeadlineError(
+            f"Ray has not started a process on each of {count} x {size:g} devices (GPU) within {RESERVE_S:g} s, by which the run "
+            "learns which devices they are. What Ray's workers wait for is in its logs on the nodes (session_latest/logs)."
+        ) from error

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from megarl.cluster.nodes import Node
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.slots import Slot, beside, ranks_beside, server_slots, share_no_device, slot_on
-from megarl.core.errors import UserError
+from megarl.cluster.slots import Slot, _devices, beside, ranks_beside, server_slots, share_no_device, slot_on
+from megarl.core.errors import DeadlineError, UserError
 from megarl.core.platform import get_platform, num_local_devices
 
 CUDA = get_platform("cuda")
@@ -95,6 +98,20 @@ def test_uneven_parts_are_refused() -> None:
     ranks = gpus((a, "0"), (a, "1"), (b, "0"), (c, "0"), (c, "1"))
     with pytest.raises(UserError, match=r"uneven parts: 2 on n0 \(10\.0\.0\.0\), 1 on n1 .*, 1 on n2"):
         server_slots(CUDA, [a, b, c], ranks, 1, 4)
+
+
+def test_devices_of_which_nothing_is_heard_are_told_and_are_no_trace_of_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the first Python of a node takes minutes to start, from a file system that all of them read."""
+
+    def silent(*_: Any, timeout: float) -> Any:
+        raise GetTimeoutError(f"not within {timeout} s")
+
+    call = SimpleNamespace(remote=lambda: None)
+    asked = SimpleNamespace(options=lambda **_: call)
+    monkeypatch.setattr("megarl.cluster.slots.ray", SimpleNamespace(remote=lambda _: asked, get=silent))
+    group: Any = SimpleNamespace(bundle_specs=[{"GPU": 2.0}])
+    with pytest.raises(DeadlineError, match=r"on each of 3 x 2 devices \(GPU\) within 60 s"):
+        _devices(CUDA, group, 3)
 
 
 @pytest.mark.slow
