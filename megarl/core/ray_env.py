@@ -17,6 +17,9 @@ RAY_ADDRESS_VARIABLE = "MEGARL_RAY_ADDRESS"
 # On how many nodes that Ray is, spares included. The run predicts its memory for as many; nothing where nobody says so.
 RAY_NODES_VARIABLE = "MEGARL_RAY_NODES"
 
+# Set where a scheduler has started the run before: it goes on by itself, and nobody is there to read why it would not.
+AGAIN_VARIABLE = "MEGARL_STARTED_AGAIN"
+
 # Ray's own (2.60), in the command of a Ray job alone: what the job's workers start with, as JSON, and host:port of its Ray.
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 JOB_ADDRESS_VARIABLE = "RAY_ADDRESS"
@@ -41,6 +44,11 @@ def nodes_of_ray() -> int | None:
     """How many nodes the Ray has that a run joins; None where nobody says so."""
     said = os.environ.get(RAY_NODES_VARIABLE, "")
     return int(said) if said.isdigit() else None
+
+
+def started_again() -> bool:
+    """Whether a scheduler has started this run before."""
+    return bool(os.environ.get(AGAIN_VARIABLE))
 
 
 class RunningRay(NamedTuple):

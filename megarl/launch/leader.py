@@ -26,7 +26,7 @@ from types import FrameType
 from typing import IO, Literal
 
 from megarl.core.errors import DeadlineError, MegarlError, StoppedError
-from megarl.core.ray_env import FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
+from megarl.core.ray_env import AGAIN_VARIABLE, FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
 from megarl.core.stop import STOP_SIGNAL, held_back
 from megarl.launch.node import own_address
 from megarl.launch.progress import MOST_VAIN, reached, vain_starts
@@ -244,6 +244,7 @@ class Leader:
     def _drive(self, nodes: Nodes) -> int:
         """Run the driver to its end; returns its exit code as a shell says it."""
         environment = {**os.environ, RAY_ADDRESS_VARIABLE: self._head, RAY_NODES_VARIABLE: str(len(nodes.names))}
+        environment |= {AGAIN_VARIABLE: "1"} if self._allocation.restart else {}
         command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *self._plan.driver]
         with held_back():
             driver = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)

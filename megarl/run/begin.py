@@ -15,6 +15,7 @@ from megarl.core.errors import StoppedError
 from megarl.core.log import setup_logging
 from megarl.core.progress import forget_progress
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
+from megarl.core.ray_env import started_again
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PHASE_FILE, PhaseTimer, write_phase
 from megarl.hub.recipe import localize, names_of
@@ -88,7 +89,8 @@ def opened(
             stack.callback(setup_logging(folder / DRIVER_LOG).close)
             forget_progress((folder / DRIVER_LOG).parent)
             resumed = committed.step if committed else None
-            writers = open_writers(folder, recipe, resumed_step=resumed, recovered=recovered)
+            alone = recovered or started_again()
+            writers = open_writers(folder, recipe, resumed_step=resumed, recovered=alone)
         stack.enter_context(writers)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
 

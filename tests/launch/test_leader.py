@@ -26,9 +26,9 @@ with StopRequest() as stop:
 """
 
 
-def leader_of(folder: Path, *driver: str) -> Leader:
+def leader_of(folder: Path, *driver: str, restart: int = 0) -> Leader:
     plan = Plan(driver, folder, (), folder / "events.jsonl", folder / "metrics.jsonl", 1.0)
-    return Leader(Allocation("7", ("here",), 0, ""), plan)
+    return Leader(Allocation("7", ("here",), restart, ""), plan)
 
 
 @pytest.mark.parametrize(("number", "lost"), [(STOP_SIGNAL, ["b"]), (signal.SIGTERM, [])])
@@ -105,3 +105,11 @@ def test_a_request_to_stop_that_comes_before_the_driver_listens_reaches_it(tmp_p
     leader._signal(STOP_SIGNAL, None)
     found: Any = nodes
     assert leader._drive(found) == StoppedError.exit_code
+
+
+@pytest.mark.parametrize(("restart", "code"), [(0, 3), (2, 4)])
+def test_a_driver_knows_that_its_job_was_queued_again(tmp_path: Path, restart: int, code: int) -> None:
+    """Nobody is there then: what a run can do without, as wandb's server, does not end it."""
+    driver = "import sys; from megarl.core.ray_env import started_again; sys.exit(3 + started_again())"
+    found: Any = SimpleNamespace(names=("here",))
+    assert leader_of(tmp_path, sys.executable, "-c", driver, restart=restart)._drive(found) == code

@@ -15,10 +15,12 @@ import pytest
 from megarl.cluster.process import ProcessSpec
 from megarl.core.errors import UserError
 from megarl.core.progress import Progress, read_progress
+from megarl.core.ray_env import AGAIN_VARIABLE
 from megarl.core.stop import STOP_SIGNAL, StopRequest
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
+from megarl.report.writers import open_writers
 from megarl.run import begin, supervised, train
 from megarl.run.exported import NOTE, exported_step
 from megarl.run.lock import LOCK, locked
@@ -48,6 +50,24 @@ def test_the_policys_folder_is_written_last(world: Path) -> None:
     assert told == ["export adapters", "export"]
     critic = run(world, "critic", "algorithm.preset=ppo")
     assert [each[1] for each in critic.told if each[0] == "export"] == ["critic", "actor"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_that_a_scheduler_starts_again_goes_on_by_itself(
+    again: bool, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At night wandb's server may be away: it was refused then, with exit code 2, and its job was over."""
+    seen: list[bool] = []
+
+    def noted(*arguments: Any, recovered: bool, **named: Any) -> Any:
+        seen.append(recovered)
+        return open_writers(*arguments, recovered=recovered, **named)
+
+    monkeypatch.setattr(begin, "open_writers", noted)
+    if again:
+        monkeypatch.setenv(AGAIN_VARIABLE, "1")
+    run(world, f"again_{again}", "train.steps=1")
+    assert seen == [again]
 
 
 @pytest.mark.parametrize("kind", ["train", "sft"])
