@@ -245,6 +245,8 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "eval/turns_mean": MetricSpec("turns", "responses of the policy in one held-out episode, mean", ".2f"),
     "eval/by/NAME": MetricSpec("1", "what the environment gave as its metric NAME, mean over held-out episodes", ".3f"),
+    "eval/set/NAME/accuracy": MetricSpec("fraction", "eval/accuracy of the rows whose eval.set_key is NAME", ".3f"),
+    "eval/set/NAME/reward": MetricSpec("reward", "eval/reward of the same", ".3f"),
     "eval/failures": MetricSpec("samples", "held-out samples that no grade could be given to", ".0f"),
     "sync/probe_diff_max": MetricSpec(
         "nats", "largest |server's log-prob - the trainer's| over the probe's tokens and all servers", ".1e"
@@ -323,6 +325,13 @@ def _held_out() -> Iterator[tuple[str, MetricSpec]]:
 
 METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS | dict(_held_out()))
 _OF_GRADER = re.compile(r"(reward/by/)[A-Za-z0-9_]+(/)")
+_BY = [
+    "rollout/staleness/NUMBER",
+    "rollout/dropped/REASON",
+    "agent/truncated_by/BUDGET",
+    "agent/by/NAME",
+    "eval/by/NAME",
+]
 _OF_ROLE = re.compile(rf"memory/[a-z_]+/(?:{'|'.join(get_args(Operation))})")
 
 _GROUPS: Mapping[str, str] = MappingProxyType(
@@ -362,14 +371,10 @@ def row_of(name: str) -> str:
     """
     if _OF_ROLE.fullmatch(name):
         return "memory/ROLE/OPERATION"
-    if name.startswith("rollout/staleness/"):
-        return "rollout/staleness/NUMBER"
-    if name.startswith("rollout/dropped/"):
-        return "rollout/dropped/REASON"
-    if name.startswith("agent/truncated_by/"):
-        return "agent/truncated_by/BUDGET"
-    if name.startswith(("agent/by/", "eval/by/")):
-        return f"{name.partition('/')[0]}/by/NAME"
+    if row := next((row for row in _BY if name.startswith(row[: row.rindex("/") + 1])), ""):
+        return row
+    if name.startswith("eval/set/"):  # a set's name may have slashes, as those of the hub
+        return f"eval/set/NAME/{name.rpartition('/')[2]}"
     return _OF_GRADER.sub(r"\1NAME\2", name)
 
 

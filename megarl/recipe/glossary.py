@@ -138,6 +138,7 @@ ENTRIES = (
     Entry("sync.bucket_mb", "update_weights_bucket_megabytes", "update_weight_buffer_size", "", "", "megabytes"),
     Entry("eval.every", "test_freq", "eval_interval", "eval_steps", "eval_steps", nemo_rl="val_period"),
     Entry("eval.samples_per_prompt", "val_kwargs.n", "n_samples_per_eval_prompt", "num_generations_eval", "eval_n_samples_per_prompt"),
+    Entry("eval.set_key", "data_source", "", "", "datasource"),
     Entry("eval.temperature", "val_kwargs.temperature", "eval_temperature", "", "eval_temperature"),
     Entry("train.steps", "total_training_steps total_epochs", "num_rollout", "max_steps", "num_episodes", "rollout-and-update steps", nemo_rl="max_num_steps max_num_epochs"),
     Entry("train.save_every", "save_freq", "save_interval", "save_steps", "save_steps", nemo_rl="save_period"),

@@ -111,7 +111,14 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
-        ("eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_prompts", "eval.grader"),
+        (
+            "eval.every",
+            "eval.temperature",
+            "eval.samples_per_prompt",
+            "eval.max_prompts",
+            "eval.grader",
+            "eval.set_key",
+        ),
         lambda r, _: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",
         (Recipe,),

@@ -209,6 +209,10 @@ class Eval(Section):
     grader: str | None = Field(
         None, description="grader whose score says what is right (at least 0.5); default: the whole reward does"
     )
+    set_key: str | None = Field(
+        None,
+        description="field of a held-out row that names its set: each set has figures of its own beside those of all",
+    )
 
 
 class Train(Section):

@@ -33,8 +33,8 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
     order = np.argsort(np.concatenate([part.rows for part in parts]), kind="stable")
 
     def joined(name: str) -> np.ndarray:
-        found: np.ndarray = np.concatenate([getattr(part, name) for part in parts])[order]
-        return found
+        found: np.ndarray = np.concatenate([np.asarray(getattr(part, name)) for part in parts])
+        return found[order] if len(found) else found
 
     failed, ungraded, rewards = joined("failed"), joined("ungraded"), joined("rewards")
     grade = next((part.grade_failure for part in parts if part.grade_failure), "")
@@ -43,7 +43,8 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
     failure = describe_failures(int((failed | ungraded).sum()), len(failed), first, grade)
     if failed.all():
         raise MegarlError(f"{where}: no prompt was answered. {failure}")
-    accuracy = float((joined("scores") >= CORRECT).mean())
+    right = joined("scores") >= CORRECT
+    accuracy = float(right.mean())
     return EvalResult(
         num_prompts=len(failed) // recipe.eval.samples_per_prompt,
         num_samples=len(failed),
@@ -56,6 +57,18 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
             "eval/truncated": float(joined("truncated").mean()),
             "eval/failures": float((failed | ungraded).sum()),
             **eval_metrics(part.numbers for part in parts),
+            **_by_set(joined("sets"), right, rewards),
         },
         failure=failure,
     )
+
+
+def _by_set(sets: np.ndarray, right: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+    """The figures of each set of held-out rows, where the recipe names a field that says which one a row is of."""
+    found: dict[str, float] = {}
+    for name in np.unique(sets):
+        found |= {
+            f"eval/set/{name}/accuracy": float(right[sets == name].mean()),
+            f"eval/set/{name}/reward": float(rewards[sets == name].mean()),
+        }
+    return found

@@ -67,6 +67,7 @@ def eval_facts(rows: Sequence[int], samples: Sequence[Sample], settings: Eval) -
         failure=_failure(samples),
         grade_failure=grades[0] if grades else "",
         numbers=_numbers(samples),
+        sets=() if settings.set_key is None else tuple(sample.prompt.metadata[settings.set_key] for sample in samples),
     )
 
 

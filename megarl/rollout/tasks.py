@@ -82,7 +82,7 @@ class EvalFacts:
     """Held-out answers of one collector, n of them: rows [n] of the held-out data, each with its samples in order.
 
     versions: the smallest and the largest weight version of any token; None where nothing was answered. failure,
-    grade_failure, numbers: as of GroupFacts.
+    grade_failure, numbers: as of GroupFacts. sets: what each answer's row says of its set; empty where nobody asks.
     """
 
     rows: IntArray
@@ -96,3 +96,4 @@ class EvalFacts:
     failure: str = ""
     grade_failure: str = ""
     numbers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING
 from megarl.agents.check import check_agent
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
-from megarl.core.types import TokenArray
 from megarl.data.chat import load_tokenizer
-from megarl.data.prompts import PromptSet, check_rows, digests_of, load_prompts
-from megarl.data.rows import place_of
+from megarl.data.prompts import check_rows, digests_of
 from megarl.data.supervised import check_supervised, demonstrations_of, load_supervised
 from megarl.models.config import ModelConfig
 from megarl.models.context import check_context
@@ -40,11 +38,12 @@ from megarl.recipe.rules import longest_sample
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
-from megarl.rewards.check import check_graders, compares_answers
+from megarl.rewards.check import check_graders
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.model_check import check_experts, check_head, check_lora, end_notes
 from megarl.run.resume_check import check_resumed
+from megarl.run.rows_check import check_sets, check_tokens, checked_prompts, row_notes
 from megarl.run.servers_check import check_servers
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
@@ -129,7 +128,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     check_lora(recipe, model)
     # Data sets are files by now; the keys that name them were checked when the recipe was read.
     check_functions(recipe, {key: at for key, at in sources.items() if not key.startswith("data.")})
-    prompts = _load_prompts(recipe, recipe.data.train, model)
+    prompts = checked_prompts(recipe, recipe.data.train, model)
     rows = len(prompts)
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
@@ -143,7 +142,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *learning_notes(recipe),
         *_without_effect(recipe, platform),
         *end_notes(recipe, model),
-        *_of_rows(recipe, recipe.data.train, prompts, tool_tokens),
+        *row_notes(recipe, recipe.data.train, prompts, tool_tokens),
         *notes,
     )
     external = check_servers(recipe, model, platform, here=here)
@@ -191,7 +190,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
-        _check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
+        check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
     notes = (*_rows_again(recipe, len(rows)), *(() if isinstance(recipe, RmRecipe) else end_notes(recipe, model)))
     committed = _read_whole(recipe, committed, len(rows), rows.digests)
     return Preflight(
@@ -341,55 +340,11 @@ def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:
     return ()
 
 
-def _load_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
-    prompts = load_prompts(path, load_tokenizer(recipe.model.path), recipe.data, answered=recipe.agent is None)
-    _check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
-    return prompts
-
-
-def _check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: ModelConfig, folder: Path) -> None:
-    """A tokenizer may have more tokens than the model; a row that has one of these is refused. Raises UserError."""
-    for name, ids in rows:
-        largest = int(ids.max(initial=0))
-        if largest >= model.vocab_size:
-            token = load_tokenizer(folder).convert_ids_to_tokens(largest)
-            raise UserError(
-                f"{place_of(path, name)}: the tokenizer makes token {largest} ({token!r}) of it, and the model's vocabulary "
-                f"has {model.vocab_size} tokens (vocab_size in {folder / 'config.json'}). Take the tokenizer that the model "
-                "came with, or leave the row out."
-            )
-
-
 def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[int, tuple[str, ...]]:
     """How many held-out rows are asked, and notes on them."""
     if recipe.data.eval is None:
         return 0, ()
-    prompts = _load_prompts(recipe, recipe.data.eval, model)
-    rows = len(prompts)
-    return min(rows, recipe.eval.max_prompts or rows), _of_rows(recipe, recipe.data.eval, prompts, tool_tokens)
-
-
-def _of_rows(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
-    """Lines on rows that nothing can come of."""
-    return (*_without_answer(recipe, path, prompts), *_beside_tools(recipe, path, prompts, tool_tokens))
-
-
-def _beside_tools(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
-    """A line for prompts that are too long with what the model is told of its tools, where episodes begin with the row's."""
-    most = recipe.data.max_prompt_tokens
-    long = [each for each in prompts.prompts if len(each.token_ids) + tool_tokens > most]
-    if not tool_tokens or not long or (recipe.agent is not None and recipe.agent.environment is not None):
-        return ()
-    return (
-        f"{len(long)} rows are over data.max_prompt_tokens {most} with what the model is told of its tools, {tool_tokens} "
-        f"tokens: their episodes fail. Raise it; the first: {place_of(path, long[0].id)}",
-    )
-
-
-def _without_answer(recipe: Recipe, path: Path, prompts: PromptSet) -> tuple[str, ...]:
-    """A line for rows that the recipe's built-in rules find no response right by."""
-    empty, rules = prompts.without_answer, compares_answers(recipe.reward)
-    if not empty or not rules:
-        return ()
-    first = place_of(path, empty[0].id)
-    return (f"{len(empty)} rows have an empty answer, by which {rules[0]} finds no response right; the first: {first}",)
+    prompts = checked_prompts(recipe, recipe.data.eval, model)
+    rows = min(len(prompts), recipe.eval.max_prompts or len(prompts))
+    check_sets(recipe, recipe.data.eval, prompts.prompts[:rows])
+    return rows, row_notes(recipe, recipe.data.eval, prompts, tool_tokens)

@@ -272,6 +272,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "samples_per_prompt": ["2"],
             "max_prompts": ["2"],
             "grader": ["rule", "math"],
+            "set_key": ["question"],
             "overlap": ["true"],
         },
     ),

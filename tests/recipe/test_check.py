@@ -109,6 +109,7 @@ UNREAD = [
     (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),
     (["eval.samples_per_prompt=1"], ["data.eval=held_out.jsonl"]),
     (["eval.max_prompts=5"], ["data.eval=held_out.jsonl"]),
+    (["eval.set_key=source"], ["data.eval=held_out.jsonl"]),
     (["eval.grader=math"], ["data.eval=held_out.jsonl", "reward.graders.math={kind: rule, fn: math, weight: 0.5}"]),
     (
         ["data.eval=held_out.jsonl", "eval.grader=math"],

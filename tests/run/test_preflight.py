@@ -264,3 +264,23 @@ def test_logs_of_a_start_that_failed_do_not_take_the_name(tmp_path: Path) -> Non
     (tmp_path / "logs").mkdir()
     (tmp_path / "recipe.yaml").touch()
     check_run_folder(tmp_path, 1, resume=False)
+
+
+def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
+    """Where eval.set_key asks: all that are asked, of not too many sets, before a device is taken."""
+    held_out = place.root / "held_out.jsonl"
+    key = (f"data.eval={held_out}", "eval.set_key=source")
+
+    def write(*sources: object) -> None:
+        rows = ({"prompt": "1", "answer": "1", "source": source} for source in sources)
+        held_out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    write("openai/gsm8k", "aime", 7)
+    with pytest.raises(UserError, match=r"held_out.jsonl, line 3: its field 'source', which eval.set_key names, is 7"):
+        run(place, *key)
+    with pytest.raises(UserError, match=r"its field 'sauce', .*, is None"):
+        run(place, key[0], "eval.set_key=sauce")
+    assert run(place, *key, "eval.max_prompts=2").eval_rows == 2
+    write(*map(str, range(65)))
+    with pytest.raises(UserError, match=r"has 65 different values, such as '0' and '9': .* at most 64"):
+        run(place, *key)

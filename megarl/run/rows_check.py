@@ -1,0 +1,83 @@
+"""What a run's rows are looked at for before it starts: tokens that the model lacks, rows that nothing can come of, sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megarl.core.errors import UserError
+from megarl.core.types import Prompt, TokenArray
+from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.rows import place_of
+from megarl.models.config import ModelConfig
+from megarl.recipe.schema import Recipe
+from megarl.rewards.check import compares_answers
+
+MOST_SETS = 64  # of held-out rows with figures of their own
+
+
+def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
+    """The rows of a file as prompts whose tokens the model has. Raises UserError."""
+    prompts = load_prompts(path, load_tokenizer(recipe.model.path), recipe.data, answered=recipe.agent is None)
+    check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
+    return prompts
+
+
+def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: ModelConfig, folder: Path) -> None:
+    """A tokenizer may have more tokens than the model; a row that has one of these is refused. Raises UserError."""
+    for name, ids in rows:
+        largest = int(ids.max(initial=0))
+        if largest >= model.vocab_size:
+            token = load_tokenizer(folder).convert_ids_to_tokens(largest)
+            raise UserError(
+                f"{place_of(path, name)}: the tokenizer makes token {largest} ({token!r}) of it, and the model's vocabulary "
+                f"has {model.vocab_size} tokens (vocab_size in {folder / 'config.json'}). Take the tokenizer that the model "
+                "came with, or leave the row out."
+            )
+
+
+def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError where held-out rows do not say which set they are of, or are of too many to tell apart."""
+    key, sets = recipe.eval.set_key, set()
+    if key is None:
+        return
+    for prompt in prompts:
+        name = prompt.metadata.get(key)
+        if not isinstance(name, str) or not name.isprintable() or not name.strip():
+            raise UserError(
+                f"{place_of(path, prompt.id)}: its field {key!r}, which eval.set_key names, is {name!r}; wanted is the name of "
+                "the row's set, a line of text. Give every held-out row one, or remove eval.set_key."
+            )
+        sets.add(name)
+    if len(sets) > MOST_SETS:
+        raise UserError(
+            f"{path}: the field {key!r}, which eval.set_key names, has {len(sets)} different values, such as {min(sets)!r} and "
+            f"{max(sets)!r}: each would be a set with metrics of its own, at most {MOST_SETS}. Name another field."
+        )
+
+
+def row_notes(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
+    """Lines on rows that nothing can come of."""
+    return (*_without_answer(recipe, path, prompts), *_beside_tools(recipe, path, prompts, tool_tokens))
+
+
+def _beside_tools(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
+    """A line for prompts that are too long with what the model is told of its tools, where episodes begin with the row's."""
+    most = recipe.data.max_prompt_tokens
+    long = [each for each in prompts.prompts if len(each.token_ids) + tool_tokens > most]
+    if not tool_tokens or not long or (recipe.agent is not None and recipe.agent.environment is not None):
+        return ()
+    return (
+        f"{len(long)} rows are over data.max_prompt_tokens {most} with what the model is told of its tools, {tool_tokens} "
+        f"tokens: their episodes fail. Raise it; the first: {place_of(path, long[0].id)}",
+    )
+
+
+def _without_answer(recipe: Recipe, path: Path, prompts: PromptSet) -> tuple[str, ...]:
+    """A line for rows that the recipe's built-in rules find no response right by."""
+    empty, rules = prompts.without_answer, compares_answers(recipe.reward)
+    if not empty or not rules:
+        return ()
+    first = place_of(path, empty[0].id)
+    return (f"{len(empty)} rows have an empty answer, by which {rules[0]} finds no response right; the first: {first}",)
