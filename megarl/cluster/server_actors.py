@@ -67,6 +67,10 @@ class ServerCalls:
         """Have the server load a weight version from a folder that its node sees."""
         return await self._fetcher.fetch(order)
 
+    async def sees(self, order: Order) -> str:
+        """Whether this node can read a weight version, for a part of a server that answers elsewhere: why not, or nothing."""
+        return await self._fetcher.sees(order)
+
 
 class _Supervisor:
     """Starts one subprocess and watches it. Subprocesses die with the thread that starts them: the event loop's."""

@@ -165,11 +165,23 @@ class ServerPool:
 
     def fetch(self, order: Order) -> dict[ServerEndpoint, Fetched]:
         """Have all that are up load a weight version from the disk, and how it went with each."""
-        told = self.receivers()
+        up = self.receivers()
+        blind = self._blind(up, order)
+        told = [server for server in up if server.endpoint not in blind]
         calls = [Call(each.worker, each.worker.handle.fetch.remote(order)) for each in told]
         answers = self._answers(calls, "sync", order.timeout_s)
         found = (each if isinstance(each, Fetched) else Fetched(str(each)) for each in answers)
-        return dict(zip((server.endpoint for server in told), found, strict=True))
+        return blind | dict(zip((server.endpoint for server in told), found, strict=True))
+
+    def _blind(self, servers: Sequence[Server], order: Order) -> dict[ServerEndpoint, Fetched]:
+        """Those that have a part on a node where the version cannot be read, and why.
+
+        SGLang answers for its first rank alone: one on another node that finds nothing keeps what it has, and nobody is told.
+        """
+        parts = [(server.endpoint, other) for server in servers for other in server.others]
+        calls = [Call(other, other.handle.sees.remote(order)) for _, other in parts]
+        troubles = self._ask(calls, "sync", order.timeout_s)
+        return {end: Fetched(trouble) for (end, _), trouble in zip(parts, troubles, strict=True) if trouble}
 
     def close(self, timeout_s: float = 15.0) -> None:
         """Ask every process to end, side by side, those that start too; what does not is killed with the run."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megarl.core.errors import DeadlineError, MegarlError, TornError
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
 from megarl.sync.mirror import Mirror
 from megarl.sync.session import bucket_limit_s, left
 from megarl.sync.store import Store, check
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,24 @@ class Fetcher:
         self._held = order.version
         return Fetched()
 
+    async def sees(self, order: Order) -> str:
+        """Why a process of this node could not read a version where it was written, or nothing. Contents are not looked at."""
+        try:
+            await self._in_time(order, time.monotonic() + order.timeout_s, lambda: _look(order))
+        except (MegarlError, OSError) as error:
+            who = f"{self._endpoint.name} on {socket.gethostname()}"
+            return f"{who} has to see {order.store.folder} under this path (sync.folder). {error}"
+        return ""
+
     async def _ready(self, order: Order, held: int | None, end: float) -> Path | None:
-        """As `_folder`; a disk that does not answer is given up."""
+        self._mirror = mirror_of(order.store)
+        return await self._in_time(order, end, lambda: _folder(order, held, end))
+
+    async def _in_time(self, order: Order, end: float, read: Callable[[], T]) -> T:
+        """Read in a thread; a disk that does not answer is given up."""
         try:
             async with asyncio.timeout(left(end)):
-                self._mirror = mirror_of(order.store)
-                return await asyncio.to_thread(_folder, order, held, end)
+                return await asyncio.to_thread(read)
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self._endpoint.name}: weight version {order.version} was not read from {order.store.folder} within "
@@ -98,6 +115,12 @@ class Fetcher:
 def mirror_of(store: Store) -> Path:
     """Where this node puts a store's versions together."""
     return Path(tempfile.gettempdir()) / f"mirror-{store.folder.name}"
+
+
+def _look(order: Order) -> None:
+    manifest = order.store.manifest(order.version)
+    for file in manifest.files:
+        order.store.open(manifest, file)
 
 
 def _folder(order: Order, held: int | None, end: float) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from megarl.cluster import healing
 from megarl.cluster.healing import Restarts, State
 from megarl.cluster.waits import Call
 from megarl.core.errors import WorkerDiedError
+from megarl.sync.fetch import Fetched, Order
+from megarl.sync.store import Store
 from tests.support.fake_pool import VERSION, FakeStarter, Stage
 
 CACHE, WEIGHTS = ("kv_cache",), ("weights",)
@@ -78,6 +81,17 @@ def test_a_server_over_several_nodes_restarts_whole() -> None:
     assert len(stage.pool.members[0].parts) == 2 and not set(old) & {
         part.handle for part in stage.pool.members[0].parts
     }
+
+
+def test_a_server_with_a_node_that_does_not_see_a_version_does_not_load_it() -> None:
+    stage = Stage(FakeStarter(parts=2))
+    for member in stage.pool.members:
+        member.parts[0].handle.answers["fetch"] = Fetched()
+    stage.pool.members[1].parts[1].handle.answers["sees"] = "it is not there"
+    order = Order(Store(Path("/shared"), "model"), 4, flush_cache=True, in_place=True, timeout_s=5.0)
+    ends = [server.endpoint for server in stage.pool.servers]
+    assert stage.pool.fetch(order) == {ends[0]: Fetched(), ends[1]: Fetched("it is not there")}
+    assert [len(stage.actor(index).calls("fetch")) for index in range(2)] == [1, 0]
 
 
 def test_where_nobody_is_left_the_first_that_is_ready_gets_the_weights_again() -> None:

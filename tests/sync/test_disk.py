@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import free_port
 from megarl.sync.fetch import Fetcher, Order
 from megarl.sync.mirror import Mirror
@@ -241,6 +243,19 @@ def test_servers_elsewhere_read_whole_versions_where_they_were_written(tmp_path:
             assert "Cannot find any model weights" in told.trouble and "(sync.folder)" in told.trouble and not told.torn
 
     asyncio.run(go())
+    disk.close()
+
+
+def test_a_node_that_does_not_see_a_version_whole_says_so(tmp_path: Path) -> None:
+    disk = DiskBuckets(tmp_path, in_place=True, model="Qwen3-4B")
+    beside = Fetcher(ServerEndpoint("sglang server 0 part 1", "http://h:1", "key"))
+    disk.send(lambda: iter([[item] for item in models()[0].items()]), 1, [])
+    order = Order(disk.store, 1, flush_cache=True, in_place=True, timeout_s=5.0)
+    assert asyncio.run(beside.sees(order)) == ""
+    told = asyncio.run(beside.sees(replace(order, store=Store(tmp_path / "elsewhere", "Qwen3-4B"))))
+    assert told.startswith("sglang server 0 part 1 on ") and f"has to see {tmp_path / 'elsewhere'} under" in told
+    next(disk.store.files(1).iterdir()).unlink()
+    assert "(sync.folder). Weight version 1 is torn" in asyncio.run(beside.sees(order))
     disk.close()
 
 

@@ -241,6 +241,10 @@ class Server(_Process):
         self._book.note("fetch", self._process.name, order.version, order.flush_cache, order.timeout_s)
         return Fetched()
 
+    def sees(self, order: Order) -> str:
+        self._book.note("see", self._process.name, order.version)
+        return ""
+
     def pause(self, keep_kv: bool, deadline_s: float) -> str:
         self._book.note("pause", self._process.name, keep_kv, deadline_s)
         self._book.paused = True
