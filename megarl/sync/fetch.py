@@ -16,7 +16,7 @@ from megarl.core.errors import DeadlineError, MegarlError, TornError
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
 from megarl.sync.mirror import Mirror
 from megarl.sync.session import bucket_limit_s, left
-from megarl.sync.store import Store, check
+from megarl.sync.store import Store
 
 T = TypeVar("T")
 
@@ -125,10 +125,9 @@ def _look(order: Order) -> None:
 
 def _folder(order: Order, held: int | None, end: float) -> Path | None:
     """The folder that the server is to load; None where it has all of it."""
-    store = order.store
+    mirror = Mirror(mirror_of(order.store), order.store)
     if order.in_place:
-        check(store, store.manifest(order.version))
-        return store.files(order.version)
-    mirror = Mirror(mirror_of(store), store)
+        mirror.meet(order.version, end)
+        return order.store.files(order.version)
     folder = mirror.bring(order.version, end)
     return folder if held is None or order.all_files else mirror.changed(order.version, held)

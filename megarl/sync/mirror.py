@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,23 @@ from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, TornEr
 from megarl.core.process_state import stopped
 from megarl.sync.delta import Bytes, DamagedDeltaError, decode
 from megarl.sync.orphans import owner, remove_orphans
-from megarl.sync.store import FULL, OTHER, Manifest, Store, StoredFile, StoredTensor, crc32, side_by_side
+from megarl.sync.store import (
+    FULL,
+    MANIFEST,
+    OTHER,
+    Manifest,
+    Store,
+    StoredFile,
+    StoredTensor,
+    check,
+    crc32,
+    side_by_side,
+)
 from megarl.sync.tensor_files import Mark, TensorFile, mark, write_file
 
 SINCE = "since.json"
 MARKS = "marks.json"
+MET = "met.json"  # the version whose files met their checksums where they were written, and their marks
 HIDDEN = "."  # before the name of what is being made
 POLL_S = 0.02
 
@@ -55,6 +67,26 @@ class Mirror:
                 if not self._has(version):  # another process has put it together, and what it was made of is gone
                     raise
             return self._files(version)
+
+    def meet(self, version: int, end: float) -> None:
+        """Read a whole version where it was written, unless another process of this node has: many servers may wait for it.
+
+        Raises TornError for one that is not as it was written, DeadlineError.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._alone(end):
+            manifest, files, note = self.store.manifest(version), self.store.files(version), self.folder / MET
+            try:
+                marks = [
+                    mark(path) for path in (files.parent / MANIFEST, *(files / each.name for each in manifest.files))
+                ]
+            except OSError:
+                marks = []  # which file it is `check` says
+            met = json.dumps([version, *marks])
+            if not marks or not note.exists() or note.read_text() != met:
+                check(self.store, manifest)
+                with suppress(OSError):  # on a full disk each reads for itself
+                    note.write_text(met)
 
     def changed(self, version: int, held: int) -> Path | None:
         """A folder with only those files of a version that have changed since `held`; None where none has."""

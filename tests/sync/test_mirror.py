@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.errors import TornError
 from megarl.sync import mirror as module
 from megarl.sync.disk import DiskSender
 from megarl.sync.mirror import MARKS, SINCE, Mirror
 from megarl.sync.orphans import owner
-from megarl.sync.store import Store
+from megarl.sync.store import Manifest, Store, check
 from megarl.sync.tensor_files import TensorFile
 from tests.sync.test_store import NAMES, first_model, flip, moved, read, same, soon, write
 
@@ -127,6 +128,32 @@ def test_a_file_that_met_its_checksums_is_not_read_again_by_anybody(
     for version, count in ((2, 1), (3, 1), (4, 1)):
         write(sender, model, version)
         assert same(read(Mirror(mirror.folder, store).bring(version, soon())), model) and len(opened) == count
+
+
+def test_a_version_that_is_loaded_where_it_was_written_is_read_by_one_process_of_a_node(
+    store: Store, sender: DiskSender, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is another since, of the same number or not."""
+    checked: list[int] = []
+
+    def checking(store: Store, manifest: Manifest) -> None:
+        checked.append(manifest.version)
+        check(store, manifest)
+
+    monkeypatch.setattr(module, "check", checking)
+    for version in (1, 1, 2):
+        write(sender, first_model(), version)
+        sender.close()  # the next is whole
+        for _ in range(3):
+            Mirror(mirror.folder, store).meet(version, soon())
+    assert checked == [1, 1, 2]
+    flip(min(store.files(2).iterdir()), -1)
+    for _ in range(2):
+        with pytest.raises(TornError, match="has other content"):
+            mirror.meet(2, soon())
+    min(store.files(2).iterdir()).unlink()
+    with pytest.raises(TornError, match="No such file"):
+        mirror.meet(2, soon())
 
 
 def test_who_ends_late_leaves_what_is_newer(store: Store, sender: DiskSender, mirror: Mirror) -> None:
