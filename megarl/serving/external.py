@@ -18,6 +18,14 @@ from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, Ser
 ANSWER_S = 10.0
 # What a tokenizer makes of this tells tokenizers apart: words, digits, code, spaces, several scripts, what is rare.
 PROBE = "The 1,234 wolves\tran;\n\n  return x**2  # naïve Größe 東京は晴れ नमस्ते 🙂 <|im_end|>"
+# Flags by which SGLang 0.5.21 keeps keys and values, by their tokens alone, in a store that it does not empty with its cache.
+STORES = (
+    "--hicache-storage-backend",
+    "--enable-lmcache",
+    "--enable-flexkv",
+    "--radix-cache-backend",
+    "--enable-unified-cache-external-linker",
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class ModelFacts:
     name: the served model's name, the last part of a path. architectures: as the model's config.json has them.
     context: longest sequence, in tokens. probe_ids: PROBE in its tokenizer. sglang: the version of SGLang. device: cuda or cpu.
     weight_version: of its weights now. tp: its tensor-parallel size; replicas: copies of the model that one address answers for;
-    stages: of its pipeline. routing: whether it returns which experts it chose.
+    stages: of its pipeline. routing: whether it returns which experts it chose. store: the flag by which it keeps keys and values
+    where no weight update empties them.
     """
 
     name: str
@@ -41,6 +50,7 @@ class ModelFacts:
     replicas: int = 1
     stages: int = 1
     routing: bool = False
+    store: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
         replicas=field(server, "dp_size", int, of_server),
         stages=field(server, "pp_size", int, of_server),
         routing=field(server, "enable_return_routed_experts", bool, of_server),
+        store=next((flag for flag in STORES if server.get(flag.strip("-").replace("-", "_"))), ""),
     )
 
 
@@ -199,6 +210,11 @@ def _other_flags(url: str, facts: ModelFacts, expected: ModelFacts) -> str | Non
         return (
             f"The external server {url} runs with --dp-size {facts.replicas} and --pp-size {facts.stages}: weights are sent to "
             "servers of one copy of the model in one stage. Start a server for each copy, cut by --tp-size alone."
+        )
+    if facts.store:
+        return (
+            f"The external server {url} runs with {facts.store}: what it stores outlives a weight sync, and it would answer with "
+            "keys and values that the weights before have computed. Start it without that flag."
         )
     if expected.routing and not facts.routing:
         return (

@@ -310,6 +310,10 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         # A file of flags would bring in what is refused here.
         (["rollout.server_args=[--config=flags.yaml]"], "--config (the flags of such a file go into"),
         (
+            ["rollout.server_args=[--enable-hierarchical-cache, --hicache-storage-backend, file]"],
+            "Remove --hicache-storage-backend (what it stores outlives a weight sync",
+        ),
+        (
             ["rollout.server_args=[--delete-ckpt-after-loading]"],
             "--delete-ckpt-after-loading (the model's folder is read again)",
         ),

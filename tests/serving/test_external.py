@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,17 @@ def test_one_whose_architectures_are_no_names_is_refused() -> None:
         check_external([url], KEY, EXPECTED)
 
 
+def test_one_whose_stored_keys_and_values_outlive_the_weights_is_refused() -> None:
+    class Storing(Pool):
+        async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+            answer = await super().respond(path, body)
+            told = json.loads(str(answer.text)) | {"hicache_storage_backend": "file"}
+            return web.json_response(told) if path == "/server_info" else answer
+
+    with in_a_thread(Storing()) as url, pytest.raises(UserError, match="runs with --hicache-storage-backend"):
+        check_external([url], KEY, EXPECTED)
+
+
 def test_one_where_nobody_listens_is_refused() -> None:
     with pytest.raises(UserError, match=r"does not answer.*reachable"):
         check_external([f"http://127.0.0.1:{free_port()}"], KEY, EXPECTED)
@@ -130,6 +142,7 @@ def test_one_where_nobody_listens_is_refused() -> None:
         ({"device": "cpu"}, "is on cpu and the run on cuda"),
         ({"replicas": 2}, "--dp-size 2 and --pp-size 1.*a server for each copy"),
         ({"stages": 4}, "--dp-size 1 and --pp-size 4"),
+        ({"store": "--enable-lmcache"}, "runs with --enable-lmcache: what it stores outlives"),
     ],
 )
 def test_one_that_serves_something_else_is_refused(change: dict[str, Any], told: str) -> None:
