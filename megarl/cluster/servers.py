@@ -82,10 +82,9 @@ class ServerPool:
         return self._in(State.CURRENT, State.SERVING)
 
     def received(self, endpoints: Collection[ServerEndpoint]) -> None:
-        """New weights have arrived at these."""
-        urls = {endpoint.url for endpoint in endpoints}
+        """New weights have arrived at these: not at one that has come back at the address of such a one meanwhile."""
         for member in self.members:
-            if member.state is State.READY and member.server is not None and member.server.endpoint.url in urls:
+            if member.state is State.READY and member.server is not None and member.server.endpoint in endpoints:
                 member.state = State.CURRENT
 
     def admit(self, weight_version: int) -> None:
@@ -107,7 +106,7 @@ class ServerPool:
     def drop(self, endpoint: ServerEndpoint, reason: str) -> None:
         """Take a server out of the pool. Raises WorkerDiedError where none remains or comes back, or too many died."""
         for member in self.members:
-            if member.server is not None and member.server.endpoint.url == endpoint.url:
+            if member.server is not None and member.server.endpoint == endpoint:
                 self._lose(member, reason)
 
     @contextmanager

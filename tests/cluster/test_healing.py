@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from megarl.cluster import healing
 from megarl.cluster.healing import Restarts, State
+from megarl.cluster.process import ProcessFacts
+from megarl.cluster.server_actors import Started
 from megarl.cluster.waits import Call
 from megarl.core.errors import WorkerDiedError
 from megarl.sync.fetch import Fetched, Order
@@ -305,6 +308,21 @@ def test_a_server_that_comes_back_at_its_address_is_another_to_whoever_watched_t
     # The actor beside the one before is ended only now, and says so.
     stage.waiter.watches.pop(old_watch)("its supervisor ended")
     assert stage.states() == [State.SERVING, State.SERVING] and stage.restarts.total == 1
+
+
+def test_what_became_of_a_server_in_a_sync_is_not_said_of_the_one_that_came_back_at_its_address() -> None:
+    stage = Stage(FakeStarter(external=True))
+    before = stage.pool.servers[1].endpoint
+    stage.waiter.die(stage.actor(1))
+    stage.waiter.finish("stop")
+    stage.actor(1).answers["start"] = Started(0, ProcessFacts(1, "h"), replace(before, since=7.0))
+    stage.waiter.finish("start")
+    stage.pool.received([before])
+    assert stage.states()[1] is State.READY
+    stage.pool.drop(before, "It failed the weight sync")
+    assert stage.states()[1] is State.READY
+    stage.pool.received([replace(before, since=7.0)])
+    assert stage.states()[1] is State.CURRENT
 
 
 def test_external_servers_that_were_looked_for_in_vain_are_gone_for_good_and_the_last_ends_the_run() -> None:
