@@ -87,6 +87,7 @@ class RolloutPool:
     pay: Callable[[int], object] | None = None
     _behind: Behind | None = None
     _evaluating: Overlapping | None = None
+    _paused: bool = False  # whether its servers are
 
     @property
     def collectors(self) -> CollectorPool:
@@ -221,7 +222,7 @@ class RolloutPool:
         if not self.beside:
             return  # nothing runs between two steps
         if mode == "in_place":
-            self.servers.pause(keep_kv=self.recipe.rollout.keep_kv, deadline_s=deadline_s)
+            self._pause_servers(keep_kv=self.recipe.rollout.keep_kv)
         elif mode == "finish":
             self.samples.wait(self.samples.coordinator.handle.hold.remote(), "sync", deadline_s)
             self.samples.wait(self.samples.coordinator.handle.idle.remote(), "sync", self.recipe.deadlines.rollout_s)
@@ -234,9 +235,22 @@ class RolloutPool:
         settings = self.recipe.rollout
         return self.beside and settings.in_flight == "in_place" and settings.keep_kv
 
+    def still(self) -> None:
+        """Have servers begin nothing while weights arrive, not even what tells whether they are well.
+
+        SGLang ends where it is to forget what it computed with the old ones, and computes. Those that sleep are paused.
+        """
+        if not self._paused and not self.servers.asleep:
+            self._pause_servers(keep_kv=False)
+
+    def _pause_servers(self, *, keep_kv: bool) -> None:
+        self._paused = True
+        self.servers.pause(keep_kv=keep_kv, deadline_s=self.recipe.deadlines.sync_s)
+
     def arrived(self) -> None:
-        """New weights have arrived: what was paused in place goes on."""
-        if self.beside and self.recipe.rollout.in_flight == "in_place":
+        """New weights have arrived: what was paused goes on."""
+        if self._paused:
+            self._paused = False
             self.servers.resume(self.recipe.deadlines.sync_s)
 
     def resume(self, weight_version: int) -> None:

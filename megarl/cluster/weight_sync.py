@@ -73,6 +73,8 @@ class WeightSync:
             servers.await_ready()
             # Room for what comes. Their cache is offloaded until the ranks have sent, and counted what they expect.
             servers.wake(WEIGHTS, self.recipe.deadlines.sync_s)
+            if self.sending.transport != "adapters":  # which make nobody forget anything
+                self.rollout.still()
             metrics = {"sync/bytes": self._send(weight_version)}
             self.rollout.arrived()
             if self.recipe.sync.verify == "hash":

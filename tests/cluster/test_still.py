@@ -1,0 +1,67 @@
+"""Servers while weights arrive: on actors that are fakes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.rollout import RolloutPool
+from megarl.cluster.weight_sync import WeightSync
+from tests.support.fake_pool import FakeStarter, Stage
+
+DEADLINE_S = 5.0
+
+
+def pool_of(stage: Stage, in_flight: str, *, beside: bool) -> RolloutPool:
+    rollout, deadlines = SimpleNamespace(in_flight=in_flight, keep_kv=True), SimpleNamespace(sync_s=DEADLINE_S)
+    recipe: Any = SimpleNamespace(rollout=rollout, deadlines=deadlines, sync=SimpleNamespace(verify="probe"))
+    samples: Any = None
+    return RolloutPool(samples, stage.pool, recipe, beside)
+
+
+def told(stage: Stage) -> list[list[tuple[str, Any]]]:
+    return [stage.actor(index).told[1:] for index in range(2)]  # without the watch
+
+
+def test_nothing_begins_at_a_server_while_weights_arrive() -> None:
+    """A question whether it works makes a token, and SGLang ends where it is to empty its cache meanwhile."""
+    stage = Stage(FakeStarter())
+    pool = pool_of(stage, "abort", beside=False)
+    for times in (1, 2):
+        pool.still()
+        pool.arrived()
+        pool.arrived()
+        assert told(stage) == [[("pause", (False, DEADLINE_S)), ("resume", (DEADLINE_S,))] * times] * 2
+
+
+def test_those_that_hold_their_requests_in_place_keep_them() -> None:
+    stage = Stage(FakeStarter())
+    pool = pool_of(stage, "in_place", beside=True)
+    pool.pause()
+    pool.still()
+    pool.arrived()
+    assert told(stage) == [[("pause", (True, DEADLINE_S)), ("resume", (DEADLINE_S,))]] * 2
+
+
+def test_those_that_sleep_begin_nothing_as_it_is_and_are_not_woken() -> None:
+    stage = Stage(FakeStarter(offloaded=True))
+    stage.pool.asleep = frozenset({"kv_cache"})
+    pool = pool_of(stage, "abort", beside=False)
+    pool.still()
+    pool.arrived()
+    assert told(stage) == [[]] * 2
+
+
+@pytest.mark.parametrize(("transport", "paused"), [("broadcast", 1), ("disk", 1), ("adapters", 0)])
+def test_a_sync_sends_while_servers_are_still(monkeypatch: pytest.MonkeyPatch, transport: str, paused: int) -> None:
+    stage = Stage(FakeStarter())
+    pool, sending = pool_of(stage, "abort", beside=False), SimpleNamespace(transport=transport)
+    nobody: Any = None
+    sync = WeightSync("actor", nobody, nobody, pool, pool.recipe, sending)  # type: ignore[arg-type]
+    actor = stage.actor(0)
+    monkeypatch.setattr(sync, "_send", lambda _: len(actor.calls("pause")) - len(actor.calls("resume")))
+    monkeypatch.setattr(sync, "verify", lambda _: {"verified": float(len(actor.calls("resume")))})
+    metrics = sync._deliver(3)
+    assert (metrics["sync/bytes"], metrics["verified"]) == (paused, paused)
