@@ -16,10 +16,9 @@ from typing import Any
 from megarl.core.errors import MegarlError
 from megarl.core.progress import Progress
 from megarl.core.types import EvalResult
-from megarl.data.cursor import Cursor
 from megarl.models.config import ModelConfig
 from megarl.recipe.schema import Recipe
-from megarl.rollout import batcher, held_out, step_metrics
+from megarl.rollout import held_out, step_metrics
 from megarl.rollout import ledger as events
 from megarl.rollout.batcher import StepSamples
 from megarl.rollout.decisions import Decision, Decisions
@@ -31,6 +30,7 @@ from megarl.rollout.ledger import Entry, Key, Ledger, keys_of
 from megarl.rollout.links import CollectorLink, Links
 from megarl.rollout.local_advantages import Measured, Settled, StepPlan
 from megarl.rollout.producer import Pace, choose, owner_of, room
+from megarl.rollout.refills import Refills
 from megarl.rollout.rewinds import Rewinds
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.rollout.step_plan import StepPlanner
@@ -61,15 +61,14 @@ class Coordinator:
         self.ledger = Ledger()
         self._links = Links(links, self._told, self._lost, self._fault)
         self._gone: set[int] = set()  # groups of a step that has them, whose samples died with their collector
-        shuffle, digests = recipe.data.shuffle, data.digests
-        cursor = Cursor(data.rows, recipe.run.seed, shuffle=shuffle, what="prompts", digests=digests)
-        self._intake = Intake(cursor, recipe.rollout.samples_per_prompt)
+        self._intake = Intake.of(recipe, data)
         self._lengths: dict[int, float] = {}  # row -> tokens of a response, of its last group
         self._changed, self._behind = asyncio.Event(), asyncio.Event()  # behind: something has to be asked for
         self._trouble: BaseException | None = None
-        self._step, self._version, self._collecting, self._refills = 0, 0, False, 0
+        self._step, self._version, self._collecting = 0, 0, False
         self._renewed = False  # whether the weights of the next step are there, and that has not begun
-        self._dull: list[GroupFacts] = []  # replaced since the last step, because they teach nothing
+        self._refills = Refills(self._pace.refills)
+        self._undecided: list[int] = []  # finished, and nobody has looked yet whether they teach anything
         self._samples: StepSamples | None = None
         self._flow = Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
@@ -80,7 +79,6 @@ class Coordinator:
         self._missing: set[int] = set()  # groups that the journal was to have, and has not
         self._trains = 0  # version of the weights that the last step was made for
         self._rewinds = Rewinds(recipe)
-        self._before_settling: tuple[int, dict[str, float]] | None = None  # a step, and the KL's weight before it
 
     async def next(self, step: int, version: int) -> StepPlan:
         """The groups of a step, once there are enough: assigned, and counted. version: of the weights that it trains.
@@ -93,7 +91,8 @@ class Coordinator:
             again = [entry for entry in before if entry.asked.group in self._gone]
             self._gone.clear()
             self._step, self._version, self._trains = step, version, version
-            self._collecting, self._renewed, self._refills = True, False, self._pace.refills
+            self._collecting, self._renewed = True, False
+            self._refills.begin()
             self.ledger.apply(events.Returned(step))
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
             await self._commit(before=step)
@@ -110,7 +109,7 @@ class Coordinator:
             await self._admit()
             plan = await self._plan(entries, version)
             if self._gone.isdisjoint(entry.asked.group for entry in entries):
-                self._dull.clear()
+                self._refills.replaced.clear()
                 return plan
 
     @property
@@ -156,9 +155,6 @@ class Coordinator:
             raise MegarlError(
                 f"Advantages of step {step} were asked for; the samples at hand are of step {samples.step}."
             )
-        if self._before_settling is not None and self._before_settling[0] == step:
-            self.advantages.load_state(self._before_settling[1])
-        self._before_settling = step, self.advantages.state()
         return self.advantages.settle(StepFacts.of(samples), measured)
 
     async def replace(self, owner: int, link: CollectorLink | None) -> None:
@@ -207,6 +203,7 @@ class Coordinator:
         if await self._repeat():
             return None
         self._behind.set()
+        await self._refill()
         while True:
             await self._admit()
             choice = choose(self.ledger, self._pace, self._version)
@@ -246,8 +243,7 @@ class Coordinator:
                 if not all(each.recorded for each in facts):
                     self._decisions.leave(f"samples of step {self._step} were made anew", self._step)
                 return True
-            self._dull += facts
-            self._refills -= len(groups)
+            self._refills.again(decision.groups, facts)
             await self._drop(groups, "zero_variance")
         self._decisions.leave(f"what step {self._step} took is not known", self._step)
         return False
@@ -296,24 +292,21 @@ class Coordinator:
         self.ledger.apply(events.Admitted(number, *key, self._version, owner))
         if recorded:
             self._asked_as[key] = number
-        self._post(owner, self._task(number, *key, recorded=recorded))
+        self._post(owner, number, key, recorded=recorded)
 
     def _keys(self, groups: Sequence[int]) -> list[Key]:
         return keys_of(entry for entry in map(self.ledger.get, groups) if entry is not None)
 
-    def _post(self, owner: int, task: GroupTask) -> None:
+    def _post(self, owner: int, group: int, key: Key, *, recorded: bool) -> None:
+        expected = self._lengths.get(key[0], 0.0) if self._recipe.rollout.longest_first else 0.0
+        count, greedy = self._recipe.rollout.samples_per_prompt, self.advantages.needs_greedy
         self._flow.begins()
-        self._links.post(owner, task)
+        self._links.post(owner, GroupTask(group, *key, count, greedy, expected, recorded))
 
     def _meant_for(self) -> int:
         """The step that the next group would be trained in if groups finished in their order."""
         behind = self.ledger.waiting() // self._pace.groups_per_step if self._beside else 0
         return self._step + (0 if self._collecting else 1) + behind
-
-    def _task(self, group: int, row: int, step: int, first: int, *, recorded: bool) -> GroupTask:
-        expected = self._lengths.get(row, 0.0) if self._recipe.rollout.longest_first else 0.0
-        count = self._recipe.rollout.samples_per_prompt
-        return GroupTask(group, row, step, first, count, self.advantages.needs_greedy, expected, recorded)
 
     def _owner(self) -> int:
         """Which collector the next group goes to; where all have died, those that come in their place share them."""
@@ -322,22 +315,25 @@ class Coordinator:
 
     async def _told(self, owner: int, news: News) -> None:
         """Take in what a collector has to tell."""
-        dull = []
         self._missing.update(news.missing)
         for facts in news.finished:
             entry = self.ledger.get(facts.group)
             if entry is None or entry.phase != "running" or entry.asked.owner != owner:
                 continue  # it has been dropped meanwhile
             self._finish(entry, facts)
-            if self._refills > 0 and not self._decisions.repeating and not batcher.teaches(facts):
-                self._refills -= 1
-                self._dull.append(facts)
-                dull.append(facts.group)
+            self._undecided.append(facts.group)
         self._changed.set()
-        if dull:
+        if not self._decisions.repeating:
+            await self._refill()
+
+    async def _refill(self) -> None:
+        """Ask for others in the place of groups that have finished and teach nothing."""
+        finished, self._undecided = self._undecided, []
+        waiting = [entry for entry in map(self.ledger.get, finished) if entry is not None and entry.phase == "finished"]
+        if dull := self._refills.choose(waiting):
             self._decisions.add("dull", self._step, self._keys(dull))
             await self._drop(dull, "zero_variance")
-            await self._admit()  # in their place, also while no step waits for them
+            await self._admit()  # also while no step waits for them
 
     def _finish(self, entry: Entry, facts: GroupFacts) -> None:
         self.ledger.apply(events.Finished(facts))
@@ -367,10 +363,9 @@ class Coordinator:
 
     async def _anew(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            asked = entry.asked
-            owner = self._owner()
-            self.ledger.apply(events.Lost(asked.group, owner, self._version))
-            self._post(owner, self._task(asked.group, asked.row, asked.step, asked.first, recorded=True))
+            owner, group = self._owner(), entry.asked.group
+            self.ledger.apply(events.Lost(group, owner, self._version))
+            self._post(owner, group, *keys_of([entry]), recorded=True)
         await self._links.flush()
 
     def _fault(self, error: BaseException) -> None:
@@ -394,5 +389,5 @@ class Coordinator:
         await self._links.tell(first, lambda link: link.write(step, mine))
         metrics = self._flow.metrics(await self._links.loads(), self._decisions.spent_s) | self._rewinds.metrics()
         metrics |= step_metrics.place_metrics(self.ledger, self._data, self._intake.place())
-        self._samples, plan = self._planner.plan(entries, step, version, self._dull, metrics)
+        self._samples, plan = self._planner.plan(entries, step, version, list(self._refills.replaced.values()), metrics)
         return plan

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from megarl.data.cursor import Cursor
+from megarl.recipe.schema import Recipe
 from megarl.rollout.ledger import Key
+from megarl.rollout.tasks import DataFacts
 
 
 class Intake:
@@ -17,6 +19,13 @@ class Intake:
         self._cursor, self._size = cursor, size
         self._again: deque[Key] = deque()  # asked for before, and not trained on
         self._asked: Counter[tuple[int, int]] = Counter()  # samples asked for of (step, row)
+
+    @classmethod
+    def of(cls, recipe: Recipe, data: DataFacts) -> Self:
+        """From the first row on."""
+        shuffle, seed = recipe.data.shuffle, recipe.run.seed
+        cursor = Cursor(data.rows, seed, shuffle=shuffle, what="prompts", digests=data.digests)
+        return cls(cursor, recipe.rollout.samples_per_prompt)
 
     def next(self, step: int) -> Key:
         """The next row of the data. step: that its group is meant for."""

@@ -73,6 +73,7 @@ class StepAdvantages:
         self._asked = asked(recipe.algorithm, "look")
         self._function = advantage_function(recipe.algorithm) if self._asked.advantages else None
         self._kl = kl_weight(recipe.algorithm)
+        self._before: tuple[int, KlController] | None = None  # a step that was settled, and the KL's weight before it
 
     @property
     def needs_greedy(self) -> bool:
@@ -94,7 +95,7 @@ class StepAdvantages:
             self._kl = replace(self._kl, coef=state["kl_coef"])
 
     def settle(self, facts: StepFacts, measured: Sequence[Measured]) -> list[Settled]:
-        """One for each collector, in their order; to be called once a step, for it steers the weight of the KL.
+        """One for each collector, in their order. It steers the weight of the KL: once a step, however often it is asked.
 
         Not while the critic alone learns: the actor stands still then, and its KL says nothing of the weight.
 
@@ -103,6 +104,9 @@ class StepAdvantages:
         """
         known = np.sort(joined([each.sample_index for each in measured]))
         assert np.array_equal(known, np.arange(len(facts.rewards))), "not every sample was measured once"
+        if self._before is not None and self._before[0] == facts.step:
+            self._kl = self._before[1]
+        self._before = facts.step, self._kl
         kl, critic = _kl_mean(measured), self._recipe.critic
         if kl is not None and (critic is None or facts.step > critic.warmup_steps):
             self._kl = self._kl.updated(kl, len(facts.rewards))

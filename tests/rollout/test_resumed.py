@@ -18,8 +18,10 @@ from megarl.core.errors import MegarlError
 from megarl.core.types import Shard
 from megarl.data.prompts import PromptSet
 from megarl.rollout import collector
+from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.decisions import FILE, read_decisions
 from megarl.rollout.journal import JOURNAL
+from megarl.rollout.tasks import News
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.rollout.test_collector import make_recipe
@@ -100,36 +102,41 @@ class Life:
             )
             await local.start()
             self.behind = asyncio.create_task(local.coordinator.behind())
-            first = 1
-            if place is not None:
-                local.coordinator.load_state(place)
-                first = place["step"] + 1
-            for step in range(first, last + 1):
-                fake.version = step
-                if finished is not None:
-                    making = asyncio.create_task(local.generate(step, step))
-                    while local.coordinator.ledger.num("finished") < finished:
-                        await asyncio.sleep(0)
-                    making.cancel()
-                    await asyncio.gather(making, return_exceptions=True)
-                    self.finished = local.coordinator.ledger.num("finished")
-                    break
-                shards, info = await local.generate(step, step)
-                self.steps[step] = content(shards, local.coordinator.samples.rewards)
-                self.rewinds.append(info.metrics.get("rollout/rewinds"))
-                self.rates.append(info.metrics["perf/rollout_tokens_per_s"])
-                self.asked.append(len(fake.bodies("/generate")))
-                self.needed.append(self.behind.done())
-                assert info.step == step
-                await local.coordinator.release(step + 1)  # the next weights are there
-                await asyncio.sleep(0.004)
-                self.places[step] = local.coordinator.state()
-            if back is not None:
-                self.went = await local.coordinator.rewind(back["step"], back["decisions"])
-            self.behind.cancel()
-            for collector in local.collectors:  # as if killed: nobody adds up
-                await collector.close()
-            await local.coordinator._links.close()
+            try:
+                await self._go(local, fake, last, place, finished)
+                if back is not None:
+                    self.went = await local.coordinator.rewind(back["step"], back["decisions"])
+            finally:
+                self.behind.cancel()
+                for collector in local.collectors:  # as if killed: nobody adds up
+                    await collector.close()
+                await local.coordinator._links.close()
+
+    async def _go(self, local: LocalRollout, fake: FreshSglang, last: int, place: Any, finished: int | None) -> None:
+        first = 1
+        if place is not None:
+            local.coordinator.load_state(place)
+            first = place["step"] + 1
+        for step in range(first, last + 1):
+            fake.version = step
+            if finished is not None:
+                making = asyncio.create_task(local.generate(step, step))
+                while local.coordinator.ledger.num("finished") < finished:
+                    await asyncio.sleep(0)
+                making.cancel()
+                await asyncio.gather(making, return_exceptions=True)
+                self.finished = local.coordinator.ledger.num("finished")
+                break
+            shards, info = await local.generate(step, step)
+            self.steps[step] = content(shards, local.coordinator.samples.rewards)
+            self.rewinds.append(info.metrics.get("rollout/rewinds"))
+            self.rates.append(info.metrics["perf/rollout_tokens_per_s"])
+            self.asked.append(len(fake.bodies("/generate")))
+            self.needed.append(self.behind.done())
+            assert info.step == step
+            await local.coordinator.release(step + 1)  # the next weights are there
+            await asyncio.sleep(0.004)
+            self.places[step] = local.coordinator.state()
 
 
 def content(shards: Sequence[Shard], rewards: Any) -> list[Any]:
@@ -228,6 +235,43 @@ def test_the_step_under_way_takes_what_had_finished(tmp_path: Path) -> None:
     assert sorted(killed.steps) == [] and killed.finished >= 2
     again = Life(tmp_path, 2).run(2, before.places[1])
     assert again.asked[0] <= 2 * (4 - killed.finished)  # what was written down and not told counts as well
+
+
+DYNAMIC = {"algorithm": {"drop_zero_variance_groups": True, "refill_rounds": 2}}
+DULL = range(4)  # rows
+
+
+async def _half_dull(self: FreshSglang, path: str, body: dict[str, Any]) -> web.Response:
+    """By prompt and seed alone; the lower rows teach nothing, and the lower they are, the later they end."""
+    if path != "/generate":
+        return await FakeSglang.respond(self, path, body)
+    seed, row = body["sampling_params"]["sampling_seed"], body["input_ids"][0] - 10
+    await asyncio.sleep((PROMPTS - row) / 40)
+    text = "42" if seed % 2 and row not in DULL else "41"
+    return web.json_response(generation([20 + seed % 97, END], version=self.version, text=text))
+
+
+def test_what_had_finished_and_teaches_nothing_is_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed once one such group was replaced: the coordinator; its collector went on for a while."""
+    monkeypatch.setattr(FreshSglang, "respond", _half_dull)
+    whole = Life(tmp_path / "whole", 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
+    plain = Coordinator._told
+
+    async def told(self: Coordinator, owner: int, news: News) -> None:
+        if not self._refills.replaced:
+            await plain(self, owner, news)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, "_told", told)
+        killed = Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8)
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(killed._run(2, None, None, None), 3.0))
+    decided = [each for each in read_decisions(tmp_path / "run" / JOURNAL, 0) if each.kind != "admitted"]
+    assert [(each.kind, len(each.groups)) for each in decided] == [("taken", 4), ("dull", 1)]
+    again = Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
+    assert again.steps == whole.steps and again.asked[0] == 0
 
 
 def test_what_is_damaged_is_made_anew_and_the_steps_behind_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

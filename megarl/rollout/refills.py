@@ -1,0 +1,34 @@
+"""Groups that teach nothing, and how many others may be asked for in their place: dynamic sampling. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megarl.rollout.batcher import teaches
+from megarl.rollout.facts import GroupFacts
+from megarl.rollout.ledger import Entry, Key, keys_of
+
+
+class Refills:
+    """Counts them for one step after the other. most: of a step. replaced: since the last step was given, with their names."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._left = most, 0
+        self.replaced: dict[Key, GroupFacts] = {}
+
+    def begin(self) -> None:
+        """A step is made, perhaps once more."""
+        self._left = self._most
+
+    def choose(self, finished: Iterable[Entry]) -> list[int]:
+        """Which of these groups are replaced, as long as some are left."""
+        if self._left <= 0:
+            return []
+        dull = [entry for entry in finished if entry.facts is not None and not teaches(entry.facts)][: self._left]
+        self.again(keys_of(dull), [entry.facts for entry in dull if entry.facts is not None])
+        return [entry.asked.group for entry in dull]
+
+    def again(self, groups: Sequence[Key], facts: Sequence[GroupFacts]) -> None:
+        """These are replaced."""
+        self._left -= len(groups)
+        self.replaced |= zip(groups, facts, strict=True)
