@@ -60,6 +60,10 @@ class GradientError(MegarlError):
     """An optimizer step that was not taken, because its gradient is not finite or a spike: says which, and the norm."""
 
 
+class UnusableError(MegarlError):
+    """A step or an evaluation whose samples cannot be used: too many have no grade, or none has a response."""
+
+
 class DriftError(MegarlError):
     """A step that was not learned from, because the rollout's log-probs are too far from the trainer's: says how far."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, UnusableError
 from megarl.core.progress import Progress
 from megarl.core.types import EvalResult
 from megarl.models.config import ModelConfig
@@ -152,9 +152,7 @@ class Coordinator:
         """The second turn of a step's advantages, for each collector: see StepAdvantages. Again for the same step: anew."""
         samples = self.samples
         if samples.step != step:
-            raise MegarlError(
-                f"Advantages of step {step} were asked for; the samples at hand are of step {samples.step}."
-            )
+            raise MegarlError(f"Advantages of step {step} were asked for; the samples are of step {samples.step}.")
         return self.advantages.settle(StepFacts.of(samples), measured)
 
     async def replace(self, owner: int, link: CollectorLink | None) -> None:
@@ -210,8 +208,8 @@ class Coordinator:
             if choice.groups:
                 # In one go with the choice: a moment later a collector may have died with some of them.
                 self._take(choice.groups)
-                self._decisions.add("taken", self._step, self._keys(choice.groups))
-                self._decisions.add("late", self._step, self._keys(choice.drop))
+                self._decisions.add("taken", self._step, self.ledger.keys(choice.groups))
+                self._decisions.add("late", self._step, self.ledger.keys(choice.drop))
                 await self._decisions.write()
                 return await self._drop(choice.drop, "late")
             await self._change()
@@ -238,13 +236,18 @@ class Coordinator:
                 await self._drop(groups, "late")
                 continue
             facts = [await self._finished(group) for group in groups]
+            anew = not all(each.recorded for each in facts)
             if decision.kind == "taken":
                 self._take(groups)
-                if not all(each.recorded for each in facts):
-                    self._decisions.leave(f"samples of step {self._step} were made anew", self._step)
+            elif anew:  # they may teach something now
+                self._decisions.take_back(decision)
+            else:
+                self._refills.again(decision.groups, facts)
+                await self._drop(groups, "zero_variance")
+            if anew:
+                self._decisions.leave(f"samples of step {self._step} were made anew", self._step)
+            if decision.kind == "taken":
                 return True
-            self._refills.again(decision.groups, facts)
-            await self._drop(groups, "zero_variance")
         self._decisions.leave(f"what step {self._step} took is not known", self._step)
         return False
 
@@ -294,9 +297,6 @@ class Coordinator:
             self._asked_as[key] = number
         self._post(owner, number, key, recorded=recorded)
 
-    def _keys(self, groups: Sequence[int]) -> list[Key]:
-        return keys_of(entry for entry in map(self.ledger.get, groups) if entry is not None)
-
     def _post(self, owner: int, group: int, key: Key, *, recorded: bool) -> None:
         expected = self._lengths.get(key[0], 0.0) if self._recipe.rollout.longest_first else 0.0
         count, greedy = self._recipe.rollout.samples_per_prompt, self.advantages.needs_greedy
@@ -331,7 +331,7 @@ class Coordinator:
         finished, self._undecided = self._undecided, []
         waiting = [entry for entry in map(self.ledger.get, finished) if entry is not None and entry.phase == "finished"]
         if dull := self._refills.choose(waiting):
-            self._decisions.add("dull", self._step, self._keys(dull))
+            self._decisions.add("dull", self._step, self.ledger.keys(dull))
             await self._drop(dull, "zero_variance")
             await self._admit()  # also while no step waits for them
 
@@ -389,5 +389,11 @@ class Coordinator:
         await self._links.tell(first, lambda link: link.write(step, mine))
         metrics = self._flow.metrics(await self._links.loads(), self._decisions.spent_s) | self._rewinds.metrics()
         metrics |= step_metrics.place_metrics(self.ledger, self._data, self._intake.place())
-        self._samples, plan = self._planner.plan(entries, step, version, list(self._refills.replaced.values()), metrics)
+        try:
+            self._samples, plan = self._planner.plan(entries, step, version, self._refills.facts(), metrics)
+        except UnusableError:  # whoever goes on, once that is mended, is not to meet it again
+            left = [entry for entry in self.ledger.under_way() if entry.facts is None or entry.facts.flawed]
+            await self._drop([entry.asked.group for entry in left], "refused")
+            self._decisions.anew([*self._refills.flawed(), *keys_of(left)])
+            raise
         return plan

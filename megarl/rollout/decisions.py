@@ -14,7 +14,7 @@ import sqlite3
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ import orjson
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.rollout.journal import BUSY_S, JournalError, forget, forget_others
+from megarl.rollout.journal import BUSY_S, JournalError, forget, forget_groups, forget_others
 from megarl.rollout.ledger import Key
 
 log = get_logger(__name__)
@@ -119,6 +119,17 @@ class Decisions:
         decision = self._earlier.popleft()
         self._last = decision.number
         return decision
+
+    def take_back(self, decision: Decision) -> None:
+        """What `again` has just given does not stand: what it followed from is not what it was."""
+        assert self._earlier is not None, decision
+        self._earlier.appendleft(decision)
+        self._last = decision.number - 1
+
+    def anew(self, groups: Collection[Key]) -> None:
+        """Nothing can be learned from what was sampled for these groups: a run that goes on samples them again."""
+        if self._folder is not None and not self._replays:
+            forget_groups(self._folder, groups)
 
     def lacks(self, why: str) -> None:
         """A group of a step that is made again cannot be read. Raises MegarlError in a replay, which cannot ask for it."""

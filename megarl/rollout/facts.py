@@ -60,6 +60,11 @@ class GroupFacts:
         return min(versions, default=None)
 
     @property
+    def flawed(self) -> bool:
+        """Whether a sample, or the greedy answer, has no response or no grade."""
+        return bool(self.failed.any() or self.ungraded.any() or self.greedy_failed or self.greedy_ungraded)
+
+    @property
     def num_tokens(self) -> IntArray:
         """Prompt and response tokens together: [n]."""
         return self.prompt_tokens + self.response_tokens

@@ -231,5 +231,17 @@ def forget_others(folder: Path, step: int, known: Collection[tuple[int, int, int
             log.warning("%s cannot be read (%s): its groups are made anew", path, error)
 
 
+def forget_groups(folder: Path, groups: Collection[tuple[int, int, int]]) -> None:
+    """Remove these groups, whoever wrote them down. groups: row, step, first sample."""
+    for step in {step for _, step, _ in groups}:
+        gone = [(row, first) for row, at, first in groups if at == step]
+        for path in folder.glob(f"step_{step:06d}-*.sqlite"):
+            try:
+                with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
+                    file.executemany("delete from samples where row = ? and first = ?", gone)
+            except (sqlite3.Error, ValueError) as error:  # bytes that are no text, in what SQLite says of them
+                log.warning("%s keeps samples without a grade or a response: %s", path, error)
+
+
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_").partition("-")[0])

@@ -180,6 +180,10 @@ class Ledger:
         found = [entry for entries in self._in.values() for entry in entries.values()]
         return sorted(found, key=lambda entry: entry.asked.group)
 
+    def keys(self, groups: Iterable[int]) -> list[Key]:
+        """What these are called in all lives of a run, without those that are done with."""
+        return keys_of(entry for entry in map(self.get, groups) if entry is not None)
+
     def num(self, phase: Phase) -> int:
         """How many groups are in a phase."""
         return len(self._in[phase])

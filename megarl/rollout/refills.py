@@ -28,6 +28,14 @@ class Refills:
         self.again(keys_of(dull), [entry.facts for entry in dull if entry.facts is not None])
         return [entry.asked.group for entry in dull]
 
+    def facts(self) -> list[GroupFacts]:
+        """Of those that were replaced."""
+        return list(self.replaced.values())
+
+    def flawed(self) -> list[Key]:
+        """Those of them that lack a response or a grade."""
+        return [key for key, facts in self.replaced.items() if facts.flawed]
+
     def again(self, groups: Sequence[Key], facts: Sequence[GroupFacts]) -> None:
         """These are replaced."""
         self._left -= len(groups)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megarl.core.errors import MegarlError
+from megarl.core.errors import UnusableError
 from megarl.core.types import BatchInfo, FloatArray, ShardPlan
 from megarl.models.config import ModelConfig
 from megarl.models.flops import train_flops
@@ -105,7 +105,7 @@ def version_metrics(taken: Sequence[GroupFacts], version: int, oldest: int) -> d
 
 
 def check_grades(where: str, seen: Sequence[GroupFacts], most: float) -> None:
-    """Raises MegarlError where more of the answered samples have no grade than the recipe allows."""
+    """Raises UnusableError where more of the answered samples have no grade than the recipe allows."""
     answered = sum(int((~facts.failed).sum()) + facts.num_greedy - facts.greedy_failed for facts in seen)
     failures = sum(int(facts.ungraded.sum()) + facts.greedy_ungraded for facts in seen)
     first = next((facts.grade_failure for facts in seen if facts.grade_failure), "")
@@ -113,16 +113,16 @@ def check_grades(where: str, seen: Sequence[GroupFacts], most: float) -> None:
 
 
 def check_usable(where: str, seen: Sequence[GroupFacts], most: float, *, greedy: bool) -> None:
-    """Whether a step has something to learn from. where, most: as of `check_grades`. Raises MegarlError."""
+    """Whether a step has something to learn from. where, most: as of `check_grades`. Raises UnusableError."""
     check_grades(where, seen, most)
     if not any(usable(facts, 0, greedy=greedy).any() for facts in seen):
-        raise MegarlError(f"{where}: no sample can be used. {failure(seen)}")
+        raise UnusableError(f"{where}: no sample can be used. {failure(seen)}")
 
 
 def refuse_grades(where: str, failures: int, answered: int, first: str, most: float) -> None:
-    """Raises MegarlError where failures are more than this share of the answered."""
+    """Raises UnusableError where failures are more than this share of the answered."""
     if failures > most * answered:
-        raise MegarlError(
+        raise UnusableError(
             f"{where}: {failures} of {answered} grades failed, and reward.max_failed_share is {most:g}. "
             f"The first: {first}. Mend the grader, or raise the bound: samples without a grade are left out."
         )

@@ -37,8 +37,8 @@ class StepPlanner:
     ) -> tuple[StepSamples, StepPlan]:
         """The samples of a step, and its plan. dull: groups that were replaced, which count in its metrics.
 
-        metrics: what else is told of the step. Raises MegarlError where no sample can be trained on, or where tokens came from
-        other weights.
+        metrics: what else is told of the step. Raises UnusableError where no sample can be trained on, MegarlError where tokens
+        came from other weights.
         """
         recipe, pace, greedy = self.recipe, self.pace, self.advantages.needs_greedy
         taken = [entry.facts for entry in entries if entry.facts is not None]

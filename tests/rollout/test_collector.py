@@ -450,7 +450,7 @@ def test_advantages_of_another_step_are_refused(tmp_path: Path) -> None:
         await collector.generate(1, 0)
         collector.advantages(2, {})
 
-    with pytest.raises(MegarlError, match="step 2 were asked for; the samples at hand are of step 1"):
+    with pytest.raises(MegarlError, match="step 2 were asked for; the samples are of step 1"):
         collect(alternating, make_recipe(tmp_path), call)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from aiohttp import web
 from megarl.core.errors import MegarlError
 from megarl.core.types import Shard
 from megarl.data.prompts import PromptSet
+from megarl.rewards.combine import Combined, Graders
 from megarl.rollout import collector
 from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.decisions import FILE, read_decisions
-from megarl.rollout.journal import JOURNAL
+from megarl.rollout.journal import JOURNAL, forget_groups
 from megarl.rollout.tasks import News
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
@@ -37,6 +38,7 @@ class FreshSglang(FakeSglang):
     """Never answers the same twice, and in no order: what comes again was not asked for again. version: of its weights."""
 
     version = 0
+    dull: Collection[int] = range(4)  # rows that teach nothing, as `_half_dull` answers
 
     async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
         if path != "/generate":
@@ -238,7 +240,6 @@ def test_the_step_under_way_takes_what_had_finished(tmp_path: Path) -> None:
 
 
 DYNAMIC = {"algorithm": {"drop_zero_variance_groups": True, "refill_rounds": 2}}
-DULL = range(4)  # rows
 
 
 async def _half_dull(self: FreshSglang, path: str, body: dict[str, Any]) -> web.Response:
@@ -247,7 +248,7 @@ async def _half_dull(self: FreshSglang, path: str, body: dict[str, Any]) -> web.
         return await FakeSglang.respond(self, path, body)
     seed, row = body["sampling_params"]["sampling_seed"], body["input_ids"][0] - 10
     await asyncio.sleep((PROMPTS - row) / 40)
-    text = "42" if seed % 2 and row not in DULL else "41"
+    text = "42" if seed % 2 and row not in self.dull else "41"
     return web.json_response(generation([20 + seed % 97, END], version=self.version, text=text))
 
 
@@ -272,6 +273,45 @@ def test_what_had_finished_and_teaches_nothing_is_replaced_all_the_same(
     assert [(each.kind, len(each.groups)) for each in decided] == [("taken", 4), ("dull", 1)]
     again = Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
     assert again.steps == whole.steps and again.asked[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "rollout"),
+    [({}, {}), ({}, {"max_staleness": 2}), (DYNAMIC, {})],
+    ids=["synchronous", "asynchronous", "groups are replaced"],
+)
+def test_what_a_step_was_refused_for_is_sampled_and_graded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], rollout: dict[str, Any]
+) -> None:
+    """The grader is gone behind the checkpoint, but for a group; whoever mends it and goes on comes to the end."""
+    place = Life(tmp_path, 1, sections=sections, **rollout).run(2).places[2]
+    plain, numbers = Graders.grade, itertools.count()
+
+    async def gone(self: Graders, *about: Any) -> Combined:
+        graded = await plain(self, *about)
+        return graded if next(numbers) < 2 else Combined(0.0, {"exact": None}, "exact: nobody is there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graders, "grade", gone)
+        with pytest.raises(MegarlError, match="grades failed, and"):
+            Life(tmp_path, 1, sections=sections, **rollout).run(STEPS, place)
+    again = Life(tmp_path, 1, sections=sections, **rollout).run(STEPS, place)
+    assert sorted(again.steps) == [3, 4, 5, 6]
+    assert Life(tmp_path, 1, sections=sections, **rollout).run(STEPS, place).steps == again.steps
+
+
+def test_a_group_that_was_replaced_and_is_damaged_is_not_replaced_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FreshSglang, "respond", _half_dull)
+    Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
+    folder = tmp_path / "run" / JOURNAL
+    [key] = next(each for each in read_decisions(folder, 0) if each.kind == "dull").groups
+    forget_groups(folder, [key])
+    monkeypatch.setattr(FreshSglang, "dull", ())
+    Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
+    [became] = [each.kind for each in read_decisions(folder, 0) if key in each.groups and each.kind != "admitted"]
+    assert became == "taken", "it teaches something now"
 
 
 def test_what_is_damaged_is_made_anew_and_the_steps_behind_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
