@@ -186,7 +186,8 @@ def changes(folder: Path, before: Recipe, now: Recipe) -> list[str]:
 def evaluations_before(loaded: Loaded[Recipe]) -> dict[int, EvalResult]:
     """Evaluations that the run in this folder has made, by step: a step that is made again need not be evaluated again.
 
-    loaded: with files in the place of names. None where held-out rows or how they are asked were others, or nothing is there.
+    loaded: with files in the place of names. None where held-out rows or how they are asked were others, or nothing is there;
+    nor of a life without a journal, whose steps are not those that are made again.
     """
     recipe, folder = loaded.recipe, loaded.recipe.run.folder
     if not (folder / METRICS_FILE).is_file() or not (folder / RECIPE_FILE).is_file():
@@ -196,7 +197,11 @@ def evaluations_before(loaded: Loaded[Recipe]) -> dict[int, EvalResult]:
         return {}
     before = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
     now = loaded.with_names().data
-    if before.eval != recipe.eval or any(getattr(before.data, key) != getattr(now, key) for key in HELD_OUT):
+    if (
+        not before.train.journal
+        or before.eval != recipe.eval
+        or any(getattr(before.data, key) != getattr(now, key) for key in HELD_OUT)
+    ):
         return {}
     found = {}
     for row in read_history(folder / METRICS_FILE):

@@ -163,6 +163,24 @@ def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: P
     assert evaluations_before(replace(loaded, names={"data.eval": "own/rows@another"})) == {}
 
 
+def test_evaluations_of_a_life_without_a_journal_are_of_weights_that_the_journal_does_not_lead_to(
+    tmp_path: Path,
+) -> None:
+    """It came to no checkpoint: whoever goes on with the journal of the life before it makes other weights."""
+    rows = tmp_path / "held_out.jsonl"
+    rows.write_text("a row\n")
+    recipe = recipe_of(tmp_path, data={"eval": str(rows)})
+    loaded = Loaded(recipe, {}, {}, tmp_path / "recipe.yaml", (), {})
+    begin_journal(recipe, ROWS, keeps=False)
+    (recipe.run.folder / METRICS_FILE).write_text('{"step": 2, "eval/accuracy": 0.5}\n')
+    found = []
+    for journal in (True, False):
+        before = recipe_of(tmp_path, data={"eval": str(rows)}, train={"steps": 1, "journal": journal})
+        (recipe.run.folder / RECIPE_FILE).write_text(dump_yaml(loaded.with_recipe(before).resolved))
+        found.append(sorted(evaluations_before(loaded)))
+    assert found == [[2], []]
+
+
 def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:
     elsewhere = journal.rename(tmp_path / "elsewhere")
     journal.symlink_to(elsewhere)
