@@ -29,7 +29,7 @@ from megarl.rollout.journal import JOURNAL
 from megarl.rollout.ledger import Entry, Key, Ledger, keys_of
 from megarl.rollout.links import CollectorLink, Links
 from megarl.rollout.local_advantages import Measured, Settled, StepPlan
-from megarl.rollout.producer import Pace, choose, owner_of, room
+from megarl.rollout.producer import Choice, Pace, choose, owner_of, room
 from megarl.rollout.refills import Refills
 from megarl.rollout.rewinds import Rewinds
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
@@ -67,10 +67,9 @@ class Coordinator:
         self._trouble: BaseException | None = None
         self._step, self._version, self._collecting = 0, 0, False
         self._renewed = False  # whether the weights of the next step are there, and that has not begun
-        self._refills = Refills(self._pace.refills)
         self._undecided: list[int] = []  # finished, and nobody has looked yet whether they teach anything
         self._samples: StepSamples | None = None
-        self._flow = Flow(len(links), clock)
+        self._refills, self._flow = Refills(self._pace.refills), Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
         self._planner = StepPlanner(recipe, model, self._pace, self.advantages, len(links), num_shards)
         self._asked_as: dict[Key, int] = {}  # numbers of groups that were asked for in an earlier life as well
@@ -204,7 +203,7 @@ class Coordinator:
         await self._refill()
         while True:
             await self._admit()
-            choice = choose(self.ledger, self._pace, self._version)
+            choice = Choice() if self._links.looks_up else choose(self.ledger, self._pace, self._version)
             if choice.groups:
                 # In one go with the choice: a moment later a collector may have died with some of them.
                 self._take(choice.groups)
@@ -301,6 +300,7 @@ class Coordinator:
         expected = self._lengths.get(key[0], 0.0) if self._recipe.rollout.longest_first else 0.0
         count, greedy = self._recipe.rollout.samples_per_prompt, self.advantages.needs_greedy
         self._flow.begins()
+        recorded = recorded and self._decisions.last is not None  # else there is no journal
         self._links.post(owner, GroupTask(group, *key, count, greedy, expected, recorded))
 
     def _meant_for(self) -> int:

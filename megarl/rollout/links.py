@@ -51,6 +51,7 @@ class Links:
         self._links: list[CollectorLink | None] = list(links)
         self._told, self._lost, self._fault = told, lost, fault
         self._posted: list[list[GroupTask]] = [[] for _ in links]
+        self._looked_up: set[int] = set()
         self._held = False
         self._came = asyncio.Event()
         self._working: set[asyncio.Task[None]] = set()
@@ -63,12 +64,19 @@ class Links:
         """Numbers of those that answer."""
         return [owner for owner, link in enumerate(self._links) if link is not None]
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether it is still open of a group what the journal has of it, and so how old that is."""
+        return bool(self._looked_up)
+
     def post(self, owner: int, task: GroupTask) -> None:
         """A group for `flush` to have made; where the collector has died, by the one that replaces it.
 
         At once, so that it goes with the ledger's event: one that dies before it is told has lost the group like any other.
         """
         self._posted[owner].append(task)
+        if task.recorded:
+            self._looked_up.add(task.group)
 
     async def flush(self) -> None:
         """Tell all that live what was posted for them."""
@@ -89,6 +97,7 @@ class Links:
     async def cancel(self, owner: int, groups: Collection[int]) -> None:
         """Have a collector stop making groups and forget what there is of them."""
         gone = set(groups)
+        self._looked_up -= gone
         self._posted[owner] = [task for task in self._posted[owner] if task.group not in gone]
         await self.tell(owner, lambda link: link.cancel(groups))
 
@@ -183,6 +192,7 @@ class Links:
                 news = await link.news()
                 if self._links[owner] is not link:
                     return  # its groups are being made anew: what it has told is of no use
+                self._looked_up.difference_update(news.missing, (facts.group for facts in news.finished))
                 await self._whole(self._told(owner, news))
         except LinkLostError as error:
             await self._whole(self._died(owner, link, error))

@@ -17,12 +17,9 @@ from aiohttp import web
 from megarl.core.errors import MegarlError
 from megarl.core.types import Shard
 from megarl.data.prompts import PromptSet
-from megarl.rewards.combine import Combined, Graders
 from megarl.rollout import collector
-from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.decisions import FILE, read_decisions
-from megarl.rollout.journal import JOURNAL, forget_groups
-from megarl.rollout.tasks import News
+from megarl.rollout.journal import JOURNAL
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.rollout.test_collector import make_recipe
@@ -80,6 +77,7 @@ class Life:
         self.rewinds: list[float | None] = []  # so far, as each step says
         self.went = False  # whether it has gone back
         self.finished = 0  # groups of the step that was not made
+        self.stale: list[float] = []  # samples that are too old to be trained on, in each step
 
     def run(self, last: int, place: Any = None, finished: int | None = None, back: Any = None) -> Life:
         """Until it is killed: after step `last` was made, or once so many of its groups have finished.
@@ -134,8 +132,10 @@ class Life:
             self.rewinds.append(info.metrics.get("rollout/rewinds"))
             self.rates.append(info.metrics["perf/rollout_tokens_per_s"])
             self.asked.append(len(fake.bodies("/generate")))
+            self.stale.append(info.metrics.get("rollout/stale_samples", 0.0))
             self.needed.append(self.behind.done())
             assert info.step == step
+            fake.version = step + 1
             await local.coordinator.release(step + 1)  # the next weights are there
             await asyncio.sleep(0.004)
             self.places[step] = local.coordinator.state()
@@ -237,81 +237,6 @@ def test_the_step_under_way_takes_what_had_finished(tmp_path: Path) -> None:
     assert sorted(killed.steps) == [] and killed.finished >= 2
     again = Life(tmp_path, 2).run(2, before.places[1])
     assert again.asked[0] <= 2 * (4 - killed.finished)  # what was written down and not told counts as well
-
-
-DYNAMIC = {"algorithm": {"drop_zero_variance_groups": True, "refill_rounds": 2}}
-
-
-async def _half_dull(self: FreshSglang, path: str, body: dict[str, Any]) -> web.Response:
-    """By prompt and seed alone; the lower rows teach nothing, and the lower they are, the later they end."""
-    if path != "/generate":
-        return await FakeSglang.respond(self, path, body)
-    seed, row = body["sampling_params"]["sampling_seed"], body["input_ids"][0] - 10
-    await asyncio.sleep((PROMPTS - row) / 40)
-    text = "42" if seed % 2 and row not in self.dull else "41"
-    return web.json_response(generation([20 + seed % 97, END], version=self.version, text=text))
-
-
-def test_what_had_finished_and_teaches_nothing_is_replaced_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed once one such group was replaced: the coordinator; its collector went on for a while."""
-    monkeypatch.setattr(FreshSglang, "respond", _half_dull)
-    whole = Life(tmp_path / "whole", 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
-    plain = Coordinator._told
-
-    async def told(self: Coordinator, owner: int, news: News) -> None:
-        if not self._refills.replaced:
-            await plain(self, owner, news)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Coordinator, "_told", told)
-        killed = Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8)
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(killed._run(2, None, None, None), 3.0))
-    decided = [each for each in read_decisions(tmp_path / "run" / JOURNAL, 0) if each.kind != "admitted"]
-    assert [(each.kind, len(each.groups)) for each in decided] == [("taken", 4), ("dull", 1)]
-    again = Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
-    assert again.steps == whole.steps and again.asked[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("sections", "rollout"),
-    [({}, {}), ({}, {"max_staleness": 2}), (DYNAMIC, {})],
-    ids=["synchronous", "asynchronous", "groups are replaced"],
-)
-def test_what_a_step_was_refused_for_is_sampled_and_graded_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], rollout: dict[str, Any]
-) -> None:
-    """The grader is gone behind the checkpoint, but for a group; whoever mends it and goes on comes to the end."""
-    place = Life(tmp_path, 1, sections=sections, **rollout).run(2).places[2]
-    plain, numbers = Graders.grade, itertools.count()
-
-    async def gone(self: Graders, *about: Any) -> Combined:
-        graded = await plain(self, *about)
-        return graded if next(numbers) < 2 else Combined(0.0, {"exact": None}, "exact: nobody is there")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Graders, "grade", gone)
-        with pytest.raises(MegarlError, match="grades failed, and"):
-            Life(tmp_path, 1, sections=sections, **rollout).run(STEPS, place)
-    again = Life(tmp_path, 1, sections=sections, **rollout).run(STEPS, place)
-    assert sorted(again.steps) == [3, 4, 5, 6]
-    assert Life(tmp_path, 1, sections=sections, **rollout).run(STEPS, place).steps == again.steps
-
-
-def test_a_group_that_was_replaced_and_is_damaged_is_not_replaced_unseen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FreshSglang, "respond", _half_dull)
-    Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
-    folder = tmp_path / "run" / JOURNAL
-    [key] = next(each for each in read_decisions(folder, 0) if each.kind == "dull").groups
-    forget_groups(folder, [key])
-    monkeypatch.setattr(FreshSglang, "dull", ())
-    Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
-    [became] = [each.kind for each in read_decisions(folder, 0) if key in each.groups and each.kind != "admitted"]
-    assert became == "taken", "it teaches something now"
 
 
 def test_what_is_damaged_is_made_anew_and_the_steps_behind_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
