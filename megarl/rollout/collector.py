@@ -221,13 +221,16 @@ class Collector:
             alone=recipe.rollout.deterministic,
         )
         making = []
-        async with asyncio.TaskGroup() as tasks:
-            for row in rows:
-                prompt = self._eval_prompts[row]
-                making += [
-                    tasks.create_task(self._sample(prompt, _bounded(sampling, prompt), step, index, "eval"))
-                    for index in range(settings.samples_per_prompt)
-                ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for row in rows:
+                    prompt = self._eval_prompts[row]
+                    making += [
+                        tasks.create_task(self._sample(prompt, _bounded(sampling, prompt), step, index, "eval"))
+                        for index in range(settings.samples_per_prompt)
+                    ]
+        except ExceptionGroup as errors:
+            raise _first(errors) from errors
         samples = [task.result() for task in making]
         if 0 in rows:
             self._write(f"eval_{step:06d}.jsonl", samples)
@@ -241,7 +244,7 @@ class Collector:
         """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
         self._under_way.discard(group)
         if not making.cancelled() and (error := making.exception()) is not None:
-            self._finished.put_nowait(error)
+            self._finished.put_nowait(_first(error))
 
     async def _make(self, task: GroupTask) -> None:
         """A group's samples, as the journal has them, or made and written down."""
@@ -309,6 +312,13 @@ class Collector:
         count = self._recipe.report.samples
         if count:
             write_samples(self._recipe.run.folder / "samples" / name, shown(samples, count))
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong; of samples that failed side by side the first's reason, which all have in common."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _bounded(sampling: Sampling, prompt: Prompt) -> Sampling:

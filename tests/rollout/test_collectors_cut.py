@@ -13,6 +13,7 @@ from aiohttp import web
 
 from megarl.core.types import Sample, Shard
 from megarl.data.prompts import PromptSet
+from megarl.rollout.collector import Collector
 from megarl.rollout.seeds import request_seed
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
@@ -153,13 +154,22 @@ def test_a_collector_is_replaced_in_the_middle_of_a_run(tmp_path: Path) -> None:
 
 
 def test_what_nobody_foresaw_ends_the_step_and_is_not_waited_for(tmp_path: Path) -> None:
-    async def call(local: LocalRollout, _: SlowSglang) -> None:
-        async def broken(*_: Any) -> None:
-            raise ValueError("broken")
+    async def broken(*_: Any) -> None:
+        raise ValueError("broken")
 
+    async def call(local: LocalRollout, _: SlowSglang) -> None:
         local.collectors[0]._graders.grade = broken  # type: ignore[method-assign,assignment]
         await asyncio.wait_for(local.generate(1, 0), 10)
 
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ValueError, match=r"^broken$"):  # and no group of errors, of each of the samples one
         collect(tmp_path, call)
-    assert str(caught.value.exceptions[0]) == "broken"
+
+    async def evaluated(local: LocalRollout, _: SlowSglang) -> None:
+        [collector] = local.collectors
+        assert isinstance(collector, Collector)
+        collector._graders.grade = broken  # type: ignore[method-assign,assignment]
+        collector._eval_prompts = (make_prompt("p0"), make_prompt("p1"))
+        await collector.evaluate([0, 1], 1)
+
+    with pytest.raises(ValueError, match=r"^broken$"):
+        collect(tmp_path, evaluated)
