@@ -30,7 +30,7 @@ from megarl.run.ending import writing
 from megarl.training.run_checkpoints import Committed
 
 MADE_WITH = "made_with.json"  # beside the samples
-FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):\w+")
+FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):\w+(?:\.\w+)*")
 # Keys that change neither samples nor what is learned from them: a run may go on with others.
 HARMLESS = (
     "run.dir",

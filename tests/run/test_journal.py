@@ -219,7 +219,7 @@ def test_what_no_checkpoint_needs_is_forgotten(
 
 
 def test_the_code_of_environments_and_tools_is_a_part_of_what_samples_are_made_with(tmp_path: Path) -> None:
-    agent = {"environment": "tests.agents.test_check:Whole", "tools": ["tests.agents.toolkit:multiply"]}
+    agent = {"environment": "tests.agents.test_check:Whole.within", "tools": ["tests.agents.toolkit:multiply"]}
     found = made_with(recipe_of(tmp_path, agent=agent))
     named = {name for name in found if name.startswith("source of tests.agents")}
-    assert named == {"source of tests.agents.test_check:Whole", "source of tests.agents.toolkit:multiply"}
+    assert named == {"source of tests.agents.test_check:Whole.within", "source of tests.agents.toolkit:multiply"}
