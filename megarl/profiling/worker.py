@@ -91,7 +91,7 @@ def _raw(platform: Platform, job: Job) -> Raw:
         size *= 2
     block = torch.ones(COPIED_BYTES // 4, device=platform.device)
     target = torch.empty_like(block)
-    host = torch.empty(block.shape)
+    host = torch.empty(block.shape, pin_memory=platform.has_device_memory)  # as what is offloaded
     copy_s, host_s = timed(lambda: target.copy_(block)), timed(lambda: host.copy_(block))
     reduces, gathers = {}, {}
     for count in MESSAGES if job.world_size > 1 else ():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megarl.core.layout import Layout
+from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.rules import expected_tensors
+from megarl.profiling import worker
 from megarl.profiling.job import Case, Job
 from megarl.profiling.ranks import measure_ranks
 from megarl.profiling.reference_model import Size, write_reference_model
@@ -24,6 +29,24 @@ def test_a_reference_model_is_whole_and_has_a_tokenizer(tmp_path: Path) -> None:
     check_weights(expected_tensors(config), folder, config)
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 64, 128)
     assert AutoTokenizer.from_pretrained(folder).encode("5 17") == [5, 17]
+
+
+@pytest.mark.parametrize("has_device_memory", [True, False])
+def test_copies_to_the_host_are_timed_as_what_is_offloaded_goes(
+    has_device_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into locked memory, where a device has its own."""
+    pinned, empty = [], torch.empty
+
+    def made(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*shape, **options)  # nothing can be locked here
+
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(worker, "LARGEST_MATRIX", worker.SMALLEST_MATRIX)
+    platform = replace(get_platform("cpu"), has_device_memory=has_device_memory)
+    raw = worker._raw(platform, Job("cpu", "float32", (), (), 1, 0, 60.0))
+    assert raw.host_bytes_s > 0 and pinned == [has_device_memory]
 
 
 @pytest.mark.slow
