@@ -23,7 +23,7 @@ from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
 from megarl.training.grad_share import GradShares
-from megarl.training.optimizer import Stepper, is_distributed, mark_experts
+from megarl.training.optimizer import Stepper, is_distributed, mark_copies, mark_experts
 from megarl.training.parallel import Groups
 from megarl.training.schedule import AuxiliaryScale, finalize_without_scaling
 from megarl.training.spec import RoleSpec
@@ -101,6 +101,7 @@ def _data_parallel(
     config.grad_scale_func = auxiliary
     for chunk in chunks:
         mark_experts(chunk)
+        mark_copies(chunk)
     return [
         DistributedDataParallel(config, settings, chunk, disable_bucketing=index > 0, pg_collection=groups.collection)
         for index, chunk in enumerate(wrapped)

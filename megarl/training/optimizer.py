@@ -54,6 +54,18 @@ def mark_experts(chunk: torch.nn.Module) -> None:
             setattr(parameter, "allreduce", False)  # noqa: B010
 
 
+def mark_copies(chunk: torch.nn.Module) -> None:
+    """Let weights that every tensor-parallel rank holds whole count once in the gradient's norm.
+
+    Transformer Engine says of each weight of its linears that it is a part of a tensor, also of those that Megatron has whole on
+    every rank, as the down-projections of latent attention.
+    """
+    for name, module in chunk.named_modules():
+        if getattr(module, "parallel_mode", "none of its") is None and ".experts" not in name:
+            for parameter in module.parameters(recurse=False):
+                setattr(parameter, "tensor_model_parallel", False)  # noqa: B010
+
+
 class Stepper:
     """The optimizer of one model with its schedule; counts its steps from 1."""
 

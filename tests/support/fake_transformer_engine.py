@@ -63,7 +63,7 @@ class Linear(Extra):
         self.sequence_parallel = given["sequence_parallel"] and self.tp > 1
         rows = given["out_features"] // (self.tp if self.parallel_mode == "column" else 1)
         columns = given["in_features"] // (self.tp if self.parallel_mode == "row" else 1)
-        self.weight = _parameter((rows, columns), given)
+        self.weight = _part(_parameter((rows, columns), given))
         self.bias = _parameter((rows,), given) if given["bias"] else None
         assert not given["return_bias"]
 
@@ -103,7 +103,8 @@ class GroupedLinear(Extra):
         self.num_gemms, self.use_bias = given["num_gemms"], given["bias"]
         assert given["parallel_mode"] is None or given["tp_size"] == 1, "experts are cut by Megatron, not by this"
         for index in range(self.num_gemms):
-            self.register_parameter(f"weight{index}", _parameter((given["out_features"], given["in_features"]), given))
+            weight = _parameter((given["out_features"], given["in_features"]), given)
+            self.register_parameter(f"weight{index}", _part(weight))
 
     def forward(self, **given: Any) -> Tensor:
         """inp: [tokens, in], in groups of m_splits rows."""
@@ -153,6 +154,13 @@ class DotProductAttention(Module):
 
 def _parameter(shape: tuple[int, ...], given: dict[str, Any]) -> Parameter:
     return Parameter(torch.empty(shape, dtype=given["params_dtype"], device=given["device"]))
+
+
+def _part(weight: Parameter) -> Parameter:
+    """Marked as a part of a tensor, which the real one says of each weight of a linear, also of those that are whole."""
+    for mark, value in (("tensor_model_parallel", True), ("partition_dim", 0), ("partition_stride", 1)):
+        setattr(weight, mark, value)
+    return weight
 
 
 def _normalised(inp: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
