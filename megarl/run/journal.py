@@ -71,6 +71,8 @@ HARMLESS = (
     "train.save_every",
     "train.steps",
 )
+# Where a grader is and how it is asked, whatever its name: a server of rewards may be on another machine in every job.
+OF_GRADERS = re.compile(r"reward\.graders\.[^.]+\.(url|key_env|timeout_s|retries|concurrency|batch)")
 # What becomes of a step that is not to be learned from. Steps that were done had none of it, or are made again as this now says:
 # whoever mends a run that stopped by `skip` or `rewind` goes on with its samples.
 TROUBLE = ("actor.optimizer.on_bad_gradient", "critic.optimizer.on_bad_gradient", "algorithm.on_logprob_diff")
@@ -104,15 +106,13 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
     return found | {package: installed(package) for package in PACKAGES}
 
 
-def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
+def check_journal(recipe: Recipe, digests: Digests) -> None:
     """Whether the journal in the run's folder, where there is one, can be gone on with.
 
-    digests: of what the rows to train on say. discard: it is removed. Raises UserError where it cannot be, or was
-    written by what would sample or learn otherwise.
+    digests: of what the rows to train on say. Raises UserError where it cannot be, or was written by what would sample or
+    learn otherwise.
     """
     folder = recipe.run.folder / JOURNAL
-    if discard:
-        _clear(recipe.run.folder)
     if not recipe.train.journal or not (folder / MADE_WITH).exists():
         return
     before = read_object(folder / MADE_WITH, BEGIN_ANEW)
@@ -123,7 +123,9 @@ def check_journal(recipe: Recipe, digests: Digests, *, discard: bool) -> None:
     # What rows say and which model it is decide, and not where they are. The journal of an older megarl says less of both.
     others = {ROWS_PATH if known else "", MODEL_PATH if MODEL in before else MODEL, *TROUBLE}
     changed = [
-        name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name) and name not in others
+        name
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name) and name not in others and not OF_GRADERS.fullmatch(name)
     ]
     if changed:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
@@ -242,7 +244,8 @@ def _source(module: str) -> Path | None:
 
 
 def _harmless(name: str) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in HARMLESS)
+    harmless = any(name == key or name.startswith(f"{key}.") for key in HARMLESS)
+    return harmless or OF_GRADERS.fullmatch(name) is not None
 
 
 def _texts(value: Any) -> list[str]:

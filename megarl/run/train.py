@@ -65,20 +65,21 @@ def _train(
     """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
     keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
     loaded, resume = found(loaded, resume, go_on)
-    known = evaluations_before(loaded) if keeps and not discard_journal else {}
+    reads = keeps and not discard_journal
+    known = evaluations_before(loaded) if reads else {}
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
     checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, forgets=go_on)
     recipe = (loaded := share_cores(loaded)).recipe
-    if keeps:
-        check_journal(recipe, checked.digests, discard=discard_journal)
+    if reads:
+        check_journal(recipe, checked.digests)
     predicted = place(recipe).predicted
     from megarl.run.session import train_session
 
     lines = [*checked.lines(), *([predicted.summary()] if predicted else [])]
     with opened(loaded, lines, checked.committed, stop, go_on, recovered=recoveries.again) as run:
         recoveries.tell()
-        begin_journal(recipe, checked.digests, keeps=keeps)
+        begin_journal(recipe, checked.digests, keeps=reads)  # no sooner: until here the folder may be another life's
         with run.timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, run.timer, scratch, kept))
             recorder = Recorder(

@@ -55,7 +55,7 @@ def journal(tmp_path: Path) -> Path:
     ],
 )
 def test_what_changes_no_sample_may_change(tmp_path: Path, journal: Path, sections: dict[str, Any]) -> None:
-    check_journal(recipe_of(tmp_path, **sections), ROWS, discard=False)
+    check_journal(recipe_of(tmp_path, **sections), ROWS)
     assert steps_of(journal) == [2, 3, 4]
 
 
@@ -71,10 +71,35 @@ def test_what_changes_samples_or_learning_is_refused(
     tmp_path: Path, journal: Path, sections: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UserError, match=told.replace(".", r"\.")) as caught:
-        check_journal(recipe_of(tmp_path, **sections), ROWS, discard=False)
+        check_journal(recipe_of(tmp_path, **sections), ROWS)
     assert "--discard-journal" in str(caught.value) and str(journal) in str(caught.value)
-    check_journal(recipe_of(tmp_path, **sections), ROWS, discard=True)
-    assert not journal.exists()
+    begin_journal(recipe_of(tmp_path, **sections), ROWS, keeps=False)
+    assert not steps_of(journal)
+
+
+def test_a_grader_may_be_at_another_address_and_be_asked_otherwise(tmp_path: Path) -> None:
+    """Its server may be on another machine in every job; what it counts for is what samples are worth."""
+
+    def served(**changed: Any) -> Recipe:
+        grader = {"kind": "remote", "url": "http://10.0.0.1:8000", "weight": 1.0, **changed}
+        return recipe_of(tmp_path, reward={"fn": None, "graders": {"served": grader}})
+
+    moved = {
+        "url": "http://10.0.0.9:8001",
+        "timeout_s": 9.0,
+        "retries": 9,
+        "concurrency": 2,
+        "batch": 4,
+        "key_env": "A_KEY",
+    }
+    begin_journal(served(), ROWS, keeps=False)
+    check_journal(served(**moved), ROWS)
+    written = tmp_path / "run" / JOURNAL / MADE_WITH
+    old = json.loads(written.read_text()) | {"reward.graders.served.url": "http://10.0.0.1:8000"}
+    written.write_text(json.dumps(old))  # as of an older megarl
+    check_journal(served(**moved), ROWS)
+    with pytest.raises(UserError, match=r"reward\.graders\.served\.weight was 1\.0 and is 0\.5"):
+        check_journal(served(**moved, weight=0.5), ROWS)
 
 
 def test_how_long_a_run_is_counts_where_a_rate_depends_on_it(tmp_path: Path) -> None:
@@ -89,32 +114,32 @@ def test_a_reward_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: 
     code.write_text("def score(prompt, response, answer, metadata):\n    return 1.0\n")
     recipe = recipe_of(tmp_path, reward={"fn": "my_reward_of_the_journal:score"})
     begin_journal(recipe, ROWS, keeps=False)
-    check_journal(recipe, ROWS, discard=False)
+    check_journal(recipe, ROWS)
     code.write_text(code.read_text().replace("1.0", "2.0"))
     with pytest.raises(UserError, match="source of my_reward_of_the_journal:score was "):
-        check_journal(recipe, ROWS, discard=False)
+        check_journal(recipe, ROWS)
 
 
 def test_other_weights_are_refused(tmp_path: Path, journal: Path) -> None:
     recipe = recipe_of(tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"longer weights")
     with pytest.raises(UserError, match="model's files was "):
-        check_journal(recipe, ROWS, discard=False)
+        check_journal(recipe, ROWS)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"another")  # as large
     with pytest.raises(UserError, match="model's fingerprint was ") as caught:
-        check_journal(recipe, ROWS, discard=False)
+        check_journal(recipe, ROWS)
     assert "model's files" not in str(caught.value)
 
 
 def test_the_model_may_be_in_another_folder_as_long_as_it_is_the_same(tmp_path: Path, journal: Path) -> None:
     copy = shutil.copytree(recipe_of(tmp_path).model.path, tmp_path / "copy")
     moved = recipe_of(tmp_path, model={"path": str(copy)})
-    check_journal(moved, ROWS, discard=False)
+    check_journal(moved, ROWS)
     made = json.loads((journal / MADE_WITH).read_text())
     (journal / MADE_WITH).write_text(json.dumps({name: made[name] for name in made if "fingerprint" not in name}))
-    check_journal(recipe_of(tmp_path), ROWS, discard=False)  # one of an older megarl says nothing of it
+    check_journal(recipe_of(tmp_path), ROWS)  # one of an older megarl says nothing of it
     with pytest.raises(UserError, match=r"model\.path was "):
-        check_journal(moved, ROWS, discard=False)
+        check_journal(moved, ROWS)
 
 
 def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
@@ -129,20 +154,20 @@ def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
 def test_other_rows_are_refused_where_no_checkpoint_knows_of_them(tmp_path: Path, journal: Path) -> None:
     recipe = recipe_of(tmp_path)
     with pytest.raises(UserError, match=r"answers of the rows of data\.train was '2b' and is '3c'") as caught:
-        check_journal(recipe, {**ROWS, "answers": "3c"}, discard=False)
+        check_journal(recipe, {**ROWS, "answers": "3c"})
     assert "ids of" not in str(caught.value)
     made = json.loads((journal / MADE_WITH).read_text())
     (journal / MADE_WITH).write_text(json.dumps({name: made[name] for name in made if "of the rows" not in name}))
-    check_journal(recipe, {**ROWS, "answers": "3c"}, discard=False)  # one of an older megarl says nothing of rows
+    check_journal(recipe, {**ROWS, "answers": "3c"})  # one of an older megarl says nothing of rows
 
 
 def test_rows_may_be_in_another_folder_as_long_as_they_say_the_same(tmp_path: Path, journal: Path) -> None:
     moved = recipe_of(tmp_path, data={"train": str(tmp_path / "moved" / "train.jsonl")})
-    check_journal(moved, ROWS, discard=False)
+    check_journal(moved, ROWS)
     with pytest.raises(UserError, match=r"answers of the rows of data\.train was"):
-        check_journal(moved, {**ROWS, "answers": "3c"}, discard=False)
+        check_journal(moved, {**ROWS, "answers": "3c"})
     with pytest.raises(UserError, match=r"data\.train was "):
-        check_journal(moved, {}, discard=False)  # nobody knows what they say
+        check_journal(moved, {})  # nobody knows what they say
 
 
 @pytest.mark.parametrize("name", [None, "own/rows@5e0c91d2", "rows"])
@@ -157,7 +182,7 @@ def test_evaluations_stand_as_long_as_the_held_out_rows_are_the_same(tmp_path: P
     (recipe.run.folder / METRICS_FILE).write_text('{"step": 2, "eval/accuracy": 0.5}\n')
     assert evaluations_before(loaded)[2].accuracy == 0.5
     rows.write_text("another\n")
-    check_journal(recipe, ROWS, discard=False)
+    check_journal(recipe, ROWS)
     assert evaluations_before(loaded) == {}
     rows.write_text("a row\n")
     assert evaluations_before(replace(loaded, names={"data.eval": "own/rows@another"})) == {}
@@ -184,14 +209,14 @@ def test_evaluations_of_a_life_without_a_journal_are_of_weights_that_the_journal
 def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:
     elsewhere = journal.rename(tmp_path / "elsewhere")
     journal.symlink_to(elsewhere)
-    check_journal(recipe_of(tmp_path), ROWS, discard=True)
-    assert list(elsewhere.iterdir()) == [] and journal.is_symlink()
+    begin_journal(recipe_of(tmp_path), ROWS, keeps=False)
+    assert [path.name for path in elsewhere.iterdir()] == [MADE_WITH] and journal.is_symlink()
 
 
 def test_a_journal_that_cannot_be_removed_is_told_and_not_gone_on_with(tmp_path: Path, journal: Path) -> None:
     (journal / "step_000005-aa.sqlite").mkdir()
     with pytest.raises(UserError, match=r"cannot be written to: .*step_000005"):
-        check_journal(recipe_of(tmp_path), ROWS, discard=True)
+        begin_journal(recipe_of(tmp_path), ROWS, keeps=False)
 
 
 def test_what_only_looks_like_a_function_has_no_source(tmp_path: Path) -> None:

@@ -86,6 +86,23 @@ def test_so_it_is_where_the_journal_would_be_thrown_away(world: Path) -> None:
     assert files(world / "runs" / "plain") == before
 
 
+def test_a_journal_is_thrown_away_by_nobody_but_the_life_that_has_the_folder(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that are started at once look at the folder before either has it."""
+    before = files(world / "runs" / "plain")
+    assert any(name.startswith("journal/") for name in before)
+
+    def other_was_first(folder: Path) -> None:
+        raise UserError("in use")
+
+    monkeypatch.setattr("megarl.run.begin.locked", other_was_first)
+    words = ["run.name=plain", *TWO_STEPS, "train.steps=3"]
+    with driver.stage(Book(), world), pytest.raises(UserError, match="in use"):
+        train.run_train(world / "train.yaml", words, resume=True, go_on=False, discard_journal=True)
+    assert files(world / "runs" / "plain") == before
+
+
 def test_supervised_runs_are_looked_at_as_well(world: Path) -> None:
     said = refused(world, SftRecipe, "sft", "run.seed=9", "actor.optimizer.name=sgd")
     for each in ("run.seed was 1 and is 9", "actor.optimizer.name was 'adam'", "actor.lora was {"):
