@@ -90,6 +90,7 @@ def submit(
     Example: megarl submit recipes/quickstart.yaml --slurm --nodes 2 --time 4:00:00 --follow
     """
     from megarl.launch.submit import SlurmOptions, submit_ray, submit_slurm
+    from megarl.run.ending import called_with
 
     if slurm == (ray is not None):
         raise UserError("Say where to: either --slurm or --ray http://HEAD:8265. To run on this machine: megarl train.")
@@ -100,7 +101,8 @@ def submit(
     else:
         asked = (nodes, gpus_per_node, time, partition, account, cpus_per_task, memory, exclude, grace, start_deadline)
         options = SlurmOptions(*asked, temp, setup, template, tuple(sbatch or ()))
-        folder = submit_slurm(recipe, words, options, resume=resume, dry_run=dry_run, say=say)
+        again = called_with(but=("--resume", "--follow"))
+        folder = submit_slurm(recipe, words, options, resume=resume, dry_run=dry_run, say=say, again=again)
     if not dry_run:
         typer.echo(f"megarl status, logs -f and cancel: with {folder}")
         if follow:

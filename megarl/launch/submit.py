@@ -22,6 +22,7 @@ from megarl.recipe.load import Loaded, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
 from megarl.report.history import METRICS_FILE
+from megarl.run.ending import SUBMITTED_BY
 from megarl.run.preflight import check_start, preflight, preflight_supervised
 
 Say = Callable[[str], object]
@@ -50,11 +51,18 @@ class SlurmOptions:
 
 
 def submit_slurm(
-    path: Path, overrides: Sequence[str], options: SlurmOptions, *, resume: bool, dry_run: bool, say: Say
+    path: Path,
+    overrides: Sequence[str],
+    options: SlurmOptions,
+    *,
+    resume: bool,
+    dry_run: bool,
+    say: Say,
+    again: str = "",
 ) -> Path:
     """Check, render and submit; returns the run's folder. Raises UserError before anything is submitted or written.
 
-    dry_run: say the script instead.
+    dry_run: say the script instead. again: the command that submits it, for who goes on with it.
     """
     _check_times(options)
     _check_temp(options.temp)
@@ -75,6 +83,9 @@ def submit_slurm(
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(f"# Resolved from {path} when it was submitted.\n{dump_yaml(loaded.resolved)}")
+    (folder / SUBMITTED_BY).unlink(missing_ok=True)
+    if again:
+        (folder / SUBMITTED_BY).write_text(f"{again}\n")
     (folder / "slurm.sbatch").write_text(script)
     job = slurm.submit(folder / "slurm.sbatch")
     log = folder / f"slurm-{job}.out"

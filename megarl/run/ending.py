@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,8 @@ from megarl.recipe.schema import Recipe
 from megarl.training.run_checkpoints import Checkpoints
 
 SHARED_MEMORY = Path("/dev/shm")
+# Beside the recipe of a run that was submitted to SLURM, the command that did it: on a login node, `train` would run there.
+SUBMITTED_BY = "submitted_by.txt"
 # How the system says it, SQLite of the journal, and Ray of its object store; errors of other processes arrive as texts.
 FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "database or disk is full", "Local disk is full")
 FULL_BYTES = 2**20  # less than this is nothing
@@ -114,9 +116,18 @@ def ending(loaded: Loaded[Any], checkpoints: Checkpoints, again: str = "") -> It
 
 
 def go_on_command(loaded: Loaded[Any], option: str) -> str:
-    """What the user can paste into the same folder to go on with a run."""
+    """What the user can paste into the same folder to go on with a run; one that was submitted is submitted again."""
+    submitted = loaded.path.with_name(SUBMITTED_BY)
+    if option == "--resume" and submitted.is_file():
+        return f"{submitted.read_text().strip()} {option}"
     command = command_of(type(loaded.recipe))
     return shlex.join([*_program(), command, str(loaded.path), *loaded.overrides, option])
+
+
+def called_with(but: Collection[str]) -> str:
+    """The command that this process was called with, in the folder that it is in, without these words."""
+    words = [*_program(), *(word for word in sys.argv[1:] if word not in but)]
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
 
 
 def _program() -> list[str]:

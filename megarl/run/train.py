@@ -63,9 +63,8 @@ def _train(
     stop: StopRequest,
 ) -> None:
     """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
-    keeps = resume or go_on  # also where no checkpoint was committed: all steps are in the journal then
+    reads = (keeps := resume or go_on) and not discard_journal  # also without a checkpoint: all steps are there then
     loaded, resume = found(loaded, resume, go_on)
-    reads = keeps and not discard_journal
     known = evaluations_before(loaded) if reads else {}
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)
@@ -74,9 +73,9 @@ def _train(
     if reads:
         check_journal(recipe, checked.digests)
     predicted = place(recipe).predicted
+    lines = [*checked.lines(), *([predicted.summary()] if predicted else [])]
     from megarl.run.session import train_session
 
-    lines = [*checked.lines(), *([predicted.summary()] if predicted else [])]
     with opened(loaded, lines, checked.committed, stop, go_on, recovered=recoveries.again) as run:
         recoveries.tell()
         begin_journal(recipe, checked.digests, keeps=reads)  # no sooner: until here the folder may be another life's

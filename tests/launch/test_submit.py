@@ -11,6 +11,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.launch.record import Submission
 from megarl.launch.submit import SlurmOptions, submit_ray, submit_slurm
+from megarl.run.ending import SUBMITTED_BY
 from tests.support.bad_input import Place, good_place
 from tests.support.tiny import write_tiny_model
 
@@ -105,7 +106,10 @@ def test_where_the_servers_will_be_is_said_with_the_job(
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     said: list[str] = []
     options = SlurmOptions(gpus_per_node=8)
-    submit_slurm(place.recipe, [*COLOCATED, OFFLOAD], options, resume=False, dry_run=False, say=said.append)
+    again = "cd here && megarl submit mine"
+    words = [*COLOCATED, OFFLOAD]
+    submit_slurm(place.recipe, words, options, resume=False, dry_run=False, say=said.append, again=again)
+    assert (place.run / "launch" / SUBMITTED_BY).read_text() == f"{again}\n"
     assert (
         said[-1].startswith("SLURM job 8: ") and "on the ranks' 8 GPUs; 16 GPUs would give them their own" in said[-1]
     )

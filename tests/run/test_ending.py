@@ -13,7 +13,7 @@ import pytest
 from megarl.core.errors import DeadlineError, DiskFullError, GradientError, MegarlError, UserError
 from megarl.core.timing import PhaseTimer
 from megarl.recipe.schema import Recipe
-from megarl.run.ending import ending, full_disks, go_on_command
+from megarl.run.ending import SUBMITTED_BY, called_with, ending, full_disks, go_on_command
 from megarl.training.run_checkpoints import Checkpoints
 
 OVERRIDES = ("run.seed=2", "reward.fn=a b:c")
@@ -130,3 +130,20 @@ def test_the_command_is_how_this_megarl_was_called(
     assert go_on_command(loaded, "--resume").startswith("megarl train 'my recipe.yaml' ")
     monkeypatch.setattr(sys, "argv", ["/x/megarl/__main__.py"])
     assert go_on_command(loaded, "--resume").startswith(f"{sys.executable} -m megarl train ")
+
+
+def test_a_run_that_was_submitted_is_submitted_again(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever pastes it is on a login node, where nothing is to be trained."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["/x/megarl/__main__.py", "submit", "my recipe.yaml", "--slurm", "--resume", "a=b c"]
+    )
+    again = called_with(but=("--resume",))
+    assert again == f"cd {tmp_path} && {sys.executable} -m megarl submit 'my recipe.yaml' --slurm 'a=b c'"
+    submitted = SimpleNamespace(**vars(loaded) | {"path": tmp_path / "recipe.yaml"})
+    assert "megarl train" in go_on_command(submitted, "--resume")
+    (tmp_path / SUBMITTED_BY).write_text(f"{again}\n")
+    assert go_on_command(submitted, "--resume") == f"{again} --resume"
+    assert "megarl train" in go_on_command(submitted, "--continue"), "nothing is there that --resume could go on with"
