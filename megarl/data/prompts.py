@@ -183,8 +183,9 @@ def _answer(row: Row, answer_key: str, data: Data) -> str:
         raise UserError(
             f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
         )
-    # Digits alone: Python would write 0.00001 as 1e-05, which is no answer that a model gives.
-    text = format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)
+    # Digits alone: Python would write 0.00001 as 1e-05, which is no answer that a model gives; nor is 5.0, which a column of
+    # whole numbers becomes where one is missing.
+    text = format(Decimal(repr(answer)), "f").removesuffix(".0") if isinstance(answer, float) else str(answer)
     return _final_answer(text, row, answer_key) if data.final_answer else text
 
 
