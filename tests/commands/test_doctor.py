@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,8 @@ def test_apex_is_told_from_its_namesake(
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     monkeypatch.syspath_prepend(tmp_path)
+    for package in ("apex", "amp_C"):  # which a process whose Megatron computes on CPUs hides
+        monkeypatch.delitem(sys.modules, package, raising=False)
     finding = find(diagnose(CUDA), "apex (NVIDIA)")
     assert finding.level is level
     assert says in finding.cost
