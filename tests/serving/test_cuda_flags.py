@@ -24,7 +24,7 @@ from megarl.models.fp8_weights import check_servable
 from megarl.models.known_configs import known_config
 from megarl.models.lora_served import FAMILIES, served_lora
 from megarl.models.lora_settings import LoraSettings
-from megarl.placement.workload import read_model
+from megarl.placement.workload import FRACTION_FLAG, read_model
 from megarl.recipe.load import load_recipe
 from megarl.run.server_spec import server_spec
 from megarl.run.servers_check import SEPARATE_EXPERTS
@@ -49,7 +49,7 @@ class Asked:
 
 # By what makes them: a recipe's own keys, or flags that rollout.server_args may have.
 FORMS = {
-    "its own": Asked({}, {"device": "cuda", "enable_memory_saver": False, "attention_backend": "fa3"}),
+    "apart": Asked({}, {"device": "cuda", "enable_memory_saver": False, "attention_backend": "fa3"}),
     "shared devices": Asked(SHARES, {"mem_fraction_static": 0.3}),
     "offloaded": Asked(SLEEPS, {"mem_fraction_static": 0.3, "enable_memory_saver": True}),
     "a share of the plan's": Asked(
@@ -84,17 +84,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def own_spec(name: str) -> ServerSpec:
-    """What the recipe's own servers are told, of a model that is known by its config.json."""
+    """What the recipe's own servers would be told on devices of their own, of a model that is known by its config.json."""
     recipe = load_recipe(RECIPES / f"{name}.yaml").recipe
     config = known_config(recipe.model.path)
     assert config is not None, recipe.model.path
-    return replace(server_spec(recipe), model=config.parent)
+    spec = server_spec(recipe)
+    extra = tuple(word for word in spec.extra if word not in (FRACTION_FLAG, _share(spec)))
+    return replace(spec, model=config.parent, offloaded=False, extra=extra)
+
+
+def _share(spec: ServerSpec) -> str | None:
+    """Of a device's memory, where the recipe says it."""
+    return spec.extra[spec.extra.index(FRACTION_FLAG) + 1] if FRACTION_FLAG in spec.extra else None
+
+
+def on_ranks_devices(name: str) -> Asked | None:
+    """What a recipe's own servers are told where they take turns with its ranks; None where they do not."""
+    spec = server_spec(load_recipe(RECIPES / f"{name}.yaml").recipe)
+    share = _share(spec)
+    assert spec.offloaded == (share is not None), "else they take 0.3 of it, and the ranks sleep meanwhile"
+    if share is None:
+        return None
+    asked = {**SLEEPS, "extra": spec.extra}
+    return Asked(asked, {"mem_fraction_static": float(share), "enable_memory_saver": True})
 
 
 def forms(name: str) -> dict[str, Asked]:
     """All that megarl may make of the recipe's servers."""
     model = read_model(own_spec(name).model)
     made = dict(FORMS)
+    if (own := on_ranks_devices(name)) is not None:
+        made["its own"] = own
     if serves_fp8(model, own_spec(name).tp):
         made["fp8"] = FP8
         made["fp8, deterministic"] = replace(FP8, differs={**FP8.differs, "deterministic": True})
@@ -125,7 +145,7 @@ def answers() -> dict[str, Any]:
     for name in NAMES:
         own = own_spec(name)
         asked |= {f"{name} {form}": replace(own, **each.differs) for form, each in forms(name).items()}
-    assert {form for name in NAMES for form in forms(name)} >= {"fp8", "fp8, deterministic", "adapters"}
+    assert {form for name in NAMES for form in forms(name)} >= {"fp8", "fp8, deterministic", "adapters", "its own"}
     asked |= {what: replace(own_spec(NAMES[0]), **differs) for what, (differs, _) in REFUSED.items()}
     words = {name: spec.words(CUDA, "127.0.0.1", 30000) for name, spec in asked.items()}
     told = subprocess.run(

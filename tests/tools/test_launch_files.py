@@ -57,7 +57,7 @@ def test_the_manifest_runs_a_recipe_on_the_ray_that_is_pinned(pinned: dict[str, 
     recipe = load_recipe(path, words[start + 1 : -1]).recipe
     [workers] = cluster["workerGroupSpecs"]
     gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    used = recipe.cluster.devices + recipe.rollout.server_devices
+    used = recipe.cluster.devices + (0 if recipe.rollout.offload else recipe.rollout.server_devices)
     assert int(gpus) * workers["replicas"] == used
     for group in (cluster["headGroupSpec"], workers):
         env = {each["name"]: each.get("value") for each in group["template"]["spec"]["containers"][0]["env"]}
