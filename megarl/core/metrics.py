@@ -325,7 +325,7 @@ def _held_out() -> Iterator[tuple[str, MetricSpec]]:
 
 METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS | dict(_held_out()))
 _OF_GRADER = re.compile(r"(reward/by/)[A-Za-z0-9_]+(/)")
-_STARTS = ("rollout/staleness/NUMBER", "rollout/dropped/REASON", "agent/truncated_by/BUDGET", "agent/by/NAME")
+_GIVEN = ("rollout/staleness/", "rollout/dropped/", "agent/truncated_by/", "agent/by/", "eval/by/")
 _OF_ROLE = re.compile(rf"memory/[a-z_]+/(?:{'|'.join(get_args(Operation))})")
 
 _GROUPS: Mapping[str, str] = MappingProxyType(
@@ -365,9 +365,8 @@ def row_of(name: str) -> str:
     """
     if _OF_ROLE.fullmatch(name):
         return "memory/ROLE/OPERATION"
-    for row in (*_STARTS, "eval/by/NAME"):
-        if name.startswith(row[: row.rindex("/") + 1]):
-            return row
+    if start := next((start for start in _GIVEN if name.startswith(start)), ""):
+        return next(row for row in METRICS if row.startswith(start))
     if name.startswith("eval/set/"):  # a set's name may have slashes, as those of the hub
         return f"eval/set/NAME/{name.rpartition('/')[2]}"
     return _OF_GRADER.sub(r"\1NAME\2", name)

@@ -134,6 +134,15 @@ UNREAD_RULES: tuple[Unread, ...] = (
 # SGLang's own bounds of what a request asks for (sampling/sampling_params.py).
 MOST_STOPS, LEAST_TEMPERATURE = 32, 1e-6
 
+# By these SGLang 0.5.21 keeps keys and values, by their tokens alone, in a store that it does not empty with its cache: those of
+# the weights before, and of another run's, would be taken for these weights'. The fourth knows flexkv alone.
+STORES = (
+    "--hicache-storage-backend",
+    "--enable-lmcache",
+    "--enable-flexkv",
+    "--radix-cache-backend",
+    "--enable-unified-cache-external-linker",
+)
 OUTLIVES = "nothing: what it stores outlives a weight sync, and was computed with the weights before"
 
 # Flags of SGLang that megarl sets itself, or that a server would be of no use with; to the recipe's key that decides them.
@@ -176,13 +185,7 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--is-embedding": "nothing: servers generate",
     "--encoder-only": "nothing: servers generate",
     "--disaggregation-mode": "nothing: every server reads prompts and answers them",
-    # Keys and values by their tokens alone, in a store that SGLang 0.5.21 does not empty with its cache: those of the weights
-    # before, and of another run's, would be taken for these weights'.
-    "--hicache-storage-backend": OUTLIVES,
-    "--enable-lmcache": OUTLIVES,
-    "--enable-flexkv": OUTLIVES,
-    "--radix-cache-backend": OUTLIVES,  # it knows flexkv alone
-    "--enable-unified-cache-external-linker": OUTLIVES,
+    **dict.fromkeys(STORES, OUTLIVES),
     # The folder is the user's own, and a server that starts anew reads it again.
     "--delete-ckpt-after-loading": "nothing: the model's folder is read again",
 }

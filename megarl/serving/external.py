@@ -12,20 +12,13 @@ from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, UserError
+from megarl.recipe.rules import STORES
 from megarl.serving.answers import AnswerError, field
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 
 ANSWER_S = 10.0
 # What a tokenizer makes of this tells tokenizers apart: words, digits, code, spaces, several scripts, what is rare.
 PROBE = "The 1,234 wolves\tran;\n\n  return x**2  # naïve Größe 東京は晴れ नमस्ते 🙂 <|im_end|>"
-# Flags by which SGLang 0.5.21 keeps keys and values, by their tokens alone, in a store that it does not empty with its cache.
-STORES = (
-    "--hicache-storage-backend",
-    "--enable-lmcache",
-    "--enable-flexkv",
-    "--radix-cache-backend",
-    "--enable-unified-cache-external-linker",
-)
 
 
 @dataclass(frozen=True)
