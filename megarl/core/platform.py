@@ -65,11 +65,18 @@ class Conflict:
 _CHOICE = "Megatron builds no model where an attention is switched off by hand, whether it would be taken or not"
 # Transformer Engine's, and read by Megatron on every platform (0.16.1).
 ATTENTION_CONFLICTS = tuple(Conflict(f"NVTE_{kind}_ATTN", "0", _CHOICE) for kind in ("FLASH", "FUSED", "UNFUSED"))
-_SEGMENTS = "weights reach servers on the same device by memory handles, which expandable segments do not have"
+_HANDLES = "weights reach servers on the same device by handles of memory, of which {} has none"
 CUDA_CONFLICTS = (
     *ATTENTION_CONFLICTS,
-    Conflict("PYTORCH_ALLOC_CONF", "expandable_segments:True", _SEGMENTS),
-    Conflict("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _SEGMENTS),
+    *(
+        Conflict(variable, word, _HANDLES.format(what))
+        for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        for word, what in (
+            ("expandable_segments:True", "an expandable segment"),
+            ("backend:cudaMallocAsync", "CUDA's own allocator"),
+        )
+    ),
+    Conflict("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", _HANDLES.format("what torch does not keep")),
     Conflict(
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
         "1",

@@ -65,7 +65,8 @@ def _check_environment(platform: Platform) -> None:
     for conflict in platform.conflicts:
         if conflict.of_ray and is_for_driver_alone(conflict.variable):
             continue
-        if conflict.word in os.environ.get(conflict.variable, ""):
+        value = os.environ.get(conflict.variable, "").replace(" ", "")  # torch reads it with spaces as well
+        if conflict.word in value:
             raise UserError(
                 f"The environment has {conflict.variable}={os.environ[conflict.variable]}, and {conflict.why}. Unset it."
             )

@@ -35,8 +35,10 @@ def test_more_devices_than_the_machine_shows(place: Place, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("variable", "value", "why"),
     [
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "memory handles"),
-        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", "memory handles"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "handles of memory"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True", "handles of memory"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "handles of memory"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "handles of memory"),
         ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1", "show every rank all devices"),
     ],
 )
@@ -50,7 +52,9 @@ def test_variables_that_break_a_run_on_devices_are_named(
     check_devices(on_cpu)
     with pytest.raises(UserError, match=f"The environment has {variable}={value}, and .*{why}.*Unset it"):
         check_devices(on_cuda)
-    monkeypatch.setenv(variable, value.replace("True", "False").replace("1", "0"))
+    for word, harmless in (("True", "False"), ("1", "0"), ("cudaMallocAsync", "native")):
+        value = value.replace(word, harmless)
+    monkeypatch.setenv(variable, value)
     check_devices(on_cuda)
 
 
@@ -88,7 +92,7 @@ def test_a_ray_job_gives_its_command_a_variable_that_workers_do_not_get(
     else:
         assert check_devices(on_cuda).name == "cuda"  # how many devices the job's Ray has is seen once it is joined
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        with pytest.raises(UserError, match="memory handles"):
+        with pytest.raises(UserError, match="handles of memory"):
             check_devices(on_cuda)
 
 
