@@ -91,9 +91,11 @@ class Checkpoints:
         for later, folder in self._folders():
             if later > step:  # damaged, and passed over: it would count as one of the newest
                 self._remove(folder)
-        for old in self.committed()[: -self.keep_last]:
-            if self.keep_every is None or old.step % self.keep_every:
-                self._remove(old.folder)
+        newest = self.committed()[-self.keep_last :]
+        oldest = newest[0].step if len(newest) == self.keep_last else 0
+        for old, folder in self._folders():  # damaged ones as well: they would stay for good
+            if old < oldest and (self.keep_every is None or old % self.keep_every):
+                self._remove(folder)
         # Left by whoever was killed while it wrote or removed; nobody else saves now.
         for left in [*self.folder.glob(f"{WRITTEN}step_*"), *self.folder.glob(f"{REMOVED}step_*")]:
             shutil.rmtree(left, ignore_errors=True)

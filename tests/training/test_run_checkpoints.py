@@ -201,6 +201,16 @@ def test_a_damaged_one_does_not_push_whole_ones_out(tmp_path: Path) -> None:
     assert [each.step for each in checkpoints.committed()] == [1, 3]
 
 
+def test_a_damaged_one_goes_when_its_time_comes(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_every=4)
+    for step in (4, 5):
+        save(checkpoints, step, write_weights, {})
+        lose(tmp_path / f"step_{step:06d}")
+    for step in (6, 7):
+        save(checkpoints, step, write_weights, {})
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"step_{step:06d}" for step in (4, 6, 7)]
+
+
 def test_what_was_passed_over_does_not_push_out_what_is_saved_before_its_step(tmp_path: Path) -> None:
     """Damage that no size tells of; the run goes on from before it, and stops early."""
     checkpoints = Checkpoints(tmp_path, keep_last=2)
