@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def test_programs_beside_its_python_are_found_and_many_files_may_be_open(tmp_pat
     (tmp_path / "bin" / "program-of-a-package").touch(mode=0o755)
     python = tmp_path / "bin" / "python"
     words = FIRST.replace("told =", f"sys.executable = {str(python)!r}\ntold =")
+    # Packages may be in a folder that is on the path alone.
+    packages = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     for path, then in (
         ("/usr/bin", f"{python.parent}:/usr/bin"),
         (f"/usr/bin:{python.parent}", f"/usr/bin:{python.parent}"),
@@ -31,7 +34,7 @@ def test_programs_beside_its_python_are_found_and_many_files_may_be_open(tmp_pat
         done = subprocess.run(
             [sys.executable, "-c", words],
             cwd=tmp_path,
-            env={"PATH": path, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={"PATH": path, "PYTHONPATH": os.pathsep.join(packages)},
             capture_output=True,
             text=True,
             check=True,

@@ -18,6 +18,7 @@ from bench.support.training import Size, write_model
 from megarl.core.errors import MegarlError
 from megarl.core.platform import get_platform
 from megarl.models import bootstrap, megatron_cpu, megatron_torch_adam
+from tests.support.platforms import may_lack
 
 
 def test_megatron_sees_a_device_and_nobody_else_does() -> None:
@@ -69,6 +70,8 @@ def test_a_step_starts_no_threads_of_openmp_beside_gloos_and_loads_no_compiler(t
     command = [sys.executable, "-c", ONE_RANK, str(write_model(tmp_path, size)), json.dumps(asdict(size))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     _, found, of_gloo, compiler = next(line for line in done.stdout.splitlines() if line.startswith("told")).split()
+    if of_gloo == "0" and may_lack():  # as torch 2.11: all are called alike
+        pytest.skip("needs a torch that names gloo's threads")
     assert int(found) == int(of_gloo) > 0  # where a group is one rank
     assert compiler == "False"
 
