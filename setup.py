@@ -47,7 +47,7 @@ setup(
     packages=[*find_packages(include=["megarl", "megarl.*"]), *(f"megarl.shipped.{folder}" for folder in SHIPPED)],
     package_dir={f"megarl.shipped.{folder}": folder for folder in SHIPPED},
     package_data={
-        "megarl": ["py.typed", "model_configs/README.md", "model_configs/*/*/config.json"],
+        "megarl": ["py.typed", "report/page.html", "model_configs/README.md", "model_configs/*/*/config.json"],
         **{f"megarl.shipped.{folder}": files for folder, files in SHIPPED.items()},
     },
     python_requires=">=3.11",

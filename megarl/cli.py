@@ -23,6 +23,7 @@ from megarl.commands import (
     quickstart,
     recipe,
     replay,
+    report,
     serve,
     submit,
     supervised,
@@ -62,6 +63,7 @@ app.command()(supervised.rm)
 app.command()(supervised.dpo)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(replay.replay)
+app.command()(report.report)
 app.command()(serve.serve)
 app.command()(plan.plan)
 app.command()(profile.profile)
