@@ -60,7 +60,7 @@ def lines_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
                 line = found.setdefault(name, {"steps": [], "values": []})
                 line["steps"].append(row["step"])
                 line["values"].append(value if math.isfinite(value) else None)
-    return {name: _thinned(**line) for name, line in found.items()}
+    return {name: _thinned(line["steps"], line["values"]) for name, line in found.items()}
 
 
 def _thinned(steps: list[int], values: list[float | None], most: int = MOST_POINTS) -> dict[str, list[Any]]:
