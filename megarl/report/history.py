@@ -20,13 +20,17 @@ log = get_logger(__name__)
 def read_history(file: Path) -> list[Row]:
     """The rows, in order. A last line that a killed run left half-written is not a row.
 
-    Raises UserError where the file is missing or another line is not a row.
+    Raises UserError where the file is missing or cannot be read, or another line is not a row.
     """
     if not file.is_file():
         what = "is not a file" if file.exists() else "does not exist"
         raise UserError(f"{file} {what}: a run writes it into its folder from its first step on.")
+    try:
+        lines = file.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
     rows = []
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
             break
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,15 @@ def test_bytes_that_are_no_text_are_named(file: Path) -> None:
 def test_a_folder_is_not_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a file"):
         read_history(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Permission denied\.$"):
+        read_history(file)
 
 
 def test_lines_that_are_missing_are_told_and_of_two_the_later_is_kept(

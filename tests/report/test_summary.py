@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megarl.report.__main__ import main
 from megarl.report.history import Row
 from megarl.report.summary import duration, mean_rate, summary_table
 
@@ -92,3 +93,22 @@ def test_a_folder_is_shown_by_its_whole_name(tmp_path: Path) -> None:
     out.print(summary_table([], {}, 1.0, folder / "hf", folder / "curve.png"))
     text = out.export_text()
     assert f"weights  {folder}/hf  (HF)" in text and f"curve    {folder}/curve.png" in text
+
+
+def test_a_table_that_cannot_be_printed_ends_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "\u65e5\u672c"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25, "perf/step_s": 2.0}\n')
+    monkeypatch.setattr(sys, "argv", ["megarl.report", str(folder)])
+    monkeypatch.setattr("megarl.report.__main__.draw_curve", lambda *_: None)
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        main()
+    assert r"\u65e5\u672c" in (tmp_path / "out").read_text(), "letters that the output lacks"
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w", buffering=1))  # noqa: SIM115
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "megarl: The table cannot be printed: No space left on device.\n"
