@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,11 @@ def trim_history(file: Path, last_step: int) -> None:
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, where a row has it."""
-    found = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+    """Steps and values of one metric, where a row has it as a number that is finite."""
+    found = [(row["step"], float(row[name])) for row in rows if is_number(row.get(name))]
     return [step for step, _ in found], [value for _, value in found]
+
+
+def is_number(value: object) -> bool:
+    """Whether a row's value is one that can be drawn; others may have written infinities, or words."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -28,6 +28,12 @@ def test_reads_rows_and_series(file: Path) -> None:
     assert series(rows, "eval/accuracy") == ([0], [0.25])
 
 
+def test_what_is_no_finite_number_is_in_no_series(file: Path) -> None:
+    """Another program has written the row: megarl writes null for such a value."""
+    file.write_text(ROWS + '{"step": 3, "reward/mean": Infinity}\n{"step": 4, "reward/mean": "0.5"}\n')
+    assert series(read_history(file), "reward/mean") == ([1], [0.5])
+
+
 def test_a_half_written_last_line_is_not_a_row(file: Path) -> None:
     file.write_text(ROWS + '{"step": 3, "rew')
     assert [row["step"] for row in read_history(file)] == [0, 1, 2]

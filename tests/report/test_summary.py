@@ -42,6 +42,18 @@ def test_mean_rate_is_all_tokens_over_all_seconds() -> None:
     assert mean_rate(rows[:1], "perf/train_tokens_per_s", "perf/update_s") is None
 
 
+def test_a_run_that_diverged_does_not_end_with_its_last_good_value() -> None:
+    rows: list[Row] = [
+        {"step": 1, "sft/loss": 2.0},
+        {"step": 2, "sft/loss": 1.5},
+        {"step": 3, "sft/loss": None},
+        {"step": 4},
+    ]
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table(rows, {}, 1.0, None, None))
+    assert ["loss", "2.0000", "-"] in [line.split() for line in out.getvalue().splitlines()]
+
+
 def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl.report", str(tmp_path)]
     missing = subprocess.run(command, capture_output=True, text=True, check=False)
