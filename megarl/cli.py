@@ -32,6 +32,7 @@ from megarl.commands import (
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import Interrupts
+from megarl.core.log import visible
 
 
 class Commands(TyperGroup):
@@ -83,7 +84,7 @@ def main() -> None:
         app(standalone_mode=True)
     except MegarlError as error:
         with suppress(OSError):  # nobody reads any more: the exit code says it
-            print(f"megarl: {error.told()}", file=sys.stderr, flush=True)
+            print(f"megarl: {visible(error.told())}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

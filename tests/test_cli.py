@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl import cli
+from megarl.core.errors import MegarlError
+
 CODE = """
 import atexit, gc, sys
 from types import ModuleType
@@ -44,6 +47,19 @@ def test_a_failed_command_ends_at_once_where_ray_was(
     assert done.returncode == code, done.stderr
     assert ("Python took itself apart" in done.stdout) == ("and looked for no garbage" in done.stdout) == whole
     assert ("nowhere.yaml" in done.stderr) == bool(code)
+
+
+def test_what_an_error_quotes_moves_no_cursor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(**_: object) -> None:
+        raise MegarlError("no sample can be used.\nThe first: no answer in \x1b[2J")
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "megarl: no sample can be used.\nThe first: no answer in \\x1b[2J\n"
 
 
 def test_a_failed_command_ends_with_its_code_where_nobody_reads_any_more(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ ACTORS_S = 60.0  # longest wait for the nodes' own actors
 CALL_S = 10.0  # longest wait for an answer of one of them, beside the work that it is about
 PROBE_S = 6.0  # longest wait for a peer to send a few kilobytes back
 FETCH_S = 6 * 3600.0  # longest wait for nodes to download a model; the library gives up a connection that stands still
+TELL_EVERY_S = 60.0  # how often people are told which nodes have not answered yet
 GIVE_UP_S = 45.0  # within which Ray gives up a node that nobody reaches (core/ray_env.py)
 CLEAN_S = 10.0  # longest wait for a node to end what is left on it
 
@@ -262,7 +263,15 @@ def _fetch(actors: Mapping[str, Any], names: Mapping[str, str], paths: Sequence[
     """Every node gets what it lacks of the hub's models and data sets, for itself. Raises DeadlineError and UserError."""
     if not paths:
         return
-    answers, failed = _ask({key: actor.fetch.remote(paths) for key, actor in actors.items()}, FETCH_S)
+
+    def tell(slow: Sequence[str], waited_s: float) -> None:
+        log.warning(
+            "waiting for nodes to get what the hub has, since %.0f s: %s",
+            waited_s,
+            ", ".join(names[key] for key in slow),
+        )
+
+    answers, failed = _ask({key: actor.fetch.remote(paths) for key, actor in actors.items()}, FETCH_S, tell)
     if failed:
         lines = "\n".join(f"  {names[key]}: {why}" for key, why in failed.items())
         raise DeadlineError(f"What the hub has did not come to these nodes:\n{lines}")
@@ -326,13 +335,19 @@ def _natural(address: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in address.split("."))
 
 
-def _ask(calls: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """Answers to calls, and what became of those without one."""
-    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+def _ask(
+    calls: Mapping[str, Any], timeout_s: float, tell: Callable[[Sequence[str], float], None] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Answers to calls, and what became of those without one. tell: now and then, which have none after how many seconds."""
+    began, left = time.monotonic(), list(calls.values())
+    while left and (rest_s := began + timeout_s - time.monotonic()) > 0:
+        _, left = ray.wait(left, num_returns=len(left), timeout=rest_s if tell is None else min(rest_s, TELL_EVERY_S))
+        if tell is not None and left:
+            tell([key for key, ref in calls.items() if ref in left], time.monotonic() - began)
     answers: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for key, ref in calls.items():
-        if ref not in ready:
+        if ref in left:
             failed[key] = f"no answer within {timeout_s:g} s"
             continue
         try:

@@ -30,15 +30,24 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     return raw
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file that has one a line; none where there is no file.
+def whole_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a file that has one a line, or those in its last bytes; none where there is no file.
 
     Left out are lines that were not written to their end: a process that is killed leaves one, and the next may begin behind it.
     """
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in _text(path, last_bytes).splitlines() if path.exists() else ():
         try:
             found.append(json.loads(line))
         except ValueError:
             continue
     return [each for each in found if isinstance(each, dict)]
+
+
+def _text(path: Path, last_bytes: int | None) -> str:
+    """Of a file, or of its last bytes without the line that they begin within."""
+    with path.open("rb") as file:
+        begin = max(0, file.seek(0, 2) - last_bytes) if last_bytes is not None else 0
+        file.seek(begin)
+        read = file.read()
+    return (read.partition(b"\n")[2] if begin else read).decode("utf-8", errors="replace")

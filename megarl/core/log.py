@@ -14,6 +14,10 @@ from pathlib import Path
 
 ROOT = "megarl"
 HIDDEN = "[hidden]"
+# What moves a terminal's cursor, names its window or turns the direction of text, but for the ends of lines and tabs. Errors of
+# graders and tools quote what a model wrote.
+_UNSEEN = [*range(0x00, 0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_AS_ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _UNSEEN}
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -21,8 +25,13 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}")
 
 
+def visible(text: str) -> str:
+    """The text with control characters as escapes, so that whoever reads it sees them, and their terminal does not obey them."""
+    return text.translate(_AS_ESCAPES)
+
+
 class HidingFormatter(logging.Formatter):
-    """Leaves secrets out of whatever is logged, stack traces included."""
+    """Leaves secrets out of whatever is logged, stack traces included, and shows control characters as escapes."""
 
     def __init__(self, pattern: str, time_pattern: str, secrets: Iterable[str] = ()) -> None:
         super().__init__(pattern, time_pattern)
@@ -34,7 +43,7 @@ class HidingFormatter(logging.Formatter):
         # The longest first: a secret may contain another.
         for secret in sorted(self.secrets, key=len, reverse=True):
             line = line.replace(secret, HIDDEN)
-        return line
+        return visible(line)
 
 
 class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]

@@ -12,7 +12,8 @@ MOST_VAIN = 3  # starts in a row without a further step, after which the job end
 
 def reached(metrics: Path) -> int:
     """The last step of a run by its metrics.jsonl; 0 where it has none."""
-    return max((line.get("step") or 0 for line in whole_lines(metrics)), default=0)
+    steps = (line.get("step") for line in whole_lines(metrics))
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def vain_starts(events: Path, job: str, step: int) -> int:
@@ -21,7 +22,7 @@ def vain_starts(events: Path, job: str, step: int) -> int:
     One that was asked to stop, for others or because of its time limit, says nothing of the nodes, and is left out. A start may
     find fewer steps than the one before: those after the checkpoint are made again.
     """
-    mine = [line for line in whole_lines(events) if line.get("job") == job]
+    mine = [line for line in whole_lines(events) if line.get("job") == job and {"restart", "event"} <= line.keys()]
     asked = {line["restart"] for line in mine if line["event"] == "requeued" and not line.get("lost")}
     starts = [line for line in mine if line["event"] == "started"]
     best = [*accumulate((line.get("reached", 0) for line in starts), max)]

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.log import get_logger
 
 # What Ray would pack beside the sources; it also leaves out what .gitignore names.
 EXCLUDED = [".git", ".venv", "**/__pycache__"]
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 NOT_FOUND = 404
 STOPPED_CODE = 143  # as a shell says it of a process that was told to end
+ASK_EVERY_S = 5.0  # how often a log is asked for that cannot be followed: each time the whole of it comes
+
+log = get_logger(__name__)
 
 
 class RayJobs:
@@ -63,18 +68,34 @@ class RayJobs:
         return str(info.status.value), info.driver_exit_code
 
     def follow(self, job: str, write: Callable[[str], object]) -> None:
-        """Hand on what the job prints until it has ended."""
+        """Hand on what the job prints until it has ended.
 
-        async def lines() -> None:
-            tail = self._client.tail_job_logs(job)
-            while True:
-                with self._asking(job):
-                    text = await anext(tail, None)
-                if text is None:
-                    return
+        Proxies refuse a connection that stays open, or end one on which nothing is said for a minute, and Ray's own goes past
+        those that the environment names: from there on, the log is asked for again and again, as everything else is.
+        """
+        shown = asyncio.run(self._tail(job, write))
+        while True:
+            ended = self.state(job)[0] in ENDED  # asked first, so that nothing is said after the log
+            text = self.logs(job)
+            if len(text) > shown:
+                write(text[shown:])
+                shown = len(text)
+            if ended:
+                return
+            time.sleep(ASK_EVERY_S)
+
+    async def _tail(self, job: str, write: Callable[[str], object]) -> int:
+        """Hand on what the job prints for as long as one connection lasts; how many characters that were."""
+        from aiohttp import ClientError
+
+        shown = 0
+        try:
+            async for text in self._client.tail_job_logs(job):
                 write(text)
-
-        asyncio.run(lines())
+                shown += len(text)
+        except (RuntimeError, TimeoutError, ClientError) as error:
+            log.info("the log of job %s cannot be followed any more: %s", job, error)
+        return shown
 
     def logs(self, job: str) -> str:
         """What the job has printed so far."""
@@ -98,17 +119,10 @@ class RayJobs:
     @contextmanager
     def _asking(self, job: str) -> Iterator[None]:
         """Around what is asked of a job. Raises UserError where the cluster knows none, MegarlError where it fails to answer."""
-        from aiohttp import ClientError
-
         try:
             yield
-        except (
-            RuntimeError,
-            OSError,
-            ClientError,
-        ) as error:  # as Ray has them: of an answer, of none, of a followed log
-            # Of a log that is followed the answer is in the error, of all else in its words.
-            if getattr(error, "status", None) == NOT_FOUND or f"status code {NOT_FOUND}" in str(error):
+        except (RuntimeError, OSError) as error:  # as Ray has them: of an answer, of none
+            if f"status code {NOT_FOUND}" in str(error):
                 raise UserError(
                     f"The Ray cluster at {self._address} knows no job {job}: it may have been started anew."
                 ) from error

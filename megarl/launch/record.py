@@ -12,6 +12,7 @@ from megarl.core.json_file import whole_lines
 
 FOLDER, FILE, EVENTS = "launch", "submission.json", "events.jsonl"
 METRICS = "metrics.jsonl"
+LAST_BYTES = 2**18  # of the metrics, that are looked at for the last step: a row has some thousand
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,12 @@ def submitted_runs(folder: Path) -> list[Path]:
 def last_exit_code(run: Path, job: str) -> int | None:
     """Of the last driver of a SLURM job, as the job's leader wrote it down; None where none has ended."""
     events = whole_lines(run / FOLDER / EVENTS)
-    codes = [event["exit_code"] for event in events if event["job"] == job and "exit_code" in event]
+    codes = [event["exit_code"] for event in events if event.get("job") == job and "exit_code" in event]
     return int(codes[-1]) if codes else None
 
 
 def steps_done(run: Path) -> int | None:
-    """The last step in the run's metrics; None where there is none yet."""
-    lines = whole_lines(run / METRICS)
-    return int(lines[-1]["step"]) if lines else None
+    """The last step in the run's metrics; None where there is none yet. Of a long run that is the end of a large file."""
+    lines = whole_lines(run / METRICS, last_bytes=LAST_BYTES) or whole_lines(run / METRICS)
+    steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
+    return steps[-1] if steps else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m megarl.report", description=main.__doc__)
     parser.add_argument("folder", type=Path, help="a run's folder")
     folder: Path = parser.parse_args().folder
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of folders have letters that its encoding may lack
     try:
         rows = read_history(folder / METRICS_FILE)
     except UserError as error:
@@ -34,7 +37,11 @@ def main() -> None:
     table = summary_table(
         rows, spent, elapsed_s, export if export.is_dir() else None, None if refused else folder / CURVE_FILE
     )
-    Console(markup=False).print(table)
+    try:
+        Console(markup=False).print(table)
+    except OSError as error:
+        sys.stderr.write(f"megarl: The table cannot be printed: {error.strerror or error}.\n")
+        sys.exit(FAULT)
     if refused:
         sys.stderr.write(f"megarl: {folder / CURVE_FILE} cannot be written: {refused}. The table needs no file.\n")
         sys.exit(FAULT)

@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from megarl.core.log import get_logger
+from megarl.core.log import get_logger, visible
 from megarl.core.metrics import PHASES, format_value
 from megarl.core.progress import Done
 from megarl.core.timing import PhaseTimer
@@ -158,7 +158,7 @@ class RunConsole:
         failure: what is said of samples without a response or a grade, at the end of the line.
         """
         if failure:
-            failure = f"at step {number}, {' '.join(failure.split())}"
+            failure = f"at step {number}, {visible(' '.join(failure.split()))}"
             self._unseen_failure = self._unseen_failure or failure
             self._first_failure = self._first_failure or failure
         self._unseen_s += metrics.get("perf/step_s", SECONDS_A_LINE)

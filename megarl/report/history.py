@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,17 @@ log = get_logger(__name__)
 def read_history(file: Path) -> list[Row]:
     """The rows, in order. A last line that a killed run left half-written is not a row.
 
-    Raises UserError where the file is missing or another line is not a row.
+    Raises UserError where the file is missing or cannot be read, or another line is not a row.
     """
     if not file.is_file():
         what = "is not a file" if file.exists() else "does not exist"
         raise UserError(f"{file} {what}: a run writes it into its folder from its first step on.")
+    try:
+        lines = file.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
     rows = []
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
             break
         try:
@@ -61,6 +66,11 @@ def trim_history(file: Path, last_step: int) -> None:
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, where a row has it."""
-    found = [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+    """Steps and values of one metric, where a row has it as a number that is finite."""
+    found = [(row["step"], float(row[name])) for row in rows if is_number(row.get(name))]
     return [step for step, _ in found], [value for _, value in found]
+
+
+def is_number(value: object) -> bool:
+    """Whether a row's value is one that can be drawn; others may have written infinities, or words."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from megarl.core.metrics import PHASES, format_value
 from megarl.report.bottleneck import bottleneck
-from megarl.report.history import Row, series
+from megarl.report.history import Row, is_number, series
 
 BEFORE_AND_AFTER = (
     ("reward", "reward/mean"),
@@ -86,7 +87,8 @@ def _results(rows: list[Row]) -> Table:
     for column in ("before", "after"):
         table.add_column(column, justify="right")
     for label, name in BEFORE_AND_AFTER:
-        _, values = series(rows, name)
+        # What was measured and was no number, as the loss of a run that diverged, is not the last one that was.
+        values = [float(row[name]) if is_number(row[name]) else math.nan for row in rows if name in row]
         if values:
             first = format_value(name, values[0]) if len(values) > 1 else "-"
             table.add_row(label, first, format_value(name, values[-1]))

@@ -9,14 +9,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from megarl.core.errors import StoppedError, UserError
+from megarl.core.errors import MegarlError, StoppedError, UserError
 from megarl.core.keys import wandb_key_place
 from megarl.core.log import get_logger
 from megarl.core.metrics import check_names
@@ -39,6 +39,17 @@ class MetricWriter(Protocol):
         """Finish; called exactly once. failed: the run did not come to its end, and was not asked to stop either."""
 
 
+@contextmanager
+def _naming(place: str, step: int) -> Iterator[None]:
+    """Raise MegarlError where the system refuses a write, of which it does not say where that was."""
+    try:
+        yield
+    except OSError as error:
+        raise MegarlError(
+            f"The metrics of step {step} could not be written to {place}: {error.strerror or error}."
+        ) from error
+
+
 class JsonlWriter:
     """metrics.jsonl: a line a step, on the disk before its step's checkpoint is. Values that are not finite are null."""
 
@@ -52,9 +63,10 @@ class JsonlWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""
         values = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with _naming(self._file.name, step):
+            self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self, failed: bool = False) -> None:
         """Close the file."""
@@ -80,8 +92,9 @@ class TensorBoardWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        self._file.flush()
+        with _naming(self._file.get_logdir(), step):
+            self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+            self._file.flush()
 
     def close(self, failed: bool = False) -> None:
         """Close the event file."""
@@ -200,7 +213,7 @@ class Writers:
         self.close(failed=error is not None and not isinstance(error, StoppedError))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step, to everybody. Raises MegarlError where a name is not in the table of metrics."""
+        """One step, to everybody. Raises MegarlError where a name is not in the table of metrics, or a disk fails."""
         check_names(metrics)
         for writer in self._writers:
             writer.write(step, metrics)
@@ -211,7 +224,9 @@ class Writers:
         self._stack.close()
 
     def _close(self, writer: MetricWriter) -> None:
-        writer.close(self._failed)
+        # A write that has failed is tried once more as its file is closed; that it fails again says less than the first did.
+        with suppress(OSError) if self._failed else nullcontext():
+            writer.close(self._failed)
 
 
 def open_writers(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from megarl.core.errors import StoppedError
-from megarl.core.log import setup_logging
+from megarl.core.log import get_logger, setup_logging
 from megarl.core.progress import forget_progress
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
 from megarl.core.ray_env import started_again
@@ -39,6 +39,8 @@ ADAPTER, CURVE, DRIVER_LOG = "adapter", "curve.png", "logs/driver.log"
 PHASE = f"logs/{PHASE_FILE}"
 
 R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,14 @@ def opened(
 
         def on_phase(step: int | None, phase: str | None) -> None:
             console.phase(step, phase)
-            with writing(folder):
+            try:
                 write_phase(folder / PHASE, step, phase)
+            except OSError as error:
+                if not folder.is_dir():
+                    with writing(folder):
+                        raise
+                # It is for people, who may have removed the logs, and a file system may fail for a moment: the run goes on.
+                log.info("%s could not be written: %s", folder / PHASE, error.strerror or error)
 
         evaluates = not isinstance(recipe, Recipe)
         early.timer = PhaseTimer(on_phase=on_phase, on_progress=console.progress, ranks_evaluate=evaluates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,7 @@ def test_a_node_that_cannot_get_what_the_hub_has_is_named(monkeypatch: pytest.Mo
     actors, names = dict.fromkeys(answers, fetching), {"1": "one (10.0.0.1)", "2": "two (10.0.0.2)"}
     asked = []
 
-    def ask(calls: Any, timeout_s: float) -> tuple[dict[str, str], dict[str, str]]:
+    def ask(calls: Any, timeout_s: float, tell: Any) -> tuple[dict[str, str], dict[str, str]]:
         asked.append(calls)
         return answers, {}
 
@@ -93,6 +94,35 @@ def test_a_node_that_cannot_get_what_the_hub_has_is_named(monkeypatch: pytest.Mo
     assert "two (10.0.0.2): HF_HUB_OFFLINE is set" in str(refusal.value) and "one" not in str(refusal.value)
     answers["2"] = ""
     nodes._fetch(actors, names, [Path("/home/models--a--b/snapshots/c")])
+
+
+def test_nodes_that_still_download_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = [["a", "b"], ["b"], []]
+    monkeypatch.setattr(nodes.ray, "wait", lambda refs, num_returns, timeout: ([], looks.pop(0)))
+    monkeypatch.setattr(nodes.ray, "get", lambda ref: "")
+    actors = {key: SimpleNamespace(fetch=SimpleNamespace(remote=lambda paths, key=key: key)) for key in "ab"}
+    nodes._fetch(actors, {"a": "one (10.0.0.1)", "b": "two (10.0.0.2)"}, [Path("/home/models--a--b/snapshots/c")])
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition(": ")[2] for line in said] == ["one (10.0.0.1), two (10.0.0.2)", "two (10.0.0.2)"]
+    assert said[0].startswith("waiting for nodes to get what the hub has, since 0 s"), (
+        "by the clock, which is not waited for"
+    )
+
+
+def test_what_is_asked_of_nodes_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        waits.append(timeout)
+        time.sleep(min(timeout, 0.02))
+        return refs[:1], refs[1:]
+
+    monkeypatch.setattr(nodes.ray, "wait", wait)
+    monkeypatch.setattr(nodes.ray, "get", lambda ref: f"{ref} said")
+    assert nodes._ask({}, 1.0) == ({}, {}) and waits == []
+    assert nodes._ask({"1": "a", "2": "b"}, 0.01) == ({"1": "a said"}, {"2": "no answer within 0.01 s"})
 
 
 def of_ray(monkeypatch: pytest.MonkeyPatch, *alive: bool) -> list[Node]:

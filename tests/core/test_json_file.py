@@ -50,3 +50,13 @@ def test_lines_that_were_not_written_to_their_end_are_left_out(tmp_path: Path) -
     assert whole_lines(path) == []
     path.write_bytes(b'{"a": 1}\n{"b": {"a": 3}\n[4]\n{"b": 2}\n{"c": "\xff')
     assert whole_lines(path) == [{"a": 1}, {"b": 2}]
+
+
+def test_the_last_bytes_of_a_file_of_lines_begin_with_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert whole_lines(path, last_bytes=8) == []
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a": 3}\n{"a"')
+    assert whole_lines(path, last_bytes=4) == []
+    assert whole_lines(path, last_bytes=20) == [{"a": 3}]
+    assert whole_lines(path, last_bytes=22) == [{"a": 3}]
+    assert len(whole_lines(path, last_bytes=1000)) == len(whole_lines(path)) == 3

@@ -51,6 +51,17 @@ def test_secrets_are_hidden_also_in_stack_traces(
         assert text.count("[hidden]") == 2 and "RuntimeError" in text
 
 
+def test_what_a_model_wrote_moves_no_cursor(
+    run_log: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A grader that raises may quote the response: here one that clears the screen, names the window and turns the text."""
+    get_logger("megarl").warning("no answer in %s", "\x1b[2J\x1b]0;mine\x07\x9b1m a\tb\nc \u202e\u2066 שלום 👩\u200d🔬")
+    for text in (written(tmp_path), capsys.readouterr().err):
+        assert (
+            r"no answer in \x1b[2J\x1b]0;mine\x07\x9b1m a" + "\tb\nc " + r"\u202e\u2066" + " שלום 👩\u200d🔬\n" in text
+        )
+
+
 def test_nothing_is_printed_twice_and_close_undoes_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

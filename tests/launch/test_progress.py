@@ -30,6 +30,12 @@ def test_the_last_step_is_found_also_behind_a_torn_line(tmp_path: Path) -> None:
     written(metrics, {"step": 0}, {"step": 1}, {"step": 2})
     metrics.write_text(metrics.read_text() + '{"step": 3, "lo')
     assert reached(metrics) == 2
+    written(metrics, {"step": 2}, {"reward/mean": 0.5}, {"step": "many"})
+    assert reached(metrics) == 2
+
+
+def test_a_line_of_events_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
+    assert vain_starts(written(tmp_path / "events", {"job": "7"}, start(0, 5)), "7", 5) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.launch import ray_jobs
 from megarl.launch.ray_jobs import RayJobs
 
 
@@ -60,3 +61,57 @@ def test_a_job_that_the_cluster_does_not_know_is_told_from_a_cluster_that_fails(
     with pytest.raises(MegarlError, match=r"does not answer for job job_1: .*500") as caught:
         ask(jobs)
     assert not isinstance(caught.value, UserError)
+
+
+class BehindProxy(Dashboard):
+    """A job that prints a part at each look at its log, and has ended after the last; what stays open is refused."""
+
+    parts: ClassVar[list[str]] = []
+    said = ""
+
+    def answer(self) -> None:
+        about = {"type": "SUBMISSION", "entrypoint": "x", "status": "RUNNING" if self.parts else "SUCCEEDED"}
+        if self.path.endswith("/logs/tail"):
+            return self.send_error(403)
+        if self.path.endswith("/logs"):
+            type(self).said += self.parts.pop(0) if self.parts else ""
+            about = {"logs": self.said}
+        if self.path == "/api/version":
+            about = {"version": "4", "ray_version": "2.50.0", "ray_commit": "x"}
+        body = json.dumps(about).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        return self.wfile.write(body)
+
+    do_GET = answer
+
+
+def test_a_log_is_followed_to_its_end_through_a_proxy_that_lets_no_connection_stay_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_jobs, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(BehindProxy, "parts", ["one\n", "", "two\n", "three\n"])
+    shown: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), BehindProxy) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        RayJobs(f"http://127.0.0.1:{server.server_port}").follow("job_1", shown.append)
+        server.shutdown()
+    assert shown == ["one\n", "two\n", "three\n"]
+
+
+def test_a_followed_log_goes_on_where_a_proxy_ended_its_connection(
+    dashboard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = RayJobs(dashboard)
+
+    async def tail_job_logs(job: str) -> AsyncIterator[str]:
+        yield "one\n"
+        raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+    monkeypatch.setattr(jobs._client, "tail_job_logs", tail_job_logs)
+    monkeypatch.setattr(jobs, "state", lambda job: ("SUCCEEDED", 0))
+    monkeypatch.setattr(jobs, "logs", lambda job: "one\ntwo\n")
+    shown: list[str] = []
+    jobs.follow("job_1", shown.append)
+    assert shown == ["one\n", "two\n"]

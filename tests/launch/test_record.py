@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.launch import record
 from megarl.launch.record import (
     Submission,
     find_submission,
@@ -49,6 +50,36 @@ def test_steps_done_are_the_last_in_the_metrics(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 13, "rew')
     assert steps_done(tmp_path) == 12, "a line that is not whole yet"
+
+
+def test_lines_without_a_step_hide_neither_the_steps_done_nor_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 12}\n{"reward/mean": 0.5}\n{"step": null}\n')
+    assert steps_done(tmp_path) == 12
+    (tmp_path / "metrics.jsonl").write_text('{"reward/mean": 0.5}\n')
+    assert steps_done(tmp_path) is None
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "events.jsonl").write_text('{"event": "started"}\n{"job": "7", "exit_code": 1}\n')
+    assert last_exit_code(tmp_path, "7") == 1
+
+
+def test_of_a_long_run_the_end_of_its_metrics_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = json.dumps({"step": 7, "reward/mean": 0.5}) + "\n"
+    # A first line that would be read as another step if it were looked at after the end.
+    (tmp_path / "metrics.jsonl").write_text(row.replace("7", "9") + row * 3)
+    looked: list[int | None] = []
+    whole = record.whole_lines
+
+    def whole_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, object]]:
+        looked.append(last_bytes)
+        return whole(path, last_bytes)
+
+    monkeypatch.setattr(record, "whole_lines", whole_lines)
+    monkeypatch.setattr(record, "LAST_BYTES", 2 * len(row))
+    assert (steps_done(tmp_path), looked) == (7, [2 * len(row)])
+    monkeypatch.setattr(record, "LAST_BYTES", len(row) // 2)
+    assert steps_done(tmp_path) == 7 and looked[1:] == [len(row) // 2, None], (
+        "a row that is longer than what is looked at"
+    )
 
 
 def test_the_exit_code_of_a_job_is_that_of_its_last_driver(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_a_step_is_one_line() -> None:
     )
 
 
+def test_what_a_model_wrote_moves_no_cursor() -> None:
+    run, out = console(steps=1)
+    with run:
+        run.step(1, STEP, "the first: ValueError: no answer in \x1b[2J\x1b]0;mine\x07 \u202eevil")
+    (line,) = lines(out)
+    assert line.endswith(r"ValueError: no answer in \x1b[2J\x1b]0;mine\x07 \u202eevil")
+
+
 def test_a_run_goes_on_where_nobody_reads_what_it_prints_any_more() -> None:
     reader, writer = os.pipe()
     os.close(reader)

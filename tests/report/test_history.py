@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,12 @@ def test_reads_rows_and_series(file: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert series(rows, "reward/mean") == ([1], [0.5])
     assert series(rows, "eval/accuracy") == ([0], [0.25])
+
+
+def test_what_is_no_finite_number_is_in_no_series(file: Path) -> None:
+    """Another program has written the row: megarl writes null for such a value."""
+    file.write_text(ROWS + '{"step": 3, "reward/mean": Infinity}\n{"step": 4, "reward/mean": "0.5"}\n')
+    assert series(read_history(file), "reward/mean") == ([1], [0.5])
 
 
 def test_a_half_written_last_line_is_not_a_row(file: Path) -> None:
@@ -61,6 +69,15 @@ def test_bytes_that_are_no_text_are_named(file: Path) -> None:
 def test_a_folder_is_not_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a file"):
         read_history(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Permission denied\.$"):
+        read_history(file)
 
 
 def test_lines_that_are_missing_are_told_and_of_two_the_later_is_kept(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megarl.report.__main__ import main
 from megarl.report.history import Row
 from megarl.report.summary import duration, mean_rate, summary_table
 
@@ -39,6 +40,18 @@ def test_mean_rate_is_all_tokens_over_all_seconds() -> None:
     ]
     assert mean_rate(rows, "perf/train_tokens_per_s", "perf/update_s") == pytest.approx(600 / 12)
     assert mean_rate(rows[:1], "perf/train_tokens_per_s", "perf/update_s") is None
+
+
+def test_a_run_that_diverged_does_not_end_with_its_last_good_value() -> None:
+    rows: list[Row] = [
+        {"step": 1, "sft/loss": 2.0},
+        {"step": 2, "sft/loss": 1.5},
+        {"step": 3, "sft/loss": None},
+        {"step": 4},
+    ]
+    out = io.StringIO()
+    Console(file=out, width=100).print(summary_table(rows, {}, 1.0, None, None))
+    assert ["loss", "2.0000", "-"] in [line.split() for line in out.getvalue().splitlines()]
 
 
 def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
@@ -92,3 +105,22 @@ def test_a_folder_is_shown_by_its_whole_name(tmp_path: Path) -> None:
     out.print(summary_table([], {}, 1.0, folder / "hf", folder / "curve.png"))
     text = out.export_text()
     assert f"weights  {folder}/hf  (HF)" in text and f"curve    {folder}/curve.png" in text
+
+
+def test_a_table_that_cannot_be_printed_ends_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "\u65e5\u672c"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25, "perf/step_s": 2.0}\n')
+    monkeypatch.setattr(sys, "argv", ["megarl.report", str(folder)])
+    monkeypatch.setattr("megarl.report.__main__.draw_curve", lambda *_: None)
+    with (tmp_path / "out").open("w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        main()
+    assert r"\u65e5\u672c" in (tmp_path / "out").read_text(), "letters that the output lacks"
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w", buffering=1))  # noqa: SIM115
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "megarl: The table cannot be printed: No space left on device.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -130,6 +131,25 @@ def test_close_reaches_everybody_once_although_one_fails() -> None:
         writers.close()
     writers.close()
     assert [recorder.closed for recorder in recorders] == [1, 1, 1]
+
+
+def test_a_disk_that_fails_ends_a_run_with_what_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server of files does that was started anew: the system says neither what was written nor where."""
+    writers = [JsonlWriter(tmp_path / METRICS_FILE), TensorBoardWriter(tmp_path / "tensorboard")]
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, writers[0]._file.fileno())  # type: ignore[union-attr]
+    os.close(full)
+
+    def stale() -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(writers[1]._file, "flush", stale)
+    for writer, place, why in zip(writers, (METRICS_FILE, "tensorboard"), ("No space left", "Stale file"), strict=True):
+        with pytest.raises(MegarlError, match=rf"metrics of step 3 .* written to {tmp_path}/{place}: {why}"):  # noqa: SIM117
+            with Writers(writer) as all_of_them:
+                all_of_them.write(3, {"reward/mean": 1.0})
 
 
 def test_the_recipe_decides_who_writes(tmp_path: Path) -> None:

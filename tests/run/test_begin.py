@@ -194,6 +194,17 @@ def test_a_folder_that_is_removed_under_a_run_ends_it_with_a_sentence(world: Pat
             raise AssertionError("it cannot be told in which phase the driver is")
 
 
+def test_a_run_goes_on_where_what_it_does_cannot_be_told(world: Path) -> None:
+    """Somebody has removed its logs, and metrics and checkpoints are as they were."""
+    folder = world / "runs" / "without_logs"
+    loaded = load_recipe(world / "train.yaml", ["run.name=without_logs", "cluster.platform=cpu"], Recipe)
+    with driver.stage(Book(), world), begin.opened(loaded, [], None, StopRequest()) as opened:
+        shutil.rmtree(folder / "logs")
+        with opened.timer.step(1), opened.timer.phase("rollout"):
+            opened.writers.write(1, {"reward/mean": 0.5})
+    assert json.loads((folder / "metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5}
+
+
 @pytest.mark.parametrize(("kind", "busy"), [(Recipe, False), (SftRecipe, True)])
 def test_ranks_are_at_work_in_an_evaluation_of_rows(world: Path, kind: Any, busy: bool) -> None:
     command = "sft" if kind is SftRecipe else "train"
