@@ -68,7 +68,7 @@ $(INPUTS)/data/sft.jsonl: tools/make_arithmetic.py | $(INSTALLED)
 define run_once
 if [ -f $(3)/hf/config.json ]; then \
   echo "== $(3) is there already (to train it again: rm -r $(3))"; \
-  $(BIN)/python -m megarl.report $(3); \
+  $(BIN)/megarl report $(3); \
 elif compgen -G '$(3)/checkpoints/step_*/COMMITTED' >/dev/null; then \
   $(BIN)/megarl $(1) $(2) --resume; \
 else \

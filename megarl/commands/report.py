@@ -23,12 +23,7 @@ def report(folders: Folders, out: Out = None) -> None:
 
     Example: megarl report runs/first runs/second --out compared.html
     """
-    from megarl.report.page import PAGE_FILE, write_page
-    from megarl.report.show import show_run, told
+    from megarl.report.page import PAGE_FILE
+    from megarl.report.show import show_runs
 
-    page = out or folders[0] / PAGE_FILE
-    if len(folders) == 1:
-        show_run(folders[0])
-    with told(page):
-        write_page(folders, page)
-    typer.echo(f"page     {page}")
+    show_runs(folders, out or folders[0] / PAGE_FILE)
