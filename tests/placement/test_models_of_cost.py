@@ -15,7 +15,7 @@ from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds, step_model
 from megarl.placement.lengths import lognormal
-from megarl.placement.links import all_gather_s, group_bytes_s
+from megarl.placement.links import all_gather_s, all_to_all_s, group_bytes_s
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
@@ -120,6 +120,19 @@ def test_an_update_of_adapters_takes_less_with_experts_too() -> None:
     whole, some = (update_seconds(QWEN_30B_A3B, choice(8, ep=8), work, CLUSTER, lora=each) for each in (None, Lora()))
     assert some.compute[0] < 0.9 * whole.compute[0]
     assert some.gradients[0] < whole.gradients[0] / 5
+
+
+def test_ranks_that_share_an_experts_columns_gather_each_others_rows_and_scatter_their_sums() -> None:
+    """As Megatron's dispatcher has it: sent to the experts' ranks, gathered there; the outputs scattered, and sent back."""
+    work, cluster = workload(QWEN_30B_A3B), make_cluster("H100", 1)
+    shared = one_layout(Layout(ep=4, etp=2, world_size=8), 8192)
+    dealt = batches(work.samples, work, shared)
+    rows = dealt.tokens * 8 * 2048 * 2
+    layer = 2 * all_to_all_s(cluster, rows, 4, 2) + 2 * all_gather_s(cluster, 2 * rows, 2, 1)
+    assert score_seconds(QWEN_30B_A3B, shared, work, cluster).expert == pytest.approx(dealt.count * 48 * layer)
+    # Twice four neighbours are on two nodes.
+    far = replace(cluster, nodes=2, devices_per_node=4)
+    assert score_seconds(QWEN_30B_A3B, shared, work, far).expert > 3 * dealt.count * 48 * layer
 
 
 def test_a_latent_is_read_once_and_multiplied_as_key_and_as_value() -> None:
