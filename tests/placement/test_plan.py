@@ -137,6 +137,20 @@ def test_one_kind_beside_another_that_is_too_small_is_used_alone() -> None:
     assert {pool.kind.device.name for pool in plan.best.pools} == {"H100"}
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_where_nothing_fits_every_kind_of_nodes_says_why_and_how_many_of_it_would_do(order: tuple[int, int]) -> None:
+    kinds = [make_cluster("L4", 1, 1), make_cluster("L40S", 1, 1)]
+    first, second = (kinds[index] for index in order)
+    with pytest.raises(UserError) as caught:
+        make_plan(workload(LLAMA_7B), replace(first, others=(second,)))
+    said = str(caught.value).partition("= 1 device. On ")[2]
+    for kind, told in zip((first, second), said.split(" On ", 1), strict=True):
+        assert told.startswith(f"{kind.describe()}: actor") and f"{kind.usable_bytes / GIB:.1f} GiB" in told
+        with pytest.raises(UserError) as alone:
+            make_plan(workload(LLAMA_7B), kind)
+        assert told.partition(": ")[2] == str(alone.value).partition(": ")[2]
+
+
 def _of(placement: PlacementPlan, role: str) -> RolePlan:
     return next(each for pool in placement.pools for each in pool.roles if each.role == role)
 
