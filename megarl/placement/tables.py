@@ -260,6 +260,7 @@ def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Se
 
 def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> RoleBytes:
     """Bytes of a Megatron role of the workload under every choice. Under LoRA the reference is the actor without adapters."""
+    scored = workload.scores or (workload.lora is not None and REFERENCE in workload.models)
     use = Role(
         trained=role in TRAINED,
         head=has_head(role),
@@ -267,6 +268,7 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
         lora=workload.lora if role == ACTOR else None,
         shares=role == REFERENCE and workload.lora is not None,
         sequence=workload.longest_sample,
+        passes=role == CRITIC or (role == ACTOR and scored),
     )
     return role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
 
