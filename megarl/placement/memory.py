@@ -232,7 +232,11 @@ def server_bytes(
     bytes_each: of one element of the cache. whole: of all weights; default: as many bytes for each of them. most_tokens: that
     the cache is told to hold: SGLang takes the less of them and its share; where processes stand for devices, just them.
     """
-    weights = (model_sizes(config).total * bytes_each if whole is None else whole) / choice.tp
+    total = model_sizes(config).total
+    whole = total * bytes_each if whole is None else whole
+    # SGLang has routers, and what compresses into latents, on every rank of a server.
+    uncut = whole / total * whole_parameters(config, config.num_layers, len(config.moe_layers), fused=True)
+    weights = uncut + (whole - uncut) / choice.tp
     share = choice.share * cluster.device.memory_bytes
     cache = np.maximum(share - weights - cluster.rates.server_bytes, 0.0)
     each = kv_bytes(config, choice.tp, bytes_each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.core.layout import Layout
 from megarl.models.config import Mla
+from megarl.models.known_configs import known_config
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds, step_model
@@ -19,6 +21,7 @@ from megarl.placement.links import all_gather_s, all_to_all_s, group_bytes_s
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
+from megarl.placement.workload import read_model
 from megarl.recipe.roles import Lora
 from tests.placement.samples import LATENT, LLAMA_7B, QWEN_7B, QWEN_30B_A3B, workload
 
@@ -62,6 +65,18 @@ def test_key_value_cache_by_hand() -> None:
     assert kv_bytes(QWEN_7B, np.array([1]), 2)[0] == 2 * 28 * 4 * 128 * 2
     assert kv_bytes(QWEN_7B, np.array([8]), 2)[0] == 2 * 28 * 1 * 128 * 2
     assert kv_bytes(LATENT, np.array([4]), 2)[0] == 4 * (128 + 16) * 2
+
+
+def test_a_servers_ranks_each_hold_routers_and_compressions_whole() -> None:
+    path = known_config(Path("deepseek-ai/DeepSeek-V3"))
+    assert path is not None
+    config = read_model(path.parent)
+    # 61 layers compress into 1,536 and 512 + 64; 58 choose among 256 experts.
+    uncut = 7168 * (61 * (1536 + 576) + 58 * 256)
+    weights = server_bytes(config, servers(32, 16, 0.9), CLUSTER, 2).weights[0]
+    assert weights == pytest.approx(2 * (uncut + (model_sizes(config).total - uncut) / 16))
+    assert weights > 1.02 * 2 * model_sizes(config).total / 16
+    assert server_bytes(QWEN_7B, servers(8, 4, 0.9), CLUSTER, 2).weights[0] == model_sizes(QWEN_7B).total * 2 / 4
 
 
 def test_rings_use_every_network_device_of_their_ranks() -> None:
