@@ -19,7 +19,7 @@ from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import lognormal
 from megarl.placement.page import gantt, page
-from megarl.placement.placed import PHASES, PlacementPlan, PoolPlan, RolePlan
+from megarl.placement.placed import PHASES, PlacementPlan, PoolPlan, RolePlan, why_lost
 from megarl.placement.plan import make_plan
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions
@@ -76,6 +76,13 @@ def test_servers_that_samples_of_other_steps_fill_are_chosen_by_how_fast_they_ar
         costs = table.flowing.cost[:, 3] if staleness else table.separate.cost[:, 0]
         assert costs.min() == pytest.approx(least + sync_seconds(LLAMA_7B, some, CLUSTER)[0])
     assert every.tp[seconds.flow.argmin()] < every.tp[seconds.total.argmin()]
+
+
+def test_why_a_placement_lost_is_not_said_of_one_that_is_faster() -> None:
+    best = make_plan(workload(QWEN_7B, GRPO), CLUSTER, top=1).best
+    faster = replace(best, step_s=best.step_s - 2.0, phases={**best.phases, "rollout": best.phases["rollout"] - 2.0})
+    assert why_lost(faster, best) == "2 s faster than the pick: the search did not come upon it"
+    assert why_lost(best, faster).startswith("rollout takes")
 
 
 def test_a_critic_on_devices_of_its_own_learns_beside_the_next_rollout() -> None:
