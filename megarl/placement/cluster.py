@@ -100,7 +100,7 @@ class Cluster:
         """
         node = self.devices_per_node
         small = [size for size in (2**power for power in range(node.bit_length())) if size < node and node % size == 0]
-        counts = [count for count in range(1, self.nodes + 1) if count <= EVERY_NODE_COUNT or _is_smooth(count)]
+        counts = {*range(1, min(self.nodes, EVERY_NODE_COUNT) + 1), *_smooth_to(self.nodes)}
         return tuple(sorted({*small, *(count * node for count in counts), self.num_devices}))
 
     def describe(self) -> str:
@@ -262,8 +262,11 @@ def _replaced(thing: Any, given: dict[str, float]) -> Any:
     return replace(thing, **{name: value for name, value in given.items() if name in names})
 
 
-def _is_smooth(number: int) -> bool:
+def _smooth_to(most: int) -> list[int]:
+    """Every number from 1 to this whose prime factors are all among _SMOOTH."""
+    found = [1]
     for factor in _SMOOTH:
-        while number % factor == 0:
-            number //= factor
-    return number == 1
+        for number in found:  # those that this adds come by in turn
+            if number * factor <= most:
+                found.append(number * factor)
+    return found

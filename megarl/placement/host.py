@@ -56,7 +56,9 @@ def fullest_node(pools: Iterable[PoolPlan]) -> tuple[dict[str, float], Cluster |
     for pool in pools:
         kind, size, start = pool.kind, pool.kind.devices_per_node, taken.get(pool.kind, 0)
         end = taken[kind] = start + pool.devices
-        for node in range(start // size, -(-end // size)):
+        first, last = start // size, -(-end // size) - 1
+        # A pool has all of every node between its ends: one stands for them.
+        for node in sorted({first, min(first + 1, last), last}) if pool.devices else ():
             here = min(end, (node + 1) * size) - max(start, node * size)
             held = nodes.setdefault((kind, node), {})
             for name, each in _of_device(pool):

@@ -231,7 +231,9 @@ def _expert_layer(
     gather = all_gather_s(cluster, here * hidden * each, choice.tp, 1)
     context = _context_seconds(config, choice, tokens, workload, cluster)
     launch = rates.expert_layer_s + _sequence_launch(choice, tokens, workload, cluster)
-    exchange = 2 * all_to_all_s(cluster, sent * hidden * each, choice.ep, 1) + np.zeros(len(choice))
+    exchange = 2 * all_to_all_s(cluster, sent * hidden * each, choice.ep, choice.etp) + np.zeros(len(choice))
+    # What shares an expert's columns gathers the rows of all that do, and scatters the sums of what comes out.
+    exchange = exchange + 2 * all_gather_s(cluster, sent * choice.etp * hidden * each, choice.etp, 1)
     # Of the two halves only attention is cut by tensor parallel.
     forward = Pass(multiplied + beside + attention, launch, GATHERS * gather, context, exchange, 0.0)
     backward = Pass(

@@ -67,7 +67,7 @@ class Role:
     trained: else it is frozen. head: whether it has an output matrix; a critic has one row. sharded: whether data-parallel
     ranks share out the optimizer's state. lora: adapters that alone are trained. shares: whether the weights are another
     role's, as those of LoRA's reference are. sequence: tokens of the longest sequence of a micro-batch; None: as
-    long as the micro-batch.
+    long as the micro-batch. passes: whether one that is trained also goes over its micro-batches without gradients.
     """
 
     trained: bool
@@ -76,6 +76,7 @@ class Role:
     lora: Lora | None = None
     shares: bool = False
     sequence: float | None = None
+    passes: bool = False
 
 
 def role_bytes(
@@ -107,6 +108,11 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
         weights = weights + dense * counting.each
     master = MASTER_BYTES * (counting.each < MASTER_BYTES) + MOMENT_BYTES
     activations, logits = _training(counting, stage, role, sizes)
+    if role.passes:
+        # Where layers keep little, the logits decide: of a pass without gradients there are two micro-batches' at once.
+        passing, more = _passing(counting, stage, role)
+        fuller = passing + more > activations + logits
+        activations, logits = np.where(fuller, passing, activations), np.where(fuller, more, logits)
     # Gradients are summed when no activations are left, those of experts by themselves.
     summed = np.maximum(dense * (choice.dp * choice.cp > 1), routed * (choice.edp > 1)) * GRADIENT_BYTES
     summed = summed * (counting.kernels.sums_in_copies and role.sharded)
@@ -226,7 +232,11 @@ def server_bytes(
     bytes_each: of one element of the cache. whole: of all weights; default: as many bytes for each of them. most_tokens: that
     the cache is told to hold: SGLang takes the less of them and its share; where processes stand for devices, just them.
     """
-    weights = (model_sizes(config).total * bytes_each if whole is None else whole) / choice.tp
+    total = model_sizes(config).total
+    whole = total * bytes_each if whole is None else whole
+    # SGLang has routers, and what compresses into latents, on every rank of a server.
+    uncut = whole / total * whole_parameters(config, config.num_layers, len(config.moe_layers), fused=True)
+    weights = uncut + (whole - uncut) / choice.tp
     share = choice.share * cluster.device.memory_bytes
     cache = np.maximum(share - weights - cluster.rates.server_bytes, 0.0)
     each = kv_bytes(config, choice.tp, bytes_each)

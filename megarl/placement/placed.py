@@ -81,6 +81,8 @@ def why_lost(plan: PlacementPlan, best: PlacementPlan) -> str:
     """Why it is not the pick: the phase that costs it most, beside the pick's."""
     if abs(plan.step_s - best.step_s) <= 1e-6 * best.step_s:
         return "as fast as the pick"
+    if plan.step_s < best.step_s:
+        return f"{best.step_s - plan.step_s:.3g} s faster than the pick: the search did not come upon it"
     more = {phase: plan.phases[phase] - best.phases[phase] for phase in PHASES}
     worst = max(more, key=lambda phase: more[phase])
     gains = {phase: -seconds for phase, seconds in more.items() if seconds < -0.05 * max(more[worst], 1e-9)}

@@ -100,7 +100,7 @@ def make_plan(
             if key not in best or found.seconds < best[key][0].seconds:
                 best[key] = found, look
     if not best:
-        raise UserError(_infeasible(looks[0].tables, workload, cluster.kinds[0], asked))
+        raise UserError(_infeasible(looks, workload, cluster, asked))
     # What one size of micro-batches cut away was behind `top` partitions of it: it cannot come before these.
     ranked = sorted(best.values(), key=lambda pair: pair[0].seconds)[: asked.top]
     priced = [
@@ -184,9 +184,21 @@ def _bounds(looks: list[_Look], best: Mapping[_Key, tuple[Found, _Look]], shown:
     return tuple(sorted((each for key, each in least.items() if key not in shown), key=lambda each: each.seconds))
 
 
-def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: _Asked) -> str:
-    """What is missing, and the smallest number of nodes that works."""
+def _infeasible(looks: list[_Look], workload: Workload, cluster: Cluster, asked: _Asked) -> str:
+    """What is missing on every kind of nodes, and the smallest number of them that works."""
     what = f"No {asked.name or ''} placement".replace("  ", " ")
+    of = f"{what} of {', '.join(workload.roles)} fits on {cluster.describe()}"
+    # The sizes of micro-batches follow one another, the smallest first.
+    each = [next(one for one in looks if one.cluster == kind and one.tables.serving is None) for kind in cluster.kinds]
+    lacking = [_lacking(look, workload, look.cluster, asked) for look in each]
+    if not cluster.others:
+        return f"{of}: {lacking[0]}"
+    return f"{of}. " + " ".join(f"On {look.cluster.describe()}: {why}" for look, why in zip(each, lacking, strict=True))
+
+
+def _lacking(look: _Look, workload: Workload, cluster: Cluster, asked: _Asked) -> str:
+    """The same of one kind of nodes by itself."""
+    tables = look.tables
     own = {role: table for role, table in tables.roles.items() if not (tables.tied and role == REFERENCE)}
     lacking = [role for role, table in own.items() if not len(table.choices)]
     alone, share = tables.rollout.separate, workload.server_share
@@ -196,10 +208,7 @@ def _infeasible(tables: AllTables, workload: Workload, cluster: Cluster, asked: 
         if lacking
         else "each role fits alone, but not all of them together"
     )
-    text = (
-        f"{what} of {', '.join(workload.roles)} fits on {cluster.describe()}: {why} into the "
-        f"{cluster.usable_bytes / GIB:.1f} GiB that roles can use of each device. "
-    )
+    text = f"{why} into the {cluster.usable_bytes / GIB:.1f} GiB that roles can use of each device. "
     if share is not None and share * cluster.device.memory_bytes > cluster.usable_bytes:
         most = math.floor(100 * cluster.usable_bytes / cluster.device.memory_bytes) / 100
         return f"{text}rollout.server_args has {FRACTION_FLAG} {share:g}: lower it to at most {most}."

@@ -6,6 +6,7 @@ each pool works. Same seed, same run. It does not model what a prediction does n
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +68,16 @@ class Played:
 def simulate(placement: PlacementPlan, workload: Workload, steps: int, conditions: Conditions) -> Played:
     """Play so many steps."""
     random = np.random.default_rng(conditions.seed)
-    lengths = workload.responses
-    tokens = np.interp(random.random((steps, workload.samples)), lengths.levels, lengths.values)
-    expected = workload.samples * (workload.prompt_tokens + lengths.mean)
-    share = (workload.samples * workload.prompt_tokens + tokens.sum(axis=1)) / expected
+    sums = np.array([(each.sum(), np.square(each).sum()) for each in _drawn(random, workload, steps)])
+    expected = workload.samples * (workload.prompt_tokens + workload.responses.mean)
+    share = (workload.samples * workload.prompt_tokens + sums[:, 0]) / expected
     stages = float(placement.phases["prepare"] + placement.phases["train"]) * share
-    run = _asynchronous if placement.asynchronous else _synchronous
-    step_s, rollout, tail = run(tokens, stages, placement, workload)
+    # The same lengths once more: all of them at once may be more than a machine's memory holds.
+    again = _drawn(np.random.default_rng(conditions.seed), workload, steps)
+    if placement.asynchronous:
+        step_s, rollout, tail = _asynchronous(again, stages, _age(*sums.sum(axis=0)), placement, workload)
+    else:
+        step_s, rollout, tail = _synchronous(again, stages, placement, workload)
     total, lost, failures = _with_failures(step_s, placement, conditions, random)
     busy = tuple(
         float(
@@ -85,8 +89,15 @@ def simulate(placement: PlacementPlan, workload: Workload, steps: int, condition
     return Played(total, step_s, rollout, tail, busy, failures, lost)
 
 
+def _drawn(random: np.random.Generator, workload: Workload, steps: int) -> Iterator[Floats]:
+    """[samples] lengths of responses, step by step."""
+    lengths = workload.responses
+    for _ in range(steps):
+        yield np.interp(random.random(workload.samples), lengths.levels, lengths.values)
+
+
 def _synchronous(
-    tokens: Floats, stages: Floats, placement: PlacementPlan, workload: Workload
+    tokens: Iterable[Floats], stages: Floats, placement: PlacementPlan, workload: Workload
 ) -> tuple[Floats, Floats, Floats]:
     """[N] seconds of steps, of their rollouts and of their tails: one thing after the other."""
     kind, role = _rollout(placement)
@@ -96,18 +107,18 @@ def _synchronous(
 
 
 def _asynchronous(
-    tokens: Floats, stages: Floats, placement: PlacementPlan, workload: Workload
+    tokens: Iterable[Floats], stages: Floats, age: float, placement: PlacementPlan, workload: Workload
 ) -> tuple[Floats, Floats, Floats]:
-    """The same where servers go on while ranks train."""
+    """The same where servers go on while ranks train. age: tokens that a response has on average while it runs."""
     kind, role = _rollout(placement)
     count, tp, running = (int(role.choice[name]) for name in ("servers", "tp", "running"))
     # What a server reads and is asked keeps its sequences waiting; both are of a whole step.
     prefill = float(prefill_seconds(workload.models[ROLLOUT], count * tp, tp, workload, kind))
     start_s = (prefill + workload.samples * kind.rates.request_s) * count / workload.samples
-    context = workload.prompt_tokens + _age(tokens)
+    context = workload.prompt_tokens + age
     batch = np.maximum(np.arange(running + 1, dtype=np.float64), 1)
     flow = Flow(
-        tokens=tokens.reshape(len(tokens), workload.prompts, -1),
+        tokens=(each.reshape(workload.prompts, -1) for each in tokens),
         train_s=stages + float(placement.phases["between stages"]),
         sync_s=float(placement.phases["sync"]),
         staleness=workload.staleness,
@@ -120,9 +131,9 @@ def _asynchronous(
     return step_s, busy_s, tail_s
 
 
-def _age(tokens: Floats) -> float:
+def _age(total: float, squares: float) -> float:
     """Tokens that a response has on average while it runs, E[L^2] / 2 E[L]: long ones run for longer."""
-    return float(np.square(tokens).sum() / (2 * tokens.sum()))
+    return float(squares / (2 * total))
 
 
 def _rollout(placement: PlacementPlan) -> tuple[Cluster, RolePlan]:
@@ -148,7 +159,7 @@ def _rollout_seconds(tokens: Floats, rollout: RolePlan, workload: Workload, clus
     width = np.diff(ends, prepend=0.0, axis=1)
     running = np.arange(ends.shape[1], 0, -1)
     seconds = step_model(workload, cluster, int(rollout.choice["tp"]), count)
-    context = workload.prompt_tokens + _age(tokens)
+    context = workload.prompt_tokens + _age(tokens.sum(), np.square(tokens).sum())
     spent = width * seconds(running.astype(np.float64), context)[None, :]
     slowest = int(np.argmax(spent.sum(axis=1)))
     fixed = sum(float(rollout.parts.get("rollout", {}).get(name, 0.0)) for name in ("prefill", "requests"))

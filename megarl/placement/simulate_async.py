@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +20,13 @@ from megarl.placement.lengths import Floats
 class Flow:
     """What is played.
 
-    tokens: [steps, groups, samples of one] of responses. train_s: [steps] seconds of the ranks. sync_s: of a weight sync, in
-    which servers wait. staleness: versions that samples may be behind. servers: how many. start_s: for which a sample that
-    begins keeps its server from the others. decode_s: [1 + running] of a server's step, by sequences in it; as many as this
-    has run at most.
+    tokens: [groups, samples of one] of responses for each step, which are asked for one step after another. train_s: [steps]
+    seconds of the ranks. sync_s: of a weight sync, in which servers wait. staleness: versions that samples may be behind.
+    servers: how many. start_s: for which a sample that begins keeps its server from the others. decode_s: [1 + running] of a
+    server's step, by sequences in it; as many as this has run at most.
     """
 
-    tokens: Floats
+    tokens: Iterable[Floats]
     train_s: Floats
     sync_s: float
     staleness: int
@@ -86,8 +87,11 @@ class _Server:
 class _Play:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self.steps, self.size, self.samples = flow.tokens.shape
-        self.tokens = flow.tokens.reshape(-1, self.samples)
+        self.coming = iter(flow.tokens)
+        first = next(self.coming)
+        self.steps, self.size, self.samples = len(flow.train_s), *first.shape
+        # Lengths of groups that are not admitted yet: no more are drawn than that.
+        self.tokens = deque(first)
         decode_s = flow.decode_s.tolist()
         self.servers = [_Server(decode_s) for _ in range(flow.servers)]
         self.running = np.zeros(flow.servers, np.int64)
@@ -105,11 +109,13 @@ class _Play:
     def admit(self, now_s: float) -> None:
         """Ask for as many groups as may wait, and let samples begin while a server has room."""
         ahead = (self.flow.staleness + self.collecting) * self.size
-        while self.admitted < len(self.tokens) and self.admitted - self.taken < ahead:
+        while self.admitted < self.steps * self.size and self.admitted - self.taken < ahead:
             group, self.admitted = self.admitted, self.admitted + 1
+            if not self.tokens:
+                self.tokens.extend(next(self.coming))
             self.version_of[group], self.left[group] = self.version, self.samples
             self.ages[self.version] += 1
-            self.queue.extend((group, float(tokens)) for tokens in self.tokens[group])
+            self.queue.extend((group, float(tokens)) for tokens in self.tokens.popleft())
         while self.queue:
             index = int(np.argmin(self.running))
             if self.running[index] >= self.most:
@@ -132,19 +138,25 @@ class _Play:
         self.expect(index)
         self.left[group] -= 1
         if not self.left[group]:
-            self.ages[self.version_of[group]] -= 1
+            del self.left[group]
+            version = self.version_of[group]
+            self.ages[version] -= 1
+            if not self.ages[version]:
+                del self.ages[version]  # of a long run there are many
             self.finished.append(group)
 
     def take(self, now_s: float) -> None:
         """The ranks begin a step, where they wait for one and what it takes is there."""
         last = self.version - self.flow.staleness
-        due = any(count for version, count in self.ages.items() if version <= last)
+        due = any(version <= last for version in self.ages)
         if not self.collecting or len(self.finished) < self.size or due:
             return
         # Stable: of others, those that finished first.
         chosen = sorted(self.finished, key=lambda group: self.version_of[group] > last)[: self.size]
         gone = set(chosen)
         self.finished = [group for group in self.finished if group not in gone]
+        for group in chosen:
+            del self.version_of[group]
         self.taken += self.size
         self.collecting = False
         heapq.heappush(self.events, (now_s + self.flow.train_s[self.version], -1, 0))

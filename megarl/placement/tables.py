@@ -209,9 +209,13 @@ def rollout_table(
         works = np.flatnonzero(np.isfinite(seconds.total))
         if len(works):
             break
-    rows = works[
-        within(held.total[works], seconds.total[works], choice.devices[works], cluster, (*space.memory_shares, 1.0))
+    # Servers that are fastest while samples of other steps fill them are others than those of a step by itself.
+    ways = (seconds.total, seconds.flow) if workload.staleness else (seconds.total,)
+    kept = [
+        within(held.total[works], each[works], choice.devices[works], cluster, (*space.memory_shares, 1.0))
+        for each in ways
     ]
+    rows = works[np.unique(np.concatenate(kept))]
     offloaded = np.repeat([rest for rest in (False, True) if cluster.device.offloads_to_host or not rest], len(rows))
     rows = np.tile(rows, len(offloaded) // max(len(rows), 1))
     return price_rollout(choice.take(rows), offloaded, workload, cluster, across=across)
@@ -260,6 +264,7 @@ def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Se
 
 def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> RoleBytes:
     """Bytes of a Megatron role of the workload under every choice. Under LoRA the reference is the actor without adapters."""
+    scored = workload.scores or (workload.lora is not None and REFERENCE in workload.models)
     use = Role(
         trained=role in TRAINED,
         head=has_head(role),
@@ -267,6 +272,7 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
         lora=workload.lora if role == ACTOR else None,
         shares=role == REFERENCE and workload.lora is not None,
         sequence=workload.longest_sample,
+        passes=role == CRITIC or (role == ACTOR and scored),
     )
     return role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
 

@@ -4,6 +4,7 @@ placement would now be predicted faster. Not for launching anything.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from megarl.placement.local import run_cluster
 from megarl.placement.placed import PlacementPlan
 from megarl.placement.prediction import STAGES
 from megarl.placement.recipe_plan import predict_recipe
-from megarl.placement.workload import Workload, read_model, recipe_workload
+from megarl.placement.workload import ROLLOUT, TRAINED, Workload, read_model, recipe_workload
 from megarl.recipe.load import load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
@@ -110,17 +111,34 @@ def cluster_of_run(run: PastRun) -> Cluster:
     return cluster
 
 
+def _as_it_was(run: PastRun, cluster: Cluster) -> PlacementPlan:
+    """What is predicted of the run's own placement on such nodes. What it offloaded of its servers they gave to ranks on their
+    devices: then the run had the nodes of its ranks, however many the cluster has."""
+    if run.recipe.rollout.offload and cluster.device.offloads_to_host:
+        cluster = cluster.of_nodes(math.ceil(run.recipe.cluster.devices / cluster.devices_per_node))
+    return predict_recipe(run.recipe, run.workload, cluster)
+
+
+def _as_measured(plan: PlacementPlan) -> dict[str, float]:
+    """Seconds by phase as a run's clock has them: sleeping and waking is part of the phase that needs it."""
+    seconds = {phase: float(plan.phases[phase]) for phase in (*PHASES, BETWEEN)}
+    for role in (role for pool in plan.pools for role in pool.roles):
+        phase = "rollout" if role.role == ROLLOUT else "train" if role.role in TRAINED else "prepare"
+        seconds[phase] += float(role.seconds.get("sleep and wake", 0.0))
+    return seconds
+
+
 def calibrated(run: PastRun, cluster: Cluster) -> Cluster:
     """The cluster with rates under which the run's own placement is predicted as it was measured."""
 
     def pairs(*phases: str) -> Callable[[Cluster], Pairs]:
         def of(each: Cluster) -> Pairs:
-            predicted = predict_recipe(run.recipe, run.workload, each).phases
-            return [(float(predicted[phase]), run.seconds[phase]) for phase in phases if run.seconds[phase] > 0]
+            predicted = _as_measured(_as_it_was(run, each))
+            return [(predicted[phase], run.seconds[phase]) for phase in phases if run.seconds[phase] > 0]
 
         return of
 
-    sync_s = run.seconds["sync"] - float(predict_recipe(run.recipe, run.workload, cluster).phases["sync"])
+    sync_s = run.seconds["sync"] - _as_measured(_as_it_was(run, cluster))["sync"]
     # What was between the stages includes the dispatch of samples.
     rates = replace(
         cluster.rates,
@@ -138,12 +156,13 @@ def calibrated(run: PastRun, cluster: Cluster) -> Cluster:
 
 def compare(run: PastRun, cluster: Cluster) -> Table:
     """What was predicted of the run's placement beside what was measured, by phase."""
-    predicted = predict_recipe(run.recipe, run.workload, cluster)
+    plan = _as_it_was(run, cluster)
+    predicted = _as_measured(plan)
     table = Table(title=f"One step of {run.folder}", title_justify="left")
     for column in ("phase", "predicted, s", "measured, s", "error"):
         table.add_column(column, justify="left" if column == "phase" else "right")
-    rows = {**{name: (float(predicted.phases[name]), seconds) for name, seconds in run.seconds.items()}}
-    rows["whole step"] = (float(predicted.step_s), run.step_s)
+    rows = {name: (predicted[name], seconds) for name, seconds in run.seconds.items()}
+    rows["whole step"] = (float(plan.step_s), run.step_s)
     for name, (mine, theirs) in rows.items():
         error = f"{mine / theirs - 1:+.0%}" if theirs else ""
         table.add_row(name, f"{mine:.3g}", f"{theirs:.3g}", error, end_section=name == BETWEEN)
@@ -164,7 +183,7 @@ def advice(folder: Path, cluster: Cluster | None = None) -> str | None:
     if run.recipe.rollout.external is not None:
         return None  # a search would place servers on the run's own devices
     known = calibrated(run, cluster or cluster_of_run(run))
-    mine = predict_recipe(run.recipe, run.workload, known).step_s
+    mine = _as_it_was(run, known).step_s
     best: PlacementPlan = plan_recipe(run.recipe, run.workload, known, top=1).best
     staleness = 0 if run.workload.staleness else 1
     other: PlacementPlan = plan_recipe(run.recipe, replace(run.workload, staleness=staleness), known, top=1).best

@@ -68,7 +68,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A role of a model at a layout. tokens: of a micro-batch on one data-parallel rank. use: train, or score (frozen)."""
+    """A role of a model at a layout. tokens: of a micro-batch on one data-parallel rank. use: train; score
+    (frozen); or both, log-probs as well as training."""
 
     model: str
     layout: Layout = field(default_factory=Layout)
@@ -88,6 +89,7 @@ class Case:
         said += [] if self.recompute == "none" else [f"recompute {self.recompute}{some}"]
         said += [] if self.head else ["score head"]
         said += ["frozen"] if self.use == "score" else []
+        said += ["with log-probs"] if self.use == "both" else []
         said += [f"LoRA {self.lora.rank}"] if self.lora else []
         return ", ".join(said)
 
@@ -136,7 +138,7 @@ def folder_of(case: Case, root: Path) -> Path:
 def measure(rank: Rank, case: Case, root: Path) -> Measured:
     """Run the role on this rank, as in a step: the second pass counts, when the optimizer has its state. Collective."""
     config = config_of(case, root)
-    trained = case.use == "train"
+    trained = case.use != "score"
     spec = RoleSpec(
         folder_of(case, root),
         case.dtype,  # type: ignore[arg-type]
@@ -166,10 +168,8 @@ def measure(rank: Rank, case: Case, root: Path) -> Measured:
             live.reset()
             if trained:
                 rank.update(ROLE, parts[mine], given)
-            elif case.head:
-                rank.logprobs(ROLE, parts[mine])
-            else:
-                rank.values(ROLE, parts[mine])
+            if case.use != "train":
+                (rank.logprobs if case.head else rank.values)(ROLE, parts[mine])
         held = engine._offload.device_bytes()
         return Measured(held["params"], held["grads"], held["optimizer"], live.peak)
 
@@ -202,10 +202,11 @@ def _fill(engine: Any) -> None:
 def predict(case: Case, root: Path) -> RoleBytes:
     """What the planner says of the fullest rank."""
     role = Role(
-        trained=case.use == "train",
+        trained=case.use != "score",
         head=case.head,
         lora=case.lora,
         sequence=case.tokens // SEQUENCES,
+        passes=case.use == "both",
     )
     choice = one_layout(case.layout, case.tokens, case.recompute, case.recompute_num_layers)
     each = 4 if case.dtype == "float32" else 2

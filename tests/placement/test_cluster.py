@@ -97,6 +97,8 @@ def test_pool_sizes_match_node_boundaries() -> None:
     sizes = make_cluster("H100", 34).pool_sizes()
     assert 17 * 8 not in sizes
     assert {16 * 8, 18 * 8, 32 * 8, 34 * 8} <= set(sizes)
+    smooth = [count for count in range(17, 331) if 2**8 * 3**5 * 5**3 % count == 0]
+    assert make_cluster("H100", 331).pool_sizes()[19:] == (*(8 * count for count in smooth), 331 * 8)
 
 
 def test_every_device_says_where_its_figures_are_from() -> None:

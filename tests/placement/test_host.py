@@ -103,6 +103,22 @@ def test_the_fullest_node_has_its_share_of_every_pool() -> None:
     assert kind == other and held == {OFFLOADED: 4, RANKS: 4 * other.rates.host_rank_bytes}
 
 
+def test_a_pool_of_many_nodes_is_looked_at_where_it_ends_and_once_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[PoolPlan] = []
+
+    def counted(each: PoolPlan) -> list[tuple[str, float]]:
+        looked.append(each)
+        return [(OFFLOADED, each.roles[0].host_bytes[OFFLOADED])]
+
+    monkeypatch.setattr("megarl.placement.host._of_device", counted)
+    many = make_cluster("H100", 100_000)
+    # Beside the first pool's last two devices the second has six of a node; it has all of those between, and two at its end.
+    pools = [pool(10, many, actor=5.0), pool(400_000, many, critic=1.0), pool(8, many, reference=2.0)]
+    assert fullest_node(pools)[0] == {OFFLOADED: 40.0}
+    assert len(looked) <= 3 * len(pools)
+    assert fullest_node([pool(2, many, actor=0.5), *pools[1:2]])[0] == {OFFLOADED: 8.0}
+
+
 def test_of_several_kinds_the_node_that_lacks_is_the_fullest() -> None:
     roomy, poor = replace(H100, host_bytes=1000 * GIB), replace(make_cluster("H20", 1), host_bytes=100 * GIB)
     pools = [pool(8, roomy, rollout=100.0 * GIB), pool(8, poor, rollout=20.0 * GIB)]

@@ -183,6 +183,19 @@ def test_every_choice_is_counted_as_it_is_alone() -> None:
         assert together.working[row] == mine.working[0] and together.state[row] == mine.state[0]
 
 
+def test_an_actor_that_is_asked_for_log_probs_holds_what_they_take_where_its_layers_keep_little() -> None:
+    cluster = make_cluster("H100", 1)
+
+    def working(*, scores: bool, **more: object) -> float:
+        work = workload(QWEN_7B, roles=("actor", "rollout", "reference"), scores=scores, **more)
+        choice = one_layout(Layout(world_size=8), 16384, "full")
+        return float(held_bytes("actor", choice, work, cluster).working[0])
+
+    frozen = float(role_bytes(QWEN_7B, one_layout(Layout(world_size=8), 16384), 2, FROZEN).working[0])
+    assert working(scores=True) >= frozen
+    assert working(scores=True, lora=Lora(rank=8)) == working(scores=False, lora=Lora(rank=8)) == frozen
+
+
 def test_the_table_of_devices_cuts_as_the_engine_does() -> None:
     for name, device in (("cpu", "cpu"), ("cuda", "H100")):
         platform = get_platform(name)  # type: ignore[arg-type]
@@ -197,6 +210,8 @@ MEASURED = (
     Case("dense, many words", dtype="bfloat16", tokens=128),
     Case("dense, many words", tokens=128, use="score"),
     Case("tied", dtype="bfloat16", recompute="full", tokens=128),
+    Case("dense, many words", dtype="bfloat16", recompute="full", tokens=512, use="both"),
+    Case("dense, many words", dtype="bfloat16", tokens=512, use="both"),
     Case("tied", tokens=32),
     Case("dense", dtype="bfloat16", recompute="full", recompute_num_layers=1, tokens=256),
     Case("experts", recompute="full", recompute_num_layers=3, tokens=128),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +12,16 @@ from hypothesis import strategies as st
 
 from megarl.core.layout import Layout
 from megarl.models.config import Mla
+from megarl.models.known_configs import known_config
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds, step_model
 from megarl.placement.lengths import lognormal
-from megarl.placement.links import all_gather_s, group_bytes_s
+from megarl.placement.links import all_gather_s, all_to_all_s, group_bytes_s
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
+from megarl.placement.workload import read_model
 from megarl.recipe.roles import Lora
 from tests.placement.samples import LATENT, LLAMA_7B, QWEN_7B, QWEN_30B_A3B, workload
 
@@ -62,6 +65,18 @@ def test_key_value_cache_by_hand() -> None:
     assert kv_bytes(QWEN_7B, np.array([1]), 2)[0] == 2 * 28 * 4 * 128 * 2
     assert kv_bytes(QWEN_7B, np.array([8]), 2)[0] == 2 * 28 * 1 * 128 * 2
     assert kv_bytes(LATENT, np.array([4]), 2)[0] == 4 * (128 + 16) * 2
+
+
+def test_a_servers_ranks_each_hold_routers_and_compressions_whole() -> None:
+    path = known_config(Path("deepseek-ai/DeepSeek-V3"))
+    assert path is not None
+    config = read_model(path.parent)
+    # 61 layers compress into 1,536 and 512 + 64; 58 choose among 256 experts.
+    uncut = 7168 * (61 * (1536 + 576) + 58 * 256)
+    weights = server_bytes(config, servers(32, 16, 0.9), CLUSTER, 2).weights[0]
+    assert weights == pytest.approx(2 * (uncut + (model_sizes(config).total - uncut) / 16))
+    assert weights > 1.02 * 2 * model_sizes(config).total / 16
+    assert server_bytes(QWEN_7B, servers(8, 4, 0.9), CLUSTER, 2).weights[0] == model_sizes(QWEN_7B).total * 2 / 4
 
 
 def test_rings_use_every_network_device_of_their_ranks() -> None:
@@ -120,6 +135,19 @@ def test_an_update_of_adapters_takes_less_with_experts_too() -> None:
     whole, some = (update_seconds(QWEN_30B_A3B, choice(8, ep=8), work, CLUSTER, lora=each) for each in (None, Lora()))
     assert some.compute[0] < 0.9 * whole.compute[0]
     assert some.gradients[0] < whole.gradients[0] / 5
+
+
+def test_ranks_that_share_an_experts_columns_gather_each_others_rows_and_scatter_their_sums() -> None:
+    """As Megatron's dispatcher has it: sent to the experts' ranks, gathered there; the outputs scattered, and sent back."""
+    work, cluster = workload(QWEN_30B_A3B), make_cluster("H100", 1)
+    shared = one_layout(Layout(ep=4, etp=2, world_size=8), 8192)
+    dealt = batches(work.samples, work, shared)
+    rows = dealt.tokens * 8 * 2048 * 2
+    layer = 2 * all_to_all_s(cluster, rows, 4, 2) + 2 * all_gather_s(cluster, 2 * rows, 2, 1)
+    assert score_seconds(QWEN_30B_A3B, shared, work, cluster).expert == pytest.approx(dealt.count * 48 * layer)
+    # Twice four neighbours are on two nodes.
+    far = replace(cluster, nodes=2, devices_per_node=4)
+    assert score_seconds(QWEN_30B_A3B, shared, work, far).expert > 3 * dealt.count * 48 * layer
 
 
 def test_a_latent_is_read_once_and_multiplied_as_key_and_as_value() -> None:

@@ -16,12 +16,16 @@ from rich.console import Console
 from megarl.core.errors import UserError
 from megarl.placement.cluster import make_cluster
 from megarl.placement.devices import GIB
+from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import lognormal
 from megarl.placement.page import gantt, page
-from megarl.placement.placed import PHASES, PlacementPlan, PoolPlan, RolePlan
+from megarl.placement.placed import PHASES, PlacementPlan, PoolPlan, RolePlan, why_lost
 from megarl.placement.plan import make_plan
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions
+from megarl.placement.space import Space, servers
+from megarl.placement.tables import rollout_table, served_bytes
+from megarl.placement.weight_sync import sync_seconds
 from megarl.placement.workload import ROLLOUT
 from megarl.run.plan import PlanOptions, run_plan
 from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
@@ -54,6 +58,31 @@ def test_an_asynchronous_rollout_hides_behind_training() -> None:
     assert flows.best.step_s < waits.best.step_s
     assert flows.best.asynchronous
     assert flows.best.step_s == pytest.approx(sum(flows.best.phases.values()))
+
+
+def test_servers_that_samples_of_other_steps_fill_are_chosen_by_how_fast_they_are_then() -> None:
+    """By itself a step wants servers of two devices; beside those before and after it, of one."""
+    responses = lognormal(1267, 0.9, 8192)
+    work = workload(
+        LLAMA_7B, GRPO, prompts=256, samples_per_prompt=8, responses=responses, longest_sample=9216, max_running=256
+    )
+    every = servers(Space(), LLAMA_7B, [8], 8)
+    held = served_bytes(every, work, CLUSTER)
+    for staleness in (0, 1):
+        some = replace(work, staleness=staleness)
+        seconds = rollout_seconds(LLAMA_7B, every, held, some, CLUSTER)
+        least = float((seconds.flow if staleness else seconds.total).min())
+        table = rollout_table(some, CLUSTER, Space(), [8])
+        costs = table.flowing.cost[:, 3] if staleness else table.separate.cost[:, 0]
+        assert costs.min() == pytest.approx(least + sync_seconds(LLAMA_7B, some, CLUSTER)[0])
+    assert every.tp[seconds.flow.argmin()] < every.tp[seconds.total.argmin()]
+
+
+def test_why_a_placement_lost_is_not_said_of_one_that_is_faster() -> None:
+    best = make_plan(workload(QWEN_7B, GRPO), CLUSTER, top=1).best
+    faster = replace(best, step_s=best.step_s - 2.0, phases={**best.phases, "rollout": best.phases["rollout"] - 2.0})
+    assert why_lost(faster, best) == "2 s faster than the pick: the search did not come upon it"
+    assert why_lost(best, faster).startswith("rollout takes")
 
 
 def test_a_critic_on_devices_of_its_own_learns_beside_the_next_rollout() -> None:
@@ -135,6 +164,20 @@ def test_one_kind_beside_another_that_is_too_small_is_used_alone() -> None:
     plan = make_plan(workload(QWEN_7B, GRPO), tiny)
     assert plan.best.step_s == make_plan(workload(QWEN_7B, GRPO), tiny.kinds[0]).best.step_s
     assert {pool.kind.device.name for pool in plan.best.pools} == {"H100"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_where_nothing_fits_every_kind_of_nodes_says_why_and_how_many_of_it_would_do(order: tuple[int, int]) -> None:
+    kinds = [make_cluster("L4", 1, 1), make_cluster("L40S", 1, 1)]
+    first, second = (kinds[index] for index in order)
+    with pytest.raises(UserError) as caught:
+        make_plan(workload(LLAMA_7B), replace(first, others=(second,)))
+    said = str(caught.value).partition("= 1 device. On ")[2]
+    for kind, told in zip((first, second), said.split(" On ", 1), strict=True):
+        assert told.startswith(f"{kind.describe()}: actor") and f"{kind.usable_bytes / GIB:.1f} GiB" in told
+        with pytest.raises(UserError) as alone:
+            make_plan(workload(LLAMA_7B), kind)
+        assert told.partition(": ")[2] == str(alone.value).partition(": ")[2]
 
 
 def _of(placement: PlacementPlan, role: str) -> RolePlan:

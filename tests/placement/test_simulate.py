@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -83,6 +84,18 @@ def test_the_longest_response_is_waited_for_where_it_may_get_no_older(staleness:
     assert best.asynchronous
     played = simulate(best, work, 24, NO_FAILURES)
     assert played.step_s[4:-2].mean() == pytest.approx(best.step_s, rel=0.15)
+
+
+def test_lengths_of_all_steps_are_not_held_at_once() -> None:
+    best = make_plan(WORK, CLUSTER, top=1).best
+    simulate(best, WORK, 1, NO_FAILURES)
+    peaks = []
+    for steps in (2, 30):
+        tracemalloc.start()
+        simulate(best, WORK, steps, NO_FAILURES)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 2 * WORK.samples * 8  # of 28 steps more
 
 
 def test_sixteen_thousand_devices_are_played() -> None:

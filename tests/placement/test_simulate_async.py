@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from bench.support.rollout_simulation import Driver, World, lengths_of, make_recipe
 from bench.support.virtual_time import run_virtual
+from megarl.placement import simulate_async
+from megarl.placement.lengths import Floats
 from megarl.placement.simulate_async import Flow, play
 from megarl.rollout.tasks import GroupTask
 
@@ -55,6 +58,34 @@ def test_a_step_waits_for_what_no_later_one_may_train_on() -> None:
     played = play(Flow(tokens, np.ones(3), 0.0, 1, 1, 0.0, np.ones(5)))
     # The first step takes two that ended at 1, ends at 2; the second waits until 9.
     assert list(played.end_s) == [2, 10, 11]
+
+
+def test_a_long_run_holds_no_more_than_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held, and looked through at every event, is of the groups under way; lengths are drawn as they are asked for."""
+    played: list[simulate_async._Play] = []
+    drawn: list[int] = []
+
+    class Watched(simulate_async._Play):
+        def __init__(self, flow: Flow) -> None:
+            super().__init__(flow)
+            played.append(self)
+
+        def take(self, now_s: float) -> None:
+            super().take(now_s)
+            assert len(drawn) <= self.version + 3
+            assert max(map(len, (self.ages, self.version_of, self.left))) <= 2 * 2 * self.size
+
+    def lengths() -> Iterator[Floats]:
+        for step in range(50):
+            drawn.append(step)
+            yield np.full((4, 2), 1.0 + step % 7)
+
+    monkeypatch.setattr(simulate_async, "_Play", Watched)
+    ends = play(Flow(lengths(), np.full(50, 3.0), 0.0, 1, 2, 0.0, np.ones(5))).end_s
+    monkeypatch.undo()
+    whole = np.array([np.full((4, 2), 1.0 + step % 7) for step in range(50)])
+    assert list(ends) == list(play(Flow(whole, np.full(50, 3.0), 0.0, 1, 2, 0.0, np.ones(5))).end_s)
+    assert len(drawn) == 50 and not played[0].left and len(played[0].version_of) == len(played[0].finished)
 
 
 @pytest.mark.parametrize(("staleness", "ratio"), [(1, 0.5), (1, 1.0), (2, 1.0), (4, 1.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from megarl.core.errors import UserError
-from megarl.placement.cluster import Cluster
+from megarl.models.known_configs import known_config
+from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.local import host_cluster
 from megarl.placement.recipe_plan import predict_recipe
 from megarl.placement.workload import read_model, recipe_workload
@@ -103,6 +105,40 @@ def test_calibrated_rates_predict_the_run_itself(tmp_path: Path) -> None:
     console.print(compare(run, before))
     text = console.export_text()
     assert "prepare" in text and "2.44" in text and "%" in text
+
+
+def test_sleeping_and_waking_counts_once_and_servers_stay_on_the_ranks_devices(tmp_path: Path) -> None:
+    """A run whose clock has it in the phases that need it, held against one node, which it had, and against four."""
+    path, node = known_config(Path("Qwen/Qwen3-4B")), make_cluster("H100", 1)
+    assert path is not None
+    words = ["cluster.devices=8", "rollout.servers=8", "eval.overlap=false", "rollout.offload=[weights, kv_cache]"]
+    words += ["actor.offload=[grads, params, optimizer]", "rollout.server_args=[--mem-fraction-static, '0.6']"]
+    loaded = load_recipe(Path("recipes/qwen3_4b_grpo_8.yaml"), [f"model.path={path.parent}", *words], Recipe)
+    (tmp_path / RECIPE_FILE).write_text(dump_yaml(loaded.resolved))
+    plan = predict_recipe(loaded.recipe, recipe_workload(loaded.recipe, read_model(path.parent), None, 150.0), node)
+    slept = {role.role: role.seconds["sleep and wake"] for pool in plan.pools for role in pool.roles}
+    assert min(slept["rollout"], 6 * slept["actor"]) > 2
+    measured = {
+        "rollout/prompt_len_mean": 150.0,
+        "rollout/response_len_mean": recipe_workload(loaded.recipe, read_model(path.parent)).responses.mean,
+        "perf/rollout_s": plan.phases["rollout"] + slept["rollout"],
+        "perf/reference_s": plan.phases["prepare"] + slept["reference"],
+        "perf/update_s": plan.phases["train"] + slept["actor"],
+        "perf/sync_s": plan.phases["sync"],
+        "perf/step_s": plan.step_s,
+    }
+    rows = [json.dumps({"step": step} | {name: float(each) for name, each in measured.items()}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    run = read_run(tmp_path)
+    for cluster in (node, node.of_nodes(4)):
+        known = calibrated(run, cluster)
+        assert known.nodes == cluster.nodes
+        after = predict_recipe(run.recipe, run.workload, known.of_nodes(1))
+        assert after.step_s == pytest.approx(plan.step_s, rel=0.005)
+        console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(compare(run, cluster))
+        errors = re.findall(r"([+-]\d+)%", console.export_text())
+        assert len(errors) == 6 and {int(each) for each in errors} == {0}
 
 
 def predicted_rows(folder: Path, overrides: tuple[str, ...], cluster: Cluster) -> list[dict[str, float]]:
