@@ -217,11 +217,10 @@ class _Episode:
         settings = self._settings
         if settings.tools is None:
             return None
-        began = time.monotonic()
+        template, began = settings.template, time.monotonic()
         try:
-            used = await settings.tools.use(
-                settings.template.text_with_marks(answer.token_ids.tolist()), self.tally.turns
-            )
+            said = template.behind_thinking(template.text_with_marks(answer.token_ids.tolist()))
+            used = await settings.tools.use(said, self.tally.turns)
         finally:
             self.tally.tools_s += time.monotonic() - began
         if used is None:

@@ -108,13 +108,15 @@ class Model:
         if not tools or template is None or self._parser is None:
             return choice
         text = template.text_with_marks(generation.token_ids.tolist())
-        parsed = await read_calls(self._parser, text, tools)
+        said = template.behind_thinking(text)
+        parsed = await read_calls(self._parser, said, tools)
         if parsed.unread:
             return replace(choice, text=text)  # what nobody can read is shown as it was written
         if not parsed.calls:
             return choice
         whole: Finish = "tool_calls" if finish == "stop" else "length"
-        return replace(choice, text=parsed.text, calls=named(parsed, turn), finish=whole)
+        beside = text[: len(text) - len(said)] + parsed.text
+        return replace(choice, text=beside, calls=named(parsed, turn), finish=whole)
 
     async def close(self) -> None:
         """Close the parser's connections."""

@@ -374,6 +374,25 @@ def test_tools_of_the_agent_stand_in_the_prompt_and_their_calls_are_read() -> No
     assert_exact(sample, fake)
 
 
+def test_a_call_within_thinking_is_a_part_of_the_text() -> None:
+    async def with_tools(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        messages: list[Any] = [*row.messages]
+        first = await client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])
+        [choice] = first.choices
+        [call] = choice.message.tool_calls or []
+        assert call.type == "function" and call.function.arguments == '{"left": 1}'
+        assert choice.message.content == "<think>high 2</think>"
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "ab"}]
+        last = await client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])
+        assert last.choices[0].finish_reason == "stop" and last.choices[0].message.tool_calls is None
+        return 1.0
+
+    fake = writing("<think>high 2</think>1", "<think>2</think>b")
+    [sample] = harnessed(fake, with_tools, parser=FakeReader())
+    assert sample.reward == 1.0 and sample.metadata.get("failure") is None
+    assert_exact(sample, fake)
+
+
 def test_a_call_nested_deeper_than_json_is_written_costs_nothing() -> None:
     arguments = f'{{"left": {"[" * 300}{"]" * 300}}}'
 
