@@ -266,7 +266,6 @@ def fails(where: str, wrong: Callable[[], Any]) -> tuple[Sample, Bad]:
         ("step", lambda: Turn([]), "step gave []; wanted is a list of messages"),
         ("step", lambda: Turn([{"role": "assistant", "content": "x"}]), "only the policy writes these"),
         ("step", lambda: Done(float("nan")), "step gave nan as a reward; wanted is a finite number"),
-        ("step", lambda: Done(True), "step gave True as a reward"),
         ("step", lambda: Done(1.0, {"a b": 1.0}), "a metric 'a b'"),
         ("step", lambda: Done(1.0, {"a": "x"}), "step gave 'x' as the metric a"),
         ("step", lambda: Done(1.0, None), "step gave None as metrics; wanted are numbers by name"),  # type: ignore[arg-type]
@@ -293,6 +292,13 @@ def test_what_an_environment_does_wrong_costs_its_episode_alone(where: str, wron
             "user",
             "assistant",
         ]
+
+
+def test_a_comparison_is_a_reward_as_it_is_for_graders() -> None:
+    sample, _ = fails("step", lambda: Done(True, {"solved": np.bool_(True)}))  # type: ignore[dict-item]
+    assert sample.metadata.get("failure") is None
+    reward = sample.metadata["turn_rewards"][-1]
+    assert type(reward) is float and (reward, sample.numbers["by/solved"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("number", [np.float32, np.int64, np.float64])
