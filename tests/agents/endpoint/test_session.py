@@ -12,6 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from megarl.agents.endpoint import session
+from megarl.agents.endpoint.model import Model
+from megarl.agents.endpoint.text_matching import KnownText
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.environments.guess_number import GuessNumber
 from megarl.agents.template import QUICK, ChatTemplate
@@ -23,6 +25,7 @@ from tests.agents.endpoint.harnesses import END, MODEL, TOKENIZER, guess, harnes
 from tests.agents.playing import make_settings, play
 from tests.agents.test_tokens import assert_exact
 from tests.agents.test_tools import FakeReader
+from tests.support.llama2 import llama2_tokenizer
 
 TURNS = ("50", "25", "what?", " 40 ", "45", "42")
 
@@ -470,6 +473,17 @@ def test_completions_go_on_with_a_text() -> None:
     assert sample.metadata.get("failure") is None
     assert TOKENIZER.decode([*sample.prompt.token_ids, *sample.response_ids]) == "high12] low42<|im_end|>"
     assert_exact(sample, fake)
+
+
+def test_a_text_that_goes_on_gets_no_blank_of_the_tokenizer_s() -> None:
+    tokenizer = llama2_tokenizer()
+    model, known = Model(MODEL, tokenizer, None), KnownText()
+    begun = known.extended("1", [], model).ids.tolist()
+    assert tokenizer.convert_ids_to_tokens(begun)[-2:] == ["▁", "1"]  # where a text begins, the tokenizer puts one
+    known.told("1")
+    for told, pieces in (("2", ["2"]), (" 2", ["▁", "2"]), ("", [])):
+        found = known.extended("1" + told, [], model)
+        assert (tokenizer.convert_ids_to_tokens(found.ids.tolist()), found.shown) == (pieces, told)
 
 
 def test_completions_go_on_with_token_ids() -> None:
