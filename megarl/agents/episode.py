@@ -117,7 +117,10 @@ class Episodes:
     async def close(self) -> None:
         """Close what tools need and environments share, and end environments' processes."""
         if self._settings.close is not None:
-            await self._settings.close()
+            try:
+                await within(self._settings.close, CLOSE_S, "close")
+            except EnvironmentFailedError as error:  # a user's: the rest is closed all the same
+                log.warning("what environments share: %s\n%s", error, error.trace)
         if self._settings.processes is not None:
             await self._settings.processes.close()
         if self._settings.tools is not None:

@@ -316,6 +316,22 @@ def test_half_a_character_is_told_as_a_question_mark() -> None:
     assert sample.metadata.get("failure") is None and "?c" in sample.prompt.text
 
 
+def test_what_environments_share_may_fail_to_close() -> None:
+    """It is a user's, and what else episodes hold is closed all the same."""
+    closed: list[str] = []
+
+    async def fails_to() -> None:
+        raise KeyError("no such door")
+
+    class Tools:
+        async def close(self) -> None:
+            closed.append("tools")
+
+    settings = make_settings(counting(), TOKENIZER, close=fails_to, tools=Tools())
+    asyncio.run(Episodes(settings).close())
+    assert closed == ["tools"]
+
+
 def test_an_environment_that_does_not_heed_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "GRACE_S", 0.1)
     began = time.monotonic()
