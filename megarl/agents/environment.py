@@ -138,7 +138,7 @@ def _messages(found: object, where: Literal["start", "step"]) -> list[Message]:
 
 def _number(value: Any, who: str, what: str) -> None:
     try:
-        finite = not isinstance(value, bool | str | bytes) and abs(float(value)) <= MAX_REWARD  # nan is not
+        finite = not isinstance(value, str | bytes) and abs(float(value)) <= MAX_REWARD  # nan is not
     except Exception:  # of a tensor with several numbers it is a RuntimeError
         finite = False
     if not finite:

@@ -29,13 +29,17 @@ CLOSE_S = 10.0  # for an environment to close after nobody waits for that any mo
 
 
 class _Home:
-    """One environment's thread and event loop."""
+    """One environment's thread and event loop. Raises OSError or RuntimeError where the process may have no more of them."""
 
     def __init__(self, make: Make) -> None:
         self._make = make
         self._environment: Environment | None = None
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="environment", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="environment", daemon=True).start()
+        except RuntimeError:
+            self._loop.close()
+            raise
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Call it, after what was called before has given its thread back."""
@@ -83,8 +87,15 @@ class _Worker:
                     home.cancel(running, call.method)
             return
         if asked.method == "start":
-            self._homes[asked.environment] = _Home(self._make)
-        home = self._homes[asked.environment]
+            try:
+                self._homes[asked.environment] = _Home(self._make)
+            except (OSError, RuntimeError) as error:  # of one too many: the others of this process go on
+                self._say(Answer(asked.number, error=f"{in_words(error)}: its process has {len(self._homes)} of them"))
+                return
+        home = self._homes.get(asked.environment)
+        if home is None:  # one that did not start is closed
+            self._say(Answer(asked.number, pickle.dumps(None)))
+            return
         running = home.call(asked.method, asked.arguments)
         self._running[asked.number] = asked, running
         running.add_done_callback(lambda ended: self._ended(asked, home, ended))

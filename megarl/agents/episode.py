@@ -117,7 +117,10 @@ class Episodes:
     async def close(self) -> None:
         """Close what tools need and environments share, and end environments' processes."""
         if self._settings.close is not None:
-            await self._settings.close()
+            try:
+                await within(self._settings.close, CLOSE_S, "close")
+            except EnvironmentFailedError as error:  # a user's: the rest is closed all the same
+                log.warning("what environments share: %s\n%s", error, error.trace)
         if self._settings.processes is not None:
             await self._settings.processes.close()
         if self._settings.tools is not None:
@@ -217,11 +220,10 @@ class _Episode:
         settings = self._settings
         if settings.tools is None:
             return None
-        began = time.monotonic()
+        template, began = settings.template, time.monotonic()
         try:
-            used = await settings.tools.use(
-                settings.template.text_with_marks(answer.token_ids.tolist()), self.tally.turns
-            )
+            said = template.behind_thinking(template.text_with_marks(answer.token_ids.tolist()))
+            used = await settings.tools.use(said, self.tally.turns)
         finally:
             self.tally.tools_s += time.monotonic() - began
         if used is None:

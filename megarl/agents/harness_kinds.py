@@ -54,7 +54,7 @@ class FunctionHarness:
             found = await self._function(url, key, row)
             if found is None or isinstance(found, Done):
                 return found if found is None else check_done(found, "the harness")
-            if isinstance(found, bool) or not hasattr(found, "__float__"):
+            if not hasattr(found, "__float__"):
                 raise EnvironmentFailedError(
                     f"the harness gave a {type(found).__name__}; wanted is its reward, a number, or Done, or nothing where it "
                     "was reported at the endpoint"

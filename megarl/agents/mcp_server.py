@@ -50,20 +50,21 @@ class McpServer:
         """What a tool gives, as text. Raises EnvironmentFailedError where the server says that it failed.
 
         A server that ended is started, or looked for, anew by the next call; this one has failed. So is one that hangs: after a
-        call that was given up it is asked for its tools. One that starts for longer than a call may take goes on starting for the
-        next.
+        call that was given up, or answered with what is no answer, it is asked for its tools. One that starts for longer than a
+        call may take goes on starting for the next.
         """
         ready = await self._connection_made()
         client = await asyncio.shield(ready)
         try:
             result = await client.call_tool(name, dict(arguments))
         except asyncio.CancelledError:
-            if ready is self._ready and (self._look is None or self._look.done()):
-                self._look = asyncio.create_task(self._look_at(ready, client))
+            self._look_later(ready, client)
             raise
         except Exception as error:
             if _gone(error):
                 self._left(ready, f"is gone ({error})")
+            elif _wrong(error):
+                self._look_later(ready, client)
             raise
         text = _text(result)
         if result.is_error:
@@ -80,6 +81,10 @@ class McpServer:
             if cursor is None:
                 return schemas
 
+    def _look_later(self, ready: asyncio.Future[Client], client: Client) -> None:
+        if ready is self._ready and (self._look is None or self._look.done()):
+            self._look = asyncio.create_task(self._look_at(ready, client))
+
     async def _look_at(self, ready: asyncio.Future[Client], client: Client) -> None:
         """Leave a server that answers nothing any more; one that is at a long call answers others."""
         try:
@@ -87,7 +92,7 @@ class McpServer:
         except TimeoutError:
             self._left(ready, f"has not answered for {self._look_s:g} s")
         except Exception as error:
-            if _gone(error):
+            if _gone(error) or _wrong(error):
                 self._left(ready, f"is gone ({error})")
 
     def _left(self, ready: asyncio.Future[Client], why: str) -> None:
@@ -211,11 +216,21 @@ def _target(where: str) -> Any:
 
 
 def _gone(error: Exception) -> bool:
-    """Whether there is no connection any more; other errors are the server's answers."""
+    """Whether there is no connection any more; other errors are the server's answers, or of what it answered."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
-    return not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED or "Session terminated" in str(error)
+    if isinstance(error, MCPError):
+        return error.code == CONNECTION_CLOSED or "Session terminated" in str(error)
+    return not _wrong(error)
+
+
+def _wrong(error: Exception) -> bool:
+    """Whether the client refused an answer, such as one that is not of the tool's own schema.
+
+    Calls of others are at the same server, and it may go on. A client that is closed raises the same.
+    """
+    return isinstance(error, RuntimeError | ValueError)
 
 
 def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,8 @@ QUICK = 2**20  # characters that are tokenised in about a second
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _TALK = ("Name a colour.", "Blue.", "Another one.", "Red.", "The last one.")
 _THOUGHTS = "<think>\nThe sky has one.\n</think>\n\n"
+# What thinking stands between: of Qwen, DeepSeek, GLM and others; of Mistral.
+_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 class ChatTemplate:
@@ -126,6 +128,22 @@ class ChatTemplate:
         """What the policy wrote with its special tokens, but for the one that ended its turn: what parsers of calls read."""
         kept = ids[:-1] if len(ids) and int(ids[-1]) in self._special else ids
         return self.shown(kept)
+
+    def behind_thinking(self, text: str) -> str:
+        """What a turn of the policy's says behind the thinking that it begins with: calls within that are only thought of.
+
+        Thinking without an end stays: as SGLang has it for Qwen's reasoning, a call may have ended it.
+        """
+        for opens, closes in _THINKING:
+            if self._opened.endswith(opens) or text.lstrip().startswith(opens):
+                _, found, said = text.partition(closes)
+                return said if found else text
+        return text
+
+    @cached_property
+    def _opened(self) -> str:
+        """How a turn of the policy's begins: some templates open its thinking."""
+        return self._text([ASKED], generation_prompt=True).rstrip()
 
     def shown(self, ids: Sequence[int] | TokenArray) -> str:
         """What ids stand for, special tokens too."""

@@ -23,7 +23,8 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import MARGIN_S
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import CoordinatorDiedError, WorkerDiedError
+from megarl.core.errors import CoordinatorDiedError, MegarlError, WorkerDiedError
+from megarl.core.log import get_logger
 from megarl.core.log_tail import own_words
 from megarl.core.types import BatchInfo
 from megarl.recipe.functions import needs_one_collector
@@ -31,9 +32,12 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout.drift import learns
 from megarl.rollout.local_advantages import column_names
 
+log = get_logger(__name__)
+
 UNKNOWN = ProcessFacts(0, "?")
 # What one collector's core can read, grade and pack beside asking: docs/rollout.md.
 SERVERS_A_COLLECTOR = 32
+END_S = 60.0  # for a collector to end episodes under way, environments, tools and graders, each of which has a deadline
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,16 @@ class Samples:
         return bool(self.wait(ask, "data", self.recipe.deadlines.save_s))
 
     def close(self) -> None:
-        """The book has to add up; the processes end with the run. Raises LedgerError."""
+        """The book has to add up, and what plays episodes gives back what it holds; the processes end with the run.
+
+        Raises LedgerError.
+        """
         self.wait(self.coordinator.handle.close.remote(), "end", self.recipe.deadlines.sync_s)
+        ends = [Call(worker, worker.handle.close.remote()) for worker in self.collectors.workers]
+        try:
+            self.wait_all(ends, "end", END_S)
+        except MegarlError as error:  # of a user's code, and what the run has made is whole
+            log.warning("a collector did not end in order: %s", error)
 
     def _coordinator_died(self, how: str) -> None:
         worker = self.coordinator

@@ -175,18 +175,27 @@ def _with_suffix(prompt: str | list[Message], suffix: str) -> str | list[Message
 
 def _answer(row: Row, answer_key: str, data: Data) -> str:
     answer = row.get(answer_key, "the answer, data.answer_key")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
         raise UserError(
             f"{row.where}, field {answer_key!r}: the answer is {json_type(answer)}; wanted is a string or a number."
         )
-    if isinstance(answer, float) and not math.isfinite(answer):
+    if isinstance(answer, float | Decimal) and not math.isfinite(answer):
         raise UserError(
             f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
         )
-    # Digits alone: Python would write 0.00001 as 1e-05, which is no answer that a model gives; nor is 5.0, which a column of
-    # whole numbers becomes where one is missing.
-    text = format(Decimal(repr(answer)), "f").removesuffix(".0") if isinstance(answer, float) else str(answer)
+    text = answer if isinstance(answer, str) else _digits(answer)
     return _final_answer(text, row, answer_key) if data.final_answer else text
+
+
+def _digits(number: int | float | Decimal) -> str:
+    """Digits alone: Python would write 0.00001 as 1e-05, which is no answer that a model gives.
+
+    Nor is 5.0, which a column of whole numbers becomes where one is missing, or 5.00, as a column of Parquet's decimals has it.
+    """
+    if isinstance(number, int):
+        return str(number)
+    text = format(Decimal(str(number)), "f")
+    return text.rstrip("0").removesuffix(".") if "." in text else text
 
 
 def _final_answer(answer: str, row: Row, key: str) -> str:

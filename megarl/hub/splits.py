@@ -34,7 +34,7 @@ def split_pattern(files: Sequence[str], card: str, config: str | None, split: st
     if found is None:
         found = _by_name(files, config, split, about)
     if not found:
-        raise UserError(f"{about}: no file of the split {split!r} is there. {_listed(files)}")
+        raise UserError(f"{about}: no file of the split {split!r} is there. {_saved(files, split) or _listed(files)}")
     wrong = sorted({PurePosixPath(file).suffix for file in found if PurePosixPath(file).suffix not in READ})
     if wrong:
         raise UserError(
@@ -183,6 +183,18 @@ def _common_start(words: Sequence[str]) -> str:
 def _near(name: str, there: Any) -> str:
     near = get_close_matches(name, list(there), n=1)
     return f"{f' Did you mean {near[0]!r}?' if near else ''} There are: {', '.join(there) or 'none'}."
+
+
+def _saved(files: Sequence[str], split: str) -> str:
+    """What to do with a folder of `save_to_disk`; empty where it is none."""
+    names = {PurePosixPath(file).name for file in files}
+    if not names & {"dataset_dict.json", "state.json"} or not any(name.endswith(".arrow") for name in names):
+        return ""
+    of_split = f"[{split!r}]" if "dataset_dict.json" in names else ""
+    return (
+        "It was written by save_to_disk of the package datasets, in Arrow's own form, which megarl does not read. Write it "
+        f'again: datasets.load_from_disk(FOLDER){of_split}.to_parquet("{split}.parquet").'
+    )
 
 
 def _listed(files: Sequence[str]) -> str:

@@ -23,7 +23,8 @@ _SIDE_BY_SIDE = re.compile(r"(?<![_^\d.])\d[\d.]*(?:\s|\\[,;:! ]|\\q?quad|~)+\d+
 _DOTS = re.compile(r"\\[lcd]?dots[a-z]*|\.\.\.|…")
 _RATIO = re.compile(r"\d{1,1000}(?:\s*:\s*\d{1,1000})+")  # Python reads numbers of no more than 4300 digits
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
-_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{5,}|true|[A-Z][a-z]{2,}")  # shorter ones are products as well
+_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{5,}|(?i:yes|no|true)|[A-Z][a-z]{2,}")  # other short ones are products as well
+_BEGUN = re.compile(r"[A-Z]?[a-z]{2,}")  # a capital begins a sentence: `Even` is `even`
 _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}|\\(?:angle|triangle)\b|[$\s]"
 )
@@ -51,9 +52,12 @@ def by_text(found: str, wanted: str) -> bool | None:
     """Whether two answers are equal, where their text alone decides; None where algebra may."""
     if any(form.search(text) for form in (_DOTS, _SIDE_BY_SIDE) for text in (found, wanted)):
         return same_text(found, wanted)
-    words = _WRAPPED.sub(r"\1", found), _WRAPPED.sub(r"\1", wanted)
+    words = [_WRAPPED.sub(r"\1", text).removesuffix(".") for text in (found, wanted)]
+    same = words[0].casefold() == words[1].casefold()
     if all(_WORD.fullmatch(word) for word in words):
-        return words[0].casefold() == words[1].casefold()
+        return same
+    if same and all(_BEGUN.fullmatch(word) for word in words):
+        return True
     ratios = [_RATIO.fullmatch(text.strip("$ ")) for text in (found, wanted)]
     if any(ratios):
         return _ratios(found.strip("$ "), wanted.strip("$ "))

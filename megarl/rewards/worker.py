@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import inspect
 import os
 import pickle
 import signal
@@ -39,7 +40,11 @@ def frame(value: object) -> bytes:
 def grade(function: RewardFn, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
     """The function's grade, or why there is none: `error: ...` or `not a number: ...`."""
     try:
-        return number(function(prompt=prompt, response=response, answer=answer, metadata=metadata))
+        found = function(prompt=prompt, response=response, answer=answer, metadata=metadata)
+        if inspect.iscoroutine(found):  # of one that a decorator has wrapped in a plain function
+            found.close()
+            return failed("not a number: it gave a coroutine; a reward function returns the number itself")
+        return number(found)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
         return failed(f"error: {type(error).__name__}: {_words(error)}")
 

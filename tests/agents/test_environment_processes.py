@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import queue
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 from megarl.agents import patience
 from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, Response
 from megarl.agents.environment_processes import EnvironmentProcesses
+from megarl.agents.environment_wire import Answer, Call
+from megarl.agents.environment_worker import _Worker
 from megarl.agents.environments.guess_number import GuessNumber
 from megarl.agents.player import open_player
 from megarl.core.types import Sample, Status
@@ -56,6 +60,26 @@ def test_all_that_block_do_so_side_by_side_in_as_many_processes(tmp_path: Path) 
     pids = [sample.numbers["by/pid"] for sample in samples]
     assert sorted(map(pids.count, pids)) == [3] * 6
     assert len([*tmp_path.glob("close-*")]) == 6
+
+
+def test_one_too_many_costs_itself_and_not_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a thread and open files, of which a process may have so many."""
+
+    def no_more() -> None:
+        raise OSError(24, "Too many open files")
+
+    said: queue.Queue[Answer] = queue.Queue()
+    worker = _Worker(GuessNumber, said.put)
+    worker.take(Call(0, 0, "start", (ROW,)))
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "new_event_loop", no_more)
+        worker.take(Call(1, 1, "start", (ROW,)))
+    worker.take(Call(2, 1, "close"))
+    answers = {answer.number: answer for answer in (said.get(timeout=20) for _ in range(3))}
+    assert answers[1].error == "OSError: [Errno 24] Too many open files: its process has 1 of them"
+    assert answers[0].error == answers[2].error == ""
+    worker.take(Call(3, 0, "close"))
+    assert said.get(timeout=20) == Answer(3, pickle.dumps(None))
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,6 @@ def fails(where: str, wrong: Callable[[], Any]) -> tuple[Sample, Bad]:
         ("step", lambda: Turn([]), "step gave []; wanted is a list of messages"),
         ("step", lambda: Turn([{"role": "assistant", "content": "x"}]), "only the policy writes these"),
         ("step", lambda: Done(float("nan")), "step gave nan as a reward; wanted is a finite number"),
-        ("step", lambda: Done(True), "step gave True as a reward"),
         ("step", lambda: Done(1.0, {"a b": 1.0}), "a metric 'a b'"),
         ("step", lambda: Done(1.0, {"a": "x"}), "step gave 'x' as the metric a"),
         ("step", lambda: Done(1.0, None), "step gave None as metrics; wanted are numbers by name"),  # type: ignore[arg-type]
@@ -295,6 +294,13 @@ def test_what_an_environment_does_wrong_costs_its_episode_alone(where: str, wron
         ]
 
 
+def test_a_comparison_is_a_reward_as_it_is_for_graders() -> None:
+    sample, _ = fails("step", lambda: Done(True, {"solved": np.bool_(True)}))  # type: ignore[dict-item]
+    assert sample.metadata.get("failure") is None
+    reward = sample.metadata["turn_rewards"][-1]
+    assert type(reward) is float and (reward, sample.numbers["by/solved"]) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("number", [np.float32, np.int64, np.float64])
 def test_numbers_may_be_those_of_numpy(number: Callable[[float], Any]) -> None:
     sample, _ = fails("step", lambda: Done(number(2), {"solved": number(1)}))
@@ -308,6 +314,22 @@ def test_half_a_character_is_told_as_a_question_mark() -> None:
     assert sample.metadata.get("failure") is None and "a?b" in sample.response_text
     sample, _ = fails("start", lambda: [{"role": "user", "content": "\ud800c"}])
     assert sample.metadata.get("failure") is None and "?c" in sample.prompt.text
+
+
+def test_what_environments_share_may_fail_to_close() -> None:
+    """It is a user's, and what else episodes hold is closed all the same."""
+    closed: list[str] = []
+
+    async def fails_to() -> None:
+        raise KeyError("no such door")
+
+    class Tools:
+        async def close(self) -> None:
+            closed.append("tools")
+
+    settings = make_settings(counting(), TOKENIZER, close=fails_to, tools=Tools())
+    asyncio.run(Episodes(settings).close())
+    assert closed == ["tools"]
 
 
 def test_an_environment_that_does_not_heed_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

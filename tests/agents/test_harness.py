@@ -217,6 +217,15 @@ def test_no_proxy_is_asked_for_the_way_to_the_endpoint(monkeypatch: pytest.Monke
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "elsewhere.example,127.0.0.1"
 
 
+def test_a_function_may_give_whether_it_solved_its_row() -> None:
+    async def solved(client: Any, row: EpisodeRow) -> bool:
+        said = await client.chat.completions.create(model=MODEL, messages=list(row.messages))
+        return said.choices[0].message.content is not None
+
+    [sample] = harnessed(writing("5"), solved)
+    assert sample.metadata.get("failure") is None and sample.reward == 1.0
+
+
 def test_a_function_that_raises_or_gives_nonsense_costs_its_episode() -> None:
     async def raises(client: Any, row: EpisodeRow) -> None:
         raise KeyError("no such door")

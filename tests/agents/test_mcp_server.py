@@ -127,6 +127,24 @@ def test_half_a_character_costs_its_call_and_not_the_connection(pids: Path) -> N
     assert len(started(pids)) == 2
 
 
+def test_an_answer_that_is_none_costs_its_call_and_not_the_connection(pids: Path) -> None:
+    """The client refuses what is not of the tool's own schema; others have calls at the same server."""
+    odd = Path(__file__).parent / "mcp_odd.py"
+
+    async def go() -> list[Result]:
+        toolbox = opened(f"{sys.executable} {odd} {pids}")
+        try:
+            await call(toolbox, ("slow", {}))  # it is there
+            return await call(toolbox, ("slow", {}), ("odd", {})) + await call(toolbox, ("slow", {}))
+        finally:
+            await toolbox.close()
+
+    before, wrong, after = asyncio.run(go())
+    assert wrong.failed and "did not return structured content" in wrong.message["content"]
+    assert [before.message["content"], after.message["content"]] == ["said", "said"]
+    assert len(started(pids)) == 2 and ended(started(pids))
+
+
 def test_a_call_has_a_deadline_and_the_server_goes_on(pids: Path) -> None:
     async def go() -> list[Result]:
         toolbox = opened(by_command(pids), timeout_s=8.0)

@@ -10,7 +10,7 @@ import pytest
 from megarl.agents.template import ChatTemplate, difference
 from megarl.core.errors import TemplateRefusalError
 from megarl.data.chat import special_ids
-from tests.agents.forms import FORMS, LLAMA3, ends_of, make_tokenizer
+from tests.agents.forms import FORMS, LLAMA3, QWEN3, ends_of, make_tokenizer
 from tests.support.llama2 import llama2_tokenizer
 
 HIGHER = [{"role": "user", "content": "higher"}]
@@ -162,6 +162,28 @@ def test_long_conversations_are_compared_in_moments() -> None:
     began = time.monotonic()
     assert difference(said + "a", said + "b").endswith("the policy had written 'a', and the template has 'b'")
     assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<think>3?</think>5", "5"),
+        ("\n<think>3?</think>5</think>6", "5</think>6"),
+        ("[THINK]3?[/THINK]5", "5"),
+        ("<think>3?", "<think>3?"),
+        ("3 </think> 5", "3 </think> 5"),
+        ("Is <think>3?</think>5", "Is <think>3?</think>5"),
+    ],
+)
+def test_calls_are_read_behind_the_thinking_that_a_turn_begins_with(text: str, said: str) -> None:
+    assert ChatTemplate(make_tokenizer("qwen3")).behind_thinking(text) == said
+
+
+def test_calls_are_read_behind_thinking_that_the_template_opens() -> None:
+    opens = ChatTemplate(
+        make_tokenizer("qwen3", template=QWEN3.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}"))
+    )
+    assert [opens.behind_thinking(text) for text in ("3?</think>5", "3?")] == ["5", "3?"]
 
 
 @pytest.mark.parametrize(

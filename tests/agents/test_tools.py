@@ -190,6 +190,25 @@ def test_a_turn_with_calls_gets_their_results_and_one_without_goes_to_the_enviro
     assert '"name": "multiply"' in tokenizer.decode(sample.prompt.token_ids)
 
 
+def test_a_call_that_the_policy_only_thinks_of_is_not_made() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    end = ends_of("qwen3")[0]
+    turns = iter(["<think>3</think>5", "<think>7</think>b"])
+
+    def write(*_: Any) -> list[int]:
+        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
+
+    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    tools = ToolUse(Toolbox([Tool(multiply)], 5.0), FakeReader())
+    settings = make_settings(
+        lambda: Scripted([]), tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas)
+    )
+    [sample] = play(fake, settings, tokenizer)
+    assert_exact(sample, fake)
+    said = [message["content"] for message in sample.metadata["messages"][1:]]
+    assert said == ["<think>3</think>5", "10", "<think>7</think>b"]
+
+
 TOOLLESS = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
 # Results stand behind their calls alone, with the calls' own numbers; content beside calls is left out.
 STRICT = """\

@@ -1,4 +1,5 @@
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,17 @@ def test_digests_tell_what_of_the_rows_is_another(
 def test_a_number_is_written_in_digits_alone(answer: float, text: str, tmp_path: Path, plain_tokenizer: Any) -> None:
     path = write(tmp_path, {"prompt": "?", "answer": answer})
     assert load_prompts(path, plain_tokenizer, data(path)).prompts[0].answer == text
+
+
+def test_a_decimal_of_parquet_is_an_answer_without_the_zeros_of_its_column(
+    tmp_path: Path, plain_tokenizer: Any
+) -> None:
+    path = tmp_path / "train.parquet"
+    for given in (["5.00000", "0.10000", "100.00000", "0.00001"], ["5", "100"]):
+        answers = pyarrow.array([Decimal(each) for each in given])
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["?"] * len(given), "answer": answers}), path)
+        found = [prompt.answer for prompt in load_prompts(path, plain_tokenizer, data(path)).prompts]
+        assert found == (["5", "0.1", "100", "0.00001"] if len(given) == 4 else ["5", "100"])
 
 
 def test_the_final_answer_is_taken_from_a_worked_one(tmp_path: Path, plain_tokenizer: Any) -> None:

@@ -52,6 +52,10 @@ def test_the_files_of_a_split(files: list[str], card: str, config: str | None, s
     assert split_pattern(files, card, config, split, "data.train is x") == found
 
 
+SAVED = ["data-00000-of-00001.arrow", "dataset_info.json", "state.json"]
+SAVED_SPLITS = ["dataset_dict.json", *(f"train/{name}" for name in SAVED)]
+
+
 @pytest.mark.parametrize(
     ("files", "card", "config", "split", "said"),
     [
@@ -65,6 +69,9 @@ def test_the_files_of_a_split(files: list[str], card: str, config: str | None, s
         (["train.csv"], "", None, "train", "no file of the split 'train' is there. It has train.csv"),
         (["train-a.parquet", "train-b.jsonl"], "", None, "train", "have no pattern in common"),
         ([], "", None, "train", "It has no files"),
+        (SAVED, "", None, "train", "written by save_to_disk of the package datasets, in Arrow's own form, which megarl does not"),
+        (SAVED, "", None, "test", "again: datasets.load_from_disk(FOLDER).to_parquet(\"test.parquet\")."),
+        (SAVED_SPLITS, "", None, "train", "datasets.load_from_disk(FOLDER)['train'].to_parquet(\"train.parquet\")."),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_told(files: list[str], card: str, config: str | None, split: str, said: str) -> None:

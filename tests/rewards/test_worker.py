@@ -1,4 +1,7 @@
+import asyncio
+import functools
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +46,20 @@ def test_what_cannot_be_a_float_is_not(value: object) -> None:
 def test_what_no_float32_holds_is_no_grade(value: float) -> None:
     found = grade(lambda **_: value, "", "", "", {})
     assert found.reward == 0.0 and found.failure == f"too large: {value!r}; a reward is at most 1e+30, and float32"
+
+
+def test_a_coroutine_that_a_decorator_hides_is_no_number() -> None:
+    """Only calling it tells: a decorator may as well run the coroutine to its end."""
+
+    async def later(**_: object) -> float:
+        return 1.0
+
+    wrapped = functools.wraps(later)(lambda **given: later(**given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it was never awaited
+        failure = grade(wrapped, "", "", "", {}).failure
+    assert failure == "not a number: it gave a coroutine; a reward function returns the number itself"
+    assert grade(lambda **given: asyncio.run(later(**given)), "", "", "", {}) == Grade(1.0)
 
 
 def test_a_long_error_is_cut() -> None:

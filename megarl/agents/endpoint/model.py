@@ -12,11 +12,11 @@ from megarl.agents.endpoint.forms import ChatMessage
 from megarl.agents.endpoint.refusal import RefusedError
 from megarl.agents.endpoint.replies import Choice, Finish
 from megarl.agents.environment import Message
-from megarl.agents.template import ChatTemplate
+from megarl.agents.template import STAND_IN, ChatTemplate
 from megarl.agents.tool_use import Parser, named, read_calls
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
-from megarl.data.chat import Tokenizer, encode
+from megarl.data.chat import Tokenizer, encode, encode_behind
 from megarl.serving.answers import Generation
 
 MOST_TEMPLATES = 64  # sets of tools that are remembered
@@ -76,8 +76,10 @@ class Model:
             raise RefusedError(str(error), param="messages") from error
 
     def encode(self, text: str, *, first: bool) -> TokenArray:
-        """A text without template. first: it is the beginning, where the tokenizer may put tokens of its own."""
-        return encode(self._tokenizer, [text], special_tokens=first)[0]
+        """A text without template. first: it is the beginning, where the tokenizer may put tokens and a blank of its own."""
+        if first:
+            return encode(self._tokenizer, [text], special_tokens=True)[0]
+        return encode_behind(self._tokenizer, [(STAND_IN, text)])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """What ids stand for, without special tokens."""
@@ -108,13 +110,15 @@ class Model:
         if not tools or template is None or self._parser is None:
             return choice
         text = template.text_with_marks(generation.token_ids.tolist())
-        parsed = await read_calls(self._parser, text, tools)
+        said = template.behind_thinking(text)
+        parsed = await read_calls(self._parser, said, tools)
         if parsed.unread:
             return replace(choice, text=text)  # what nobody can read is shown as it was written
         if not parsed.calls:
             return choice
         whole: Finish = "tool_calls" if finish == "stop" else "length"
-        return replace(choice, text=parsed.text, calls=named(parsed, turn), finish=whole)
+        beside = text[: len(text) - len(said)] + parsed.text
+        return replace(choice, text=beside, calls=named(parsed, turn), finish=whole)
 
     async def close(self) -> None:
         """Close the parser's connections."""

@@ -12,6 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from megarl.agents.endpoint import session
+from megarl.agents.endpoint.model import Model
+from megarl.agents.endpoint.text_matching import KnownText
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.environments.guess_number import GuessNumber
 from megarl.agents.template import QUICK, ChatTemplate
@@ -23,6 +25,7 @@ from tests.agents.endpoint.harnesses import END, MODEL, TOKENIZER, guess, harnes
 from tests.agents.playing import make_settings, play
 from tests.agents.test_tokens import assert_exact
 from tests.agents.test_tools import FakeReader
+from tests.support.llama2 import llama2_tokenizer
 
 TURNS = ("50", "25", "what?", " 40 ", "45", "42")
 
@@ -374,6 +377,25 @@ def test_tools_of_the_agent_stand_in_the_prompt_and_their_calls_are_read() -> No
     assert_exact(sample, fake)
 
 
+def test_a_call_within_thinking_is_a_part_of_the_text() -> None:
+    async def with_tools(client: AsyncOpenAI, row: EpisodeRow) -> float:
+        messages: list[Any] = [*row.messages]
+        first = await client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])
+        [choice] = first.choices
+        [call] = choice.message.tool_calls or []
+        assert call.type == "function" and call.function.arguments == '{"left": 1}'
+        assert choice.message.content == "<think>high 2</think>"
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "ab"}]
+        last = await client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])
+        assert last.choices[0].finish_reason == "stop" and last.choices[0].message.tool_calls is None
+        return 1.0
+
+    fake = writing("<think>high 2</think>1", "<think>2</think>b")
+    [sample] = harnessed(fake, with_tools, parser=FakeReader())
+    assert sample.reward == 1.0 and sample.metadata.get("failure") is None
+    assert_exact(sample, fake)
+
+
 def test_a_call_nested_deeper_than_json_is_written_costs_nothing() -> None:
     arguments = f'{{"left": {"[" * 300}{"]" * 300}}}'
 
@@ -451,6 +473,17 @@ def test_completions_go_on_with_a_text() -> None:
     assert sample.metadata.get("failure") is None
     assert TOKENIZER.decode([*sample.prompt.token_ids, *sample.response_ids]) == "high12] low42<|im_end|>"
     assert_exact(sample, fake)
+
+
+def test_a_text_that_goes_on_gets_no_blank_of_the_tokenizer_s() -> None:
+    tokenizer = llama2_tokenizer()
+    model, known = Model(MODEL, tokenizer, None), KnownText()
+    begun = known.extended("1", [], model).ids.tolist()
+    assert tokenizer.convert_ids_to_tokens(begun)[-2:] == ["▁", "1"]  # where a text begins, the tokenizer puts one
+    known.told("1")
+    for told, pieces in (("2", ["2"]), (" 2", ["▁", "2"]), ("", [])):
+        found = known.extended("1" + told, [], model)
+        assert (tokenizer.convert_ids_to_tokens(found.ids.tolist()), found.shown) == (pieces, told)
 
 
 def test_completions_go_on_with_token_ids() -> None:

@@ -1,0 +1,45 @@
+"""The end of a run as its samples see it: whoever plays episodes gives back what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.process import ProcessFacts, ProcessSpec
+from megarl.cluster.samples import Samples
+from megarl.cluster.waits import Call, Worker
+from megarl.core.errors import WorkerDiedError
+from tests.cluster.test_overlapping import RECIPE
+from tests.support.fake_pool import FakeActor, FakeWaiter
+
+
+class Dying(FakeWaiter):
+    """Whose waits for collectors fail, where it is told so."""
+
+    def __init__(self, dies: bool) -> None:
+        super().__init__()
+        self.dies = dies
+
+    def wait(self, calls: Sequence[Call], **about: Any) -> list[Any]:
+        if self.dies and "collector" in calls[0].worker.name:
+            raise WorkerDiedError("collector 0 (pid 5 on h) died")
+        return super().wait(calls, **about)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_collectors_are_closed_and_what_goes_wrong_there_costs_no_run(
+    tmp_path: Path, dies: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def worker(name: str) -> Worker:
+        return Worker(FakeActor(name), ProcessSpec(name, tmp_path), ProcessFacts(5, "h"))
+
+    coordinator, collectors = worker("coordinator"), [worker("collector 0"), worker("collector 1")]
+    pool: Any = SimpleNamespace(workers=collectors)
+    Samples(coordinator, pool, Dying(dies), RECIPE, 1).close()  # type: ignore[arg-type]
+    for each in (coordinator, *collectors):
+        assert each.handle.calls("close") == [()]
+    assert ("collector 0 (pid 5 on h) died" in caplog.text) == dies
