@@ -281,7 +281,9 @@ _METRICS: dict[str, MetricSpec] = {
     "perf/train_flops": MetricSpec(
         "FLOP", "model FLOPs of the actor's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
     ),
-    "perf/tflops_per_device": MetricSpec("TFLOP/s", "perf/train_flops / perf/update_s / devices", ".3f"),
+    "perf/tflops_per_device": MetricSpec(
+        "TFLOP/s", "perf/train_flops / perf/update_s / devices of the actor's pool", ".3f"
+    ),
     "perf/mfu": MetricSpec("fraction", "perf/tflops_per_device / cluster.peak_tflops, where that is given", ".3f"),
     "perf/tokens_per_s": MetricSpec("tokens/s", "prompt and response tokens / perf/step_s", ".0f"),
     "perf/ranks_idle": MetricSpec(
