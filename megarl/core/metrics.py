@@ -276,7 +276,9 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "perf/generation_s": MetricSpec("s", "with groups under way since the last step, beside other work too", ".2f"),
     "perf/train_tokens_per_s": MetricSpec(
-        "tokens/s", "prompt and response tokens / perf/update_s, over all ranks", ".0f"
+        "tokens/s",
+        "prompt and response tokens, each as often as actor.epochs says, / perf/update_s, over all ranks",
+        ".0f",
     ),
     "perf/train_flops": MetricSpec(
         "FLOP", "model FLOPs of the actor's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
