@@ -39,8 +39,8 @@ class StepFacts:
     """What is known of a step's N samples, in the order of the step, and of its G groups.
 
     rewards: [N] float32, the graders'. group_index: [N] int64 from 0. response_tokens, trained_tokens: [N] int64.
-    mean_nll: [N] float32. greedy_rewards: [G] float32, of the greedy answer to each group's prompt; looked at only where
-    `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its number, from 1.
+    mean_nll: [N] float32. greedy_rewards: [G] float32, of the greedy answer to each group's prompt, less the overlong
+    penalty; looked at only where `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its number, from 1.
     """
 
     step: int
