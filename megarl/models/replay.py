@@ -77,7 +77,7 @@ class Replays:
             }
 
     def set(self, chunk: Module, routing: Tensor | None) -> None:
-        """Give a chunk's routers their choices for its next forward pass. routing: [T, layers, k] int64, or None."""
+        """Give a chunk's routers their choices for its next forward pass. routing: [T, layers, k] integers, or None."""
         for layer, replay in self._of[id(chunk)].items():
             replay.set(None if routing is None else _known(routing[:, layer]))
 
@@ -103,6 +103,6 @@ def _give(router: Any, replay: RoutingReplay) -> RoutingReplay:
 
 
 def _known(choice: Tensor) -> Tensor:
-    """[T, k] with the first k experts where the choice is unknown: padding, and the last token, whose output is unused."""
+    """[T, k] int64 with the first k experts where the choice is unknown: padding, and the last token, whose output is unused."""
     first = torch.arange(choice.shape[1], device=choice.device).expand_as(choice)
-    return torch.where(choice == UNKNOWN, first, choice)
+    return torch.where(choice == UNKNOWN, first, choice.long())
