@@ -106,9 +106,9 @@ def usable(facts: GroupFacts, oldest: int, *, greedy: bool) -> Flags:
     return found & (not greedy or not np.isnan(facts.greedy_reward))
 
 
-def teaches(facts: GroupFacts) -> bool:
-    """Whether the rewards of a group differ."""
-    rewards = facts.rewards[facts.usable]
+def teaches(facts: GroupFacts, trained: Flags | None = None) -> bool:
+    """Whether the rewards of a group differ. trained: which samples are compared, [n]; default: all that can be used."""
+    rewards = facts.rewards[facts.usable if trained is None else trained]
     return len(rewards) > 0 and not bool(zero_variance_groups(rewards, np.zeros(len(rewards), np.int64)).all())
 
 
@@ -123,7 +123,8 @@ def select(entries: Sequence[Entry], step: int, oldest: int, *, greedy: bool, dr
     chosen = [usable(each, oldest, greedy=greedy) for each in facts]
     some = [index for index, flags in enumerate(chosen) if flags.any()]
     if drop_dull:
-        teaching = [index for index in some if teaches(facts[index])]
+        # By what is left of them: those that are too old are compared with nobody.
+        teaching = [index for index in some if teaches(facts[index], chosen[index])]
         some = teaching or some
     kept = [(entries[index], facts[index], np.flatnonzero(chosen[index])) for index in some]
 
