@@ -44,8 +44,10 @@ def supervise(handles: SupervisedHandles, recipe: SupervisedRecipe, state: State
     """Run the steps that are left, or those until a request to stop; returns the state after the last."""
     timer = handles.timer
     held_out = handles.feeder.held_out() if recipe.data.eval is not None else None
+    # Once: neither these rows nor the reference change.
+    known = score(handles, held_out) if held_out is not None and state.step < recipe.train.steps else {}
     if held_out is not None and state.step == 0:
-        handles.recorder.end_of(0, evaluate(handles, held_out))
+        handles.recorder.end_of(0, evaluate(handles, held_out, known))
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):
             with timer.phase("data"):
@@ -55,7 +57,7 @@ def supervise(handles: SupervisedHandles, recipe: SupervisedRecipe, state: State
                 metrics = handles.model.update(batch, columns).wait()
             state = State(step, state.weight_version + 1)
             if held_out is not None and due(step, recipe.eval.every, recipe.train.steps):
-                metrics |= evaluate(handles, held_out)
+                metrics |= evaluate(handles, held_out, known)
             stopping = handles.recorder.stopping()
             if stopping or due(step, recipe.train.save_every, recipe.train.steps):
                 with timer.phase("save"):
@@ -74,9 +76,8 @@ def score(handles: SupervisedHandles, batch: Batch) -> dict[str, References]:
         return {"ref_logprobs": handles.reference.logprobs(batch).wait()}
 
 
-def evaluate(handles: SupervisedHandles, held_out: Batch) -> dict[str, float]:
+def evaluate(handles: SupervisedHandles, held_out: Batch, columns: dict[str, References]) -> dict[str, float]:
     """What the loss reports of the held-out rows: `rm/accuracy` is `rm/eval_accuracy` then."""
-    columns = score(handles, held_out)
     with handles.timer.phase("eval"):
         metrics = handles.model.evaluate(held_out, columns).wait()
     return {name.replace("/", "/eval_"): value for name, value in metrics.items()}

@@ -43,7 +43,7 @@ def train(handles: Handles, recipe: Recipe, state: State) -> State:
             if stopping or due(step, recipe.train.save_every, recipe.train.steps):
                 with timer.phase("save"):
                     recorder.save(state)
-        recorder.end_of(step, metrics | timer.metrics(batch.info.num_tokens), batch.info.failure)
+        recorder.end_of(step, metrics | timer.metrics(batch.info.num_tokens, recipe.actor.epochs), batch.info.failure)
         if stopping:
             break
     return state

@@ -107,6 +107,14 @@ def test_held_out_rows_are_looked_at_before_during_and_after(every: int | None, 
     assert all(row["rm/loss"] == 1.0 for step, row in recorder.metrics.items() if step)
 
 
+def test_the_reference_speaks_of_held_out_rows_once() -> None:
+    recorder, _ = run(recipe(held_out=True, every=1), reference=True)
+    assert sum(call[0] == "evaluate" for call in recorder.calls) == 4
+    assert recorder.calls.count("reference") == 1 + 3, "the held-out rows, and those of three steps"
+    done, _ = run(recipe(held_out=True), 3, reference=True)
+    assert done.calls == ["held out"], "a run that is done asks nobody"
+
+
 def test_a_run_that_goes_on_does_not_look_at_the_beginning_again() -> None:
     recorder, _ = run(recipe(held_out=True), 1, reference=True)
     assert list(recorder.metrics) == [2, 3]

@@ -284,6 +284,8 @@ def test_without_a_reference_nobody_asks_for_it_and_epochs_repeat_the_update() -
     assert [call[1] for call in calls if call[0] == "evaluate"] == [2, 3]
     assert [call[1].step for call in calls if call[0] == "save"] == [2, 3]
     assert list(told.metrics) == [1, 2, 3] and end == State(3, 3)
+    rate, seconds = (told.metrics[1][f"perf/{name}"] for name in ("train_tokens_per_s", "update_s"))
+    assert rate * seconds == pytest.approx(40), "20 tokens, learned from twice"
 
 
 def test_a_request_to_stop_commits_the_step_under_way_and_ends_the_loop() -> None:

@@ -26,7 +26,6 @@ from megarl.core.protocols import State
 from megarl.core.stop import StopRequest
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
-from megarl.recipe.run import Cluster
 from megarl.report.console import RunConsole
 from megarl.report.writers import Writers
 from megarl.run.recorder import Recorder
@@ -191,7 +190,8 @@ def live(folder: Path, model: Path, last: int, async_save: bool, watch: Watch) -
         data,
         "model",
         lambda: Finished({}),
-        Cluster(platform="cpu"),
+        1,
+        None,
         async_save,
         StopRequest(),
     )

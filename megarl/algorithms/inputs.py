@@ -36,7 +36,7 @@ SAMPLE_INPUTS: Inputs = MappingProxyType(
         "group_index": "[N] int64 from 0: samples of one prompt have one number",
         "lengths": "[N] int64, trained tokens",
         "mean_nll": "[N] float32, minus the mean log-prob of the trained tokens at rollout",
-        "greedy_rewards": "[G] float32, reward of the greedy answer to each group's prompt; costs one more answer a prompt",
+        "greedy_rewards": "[G] float32, shaped reward of the greedy answer to each group's prompt; costs an answer a prompt",
     }
 )
 # One number a token, [T], all sequences of the step end to end, label-aligned: numpy arrays.

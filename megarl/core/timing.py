@@ -141,8 +141,11 @@ class PhaseTimer:
         self.spans.append(span)
         return span
 
-    def metrics(self, num_tokens: int) -> dict[str, float]:
-        """perf/* of the last finished step; num_tokens: prompt and response tokens that it trained on."""
+    def metrics(self, num_tokens: int, epochs: int = 1) -> dict[str, float]:
+        """perf/* of the last finished step.
+
+        num_tokens: prompt and response tokens that it trained on. epochs: times that the update went through them.
+        """
         assert self._step is None, "metrics are of a finished step"
         step_s, update_s = self._step_s, self._phases.get("update", 0.0)
         driver_s = max(0.0, step_s - self._waited_s)
@@ -154,5 +157,5 @@ class PhaseTimer:
             busy_s = sum(self._phases.get(name, 0.0) for name in self._of_ranks)
             metrics["perf/ranks_idle"] = max(0.0, 1 - busy_s / step_s)
         if update_s > 0:
-            metrics["perf/train_tokens_per_s"] = num_tokens / update_s
+            metrics["perf/train_tokens_per_s"] = epochs * num_tokens / update_s
         return metrics

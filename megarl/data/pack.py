@@ -371,17 +371,13 @@ def _micro(of: _Sequences, first: int, last: int) -> MicroBatch:
 
 
 def _routing(of: _Sequences, first: int, bounds: IntArray) -> RoutingArray | None:
-    """[T, layers x k] of the records from `first` on, whose bounds these are; None unless the rollout told all of them."""
-    if of.width is None:
+    """[T, layers x k] of the records from `first` on, whose bounds these are; None where the rollout told none of them."""
+    if of.width is None or all(told is None for told in of.routing[first : first + len(bounds) - 1]):
         return None
     experts = np.full((int(bounds[-1]), of.width), UNKNOWN_EXPERT, np.int16)
-    for at, (start, end) in enumerate(pairwise(bounds.tolist()), first):
-        told = of.routing[at]
-        if told is not None:
+    for at, start in enumerate(bounds[:-1].tolist(), first):
+        if (told := of.routing[at]) is not None:
             experts[start : start + len(told)] = told
-        # Nobody knows the last token's; a sequence of more whose first token's is unknown has none at all.
-        if end - start > 1 and (experts[start] == UNKNOWN_EXPERT).all():
-            return None
     return experts
 
 

@@ -30,7 +30,7 @@ class RoutingReplay:
         self._waiting: list[Tensor | None] = []
 
     def set(self, target: Tensor | None) -> None:
-        """target: [T, k] int64, the experts of each token of the next forward pass; None lets the router choose."""
+        """target: [T, k] int64, the experts of each token of the next forward pass; None, or UNKNOWN, lets the router choose."""
         self._target = target
 
     def forget(self) -> None:
@@ -47,11 +47,15 @@ class RoutingReplay:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices of the chosen experts, [T, k] each. scores: [T, experts]."""
+        assert default_compute_topk is not None
         chosen = self._chosen()
         if chosen is None:
-            assert default_compute_topk is not None
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         assert chosen.shape == (scores.shape[0], topk), (chosen.shape, scores.shape, topk)
+        with torch.no_grad():
+            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        # Unknown are those of padding, of last tokens, and of samples that came without: their neighbours keep theirs.
+        chosen = torch.where(chosen == UNKNOWN, own, chosen)
         return scores.gather(1, chosen), chosen
 
     def _chosen(self) -> Tensor | None:
@@ -77,9 +81,9 @@ class Replays:
             }
 
     def set(self, chunk: Module, routing: Tensor | None) -> None:
-        """Give a chunk's routers their choices for its next forward pass. routing: [T, layers, k] int64, or None."""
+        """Give a chunk's routers their choices for its next forward pass. routing: [T, layers, k] integers, or None."""
         for layer, replay in self._of[id(chunk)].items():
-            replay.set(None if routing is None else _known(routing[:, layer]))
+            replay.set(None if routing is None else routing[:, layer].long())
 
     @contextmanager
     def pass_over(self) -> Iterator[None]:
@@ -100,9 +104,3 @@ def _layers(chunk: Any) -> Sequence[Any]:
 def _give(router: Any, replay: RoutingReplay) -> RoutingReplay:
     router.router_replay = replay
     return replay
-
-
-def _known(choice: Tensor) -> Tensor:
-    """[T, k] with the first k experts where the choice is unknown: padding, and the last token, whose output is unused."""
-    first = torch.arange(choice.shape[1], device=choice.device).expand_as(choice)
-    return torch.where(choice == UNKNOWN, first, choice)

@@ -92,7 +92,7 @@ def _apart(recipe: Recipe) -> bool:
 
 def learning_notes(recipe: Recipe) -> tuple[str, ...]:
     """What a reader of the recipe should know of what is learned; nothing where it is as it should be."""
-    return tuple(note for note in (_unheld(recipe.algorithm), _dropped(recipe.algorithm)) if note)
+    return tuple(note for note in (_unheld(recipe.algorithm), _dropped(recipe)) if note)
 
 
 def _unheld(algorithm: Algorithm) -> str:
@@ -104,19 +104,20 @@ def _unheld(algorithm: Algorithm) -> str:
     )
 
 
-def _dropped(algorithm: Algorithm) -> str:
+def _dropped(recipe: Recipe) -> str:
     """Groups whose rewards are all equal teach nothing only where each is compared with itself, and by these rewards alone."""
+    algorithm, agent = recipe.algorithm, recipe.agent
     function = ADVANTAGES.get(algorithm.advantage)
     if not algorithm.drop_zero_variance_groups or function is None:
         return ""
-    whole = {"group_index", "sequence_groups"}.isdisjoint(parameters(function))
-    if not whole and (algorithm.kl_coef == 0 or algorithm.kl_in != "reward"):
+    if {"group_index", "sequence_groups"}.isdisjoint(parameters(function)):
+        why = f"algorithm.advantage: {algorithm.advantage} does not compare samples of a group with each other"
+    elif algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        why = "algorithm.kl_in: reward makes their rewards unequal afterwards"
+    elif agent is not None and agent.credit == "turn":
+        why = "with agent.credit: turn episodes that earn the same may earn it in other turns, and turns are compared"
+    else:
         return ""
-    why = (
-        f"algorithm.advantage: {algorithm.advantage} does not compare samples of a group with each other"
-        if whole
-        else "algorithm.kl_in: reward makes their rewards unequal afterwards"
-    )
     return (
         f"algorithm.drop_zero_variance_groups drops groups that would have been learned from: {why}. Set it to false to learn "
         "from all."

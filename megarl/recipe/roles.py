@@ -51,7 +51,9 @@ class Optimizer(Section):
     )
     momentum: Fraction = Field(0.0, description="SGD's momentum")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="after warm-up, down to min_lr at the last step"
+        "constant",
+        description="after warm-up, down to min_lr at the last optimizer step that the run can make; where groups are dropped, a "
+        "step may make fewer, and the rate ends above",
     )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps of linear warm-up")
     min_lr: Annotated[float, Field(ge=0)] = Field(

@@ -11,7 +11,7 @@ import math
 from megarl.algorithms.inputs import TOKEN_INPUTS
 from megarl.core.errors import UserError
 from megarl.recipe.algorithm import Correction
-from megarl.recipe.functions import Asked, is_own
+from megarl.recipe.functions import POLICY_LOSS, Asked, asked, is_own
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
@@ -87,10 +87,21 @@ def staleness_notes(recipe: Recipe) -> tuple[str, ...]:
             f"Decoupled PPO: clipped against the trainer's log-probs at the start of the step, weighted by trainer over rollout "
             f"(algorithm.correction: {algorithm.correction.kind}, {algorithm.correction.level})."
         )
+    elif not asked(algorithm, "may ask for all").advantages:  # there is nothing that a correction could weigh
+        found.append(
+            f"{POLICY_LOSS}: {algorithm.policy_loss}: its ratio is to "
+            + (
+                "what the servers said (algorithm.old_logprobs: rollout), which weighs samples of older weights."
+                if algorithm.old_logprobs == "rollout"
+                else "the trainer's log-probs at the start of the step: samples of older weights count as if the newest had made "
+                "them. Set algorithm.old_logprobs to rollout to weigh them."
+            )
+        )
     elif algorithm.old_logprobs == "rollout":
         found.append(
-            "algorithm.old_logprobs: rollout: clipped against what the servers said with whatever weights they had, so that "
-            "older samples reach the clip sooner. Decoupled PPO is the default: remove the key for it."
+            "algorithm.old_logprobs: rollout: ratios are to what the servers said with whatever weights they had, so that older "
+            "samples reach a clip sooner; a loss without a ratio (reinforce, gpg) does not weigh them. Decoupled PPO is the "
+            "default: remove the key for it."
         )
     else:
         found.append(

@@ -24,7 +24,8 @@ class StepSamples:
     """The N samples of a step in their order, of G groups; arrays are [N] where nothing else is said.
 
     numbers, positions: of the group, and of the sample within it. group_index: from 0, in order of appearance.
-    owners: collectors. trained_tokens: those that are not too old. greedy_rewards: [G], empty where nobody asked.
+    owners: collectors. trained_tokens: those that are not too old. greedy_rewards: [G], empty where nobody asked, as are
+    greedy_tokens, of these answers.
     taken: numbers of all groups that the step took, also of those that have no sample in it. sequence_tokens: [S], of each
     sequence of all samples, which may have several.
     """
@@ -41,6 +42,7 @@ class StepSamples:
     rewards: FloatArray
     mean_nll: FloatArray
     greedy_rewards: FloatArray
+    greedy_tokens: IntArray
     sequence_tokens: IntArray
 
     def __len__(self) -> int:
@@ -104,9 +106,9 @@ def usable(facts: GroupFacts, oldest: int, *, greedy: bool) -> Flags:
     return found & (not greedy or not np.isnan(facts.greedy_reward))
 
 
-def teaches(facts: GroupFacts) -> bool:
-    """Whether the rewards of a group differ."""
-    rewards = facts.rewards[facts.usable]
+def teaches(facts: GroupFacts, trained: Flags | None = None) -> bool:
+    """Whether the rewards of a group differ. trained: which samples are compared, [n]; default: all that can be used."""
+    rewards = facts.rewards[facts.usable if trained is None else trained]
     return len(rewards) > 0 and not bool(zero_variance_groups(rewards, np.zeros(len(rewards), np.int64)).all())
 
 
@@ -121,7 +123,8 @@ def select(entries: Sequence[Entry], step: int, oldest: int, *, greedy: bool, dr
     chosen = [usable(each, oldest, greedy=greedy) for each in facts]
     some = [index for index, flags in enumerate(chosen) if flags.any()]
     if drop_dull:
-        teaching = [index for index in some if teaches(facts[index])]
+        # By what is left of them: those that are too old are compared with nobody.
+        teaching = [index for index in some if teaches(facts[index], chosen[index])]
         some = teaching or some
     kept = [(entries[index], facts[index], np.flatnonzero(chosen[index])) for index in some]
 
@@ -141,6 +144,7 @@ def select(entries: Sequence[Entry], step: int, oldest: int, *, greedy: bool, dr
         rewards=joined([each.rewards[at] for _, each, at in kept], np.float32),
         mean_nll=joined([each.mean_nll[at] for _, each, at in kept], np.float32),
         greedy_rewards=np.array([each.greedy_reward for _, each, _ in kept] if greedy else [], np.float32),
+        greedy_tokens=np.array([each.greedy_tokens for _, each, _ in kept] if greedy else [], np.int64),
         sequence_tokens=joined([_sequence_tokens(each, at) for _, each, at in kept], np.int64),
     )
 

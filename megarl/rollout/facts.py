@@ -22,9 +22,9 @@ class GroupFacts:
 
     group: its number. usable: has a response and a grade. mean_nll: minus the mean log-prob, at rollout, of the trained
     tokens. spans: which weight versions wrote which of each sample's trained tokens, counted from its first.
-    greedy_reward: of the greedy answer to the prompt; nan where nobody asked for one or it has no grade. parts: each
-    grader's score by its name, nan where it gave none. numbers: what else is counted of a sample, by name (Sample.numbers), nan
-    where it has none of it.
+    greedy_reward: of the greedy answer to the prompt; nan where nobody asked for one or it has no grade. greedy_tokens: of
+    that answer. parts: each grader's score by its name, nan where it gave none. numbers: what else is counted of a sample,
+    by name (Sample.numbers), nan where it has none of it.
     failure, grade_failure: why the first sample without a response has none, and why the first answered one has no grade;
     empty where there is none. Of the greedy answer: num_greedy asked for, greedy_failed, greedy_ungraded.
     recorded: it was not made now, the journal had it.
@@ -43,6 +43,7 @@ class GroupFacts:
     ungraded: Flags
     spans: tuple[tuple[VersionSpan, ...], ...]
     greedy_reward: float = float("nan")
+    greedy_tokens: int = 0
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     numbers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     failure: str = ""

@@ -139,15 +139,18 @@ def column_names(recipe: Recipe) -> tuple[str, ...]:
     return tuple(names)
 
 
+def by_length(recipe: Recipe, graded: FloatArray, response_tokens: IntArray) -> FloatArray:
+    """The graders' rewards less the overlong penalty: [N] float32. Of greedy answers too: what is compared has the same scale."""
+    share, most = recipe.algorithm.overlong_buffer, recipe.rollout.max_response_tokens
+    return graded if share is None else graded + overlong_penalty(response_tokens, most, max(1, round(share * most)))
+
+
 def sample_rewards(recipe: Recipe, graded: FloatArray, response_tokens: IntArray, scores: FloatArray) -> FloatArray:
     """The graders' rewards less the overlong penalty, and a reward model's score of the whole sequence: [N] float32.
 
     graded: [N]. response_tokens: [N]. scores: [N], of the reward model; not looked at where it scores no sequences.
     """
-    rewards, model = graded, recipe.reward_model
-    share, most = recipe.algorithm.overlong_buffer, recipe.rollout.max_response_tokens
-    if share is not None:
-        rewards = rewards + overlong_penalty(response_tokens, most, max(1, round(share * most)))
+    rewards, model = by_length(recipe, graded, response_tokens), recipe.reward_model
     if model is not None and model.level == "sequence":
         rewards = rewards + np.float32(model.weight) * scores
     return rewards

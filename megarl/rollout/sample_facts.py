@@ -39,6 +39,7 @@ def group_facts(
         ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
         spans=tuple(_trained_spans(sample) for sample in samples),
         greedy_reward=answered[0].reward if answered else float("nan"),
+        greedy_tokens=len(answered[0].response_ids) if answered else 0,
         parts=parts,
         numbers=_numbers(samples),
         failure=_failure([*samples, *greedy]),

@@ -39,8 +39,8 @@ class StepFacts:
     """What is known of a step's N samples, in the order of the step, and of its G groups.
 
     rewards: [N] float32, the graders'. group_index: [N] int64 from 0. response_tokens, trained_tokens: [N] int64.
-    mean_nll: [N] float32. greedy_rewards: [G] float32, of the greedy answer to each group's prompt; looked at only where
-    `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its number, from 1.
+    mean_nll: [N] float32. greedy_rewards: [G] float32, of the greedy answer to each group's prompt, less the overlong
+    penalty; looked at only where `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its number, from 1.
     """
 
     step: int
@@ -97,7 +97,8 @@ class StepAdvantages:
     def settle(self, facts: StepFacts, measured: Sequence[Measured]) -> list[Settled]:
         """One for each collector, in their order. It steers the weight of the KL: once a step, however often it is asked.
 
-        Not while the critic alone learns: the actor stands still then, and its KL says nothing of the weight.
+        Not while the critic alone learns: the actor stands still then, and its KL says nothing of the weight. Nor by a step that
+        is left out: its samples are not trusted, and the KL is measured on them.
 
         measured: of all collectors that hold samples of the step, in any order, those without samples too if you like.
         Raises ValueError as the advantage does, for rewards that are not finite.
@@ -108,7 +109,8 @@ class StepAdvantages:
             self._kl = self._before[1]
         self._before = facts.step, self._kl
         kl, critic = _kl_mean(measured), self._recipe.critic
-        if kl is not None and (critic is None or facts.step > critic.warmup_steps):
+        moves = critic is None or facts.step > critic.warmup_steps
+        if kl is not None and moves and not self._drifted(_drift(measured)):
             self._kl = self._kl.updated(kl, len(facts.rewards))
         if self._function is None:
             return [Settled() for _ in measured]
@@ -127,9 +129,9 @@ class StepAdvantages:
         kl = _kl_mean(measured)
         if kl is not None:
             found["reward/kl"], found["reward/kl_coef"] = kl, measured[0].kl_coef
-        if (drift := _mean([each.logprob_diff for each in measured], measured)) is not None:
+        if (drift := _drift(measured)) is not None:
             found[MEASURED] = drift
-            found["rollout/drifted"] = float(not drift <= (self._recipe.algorithm.max_logprob_diff or math.inf))
+            found["rollout/drifted"] = float(self._drifted(drift))
         returns = [each.returns for each in measured if each.returns is not None]
         if returns:
             residuals = [each.residuals for each in measured if each.residuals is not None]
@@ -139,6 +141,10 @@ class StepAdvantages:
             found["rollout/correction_ess"] = whole.effective_sample_size
             found["rollout/correction_touched"] = whole.share_touched
         return found
+
+    def _drifted(self, drift: float | None) -> bool:
+        """Whether rollout and trainer are too far apart; what is no number is. drift: nats, None where nobody asked."""
+        return drift is not None and not drift <= (self._recipe.algorithm.max_logprob_diff or math.inf)
 
     def _of_samples(self, facts: StepFacts, measured: Sequence[Measured]) -> FloatArray:
         """[N] float32."""
@@ -175,6 +181,11 @@ def _by_sample(parts: Sequence[NDArray[np.floating] | None], measured: Sequence[
 def _kl_mean(measured: Sequence[Measured]) -> float | None:
     """Nats a trained token; None where the KL is not in the reward."""
     return _mean([each.kl for each in measured], measured)
+
+
+def _drift(measured: Sequence[Measured]) -> float | None:
+    """Nats a trained token between rollout and trainer; None where that is not bounded."""
+    return _mean([each.logprob_diff for each in measured], measured)
 
 
 def _mean(parts: Sequence[NDArray[np.floating] | None], measured: Sequence[Measured]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.models.config import ModelConfig
 from megarl.recipe.schema import Recipe
@@ -11,7 +11,7 @@ from megarl.rollout import batcher, step_metrics
 from megarl.rollout.batcher import StepSamples
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Entry
-from megarl.rollout.local_advantages import StepPlan, numbers_of
+from megarl.rollout.local_advantages import StepPlan, by_length, numbers_of
 from megarl.rollout.producer import Pace
 from megarl.rollout.step_advantages import StepAdvantages
 
@@ -48,6 +48,7 @@ class StepPlanner:
         samples = batcher.select(
             entries, step, oldest, greedy=greedy, drop_dull=recipe.algorithm.drop_zero_variance_groups
         )
+        samples = replace(samples, greedy_rewards=by_length(recipe, samples.greedy_rewards, samples.greedy_tokens))
         plans, parts = batcher.assign(
             samples, recipe, num_owners=self.num_owners, num_shards=self.num_shards, oldest=oldest, groups=entries
         )

@@ -137,7 +137,8 @@ def _replay(
                 session.samples,
                 fingerprint(recipe.model.path),
                 session.take_peaks,
-                recipe.cluster,
+                checked.plan.devices,
+                recipe.cluster.peak_tflops,
                 recipe.train.async_save,
                 run.stop,
             )

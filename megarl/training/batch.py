@@ -35,7 +35,8 @@ class DeviceBatch:
     rollout_logprobs: Tensor  # [T] float32
     sequence: Tensor  # [T] int64, the number of each position's sequence
     columns: dict[str, Tensor]  # name -> [T] float32, label-aligned
-    routing: Tensor | None = None  # [T, layers x k] int64, experts chosen by the rollout; -1 where unknown
+    # [T, layers x k] int16, experts chosen by the rollout; -1 where unknown. A whole mini-batch's are on the device at once.
+    routing: Tensor | None = None
     margins: Tensor | None = None  # [S // 2] float32, of all pairs, also of those that other ranks hold parts of
 
     @property
@@ -114,7 +115,7 @@ def to_device(
 
 
 def _routing(routing: RoutingArray, source: IntArray, device: str) -> Tensor:
-    values = np.full((len(source), routing.shape[1]), PADDING, np.int64)
+    values = np.full((len(source), routing.shape[1]), PADDING, routing.dtype)
     here = source != PADDING
     values[here] = routing[source[here]]
     return torch.tensor(values, device=device)

@@ -40,6 +40,8 @@ def test_seconds_of_a_step(clock: Clock) -> None:
         clock.pass_s(0.5)
     metrics = timer.metrics(num_tokens=900)
     check_names(metrics)
+    twice = timer.metrics(num_tokens=900, epochs=2)
+    assert (twice["perf/train_tokens_per_s"], twice["perf/tokens_per_s"]) == (400, 90)
     assert metrics == pytest.approx(
         {
             "perf/step_s": 10,

@@ -98,6 +98,7 @@ def _micro(parts: Sequence[tuple[int, Sample, float]]) -> dict[str, Any]:
     if not parts:
         return FILLER
     made: dict[str, Any] = {name: [] for name in FILLER} | {"cu_seqlens": [0]}
+    width = max(0 if sample.routing is None else sample.routing.shape[1] for _, sample, _ in parts)
     for index, sample, weight in parts:
         tokens = [*sample.prompt.token_ids.tolist(), *sample.response_ids.tolist()]
         prompt = len(sample.prompt.token_ids)
@@ -109,11 +110,11 @@ def _micro(parts: Sequence[tuple[int, Sample, float]]) -> dict[str, Any]:
             made["loss_mask"].append(float(trained))
             made["weights"].append(float(np.float32(weight)) if trained else 0.0)
             made["rollout_logprobs"].append(float(sample.rollout_logprobs[speaks_of]) if trained else 0.0)
-            if sample.routing is not None:
-                known = at < len(sample.routing)
-                made["routing"].append(sample.routing[at].tolist() if known else [-1] * sample.routing.shape[1])
+            if width:
+                known = sample.routing is not None and at < len(sample.routing)
+                made["routing"].append(sample.routing[at].tolist() if known else [-1] * width)
         made["cu_seqlens"].append(len(made["tokens"]))
         made["sample_index"].append(index)
-    if any(sample.routing is None for _, sample, _ in parts):
+    if not width:
         made["routing"] = None
     return made

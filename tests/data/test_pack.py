@@ -122,7 +122,10 @@ def test_the_rollouts_routing_travels_with_its_tokens() -> None:
     (micro,) = micro_batches(pack(samples, **options())[0])
     assert micro.routing is not None
     assert micro.routing.tolist() == [[1, 2], [3, 4], [UNKNOWN_EXPERT] * 2, [5, 6], [UNKNOWN_EXPERT] * 2]
-    samples[1].routing = None
+    samples[1].routing = None  # what is known of its neighbour stays known
+    (micro,) = micro_batches(pack(samples, **options())[0])
+    assert micro.routing is not None and micro.routing.tolist() == [[1, 2], [3, 4], *[[UNKNOWN_EXPERT] * 2] * 3]
+    samples[0].routing = None
     (micro,) = micro_batches(pack(samples, **options())[0])
     assert micro.routing is None
 

@@ -36,7 +36,7 @@ def test_a_choice_takes_its_scores_with_gradients() -> None:
     replay = RoutingReplay(recomputed=False)
     replay.set(torch.tensor([[0, 1], [2, 1]]))
     scores = given().requires_grad_()
-    values, indices = replay.get_replay_topk(scores, 2)
+    values, indices = replay.get_replay_topk(scores, 2, default_compute_topk=top)
     assert indices.tolist() == [[0, 1], [2, 1]]
     torch.testing.assert_close(values.detach(), torch.tensor([[0.1, 0.2], [0.2, 0.3]]))
     values.sum().backward()
@@ -83,12 +83,12 @@ class Fake(torch.nn.Module):
         self.decoder.layers = torch.nn.ModuleList(layers)
 
 
-def test_each_layer_gets_its_own_choice_and_the_unknown_any_that_is_valid() -> None:
+def test_each_layer_gets_its_own_choice_and_the_unknown_the_routers() -> None:
     chunk = Fake()
     replays = Replays([chunk], recomputed=0)
     router: Any = chunk.decoder.layers[1].mlp.router  # type: ignore[union-attr, index]
-    routing = torch.tensor([[[9, 9], [9, 9], [9, 9], [2, 0]], [[UNKNOWN, UNKNOWN]] * 4])
+    routing = torch.tensor([[[UNKNOWN, UNKNOWN]] * 4, [[9, 9], [9, 9], [9, 9], [2, 0]]], dtype=torch.int16)
     with replays.pass_over():
         replays.set(chunk, routing)
-        assert ask(router.router_replay) == [[2, 0], [0, 1]]
+        assert ask(router.router_replay) == [[2, 1], [2, 0]]
     assert ask(router.router_replay) == [[2, 1], [0, 1]]

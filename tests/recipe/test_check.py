@@ -514,6 +514,7 @@ def test_a_kl_in_the_loss_that_holds_nothing_back_is_told(recipe_file: Path, ove
         (["algorithm.advantage=reinforce_pp"], "reinforce_pp does not compare samples of a group"),
         (["algorithm.advantage=gae"], "gae does not compare samples of a group"),
         (["algorithm.advantage=grpo_turns", "agent.environment=maze"], ""),
+        (["algorithm.advantage=grpo_turns", "agent.environment=maze", "agent.credit=turn"], "in other turns"),
     ],
 )
 def test_groups_that_are_dropped_although_they_teach_are_told(

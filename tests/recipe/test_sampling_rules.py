@@ -101,7 +101,7 @@ def test_devices_that_turn_out_to_be_the_ranks_are_refused(recipe_file: Path) ->
             None,
             "algorithm.correction: null: samples of older weights count as if",
         ),
-        ([STALE, "algorithm.old_logprobs=rollout"], None, "clipped against what the servers said"),
+        ([STALE, "algorithm.old_logprobs=rollout"], None, "ratios are to what the servers said"),
         ([STALE, "algorithm.preset=dapo"], Correction(), "Decoupled PPO"),
         (["rollout.max_staleness=0"], None, ""),
     ],
@@ -121,6 +121,12 @@ def test_samples_of_older_weights_are_weighed_by_default(
 def test_a_loss_without_advantages_has_nothing_to_weigh(recipe_file: Path) -> None:
     distilled = load_recipe(recipe_file, [STALE, "algorithm.policy_loss=distill", "teacher.path=m"], Recipe)
     assert distilled.recipe.algorithm.correction is None and "correction" not in distilled.resolved["algorithm"]
+    # What it says can be done about that, can be done.
+    assert "Set algorithm.old_logprobs to rollout" in (said := " ".join(staleness_notes(distilled.recipe)))
+    assert "Decoupled" not in said and "correction" not in said
+    own = [STALE, "algorithm.policy_loss=distill", "teacher.path=m", "algorithm.old_logprobs=rollout"]
+    assert "which weighs samples of older weights" in (said := " ".join(staleness_notes(loaded(recipe_file, *own))))
+    assert "Decoupled" not in said
 
 
 def test_recipe_show_tells_it(recipe_file: Path) -> None:

@@ -14,8 +14,12 @@ from megarl.models.flops import train_flops
 from megarl.rollout import batcher
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Entry
+from megarl.rollout.local_advantages import Measured
+from megarl.rollout.producer import Pace
 from megarl.rollout.sample_facts import group_facts
+from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.rollout.step_metrics import batch_info, sample_metrics, version_metrics
+from megarl.rollout.step_plan import StepPlanner
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_sample
 from tests.rollout.test_ledger import admitted
@@ -71,6 +75,20 @@ def test_a_step_has_usable_samples_that_are_not_too_old() -> None:
     assert samples.rewards.tolist() == [1, 0, 1, 1, 1]
 
 
+def test_a_greedy_answer_that_is_too_long_is_penalised_as_the_samples_are_that_it_is_compared_with() -> None:
+    buffer = {"advantage": "remax", "policy_loss": "reinforce", "overlong_buffer": 0.5}
+    recipe = make_recipe(prompts=1, samples=2, steps=1, longest=10, algorithm=buffer, actor={"micro_batch_tokens": 64})
+    maker = StepAdvantages(recipe)
+    planner = StepPlanner(recipe, PLAIN, Pace.of(recipe, beside=False), maker, 1, 1)
+    facts = group(1, [1, 0], [10, 5], greedy_reward=1.0, greedy_tokens=10)
+    samples, _ = planner.plan([entry(facts)], 1, 5, [], {})
+    measured = Measured(np.arange(2), 15, 0.0, token_rewards=np.zeros(2, np.float32))
+    [settled] = maker.settle(StepFacts.of(samples), [measured])
+    assert settled.advantages is not None and settled.advantages.tolist() == [0, 0], "1 - 1, 0, and 1 - 1 of the greedy"
+    greedy = replace(make_sample("1/p0"), response_ids=np.arange(7))
+    assert group_facts(1, [make_sample("1/p0")], [greedy]).greedy_tokens == 7
+
+
 def test_flops_are_of_the_sequences_that_samples_consist_of() -> None:
     """A query meets no key of another sequence of its sample."""
     one = replace(make_sample("1/p0"), versions=(VersionSpan(5, 0, 2),))
@@ -94,7 +112,8 @@ def test_flops_are_of_the_sequences_that_samples_consist_of() -> None:
 
 def test_groups_that_teach_nothing_are_left_out_where_others_do() -> None:
     samples = batcher.select(ENTRIES, 7, 4, greedy=False, drop_dull=True)
-    assert (samples.numbers.tolist(), samples.num_groups) == ([1, 1, 4], 2)
+    # Of group 4 one sample is left, which is compared with nobody.
+    assert (samples.numbers.tolist(), samples.num_groups) == ([1, 1], 1)
     assert batcher.select(ENTRIES[1:2], 7, 4, greedy=False, drop_dull=True).numbers.tolist() == [2, 2]
 
 

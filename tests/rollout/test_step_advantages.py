@@ -193,6 +193,19 @@ def test_the_kls_weight_stays_while_the_critic_alone_learns() -> None:
 
 
 @anywhere
+def test_the_kls_weight_stays_in_a_step_that_is_left_out(num_collectors: int) -> None:
+    """The rollout's log-probs are -1: what is too far from the trainer's was sampled by something else than the policy."""
+    section = {"advantage": "rloo", "kl_coef": 0.5, "kl_in": "reward", "kl_control": {"target": 0.25, "horizon": 40}}
+    algorithm = Algorithm.model_validate({**section, "max_logprob_diff": 0.5, "on_logprob_diff": "skip"})
+    for old, after in ((-1.25, 0.5 * (1 + 0.2 * 4 / 40)), (-2.0, 0.5)):
+        maker = StepAdvantages(recipe := recipe_of(algorithm))
+        said: Said = {"old_logprobs": lambda *_, old=old: old, "ref_logprobs": lambda *_: -9.0}  # type: ignore[misc]
+        _, metrics = learn(maker, recipe, step_of(said, num_collectors), list(said))
+        assert metrics["rollout/drifted"] == (old == -2)
+        assert maker.kl_coef == pytest.approx(after)
+
+
+@anywhere
 def test_the_kls_weight_is_steered_and_saved(num_collectors: int) -> None:
     steered = KlControl(target=0.25, horizon=40)
     algorithm = Algorithm(advantage="rloo", kl_coef=0.5, kl_in="reward", kl_kind="k1", kl_control=steered)

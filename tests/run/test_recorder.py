@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,11 @@ from megarl.core.pending import Finished, Once
 from megarl.core.protocols import State
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import EvalResult
+from megarl.recipe.batch import plan_batches
+from megarl.recipe.placement import Placement, Pool
+from megarl.recipe.roles import Critic
+from megarl.recipe.run import Cluster, Model
+from megarl.recipe.schema import Data, Recipe, Rollout, Train
 from megarl.run.recorder import Recorder
 from tests.support.recording import Slow, Told, recorder_of
 
@@ -62,6 +68,23 @@ def test_a_step_without_an_update_of_the_actor_has_no_flops_of_one() -> None:
     recorder.end_of(2, {"perf/train_flops": 8e12, "perf/update_s": 2.0})
     assert told.metrics[1]["perf/train_flops"] == 0 and "perf/tflops_per_device" not in told.metrics[1]
     assert told.metrics[2]["perf/train_flops"] == 8e12 and told.metrics[2]["perf/tflops_per_device"] > 0
+
+
+def test_rates_of_the_update_are_of_the_devices_that_the_actor_is_on() -> None:
+    """A critic in a pool of its own has no part in the actor's update."""
+    actor, critic = Pool(devices=2, roles=("actor",)), Pool(devices=6, roles=("critic",))
+    recipe = Recipe(
+        model=Model(path=Path("m")),
+        data=Data(train=Path("t")),
+        rollout=Rollout(prompts_per_step=4, samples_per_prompt=2, max_response_tokens=8),
+        train=Train(steps=1),
+        critic=Critic(),
+        cluster=Cluster(devices=8),
+        placement=Placement(pools={"actor": actor, "critic": critic}),
+    )
+    told = Told([])
+    recorder_of(told, devices=plan_batches(recipe).devices).end_of(1, {"perf/train_flops": 8e12, "perf/update_s": 2.0})
+    assert told.metrics[1]["perf/tflops_per_device"] == 2 and told.metrics[1]["perf/mfu"] == 0.5
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -10,7 +10,6 @@ from typing import Any
 
 from megarl.core.pending import Finished
 from megarl.core.protocols import State
-from megarl.recipe.run import Cluster
 from megarl.run.recorder import Recorder
 
 
@@ -83,8 +82,10 @@ class Asked:
         return self._when()
 
 
-def recorder_of(told: Told, *, stop: Callable[[], bool] = lambda: False, async_save: bool = False) -> Recorder:
-    """The recorder that a run has, with everything around it told."""
+def recorder_of(
+    told: Told, *, stop: Callable[[], bool] = lambda: False, async_save: bool = False, devices: int = 1
+) -> Recorder:
+    """The recorder that a run has, with everything around it told. devices: of the actor's pool, each good for 4 TFLOP/s."""
     around: Any = told
     asked: Any = Asked(stop)
 
@@ -92,4 +93,4 @@ def recorder_of(told: Told, *, stop: Callable[[], bool] = lambda: False, async_s
         told.peaks += 1
         return Finished({"actor/update": told.peaks})
 
-    return Recorder(around, around, around, [told], told, "model", take_peaks, Cluster(), async_save, asked)
+    return Recorder(around, around, around, [told], told, "model", take_peaks, devices, 4.0, async_save, asked)

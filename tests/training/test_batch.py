@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -69,3 +71,15 @@ def test_a_filler_has_no_weight(device):
     assert not batch.mask.any()
     assert not batch.weights.any()
     assert set(batch.columns) == {"advantages"}
+
+
+def test_a_routing_takes_two_bytes_a_choice_on_the_device(device):
+    """Those of a whole mini-batch are there at once: in a model of 58 layers and 8 experts a token 928 bytes each."""
+    [shard], _ = shards([examples([3, 5], 50)])
+    [micro] = shard.mini_batches[0].micro_batches
+    routing = np.arange(16, dtype=np.int16).reshape(8, 2)
+    batch = to_device(
+        dataclasses.replace(micro, routing=routing), {}, device, Layout(tp=2, sequence_parallel=True, world_size=2), 0
+    )
+    assert batch.routing.element_size() == 2
+    assert batch.routing.tolist() == [*routing[:3].tolist(), [PADDING] * 2, *routing[3:].tolist(), [PADDING] * 2]

@@ -105,7 +105,7 @@ def test_routing_that_the_router_would_choose_changes_nothing_and_another_does(r
     other = (chosen + 1) % 8
     assert np.abs(rank.logprobs("actor", routed(shard, lambda _: other))[0][0] - free).max() > 1e-3
     unknown = np.full_like(chosen, -1)
-    assert np.isfinite(rank.logprobs("actor", routed(shard, lambda _: unknown))[0][0]).all()
+    np.testing.assert_allclose(rank.logprobs("actor", routed(shard, lambda _: unknown))[0][0], free, atol=2e-6)
     # Nothing is left behind for batches that say nothing of their routing.
     assert np.array_equal(rank.logprobs("actor", shard)[0][0], free)
 
