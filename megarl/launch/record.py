@@ -17,7 +17,10 @@ LAST_BYTES = 2**18  # of the metrics, that are looked at for the last step: a ro
 
 @dataclass(frozen=True)
 class Submission:
-    """One submission. job: SLURM's number or Ray's submission id. address: of the Ray cluster. log: file of a SLURM job."""
+    """One submission. job: SLURM's number or Ray's submission id. log: file of a SLURM job.
+
+    address: of the Ray cluster; of SLURM's, the name where it is another than the one that is here.
+    """
 
     kind: Literal["slurm", "ray"]
     job: str

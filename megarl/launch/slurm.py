@@ -111,12 +111,16 @@ def check_partition(names: str) -> None:
             raise UserError(f"--partition {name}: SLURM has no such partition.{hint} It has: {', '.join(there)}.")
 
 
-def submit(script: Path) -> str:
-    """Submit a script; returns the job's id. Raises UserError with SLURM's own words where it refuses."""
+def submit(script: Path) -> tuple[str, str]:
+    """Submit a script; returns the job's id, and the cluster that it went to where sbatch was asked for one (SBATCH_CLUSTERS).
+
+    Raises UserError with SLURM's own words where it refuses.
+    """
     done = _run(["sbatch", "--parsable", str(script)], _environment(script))
     if done.returncode:
         raise UserError(f"SLURM refuses the job: {done.stderr.strip()}. The script is {script}.")
-    return done.stdout.strip().partition(";")[0]
+    job, _, cluster = done.stdout.strip().partition(";")
+    return job, cluster
 
 
 def _environment(script: Path) -> dict[str, str]:
@@ -131,9 +135,9 @@ def _environment(script: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in without}
 
 
-def state_of(job: str) -> JobState | None:
-    """What SLURM knows of a job; None where it has forgotten it."""
-    done = _run(["scontrol", "show", "job", job, "--oneliner"])
+def state_of(job: str, cluster: str = "") -> JobState | None:
+    """What SLURM knows of a job; None where it has forgotten it. cluster: that it went to; default: the one that is here."""
+    done = _run(["scontrol", *_of(cluster), "show", "job", job, "--oneliner"])
     if done.returncode and "Invalid job id" in done.stderr:
         return None
     if done.returncode:
@@ -151,9 +155,14 @@ def state_of(job: str) -> JobState | None:
     )
 
 
-def cancel(job: str) -> None:
-    """End a job, whatever it is doing."""
-    _ask(["scancel", job])
+def cancel(job: str, cluster: str = "") -> None:
+    """End a job, whatever it is doing. cluster: as for state_of."""
+    _ask(["scancel", *_of(cluster), job])
+
+
+def _of(cluster: str) -> list[str]:
+    """The option by which SLURM's commands speak of another cluster than the one that is here."""
+    return [f"--clusters={cluster}"] if cluster else []
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from megarl.run.preflight import check_start, preflight, preflight_supervised
 Say = Callable[[str], object]
 # What is left of a socket's path: /megarl-JOB-RESTART/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
 LONGEST_TEMP = 107 - len("/megarl-12345678-99/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+
+# The option of sbatch's that names other clusters than the one that is here.
+OF_CLUSTERS = re.compile(r"--clusters?\b(?!-)|-M")
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ def submit_slurm(
     _check_temp(options.temp)
     if not dry_run:
         slurm.require()
-        if options.partition is not None:
+        # Of another cluster's partitions the one that is here knows nothing; sbatch refuses what has to be.
+        elsewhere = os.environ.get("SBATCH_CLUSTERS") or any(map(OF_CLUSTERS.match, options.extra))
+        if options.partition is not None and not elsewhere:
             slurm.check_partition(options.partition)
     loaded, platform = _checked(path, overrides, "cuda" if options.gpus_per_node else "cpu", resume, dry_run, say)
     recipe = loaded.recipe
@@ -87,9 +94,9 @@ def submit_slurm(
     if again:
         (folder / SUBMITTED_BY).write_text(f"{again}\n")
     (folder / "slurm.sbatch").write_text(script)
-    job = slurm.submit(folder / "slurm.sbatch")
+    job, cluster = slurm.submit(folder / "slurm.sbatch")
     log = folder / f"slurm-{job}.out"
-    Submission("slurm", job, log=str(log)).write(run)
+    Submission("slurm", job, address=cluster, log=str(log)).write(run)
     servers = f", {fit.servers}" if fit.servers else ""
     say(f"SLURM job {job}: {recipe.run.name} on {options.nodes} nodes{servers}; it prints to {log}")
     return run

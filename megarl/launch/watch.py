@@ -22,7 +22,7 @@ Write = Callable[[str], object]
 def is_alive(submission: Submission) -> bool:
     """Whether the job has still to end; one that its scheduler has forgotten has ended."""
     if submission.kind == "slurm":
-        state = slurm.state_of(submission.job)
+        state = slurm.state_of(submission.job, submission.address)
         return state is not None and state.alive
     try:
         return RayJobs(submission.address).state(submission.job)[0] not in ENDED
@@ -33,7 +33,7 @@ def is_alive(submission: Submission) -> bool:
 def describe(run: Path, submission: Submission) -> str:
     """The state of a run's job in its scheduler's words."""
     if submission.kind == "slurm":
-        state = slurm.state_of(submission.job)
+        state = slurm.state_of(submission.job, submission.address)
         if state is None:
             left = last_exit_code(run, submission.job)
             return "ended, and SLURM has forgotten it" + ("" if left is None else f", exit code {left}")
@@ -113,7 +113,7 @@ def exit_code(run: Path) -> int:
     submission = find_submission(run)
     if submission.kind == "ray":
         return RayJobs(submission.address).exit_code(submission.job)
-    state = slurm.state_of(submission.job)
+    state = slurm.state_of(submission.job, submission.address)
     if state is None:
         left = last_exit_code(run, submission.job)
         if left is None:
@@ -132,7 +132,7 @@ def cancel(run: Path) -> str:
     if submission.kind == "slurm":
         if not is_alive(submission):
             return ended
-        slurm.cancel(submission.job)
+        slurm.cancel(submission.job, submission.address)
     else:
         jobs = RayJobs(submission.address)
         if jobs.state(submission.job)[0] in ENDED:

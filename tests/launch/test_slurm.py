@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.launch import slurm
+from megarl.launch import slurm, watch
+from megarl.launch.record import Submission
 
 JOB = (
     "JobId=7 JobName=x UserId=u(1) Requeue=1 Restarts=2 BatchFlag=1 ExitCode={code} JobState={state} Reason={reason} "
@@ -82,10 +83,30 @@ def test_commands_without_a_cluster_are_told_so(answers: Path) -> None:
 def test_a_job_number_is_taken_from_what_sbatch_says(answers: Path, tmp_path: Path) -> None:
     program(answers, "sbatch", "4711;cluster")
     (tmp_path / "s").touch()
-    assert slurm.submit(tmp_path / "s") == "4711"
+    assert slurm.submit(tmp_path / "s") == ("4711", "cluster")
     program(answers, "sbatch", err="sbatch: error: Invalid account", code=1)
     with pytest.raises(UserError, match="SLURM refuses the job: sbatch: error: Invalid account"):
         slurm.submit(tmp_path / "s")
+
+
+def test_a_job_on_another_cluster_is_asked_for_there(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With SBATCH_CLUSTERS the cluster that is here knows no such job: it was said to have ended while it ran."""
+    there = JOB.format(state="RUNNING", code="0:0", reason="None")
+    answer = f"[[ $1 == --clusters=b ]] && echo '{there}' && exit; echo Invalid job id >&2; exit 1"
+    for name, line in (("scontrol", answer), ("scancel", f"echo $@ > {tmp_path}/ended"), ("sbatch", "echo '7;b'")):
+        (answers / name).write_text(f"#!/bin/bash\n{line}\n")
+        (answers / name).chmod(0o755)
+    monkeypatch.setenv("SBATCH_CLUSTERS", "b,c")
+    (tmp_path / "s").touch()
+    job, cluster = slurm.submit(tmp_path / "s")
+    assert slurm.state_of(job) is None
+    run = tmp_path / "run"
+    Submission("slurm", job, address=cluster).write(run)
+    assert watch.status(run) == ("slurm 7", "RUNNING on n[1-2], queued again 2 times", "-")
+    watch.cancel(run)
+    assert (tmp_path / "ended").read_text() == "--clusters=b 7\n"
 
 
 def test_what_a_script_says_holds_whatever_the_environment_has(
@@ -104,7 +125,7 @@ def test_what_a_script_says_holds_whatever_the_environment_has(
     ):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert slurm.submit(script) == "7"
+    assert slurm.submit(script) == ("7", "")
     assert (tmp_path / "seen").read_text().split() == ["SBATCH_QOS", "SLURM_CONF", "SLURM_MEM_PER_CPU"]
     monkeypatch.setenv("SLURM_JOB_ID", "6")
     slurm.submit(script)

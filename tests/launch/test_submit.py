@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.launch.record import Submission
+from megarl.launch.record import Submission, find_submission
 from megarl.launch.submit import SlurmOptions, submit_ray, submit_slurm
 from megarl.run.ending import SUBMITTED_BY
 from tests.support.bad_input import Place, good_place
@@ -113,6 +113,25 @@ def test_where_the_servers_will_be_is_said_with_the_job(
     assert (
         said[-1].startswith("SLURM job 8: ") and "on the ranks' 8 GPUs; 16 GPUs would give them their own" in said[-1]
     )
+
+
+@pytest.mark.parametrize("extra", ["", "--clusters=b", "-Mb"])
+def test_a_partition_of_another_cluster_is_left_to_sbatch(
+    extra: str, place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, line in (("sbatch", "8;b"), ("sinfo", "small")):
+        (tmp_path / name).write_text(f"#!/bin/bash\necho '{line}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    if not extra:
+        monkeypatch.setenv("SBATCH_CLUSTERS", "b")
+    options = SlurmOptions(partition="large", extra=(extra,) if extra else ())
+    submit_slurm(place.recipe, [], options, resume=False, dry_run=False, say=lambda _: None)
+    log = str(place.run / "launch" / "slurm-8.out")
+    assert find_submission(place.run) == Submission("slurm", "8", address="b", log=log)
+    monkeypatch.delenv("SBATCH_CLUSTERS", raising=False)
+    with pytest.raises(UserError, match="--partition large: SLURM has no such partition"):
+        submit_slurm(place.recipe, [], replace(options, extra=()), resume=False, dry_run=False, say=lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_scheduler_that_is_silent_for_a_while_does_not_end_the_log(
     Submission("slurm", "7", log=str(tmp_path / "log")).write(tmp_path)
     answers: list[Any] = [MegarlError("SLURM does not answer"), None]
 
-    def state_of(job: str) -> Any:
+    def state_of(job: str, cluster: str = "") -> Any:
         if isinstance(answer := answers.pop(0), Exception):
             raise answer
         return answer
