@@ -28,7 +28,7 @@ from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
 from megarl.report.console import RunConsole
 from megarl.report.writers import Writers
-from megarl.run.recorder import Recorder
+from megarl.run.recorder import Devices, Recorder
 from megarl.training.manifest import MANIFEST
 from megarl.training.rank import Rank
 from megarl.training.run_checkpoints import MARKER, STATE, Checkpoints
@@ -190,8 +190,7 @@ def live(folder: Path, model: Path, last: int, async_save: bool, watch: Watch) -
         data,
         "model",
         lambda: Finished({}),
-        1,
-        None,
+        Devices(1),
         async_save,
         StopRequest(),
     )

@@ -165,9 +165,7 @@ _METRICS: dict[str, MetricSpec] = {
         "fraction", "trained tokens whose importance weight the bound decided / trained tokens", ".4f"
     ),
     "actor/loss": MetricSpec(
-        "nats",
-        "pg_loss + kl_coef * kl_loss - entropy_coef * entropy, each reduced as algorithm.reduction says, mean over mini-batches",
-        ".4f",
+        "nats", "pg_loss + kl_coef * kl_loss - entropy_coef * entropy, all reduced alike, mean over mini-batches", ".4f"
     ),
     "actor/pg_loss": MetricSpec("nats", "clipped policy loss, reduced as algorithm.reduction says", ".4f"),
     "actor/pg_clipfrac": MetricSpec("fraction", "trained tokens whose loss the clip decided / trained tokens", ".4f"),
@@ -175,9 +173,7 @@ _METRICS: dict[str, MetricSpec] = {
         "nats", "KL of the old policy to the one under update (k3), mean over trained tokens", ".2e"
     ),
     "actor/kl_loss": MetricSpec(
-        "nats",
-        "KL of the policy to the reference, reduced as the loss is; only with kl_coef > 0 and kl_in: loss",
-        ".2e",
+        "nats", "KL of the policy to the reference, reduced as the loss is; only with a KL in the loss", ".2e"
     ),
     "actor/entropy": MetricSpec(
         "nats", "entropy of the temperature-scaled distribution, mean over trained tokens", ".3f"
@@ -280,16 +276,12 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "perf/generation_s": MetricSpec("s", "with groups under way since the last step, beside other work too", ".2f"),
     "perf/train_tokens_per_s": MetricSpec(
-        "tokens/s",
-        "prompt and response tokens, each as often as actor.epochs says, / perf/update_s, over all ranks",
-        ".0f",
+        "tokens/s", "prompt and response tokens, once an epoch, / perf/update_s, over all ranks", ".0f"
     ),
     "perf/train_flops": MetricSpec(
         "FLOP", "model FLOPs of the actor's updates, forward and backward, without recompute (docs/flops.md)", ".3e"
     ),
-    "perf/tflops_per_device": MetricSpec(
-        "TFLOP/s", "perf/train_flops / perf/update_s / devices of the actor's pool", ".3f"
-    ),
+    "perf/tflops_per_device": MetricSpec("TFLOP/s", "perf/train_flops / perf/update_s / actor's devices", ".3f"),
     "perf/mfu": MetricSpec("fraction", "perf/tflops_per_device / cluster.peak_tflops, where that is given", ".3f"),
     "perf/tokens_per_s": MetricSpec("tokens/s", "prompt and response tokens / perf/step_s", ".0f"),
     "perf/ranks_idle": MetricSpec(
@@ -338,10 +330,8 @@ _OF_ROLE = re.compile(rf"memory/[a-z_]+/(?:{'|'.join(get_args(Operation))})")
 
 _GROUPS: Mapping[str, str] = MappingProxyType(
     {
-        "reward": "What the graders said of the step's samples, those of groups among them that teach nothing and were left "
-        "out or replaced; without what is added to rewards, or taken off, before advantages are computed.",
-        "rollout": "The step's samples, as they were generated; lengths and shares are also of groups that were left out or "
-        "replaced.",
+        "reward": "What the graders said of the step's samples, also of groups that were left out or replaced.",
+        "rollout": "The step's samples, as they were generated, also of groups that were left out or replaced.",
         "agent": "The step's episodes; only with a section `agent`.",
         "actor": "The update of the policy; where `actor.epochs` is above 1, of the step's last epoch.",
         "critic": "The update of the critic; where `critic.epochs` is above 1, of the step's last epoch.",

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -17,6 +17,13 @@ from megarl.models.flops import mfu
 from megarl.report.console import RunConsole
 from megarl.report.writers import Writers
 from megarl.training.run_checkpoints import Checkpoints, Committed
+
+
+class Devices(NamedTuple):
+    """Of one pool, which may not be all that a run has. peak_tflops: what one of them could do, where that is known."""
+
+    num: int
+    peak_tflops: float | None = None
 
 
 @dataclass
@@ -50,8 +57,7 @@ class Recorder:
 
     roles: what a checkpoint holds, the one under training first: save(folder, wait), finish_save(), load().
     data: where samples come from: state(), load_state(). model: fingerprint of model.path (models/fingerprint.py).
-    take_peaks: asks for bytes by role and operation since the last call. devices: of the pool of the role
-    under training, which may not be all that the run has; peak_tflops: what one of them could do.
+    take_peaks: asks for bytes by role and operation since the last call. devices: that the role under training is on.
     on_commit: called when a checkpoint was committed. recoveries: of this run so far, which every line says.
     """
 
@@ -62,8 +68,7 @@ class Recorder:
     data: Any
     model: str
     take_peaks: Callable[[], Pending[dict[str, int]]]
-    devices: int
-    peak_tflops: float | None
+    devices: Devices
     async_save: bool
     stop: StopRequest
     on_commit: Callable[[], None] = lambda: None
@@ -104,7 +109,7 @@ class Recorder:
         peaks = {f"memory/{name}": float(held) for name, held in line.peaks.wait().items()}
         metrics |= {
             **peaks,
-            **_flop_rates(metrics, self.devices, self.peak_tflops),
+            **_flop_rates(metrics, self.devices),
             **({"perf/rank_peak_bytes": max(peaks.values())} if peaks else {}),  # none where ranks did nothing
             "perf/recoveries": float(self.recoveries),
             "perf/host_memory_bytes": float(psutil.virtual_memory().used),
@@ -157,12 +162,12 @@ class Recorder:
         return State(committed.step, committed.state["weight_version"])
 
 
-def _flop_rates(metrics: dict[str, float], devices: int, peak_tflops: float | None) -> dict[str, float]:
+def _flop_rates(metrics: dict[str, float], devices: Devices) -> dict[str, float]:
     """How fast the actor's updates were. A step that it did not learn from had none, whatever they would have taken."""
     flops, seconds = metrics.get("perf/train_flops"), metrics.get("perf/update_s")
     if not flops or not seconds:
         return {} if flops is None else {"perf/train_flops": 0.0}
-    rates = {"perf/tflops_per_device": flops / seconds / devices / 1e12}
-    if peak_tflops is not None:
-        rates["perf/mfu"] = mfu(flops, seconds, devices, peak_tflops * 1e12)
+    rates = {"perf/tflops_per_device": flops / seconds / devices.num / 1e12}
+    if devices.peak_tflops is not None:
+        rates["perf/mfu"] = mfu(flops, seconds, devices.num, devices.peak_tflops * 1e12)
     return rates

@@ -28,7 +28,7 @@ from megarl.report.history import METRICS_FILE, Row, read_history
 from megarl.run.begin import finish, handles_of, opened, say
 from megarl.run.journal import changes
 from megarl.run.preflight import RESULTS, preflight
-from megarl.run.recorder import Recorder
+from megarl.run.recorder import Devices, Recorder
 from megarl.run.replayable import Replay, check_greedy, check_inputs, check_model, check_overrides, find_replay
 from megarl.train import train
 
@@ -137,8 +137,7 @@ def _replay(
                 session.samples,
                 fingerprint(recipe.model.path),
                 session.take_peaks,
-                checked.plan.devices,
-                recipe.cluster.peak_tflops,
+                Devices(checked.plan.devices, recipe.cluster.peak_tflops),
                 recipe.train.async_save,
                 run.stop,
             )

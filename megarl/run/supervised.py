@@ -13,7 +13,7 @@ from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.report.history import METRICS_FILE
 from megarl.run.begin import end, finish, found, opened
 from megarl.run.preflight import preflight_supervised
-from megarl.run.recorder import Recorder
+from megarl.run.recorder import Devices, Recorder
 from megarl.run.recovery import Recoveries, live
 from megarl.sft import SupervisedHandles, supervise
 
@@ -51,8 +51,7 @@ def _supervise(
                 session.feeder,
                 fingerprint(recipe.model.path),
                 session.take_peaks,
-                checked.plan.devices,
-                recipe.cluster.peak_tflops,
+                Devices(checked.plan.devices, recipe.cluster.peak_tflops),
                 recipe.train.async_save,
                 run.stop,
                 recoveries=recoveries.total,

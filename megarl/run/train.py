@@ -26,7 +26,7 @@ from megarl.run.journal import begin_journal, check_journal, evaluations_before,
 from megarl.run.kept import Kept
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
-from megarl.run.recorder import Recorder
+from megarl.run.recorder import Devices, Recorder
 from megarl.run.recovery import Recoveries, live
 from megarl.run.rewind import rewinding
 from megarl.train import train
@@ -89,8 +89,7 @@ def _train(
                 session.rollout,
                 fingerprint(recipe.model.path),
                 session.take_peaks,
-                checked.plan.devices,
-                recipe.cluster.peak_tflops,
+                Devices(checked.plan.devices, recipe.cluster.peak_tflops),
                 recipe.train.async_save,
                 run.stop,
                 on_commit=lambda: trim_journal(recipe, run.checkpoints.committed()),

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.core.pending import Finished
 from megarl.core.protocols import State
-from megarl.run.recorder import Recorder
+from megarl.run.recorder import Devices, Recorder
 
 
 @dataclass(frozen=True)
@@ -93,4 +93,4 @@ def recorder_of(
         told.peaks += 1
         return Finished({"actor/update": told.peaks})
 
-    return Recorder(around, around, around, [told], told, "model", take_peaks, devices, 4.0, async_save, asked)
+    return Recorder(around, around, around, [told], told, "model", take_peaks, Devices(devices, 4.0), async_save, asked)
