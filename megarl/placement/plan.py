@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from megarl.placement.prediction import placement_plan
 from megarl.placement.search import Allowed, Bound, Found, Result, search
 from megarl.placement.shares import that_share_out
 from megarl.placement.space import Space
-from megarl.placement.tables import AllTables, build_tables
+from megarl.placement.tables import AllTables, RoleTable, build_tables
 from megarl.placement.workload import ACTOR, FRACTION_FLAG, REFERENCE, ROLLOUT, Workload
 
 
@@ -88,11 +88,13 @@ def make_plan(
     # All on one kind of nodes, or the rollout on another than the ranks.
     hosts: list[tuple[Cluster, Cluster | None]] = [(kind, None) for kind in cluster.kinds]
     hosts += permutations(cluster.kinds, 2)
-    looks = [
-        _look(replace(workload, micro_tokens=(tokens,)), kind, asked, serving)
-        for kind, serving in hosts
-        for tokens in workload.micro_tokens
-    ]
+    looks: list[_Look] = []
+    # The ranks' choices are the same wherever the servers are.
+    roles: dict[tuple[Cluster, int], dict[str, RoleTable]] = {}
+    for (kind, serving), tokens in product(hosts, workload.micro_tokens):
+        some = replace(workload, micro_tokens=(tokens,))
+        looks.append(_look(some, kind, asked, serving, roles.get((kind, tokens))))
+        roles[kind, tokens] = looks[-1].tables.roles
     best: dict[_Key, tuple[Found, _Look]] = {}
     for look in looks:
         for found in look.result.found:
@@ -151,8 +153,14 @@ class _Look:
         return self.cluster, self.tables.serving, frozenset(partition)
 
 
-def _look(workload: Workload, cluster: Cluster, asked: _Asked, serving: Cluster | None = None) -> _Look:
-    tables = build_tables(workload, cluster, asked.space, serving=serving)
+def _look(
+    workload: Workload,
+    cluster: Cluster,
+    asked: _Asked,
+    serving: Cluster | None = None,
+    roles: dict[str, RoleTable] | None = None,
+) -> _Look:
+    tables = build_tables(workload, cluster, asked.space, serving=serving, roles=roles)
 
     def allowed(partition: Partition) -> bool:
         together = not workload.tied or in_one_pool(ACTOR, REFERENCE, partition)

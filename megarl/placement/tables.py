@@ -90,11 +90,15 @@ def build_tables(
     space: Space | None = None,
     pool_sizes: Sequence[int] | None = None,
     serving: Cluster | None = None,
+    roles: dict[str, RoleTable] | None = None,
 ) -> AllTables:
-    """All choices of a workload's roles on pools of a cluster. space, pool_sizes: default: all. serving: for the rollout."""
+    """All choices of a workload's roles on pools of a cluster. space, pool_sizes: default: all. serving: for the rollout.
+
+    roles: those of the Megatron roles, where they were made before.
+    """
     space, sizes, host = space or Space(), pool_sizes or cluster.pool_sizes(), serving or cluster
-    roles: dict[str, RoleTable] = {}
-    for role in workload.roles:
+    made, roles = roles is not None, roles or {}
+    for role in () if made else workload.roles:
         if role == REFERENCE and workload.tied:
             roles[role] = _tied_table(roles[ACTOR], workload, cluster, space)
         elif role != ROLLOUT:

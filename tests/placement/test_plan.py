@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from megarl.core.errors import UserError
-from megarl.placement.cluster import make_cluster
+from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import lognormal
@@ -24,9 +24,9 @@ from megarl.placement.plan import make_plan
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions
 from megarl.placement.space import Space, servers
-from megarl.placement.tables import rollout_table, served_bytes
+from megarl.placement.tables import RoleTable, role_table, rollout_table, served_bytes
 from megarl.placement.weight_sync import sync_seconds
-from megarl.placement.workload import ROLLOUT
+from megarl.placement.workload import ROLLOUT, Workload
 from megarl.run.plan import PlanOptions, run_plan
 from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
 
@@ -157,6 +157,19 @@ def test_ranks_and_servers_may_be_on_nodes_of_different_kinds() -> None:
     assert servers.roles[0].seconds["rollout"] <= _of(again.best, ROLLOUT).seconds["rollout"]
     assert as_json(plan)["cluster"]["others"] == [{"nodes": 4, "devices_per_node": 8, "device": "H20"}]
     assert "H20" in page(plan)
+
+
+def test_choices_of_ranks_are_priced_once_for_each_kind_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def counted(role: str, work: Workload, cluster: Cluster, *others: object) -> RoleTable:
+        priced.append((role, cluster.device.name, work.micro_tokens))
+        return role_table(role, work, cluster, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("megarl.placement.tables.role_table", counted)
+    plan = make_plan(workload(QWEN_7B, GRPO), replace(MIXED, others=(*MIXED.others, make_cluster("H200", 1))))
+    assert len(priced) == len(set(priced)) and {kind for _, kind, _ in priced} == {"H100", "H20", "H200"}
+    assert plan.best.step_s > 0
 
 
 def test_one_kind_beside_another_that_is_too_small_is_used_alone() -> None:
