@@ -203,7 +203,7 @@ class Leader:
         """Note the start. Raises MegarlError where those before it came to nothing too often."""
         job, events, step = self._allocation.job, self._plan.events, reached(self._plan.metrics)
         vain = vain_starts(events, job, step)
-        self._note("started", reached=step)
+        self._write("started", reached=step)  # or a job whose nodes are bad would be queued again without end
         if vain >= MOST_VAIN:
             raise MegarlError(
                 f"Job {job} was started {vain} times without a further step after step {step}. Each start lost nodes, or SLURM "
@@ -298,10 +298,25 @@ class Leader:
         signal.sigtimedwait([], REQUEUE_S)
 
     def _note(self, event: str, **more: int) -> None:
+        """Write down what happened; a disk that is full, as it may be why the run ended, ends no job that goes on."""
+        try:
+            self._write(event, **more)
+        except MegarlError as error:
+            with suppress(OSError):
+                print(f"megarl: {error}", file=sys.stderr, flush=True)
+
+    def _write(self, event: str, **more: int) -> None:
+        """Raises MegarlError where it cannot be written."""
         place = {"job": self._allocation.job, "restart": self._allocation.restart}
         line = {**place, "event": event, "time": time.time(), **more}
-        with self._plan.events.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self._plan.events.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise MegarlError(
+                f"'{event}' of job {self._allocation.job} could not be written to {self._plan.events}: "
+                f"{error.strerror or error}."
+            ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -75,6 +75,21 @@ def test_a_full_disk_of_the_jobs_log_does_not_end_the_listening(
     nodes.close([])
 
 
+def test_a_full_disk_below_its_events_ends_no_job_that_is_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver's exit code was lost, and a job that was to be queued again was over with a stack trace."""
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    leader = leader_of(tmp_path)
+    leader._note("driver ended", exit_code=75)
+    said = f"could not be written to {tmp_path}/events.jsonl: No space left on device."
+    assert capsys.readouterr().err == f"megarl: 'driver ended' of job 7 {said}\n"
+    with pytest.raises(
+        MegarlError, match=r"'started' of job 7 could not be written to .*: No such file or directory\."
+    ):
+        leader_of(tmp_path / "gone")._begin()
+
+
 def test_starts_in_vain_are_not_said_to_have_lost_nodes_where_slurm_ended_them(tmp_path: Path) -> None:
     leader = leader_of(tmp_path)
     for _ in range(3):
