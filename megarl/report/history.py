@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
 
@@ -35,7 +37,7 @@ def read_history(file: Path) -> list[Row]:
         if not line.endswith(b"\n"):
             break
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = _parsed(line)
         # Bytes that are no text, and numbers of thousands of digits, are ValueErrors, too.
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number} is not JSON ({error}). Remove that line, or the file.") from None
@@ -43,6 +45,14 @@ def read_history(file: Path) -> list[Row]:
             raise UserError(f'{file}, line {number} is not a row of metrics: it must be an object with a whole "step".')
         rows.append(row)
     return rows
+
+
+def _parsed(line: bytes) -> Any:
+    """Raises ValueError, RecursionError."""
+    try:
+        return orjson.loads(line)  # many times as fast, of rows of a hundred thousand steps
+    except orjson.JSONDecodeError:
+        return json.loads(line.decode("utf-8"))  # with NaN, as others may have written it
 
 
 def trim_history(file: Path, last_step: int) -> None:
