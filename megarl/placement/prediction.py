@@ -48,9 +48,10 @@ def placement_plan(
         pools.append(PoolPlan(devices, first[kind], roles, peaks[fullest] + reserved, fullest, kind, len(kinds) > 1))
         first[kind] += devices
     phases = {phase: _phase(phase, pools, cluster) for phase in PHASES}
+    between = STAGES * cluster.rates.barrier_s + sum(role.dispatch_s for pool in pools for role in pool.roles)
     if found.asynchronous:
         # The rollout runs beside all but the sync: only what it takes longer than they do is waited for.
-        beside = phases["sleep and wake"] + phases["prepare"] + phases["train"]
+        beside = phases["sleep and wake"] + phases["prepare"] + phases["train"] + between
         # What begins after a sync has to be there for the step that comes `staleness` steps later, before its training.
         longest, old = _longest_s(found, tables, workload, cluster), workload.staleness
         late = (longest - old * (beside + phases["sync"])) / (1 + old)
@@ -60,9 +61,7 @@ def placement_plan(
         (sum(sum(role.seconds.values()) for role in pool.roles) for pool in pools if _is_late(pool)), default=0.0
     )
     phases["train"] += max(0.0, whole - sum(phases.values()))
-    phases["between stages"] = STAGES * cluster.rates.barrier_s + sum(
-        role.dispatch_s for pool in pools for role in pool.roles
-    )
+    phases["between stages"] = between
     return PlacementPlan(names_of(found.partition), found.asynchronous, tuple(pools), sum(phases.values()), phases)
 
 

@@ -60,6 +60,16 @@ def test_an_asynchronous_rollout_hides_behind_training() -> None:
     assert flows.best.step_s == pytest.approx(sum(flows.best.phases.values()))
 
 
+def test_an_asynchronous_rollout_goes_on_between_the_ranks_stages() -> None:
+    responses = lognormal(1000, 0.3, 4096)
+    work = workload(QWEN_7B, GRPO, prompts=32, samples_per_prompt=8, mini_batches=4, responses=responses, staleness=4)
+    best = make_plan(work, make_cluster("H100", 4), name="split", top=1).best
+    stages = best.phases["prepare"] + best.phases["train"]
+    # Longer than the stages, and not than they are with what is between them.
+    assert best.asynchronous and stages < _of(best, ROLLOUT).seconds["rollout"] < stages + best.phases["between stages"]
+    assert best.phases["rollout"] == 0
+
+
 def test_servers_that_samples_of_other_steps_fill_are_chosen_by_how_fast_they_are_then() -> None:
     """By itself a step wants servers of two devices; beside those before and after it, of one."""
     responses = lognormal(1267, 0.9, 8192)
