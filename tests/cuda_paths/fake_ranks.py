@@ -64,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v3": {},
+    "glm4_moe": {},
 }
 ROLE = "actor"
 KINDS = ("fused", "torch")

@@ -77,6 +77,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("mistral", {}, (2,)),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
+        ("glm4_moe", {}, (2,)),
         ("gemma3", {"vocab_size": 130}, (2,)),
     ],
 )
