@@ -89,14 +89,16 @@ class ChatTemplate:
         """What stands between a turn of the policy and its next: the turn's end, the messages, the next one's beginning.
 
         last: the policy's last token, if there is one. Where it ended its turn by a special token, that is the turn's end,
-        whichever the template has: only what comes after is given. calls: of tools that it made, for templates that take results
-        of calls alone. Raises TemplateRefusalError.
+        whichever the template has: only what comes after is given. Where the template has none, as GLM-4.5's, the next message's
+        mark ends the turn, and is not given again. calls: of tools that it made, for templates that take results of calls alone.
+        Raises TemplateRefusalError.
         """
         pieces = self.between(self.as_text(messages), calls).split(APART)
         ids = np.concatenate([self._encode_behind(piece) for piece in pieces])
         # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
-        if self._special.intersection(last) and ids[: len(self._end)].tolist() == self._end:
-            return ids[len(self._end) :]
+        end = self._end or list(last)[-1:]
+        if self._special.intersection(last) and ids[: len(end)].tolist() == end:
+            return ids[len(end) :]
         return ids
 
     def rewritten(self) -> str:

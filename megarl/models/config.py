@@ -74,6 +74,7 @@ class ModelConfig:
     """One decoder-only model. Sizes are counts of elements; `ffn_hidden_size` is of one of the two gated halves.
 
     num_kv_heads, head_dim: with `mla`, equal to num_heads and to the width of a query head.
+    rotary_dim: how much of a head is rotated, from its beginning; None is all, or with `mla` its part for that.
     moe_layers: layers (from 0) that have experts in the MLP's place. local_layers: layers with sliding-window attention
     over `window` tokens (the token itself among them), rotated by `local_rope` where given.
     norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
@@ -102,6 +103,7 @@ class ModelConfig:
     moe: Moe | None = None
     moe_layers: frozenset[int] = frozenset()
     mla: Mla | None = None
+    rotary_dim: int | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     norm_offset: bool = False
     sandwich_norms: bool = False
@@ -117,6 +119,11 @@ class ModelConfig:
     def with_score_head(self) -> ModelConfig:
         """The same model with one number a token in the vocabulary's place."""
         return replace(self, head="score", tied_embeddings=False)
+
+    @property
+    def rotated(self) -> int:
+        """Elements of a head that RoPE turns."""
+        return self.mla.rope_dim if self.mla is not None else self.rotary_dim or self.head_dim
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary rounded up to a multiple of the tensor-parallel size."""

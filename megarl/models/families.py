@@ -50,6 +50,8 @@ class Family:
     """One HF architecture.
 
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
+    qkv_bias, qk_norm: a key that says, or the answer where there is none. rotary_share: which part of a head RoPE turns
+    where no key says; None: all of it, and no key may say otherwise.
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
@@ -59,8 +61,9 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    qkv_bias: bool | str = False
+    qk_norm: bool | str = False
+    rotary_share: float | None = None
     moe: MoeKeys | None = None
     mla: bool = False
     gemma: bool = False
@@ -105,6 +108,9 @@ _DEEPSEEK_ONLY: Only = MappingProxyType(
         "moe_layer_freq": (1, "experts in some layers only"),
     }
 )
+_GLM4_MOE_ONLY: Only = MappingProxyType(
+    {key: value for key, value in COMMON.items() if key not in ("attention_bias", "partial_rotary_factor")}
+)
 _GEMMA3_ONLY: Only = MappingProxyType(
     {
         **{key: value for key, value in COMMON.items() if key != "hidden_act"},
@@ -143,6 +149,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6),
         "DeepseekV3ForCausalLM": Family(
             "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY
+        ),
+        "Glm4MoeForCausalLM": Family(
+            "glm4_moe",
+            ("glm4_moe",),
+            qkv_bias="attention_bias",
+            qk_norm="use_qk_norm",
+            rotary_share=0.5,
+            moe=DEEPSEEK_V3,
+            only=_GLM4_MOE_ONLY,
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",

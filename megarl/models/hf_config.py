@@ -19,7 +19,7 @@ from megarl.models.hf_beside import files_beside
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import some
 from megarl.models.hf_fp8 import read_fp8_block
-from megarl.models.hf_rope import read_layered_rope, read_rope
+from megarl.models.hf_rope import read_layered_rope, read_rope, read_rotary_dim
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -74,7 +74,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     if family.gemma:
         rope, local_rope = read_layered_rope(fields, family.theta)
     else:
-        rope = read_rope(fields, family.theta)
+        rope = read_rope(fields, family.theta, partial=family.rotary_share is not None)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     config = ModelConfig(
         family=family.name,
@@ -90,12 +90,13 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         rope=rope,
         norm_eps=fields.number("rms_norm_eps"),
         tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=_said(fields, family.qkv_bias),
+        qk_norm=_said(fields, family.qk_norm),
         eos_token_ids=fields.counts("eos_token_id", lone=True),
         moe=moe,
         moe_layers=moe_layers,
         mla=mla,
+        rotary_dim=None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share),
         activation=family.activation,
         norm_offset=family.gemma,
         sandwich_norms=family.gemma,
@@ -108,6 +109,11 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         fp8_block=read_fp8_block(fields),
     )
     return _with_head(config, fields, heads_of[architecture])
+
+
+def _said(fields: Fields, answer: bool | str) -> bool:
+    """What a family has, or what the key says where it leaves that to one. Raises UserError."""
+    return answer if isinstance(answer, bool) else fields.flag(answer, False)
 
 
 def _with_head(config: ModelConfig, fields: Fields, architecture: str) -> ModelConfig:

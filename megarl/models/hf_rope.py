@@ -14,14 +14,39 @@ from megarl.models.hf_fields import Fields, shown
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
+SHARE = "partial_rotary_factor"
 LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
 
 
-def read_rope(fields: Fields, default_theta: float) -> Rope:
-    """Rotary positions of a model whose layers all have the same. Raises UserError."""
-    # Where somebody has put one beside the other, transformers hears the older.
+def read_rope(fields: Fields, default_theta: float, *, partial: bool = False) -> Rope:
+    """Rotary positions of a model whose layers all have the same. partial: it may turn a part of each head. Raises UserError."""
+    part = _described(fields)
+    rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial)
+    if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone
+        raise UserError(
+            f"{fields.path}: RoPE scaling of type 'yarn' is not supported where RoPE turns a part of each head."
+        )
+    return rope
+
+
+def read_rotary_dim(fields: Fields, head_dim: int, default: float) -> int:
+    """How many elements of a head are rotated. default: share of the head where no key says. Raises UserError."""
+    part = _described(fields)
+    # null beside the object is an answer, unlike elsewhere: transformers turns whole heads.
+    share = part.get(SHARE, fields.raw.get(SHARE, default))
+    share = 1.0 if share is None else Fields({SHARE: share}, fields.path).number(SHARE)
+    width = int(min(share, 2.0) * head_dim)
+    if share > 1 or width < 2 or width % 2:
+        fields.refuse(
+            SHARE, share, f"a share of the head's {head_dim} elements is wanted that is an even number of them"
+        )
+    return width
+
+
+def _described(fields: Fields) -> Fields:
+    """The object that describes the scaling. Where somebody has put one beside the other, transformers hears the older."""
     part = fields.part("rope_scaling")
-    return _rope(fields, part if part.raw else fields.part("rope_parameters"), fields.get("rope_theta", default_theta))
+    return part if part.raw else fields.part("rope_parameters")
 
 
 def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]:
@@ -45,16 +70,16 @@ def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]
     return ropes
 
 
-def _rope(fields: Fields, part: Fields, theta: float) -> Rope:
+def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False) -> Rope:
     """part: the object that describes the scaling; fields: the config around it."""
     kind = part.get("rope_type", part.get("type", "default"))
     if kind not in KINDS:
         raise UserError(
             f"{part.path}: RoPE scaling of type {shown(kind)} is not supported; these are: {', '.join(KINDS)}."
         )
-    if (share := part.get("partial_rotary_factor", 1.0)) != 1.0:
+    if not partial and (share := part.get(SHARE, 1.0)) != 1.0:
         raise UserError(
-            f"{part.path}: partial_rotary_factor={shown(share)} (RoPE over a part of each head) is not supported. "
+            f"{part.path}: {SHARE}={shown(share)} (RoPE over a part of each head) is not supported. "
             "Use a model without it."
         )
     base = part.number("rope_theta", theta)

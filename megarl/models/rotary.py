@@ -62,8 +62,9 @@ def scales_rotation(config: ModelConfig) -> bool:
 
 def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:
     """The rotary module of a model; with local layers of their own RoPE, table 0 is the global one."""
-    dim = config.head_dim if config.mla is None else config.mla.rope_dim
-    tables = [inverse_frequencies(rope, dim) for rope in (config.rope, config.local_rope) if rope is not None]
+    tables = [
+        inverse_frequencies(rope, config.rotated) for rope in (config.rope, config.local_rope) if rope is not None
+    ]
     if config.mla is None:
         return Rotary(tables, cp_group, device)
     make = ScaledRotary if scales_rotation(config) else Rotary

@@ -163,7 +163,7 @@ class Counting:
         heads = Heads(config.num_heads / tp, config.num_kv_heads / tp, config.head_dim, config.head_dim)
         query, key = heads.queries * heads.key, heads.pairs * heads.key
         mixed = query + 2 * key
-        kept = self.norm(config.hidden_size, output=self.reads("linear_qkv")) + self._rotation(config.head_dim)
+        kept = self.norm(config.hidden_size, output=self.reads("linear_qkv")) + self._rotation(config.rotated)
         if config.qk_norm:
             kept = (
                 kept
@@ -184,7 +184,7 @@ class Counting:
         own = self.config.num_heads / self.choice.tp
         heads = Heads(own, own, mla.nope_dim + mla.rope_dim, mla.v_dim)
         names = ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
-        kept = self.norm(self.config.hidden_size, output=self.reads(*names)) + self._rotation(mla.rope_dim)
+        kept = self.norm(self.config.hidden_size, output=self.reads(*names)) + self._rotation(self.config.rotated)
         if mla.q_rank is not None:
             kept = kept + self.norm(mla.q_rank, output=self.reads("linear_q_up_proj"))
         kept = (

@@ -131,7 +131,8 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
 
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py):
     they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen3_moe.py: every layer is
-    sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
+    sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer. GLM-4.5 it builds with a head
+    of its own (models/glm4_moe.py), which nothing would fill either.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -144,6 +145,11 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
             f"{where}: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
             "ends at the first request (its torch attention takes no keys of another width than queries). Roles train on it: "
             "`megarl sft`, `rm` and `dpo` start no servers. Generate on cuda, or take another model."
+        )
+    if model.family == "glm4_moe" and model.tied_embeddings:
+        raise UserError(
+            f"{where}: the head of the model is its embedding (tie_word_embeddings in its config.json), and SGLang builds "
+            "GLM-4.5 with a head of its own: it cannot serve this model. Take one that has a head."
         )
     dense = sorted(set(range(model.num_layers)) - model.moe_layers)
     if model.family == "qwen3_moe" and model.moe is not None and dense:

@@ -31,6 +31,8 @@ from megarl.core.transformers_models import models_as_remembered
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
 LORA = "--enable-lora"
+# What is to be compiled and never is, by SGLang's names: torch's compiler meets the stand-in for triton in them, and ends.
+UNCOMPILED = ("biased_grouped_topk_impl",)
 
 
 class StandInModule(ModuleType):
@@ -227,6 +229,8 @@ def compile_late() -> None:
             return functools.partial(late, **options)
         if isinstance(model, torch.nn.Module):
             return at_once(model, **options)
+        if getattr(model, "__name__", "") in UNCOMPILED:
+            return model
         compiled: list[Callable[..., Any]] = []
 
         @functools.wraps(model)

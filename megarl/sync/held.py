@@ -13,6 +13,7 @@ from megarl.models.rules import Rule, Source, rules
 VOCAB_PADDING = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+ROUTER = "mlp.router.weight"
 SHARED = ".shared_experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
 # Ends of module names: HF's -> the engine's. Those with the same target stand in it in the order of the rules.
@@ -64,9 +65,14 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
         for source in rule.sources:
             name = _engine_name(config, source.name, rule)
             for rank in range(tp):
-                pieces, _ = found.setdefault((rank, name), ([], rule.is_buffer))
+                pieces, _ = found.setdefault((rank, name), ([], rule.is_buffer or _is_wide(config, rule)))
                 pieces.append(server.piece(rule, source, rank))
     return [Held(rank, name, tuple(pieces), wide) for (rank, name), (pieces, wide) in found.items()]
+
+
+def _is_wide(config: ModelConfig, rule: Rule) -> bool:
+    """Routers of GLM-4.5 (models/glm4_moe.py: Glm4MoeGate)."""
+    return config.family == "glm4_moe" and rule.megatron.endswith(ROUTER)
 
 
 def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:

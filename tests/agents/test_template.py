@@ -121,6 +121,22 @@ def test_white_space_before_the_end_of_a_turn_belongs_to_it() -> None:
     assert ChatTemplate(words).shown(ChatTemplate(words).following(HIGHER, ends_of("mistral"))).startswith(" done</s>")
 
 
+def test_the_next_message_s_mark_is_the_end_where_a_template_has_no_other() -> None:
+    """As GLM-4.5's, whose policy ends its turn by the mark of the user or by that of a tool's result."""
+    glm = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{- '<|start_header_id|>\\n' + m.content }}
+{%- else %}{{- ('<|eom_id|>' if m.role == 'tool' else '<|eot_id|>') + '\\n' + m.content }}{% endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>' }}{% endif %}"""
+    template = ChatTemplate(make_tokenizer("llama3", template=glm))
+    user, tool, other = ends_of("llama3")
+    result = [{"role": "tool", "content": "4"}]
+    assert template.shown(template.following(HIGHER, [user])) == "\nhigher<|start_header_id|>"
+    assert template.shown(template.following(result, [tool])) == "\n4<|start_header_id|>"
+    for last in ([other], [tool], []):
+        assert template.shown(template.following(HIGHER, last)) == "<|eot_id|>\nhigher<|start_header_id|>"
+
+
 def test_a_tokenizer_that_puts_blanks_puts_none_between_turns() -> None:
     tokenizer = llama2_tokenizer()
     template = ChatTemplate(tokenizer)

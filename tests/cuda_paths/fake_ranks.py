@@ -32,7 +32,7 @@ from megarl.core.platform import Platform, get_platform
 from megarl.core.types import Column, FloatArray, Shard
 from megarl.models import megatron_cpu
 from megarl.models.config import ModelConfig
-from megarl.models.known_configs import known_config
+from megarl.models.known_configs import FOLDER, known_config
 from megarl.placement.workload import read_model
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.layouts import role_layouts
@@ -64,14 +64,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v3": {},
+    "glm4_moe": {},
 }
 ROLE = "actor"
 KINDS = ("fused", "torch")
+# A published model of a family that no recipe has, at a layout that cuts all it has; its first layers are enough.
+GLM = "zai-org/GLM-4.5-Air", Layout(tp=2, pp=2, ep=8, sequence_parallel=True, world_size=16)
 
 
 def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
-    """Every role of every recipe of a real model; roles that are built alike once."""
+    """Every role of every recipe of a real model; roles that are built alike once. And GLM-4.5-Air."""
     seen = set()
+    yield GLM[0], replace(read_model(FOLDER / GLM[0]), num_layers=4, moe_layers=frozenset({1, 2, 3})), GLM[1]
     for file in sorted(RECIPES.glob("*.yaml")):
         if file.stem.startswith("quickstart"):
             continue

@@ -133,9 +133,8 @@ def check(raw: Mapping[str, Any]) -> bool:
     assert hash(config) is not None
     assert expected_tensors(config)
     for rope in filter(None, (config.rope, config.local_rope)):
-        width = config.head_dim if config.mla is None else config.mla.rope_dim
-        if width < 2**20:
-            assert inverse_frequencies(rope, width).isfinite().all()
+        if config.rotated < 2**20:
+            assert inverse_frequencies(rope, config.rotated).isfinite().all()
         assert attention_factor(rope) > 0
         assert magnitude(rope.factor, rope.mscale_all_dim or 0.0) > 0
     return True

@@ -111,7 +111,9 @@ def test_pairs_are_those_of_a_mask(lengths, window):
     assert forward_flops(config, lengths).attention == 2 * 24 * pairs
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gemma3"]
+)
 def test_torch_counts_the_same_on_transformers(tmp_path, family):
     write_tiny_model(tmp_path, family)
     config = load_model_config(tmp_path)

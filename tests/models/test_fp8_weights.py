@@ -57,7 +57,8 @@ def as_held(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor
         names = [piece.tensor for piece in held.pieces]
         zeros = sum(piece.below for piece in held.pieces)
         parts = [tensors[name].reshape(-1) for name in names]
-        found[held.name] = torch.cat([*parts, parts[0].new_zeros(zeros * tensors[names[0]].shape[-1])])
+        whole = torch.cat([*parts, parts[0].new_zeros(zeros * tensors[names[0]].shape[-1])])
+        found[held.name] = whole.float() if held.wide else whole
         if scale_name(names[0]) in tensors:
             engine_name = scale_name(held.name)
             found[engine_name] = torch.cat([tensors[scale_name(name)].reshape(-1) for name in names])

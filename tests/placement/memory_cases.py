@@ -53,6 +53,15 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+PARTLY_ROTATED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
 # Name -> family, class in HF's config, what differs from COMMON.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -62,6 +71,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tied": ("qwen2", "Qwen2", {"tie_word_embeddings": True, "vocab_size": 4096}),
     "experts": ("qwen3_moe", "Qwen3Moe", EXPERTS),
     "latent": ("deepseek_v3", "DeepseekV3", LATENT),
+    "partly rotated": ("glm4_moe", "Glm4Moe", PARTLY_ROTATED),
     "local": ("gemma3", "Gemma3", LOCAL),
 }
 

@@ -173,6 +173,14 @@ def test_latents_are_served_where_sglang_attends_to_them(place: Place) -> None:
         check_servers(recipe, model, get_platform("cpu"))
 
 
+def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:
+    recipe = load_recipe(place.recipe, []).recipe
+    model = load_model_config(write_tiny_model(place.root / "glm", "glm4_moe"))
+    check_servers(recipe, model, get_platform("cpu"))
+    with pytest.raises(UserError, match=r"`model\.path`: the head of the model is its embedding"):
+        check_servers(recipe, replace(model, tied_embeddings=True), get_platform("cpu"))
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_experts_in_some_layers_only_are_what_sglang_does_not_build(place: Place, *, evaluates: bool) -> None:
     recipe = load_recipe(place.recipe, []).recipe

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import select
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,25 +67,29 @@ def test_servers_behind_the_router_read_calls_of_tools(served: Pool) -> None:
     """Of texts that no model has to write for it."""
     tool = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}}}
     call = '<tool_call>\n{{"name": "{}", "arguments": {{"left": {}}}}}\n</tool_call>'
+    glm = "<tool_call>multiply\n<arg_key>left</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
     texts = [
         f"I count. {call.format('multiply', 3)}\n{call.format('multiply', 4)}",
         "no call",
         call.format("divide", 1),
     ]
 
-    async def go() -> list[Parsed]:
-        parser = CallParser(served.router.endpoint, "qwen25", [tool])
+    async def go(form: str, texts: Sequence[str]) -> list[Parsed]:
+        parser = CallParser(served.router.endpoint, form, [tool])
         try:
             return [await parser.parse(text) for text in texts]
         finally:
             await parser.close()
 
-    two, none, unknown = asyncio.run(go())
+    two, none, unknown = asyncio.run(go("qwen25", texts))
     assert [(each.name, json.loads(each.arguments)) for each in two.calls] == [
         ("multiply", {"left": 3}),
         ("multiply", {"left": 4}),
     ]
     assert not two.unread and (none.calls, none.unread) == ((), False) and (unknown.calls, unknown.unread) == ((), True)
+    [own, none] = asyncio.run(go("glm45", [f"I count. {glm}", "no call"]))
+    assert [(each.name, json.loads(each.arguments)) for each in own.calls] == [("multiply", {"left": 3})]
+    assert (own.text.strip(), own.unread, none.calls, none.unread) == ("I count.", False, (), False)
 
 
 def test_prompt_logprobs_equal_transformers(served: Pool) -> None:

@@ -84,6 +84,11 @@ def test_a_function_is_compiled_when_it_is_called_and_not_before(monkeypatch: py
     assert plain(1) == 200 and torch.compile(torch.nn.Identity()) is not None
     assert compiled[1:] == ["more {}", "Identity {}"]
 
+    def biased_grouped_topk_impl(value: int) -> int:
+        return value
+
+    assert torch.compile(dynamic=True)(biased_grouped_topk_impl)(7) == 7
+
 
 def murmur(blocks: list[int]) -> int:
     """MurmurHash3_x86_32 of whole blocks with seed 0, after the published algorithm, in plain Python."""

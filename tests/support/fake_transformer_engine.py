@@ -178,13 +178,18 @@ class FusedAdam(FakeFusedAdam):
 
 
 def rotated(**given: Any) -> Tensor:
-    """t: [T, heads, d], by angles [positions, 1, 1, d]; each packed sequence from position 0, halves against each other."""
+    """t: [T, heads, d], by angles [positions, 1, 1, r]; each packed sequence from position 0, halves against each other.
+
+    What of a head is behind r passes as it is.
+    """
     assert given["tensor_format"] == "thd" and given["fused"] and not given["interleaved"] and given["cp_size"] == 1
     inp, sizes = given["t"], given["cu_seqlens"].diff()
     angles = torch.cat([given["freqs"][: int(size), 0] for size in sizes])
-    first, second = inp.float().chunk(2, dim=-1)
-    turned = inp.float() * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
-    return turned.to(inp.dtype)
+    width = angles.shape[-1]
+    part = inp[..., :width].float()
+    first, second = part.chunk(2, dim=-1)
+    turned = part * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    return torch.cat([turned.to(inp.dtype), inp[..., width:]], dim=-1)
 
 
 def without_offload(**given: Any) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ OWN: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,  # compressed keys and values: one block and a half
         "v_head_dim": 64,
     },
+    "glm4_moe": {"moe_intermediate_size": 128},
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 64},
 }
 

@@ -17,6 +17,7 @@ CONFIGS = {
     "mistral": "MistralConfig",
     "mixtral": "MixtralConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "glm4_moe": "Glm4MoeConfig",
     "gemma3": "Gemma3TextConfig",
 }
 # What a family has beside the common sizes; small enough for a CPU, and every feature at work.
@@ -52,6 +53,18 @@ OWN: dict[str, dict[str, Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "glm4_moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
     },
     "gemma3": {
         "sliding_window": 8,

@@ -44,6 +44,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("reward", 2): [{"cp": 2}],  # its head is the critic's
     ("preference", 2): [{"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
+    ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
 MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
@@ -81,6 +82,8 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("preference", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
+    ("partly rotated", 2): [{"pp": 2}, {"ep": 2}],
+    ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],
 }
 RECOMPUTED = [
     Case("dense", ONE, "selective"),
