@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.core.log import get_logger
 from megarl.core.types import Sample
 from megarl.rollout import filters
+
+log = get_logger(__name__)
 
 # What JSON leaves as it is, and readers that take lines by str.splitlines would break at.
 LINE_BREAKS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
@@ -23,8 +26,10 @@ def shown(samples: Sequence[Sample], count: int) -> Sequence[Sample]:
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as JSONL for people; tokens are left out, text is kept. What has no grade has no reward: null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write samples as JSONL for people; tokens are left out, text is kept. What has no grade has no reward: null.
+
+    No run needs the file: what the system refuses is told in the log.
+    """
     graded = {id(sample) for sample in filters.usable(samples)}
     rows = [
         {
@@ -42,8 +47,14 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     ]
     temporary = path.with_name(f".{path.name}.tmp")
     text = "".join(json.dumps(row, ensure_ascii=False).translate(LINE_BREAKS) + "\n" for row in rows)
-    temporary.write_text(text, encoding="utf-8", errors="replace")  # half a character, where a response ends within one
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(
+            text, encoding="utf-8", errors="replace"
+        )  # half a character, where a response ends within one
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("%s, for reading, could not be written: %s", path, error.strerror or error)
 
 
 def _said(sample: Sample) -> dict[str, Any]:
