@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megarl.sandbox.job import Check, Checked
@@ -126,6 +127,11 @@ def _read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> 
     found = _found(metadata, answer, field)
     for name, value in found:
         if len(tests := _of(_decoded(name, value, metadata), metadata)):
+            if not tests.pairs and all(map(_only_defines, tests.checks)):
+                raise ValueError(
+                    f"its field {name!r} calls nothing, and every program would pass: {_shown(tests.checks[0].check.source)}. A "
+                    "function `check` is called with what the row's entry_point names, others by the text itself"
+                )
             return RowTests(tests.pairs, tests.checks, _setup(metadata))
     names = ", ".join(repr(name) for name, _ in found)
     raise ValueError(f"its fields {names} hold no tests" if len(found) > 1 else f"its field {names} holds no tests")
@@ -261,6 +267,16 @@ def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
     if entry and any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in body):
         source = f"{source}\ncheck({entry})"
     return RowTests(checks=(Expected(Check("assert", source)),)) if body else RowTests()
+
+
+def _only_defines(expected: Expected) -> bool:
+    """Whether statements say and call nothing, beside what stands in definitions."""
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    body = [] if expected.check.kind == "value" else ast.parse(expected.check.source).body
+    says = (ast.walk(each) for each in body if not isinstance(each, definitions))
+    return bool(body) and not any(
+        isinstance(each, ast.Assert | ast.Call | ast.Raise) for each in chain.from_iterable(says)
+    )
 
 
 def _assert(statement: ast.Assert) -> Expected:

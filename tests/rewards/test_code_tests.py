@@ -70,6 +70,12 @@ def test_other_statements_are_one_test() -> None:
     )
 
 
+def test_definitions_beside_tests_are_no_mistake() -> None:
+    helper = "def doubled(number):\n    return 2 * number"
+    assert len(read_tests({"tests": [helper, "assert f(1) == doubled(1)"]}, "", None)) == 2
+    assert len(read_tests({"tests": f"{helper}\nif doubled(1) != f(1):\n    raise ValueError"}, "", None)) == 1
+
+
 def test_calls() -> None:
     row = {"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})}
     call = "(Solution().add if 'Solution' in globals() else add)(*[1, 2])"
@@ -124,6 +130,16 @@ def test_a_pickle_is_never_opened() -> None:
         ({"tests": {"fn_name": "a b", "inputs": [[1]], "outputs": [1]}}, None, "'a b' is no name of a function"),
         ({"tests": {"fn_name": 3, "inputs": [[1]], "outputs": [1]}}, None, "its tests cannot be read: AttributeError"),
         ({"tests": "assert f(1) == 1", "test_imports": 5}, None, "its tests cannot be read: TypeError"),
+        (
+            {"test": "def test_f():\n    assert f(1) == 2"},
+            None,
+            "its field 'test' calls nothing, and every program would pass",
+        ),
+        (
+            {"test": "M = {}\n\ndef check(candidate):\n    assert candidate(1) == 2"},
+            None,
+            "what the row's entry_point names",
+        ),
         ({"tests": "[" * 5000}, None, "its tests cannot be read: RecursionError"),
         ({"tests": f"assert f({'-' * 5000}1) == 1"}, None, "its tests cannot be read: RecursionError"),
     ],
