@@ -10,7 +10,7 @@ import typer
 Folders = Annotated[list[Path], typer.Argument(help="A run's folder, or several to compare.", show_default=False)]
 Out = Annotated[
     Path | None,
-    typer.Option(help="File of the page; default: report.html in the first run's folder.", show_default=False),
+    typer.Option(help="File of the page; default: page.html in the first run's folder.", show_default=False),
 ]
 
 

@@ -27,7 +27,7 @@ from megarl.report.page_data import (
     read_run,
 )
 
-PAGE_FILE = "report.html"
+PAGE_FILE = "page.html"
 TEMPLATE, DATA_HERE = "page.html", "/* the data */"
 MOST_RUNS = 8  # as many colours are told apart
 FIRST = tuple(line.name for panel in PANELS for line in panel.lines)  # metrics that are shown before all others

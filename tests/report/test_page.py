@@ -98,8 +98,8 @@ def test_what_is_wrong_with_the_runs_is_said(tmp_path: Path) -> None:
 def test_the_command_writes_table_curve_and_page(tmp_path: Path) -> None:
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
     shown = CliRunner().invoke(app, ["report", str(one)])
-    assert shown.exit_code == 0 and "reward" in shown.output and str(one / "report.html") in shown.output
-    assert (one / "curve.png").stat().st_size > 0 and (one / "report.html").exists()
+    assert shown.exit_code == 0 and "reward" in shown.output and str(one / "page.html") in shown.output
+    assert (one / "curve.png").stat().st_size > 0 and (one / "page.html").exists()
     compared = CliRunner().invoke(app, ["report", str(one), str(two), "--out", str(tmp_path / "both.html")])
     assert compared.exit_code == 0 and not (two / "curve.png").exists()
     assert [run["name"] for run in data_of(tmp_path / "both.html")[1]["runs"]] == ["one", "two"]
