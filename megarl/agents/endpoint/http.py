@@ -201,9 +201,11 @@ class Endpoint:
 
 async def _body(request: web.Request) -> tuple[bytes, Any]:
     """The body, and its JSON. Raises RefusedError."""
-    body = await request.read()
     try:
+        body = await request.read()
         return body, orjson.loads(body)
+    except web.RequestPayloadError as error:
+        raise RefusedError(f"The body is not what its headers say: {error}.", code="invalid_body") from error
     except orjson.JSONDecodeError as error:
         raise RefusedError(f"The body is no JSON: {error}.", code="invalid_json") from error
 

@@ -186,6 +186,19 @@ def test_bodies_and_paths_that_are_wrong(method: str, path: str, body: bytes, st
     served(writing("1"), call)
 
 
+def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
+    async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Encoding": "gzip"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{endpoint.url}/chat/completions", data=b"{}") as answer,
+        ):
+            error = (await answer.json())["error"]
+            assert answer.status == 400 and "not what its headers say" in error["message"], error
+
+    served(writing("1"), call)
+
+
 def test_a_stream_says_the_same_as_an_answer_in_one_piece() -> None:
     async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
         asked: Any = {"model": MODEL, "messages": ASKED, "n": 2, "logprobs": True}
