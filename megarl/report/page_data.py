@@ -13,13 +13,14 @@ import yaml
 
 from megarl.core.errors import UserError
 from megarl.core.metrics import METRICS, row_of
+from megarl.recipe.save import RECIPE_FILE
 from megarl.report.history import METRICS_FILE, Row, read_history
 
 MOST_POINTS = 1000  # of one line: a chart has fewer pixels across
 MOST_FILES = 60  # of samples, of training and of evaluations each
 MOST_CHARACTERS = 20_000  # of one text of a sample
 MOST_SAMPLES_BYTES = 16 * 2**20  # of all samples of a page: a browser opens it at once
-RECIPE_FILE, SAMPLES_FOLDER = "recipe.yaml", "samples"
+SAMPLES_FOLDER = "samples"
 KINDS = ("step", "eval")  # of files of samples, before their step
 TEXTS = ("prompt", "response", "answer", "grade_failure", "failure", "trace")
 
