@@ -39,7 +39,7 @@ STEP = ("--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=non
 # Nodes have the leader's environment, Ray's secret in it, also in a job that was submitted without any (--export=NONE).
 SRUN = ("srun", "--export=ALL", *STEP)
 CLOSE_S = 20.0  # longest orderly end of the nodes
-REQUEUE_S = 60.0  # longest wait for SLURM to end a job that it queues again
+REQUEUE_S = 60.0  # longest wait for SLURM to queue a job again, and then to end it
 
 Source = Literal["node", "nodes ended", "driver ended", "signal"]
 Event = tuple[Source, int, Message | None]
@@ -282,14 +282,9 @@ class Leader:
     def _requeue(self, lost: int) -> None:
         """Have SLURM queue the job again, which ends this process. lost: nodes."""
         self._note("requeued", lost=lost)
-        done = subprocess.run(
-            ["scontrol", "requeue", self._allocation.job], capture_output=True, text=True, check=False
-        )
-        # SLURM itself may have been faster, where it was the first to notice that a node is gone.
-        if done.returncode and "pending" not in done.stderr:
+        if refusal := requeue(self._allocation.job):
             print(
-                f"megarl: SLURM does not queue the job again ({done.stderr.strip()}). Go on with it by submitting it "
-                "with --resume.",
+                f"megarl: SLURM does not queue the job again ({refusal}). Go on with it by submitting it with --resume.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -317,6 +312,20 @@ class Leader:
                 f"'{event}' of job {self._allocation.job} could not be written to {self._plan.events}: "
                 f"{error.strerror or error}."
             ) from error
+
+
+def requeue(job: str, longest_s: float = REQUEUE_S) -> str:
+    """Ask SLURM to queue a job again. Why it does not, in its own words; empty where it does."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=longest_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"scontrol has not answered for {longest_s:g} s"
+    # SLURM itself may have been faster, where it was the first to notice that a node is gone.
+    if not done.returncode or "pending" in done.stderr:
+        return ""
+    return done.stderr.strip() or f"scontrol ended with {done.returncode}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

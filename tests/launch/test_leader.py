@@ -13,7 +13,7 @@ import pytest
 
 from megarl.core.errors import MegarlError, StoppedError
 from megarl.core.stop import STOP_SIGNAL
-from megarl.launch.leader import Allocation, Event, Leader, Nodes, Plan
+from megarl.launch.leader import Allocation, Event, Leader, Nodes, Plan, requeue
 from megarl.launch.words import Message
 
 DRIVER = """
@@ -128,3 +128,20 @@ def test_a_driver_knows_that_its_job_was_queued_again(tmp_path: Path, restart: i
     driver = "import sys; from megarl.core.ray_env import started_again; sys.exit(3 + started_again())"
     found: Any = SimpleNamespace(names=("here",))
     assert leader_of(tmp_path, sys.executable, "-c", driver, restart=restart)._drive(found) == code
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("exit 0", ""),
+        ("echo 'Job is pending execution' >&2; exit 1", ""),
+        ("echo 'Access/permission denied' >&2; exit 1", "Access/permission denied"),
+        ("exit 3", "scontrol ended with 3"),
+        ("exec sleep 60", "scontrol has not answered for 0.2 s"),
+    ],
+)
+def test_why_a_job_is_not_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, says: str) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{does}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert requeue("7", 0.2 if "sleep" in does else 30) == says
