@@ -247,6 +247,8 @@ _METRICS: dict[str, MetricSpec] = {
     "eval/by/NAME": MetricSpec("1", "what the environment gave as its metric NAME, mean over held-out episodes", ".3f"),
     "eval/set/NAME/accuracy": MetricSpec("fraction", "eval/accuracy of the rows whose eval.set_key is NAME", ".3f"),
     "eval/set/NAME/reward": MetricSpec("reward", "eval/reward of the same", ".3f"),
+    "eval/pass_at_K": MetricSpec("fraction", "held-out prompts with a right one among K of their answers", ".3f"),
+    "eval/set/NAME/pass_at_K": MetricSpec("fraction", "eval/pass_at_K of the same", ".3f"),
     "eval/failures": MetricSpec("samples", "held-out samples that no grade could be given to", ".0f"),
     "sync/probe_diff_max": MetricSpec(
         "nats", "largest |server's log-prob - the trainer's| over the probe's tokens and all servers", ".1e"
@@ -299,17 +301,13 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "perf/rank_peak_bytes": MetricSpec("bytes", "the largest memory/ROLE/OPERATION of the step", ".3e"),
     "perf/recoveries": MetricSpec(
-        "recoveries",
-        "times so far that the run went on by itself after a process died, since it was last started",
-        ".0f",
+        "recoveries", "times that the run went on by itself after a process died, since it was last started", ".0f"
     ),
     "perf/host_memory_bytes": MetricSpec("bytes", "memory in use on the driver's machine", ".3e"),
     "memory/ROLE/OPERATION": MetricSpec(
         "bytes",
-        "peak memory of the fullest rank while ROLE did OPERATION ("
-        + ", ".join(get_args(Operation))
-        + "), with all that "
-        "shares the rank: of the device on cuda, resident on cpu",
+        f"peak memory of the fullest rank while ROLE did OPERATION ({', '.join(get_args(Operation))}), with all that shares the "
+        "rank: of the device on cuda, resident on cpu",
         ".3e",
     ),
 }
@@ -324,9 +322,14 @@ def _held_out() -> Iterator[tuple[str, MetricSpec]]:
 
 
 METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS | dict(_held_out()))
-_OF_GRADER = re.compile(r"(reward/by/)[A-Za-z0-9_]+(/)")
 _GIVEN = ("rollout/staleness/", "rollout/dropped/", "agent/truncated_by/", "agent/by/", "eval/by/")
-_OF_ROLE = re.compile(rf"memory/[a-z_]+/(?:{'|'.join(get_args(Operation))})")
+# What a run names, and its place in the table. A set's name may have slashes, as those of the hub.
+_ROWS = (
+    (re.compile(rf"^memory/[a-z_]+/(?:{'|'.join(get_args(Operation))})$"), "memory/ROLE/OPERATION"),
+    (re.compile(r"^eval/set/.*/"), "eval/set/NAME/"),
+    (re.compile(r"(?<=/)pass_at_\d+$"), "pass_at_K"),
+    (re.compile(r"^reward/by/[A-Za-z0-9_]+/"), "reward/by/NAME/"),
+)
 
 _GROUPS: Mapping[str, str] = MappingProxyType(
     {
@@ -361,15 +364,13 @@ def check_names(names: Iterable[str]) -> None:
 def row_of(name: str) -> str:
     """The name that a metric has in the table.
 
-    NAME stands for one that a recipe or an environment gave, ROLE and OPERATION for a role's doings.
+    NAME stands for one that a recipe or an environment gave, ROLE and OPERATION for a role's doings, K for a number.
     """
-    if _OF_ROLE.fullmatch(name):
-        return "memory/ROLE/OPERATION"
     if start := next((start for start in _GIVEN if name.startswith(start)), ""):
         return next(row for row in METRICS if row.startswith(start))
-    if name.startswith("eval/set/"):  # a set's name may have slashes, as those of the hub
-        return f"eval/set/NAME/{name.rpartition('/')[2]}"
-    return _OF_GRADER.sub(r"\1NAME\2", name)
+    for pattern, row in _ROWS:
+        name = pattern.sub(row, name)
+    return name
 
 
 def format_value(name: str, value: float) -> str:

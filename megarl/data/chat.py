@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,20 @@ BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BP
 LINE = "\n"
 _THOUGHTS = re.compile(r"</?think>")  # that templates open, or leave empty, where the assistant begins
 REASON_CHARACTERS = 400  # of what transformers says
+TEMPLATE_KEY = "data.chat_template_kwargs"
+_MESSAGES = {
+    "messages",
+    "strftime_now",
+    "raise_exception",
+}  # what transformers gives a template beside its own arguments
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
     """The fast tokenizer of an HF folder, from local files only.
 
-    Raises UserError where the folder is missing or has no tokenizer that transformers can read.
+    template_kwargs: what its chat template is given by name whenever it renders, such as Qwen3's enable_thinking.
+    Raises UserError where the folder is missing, has no tokenizer that transformers can read, or a template that does not know
+    one of these names.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such model folder. Set model.path to a folder in HF format.")
@@ -51,13 +61,37 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer = reader.from_pretrained(folder, local_files_only=True)
         tokenizer(["1+1"])  # some of what is wrong in its files shows only now
-        return tokenizer
     except Exception as error:  # which ones its parsers raise for a file that is broken, no documentation says
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]
         raise UserError(
             f"{folder}: transformers cannot read a tokenizer from this folder ({reason}). "
             "It needs tokenizer.json and tokenizer_config.json beside a config.json that transformers reads."
         ) from error
+    if template_kwargs:
+        _check_template_kwargs(folder, tokenizer, template_kwargs)
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_kwargs)
+    return tokenizer
+
+
+def _check_template_kwargs(folder: Path, tokenizer: Tokenizer, given: Mapping[str, Any]) -> None:
+    """Raises UserError for what the chat template would not read, or would be given by somebody else."""
+    if not has_chat_template(tokenizer):
+        raise UserError(
+            f"{TEMPLATE_KEY}: the tokenizer of {folder} has no chat template that could read {', '.join(given)}. Remove the key."
+        )
+    template = str(tokenizer.chat_template)
+    own = _MESSAGES.union(signature(tokenizer.apply_chat_template).parameters)
+    for name in given:
+        if name in own:
+            raise UserError(
+                f"{TEMPLATE_KEY}.{name}: this is not the recipe's to give: megarl or transformers does. Remove it."
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            near = get_close_matches(name, set(re.findall(r"[A-Za-z_]\w*", template)) - own, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"{TEMPLATE_KEY}.{name}: the chat template of {folder} does not read that name.{hint} Correct or remove it."
+            )
 
 
 def _is_code(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 Digests = Mapping[str, str]  # by what they are of, such as the answers
 NO_DIGESTS: Digests = MappingProxyType({})
 
+TEMPLATE = "options of the chat template"  # rows rendered with others are other prompts
 ROWS_AT_ONCE = 1024  # written at once: one by one, a million rows would take several times as long
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl.core.errors import UserError
 from megarl.data.chat import Tokenizer, load_tokenizer, row_tools
+from megarl.data.digests import TEMPLATE
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
 from megarl.data.sft import Demonstration, Exchange, parse_answer, parse_chat, parse_prompt, tokenise
@@ -94,14 +95,15 @@ def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:
 
     Raises UserError: a malformed row, or nothing left.
     """
-    tokenizer = load_tokenizer(model_folder)
+    options = data.chat_template_kwargs
+    tokenizer = load_tokenizer(model_folder, options)
     return load_rows(
         path,
         lambda row: parse_preference(row, data),
         lambda batch: _tokenise(batch, tokenizer),
         _longest,
         data.max_tokens,
-        lambda preference: preference.texts,
+        lambda preference: {**preference.texts, TEMPLATE: options},
     )
 
 

@@ -27,7 +27,7 @@ from megarl.data.chat import (
     render,
     turn_mark,
 )
-from megarl.data.digests import Digester
+from megarl.data.digests import TEMPLATE, Digester
 from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.schema import Data
 
@@ -61,12 +61,13 @@ class PromptSet:
         return len(self.prompts)
 
 
-def digests_of(prompts: Sequence[Prompt]) -> dict[str, str]:
+def digests_of(prompts: Sequence[Prompt], data: Data) -> dict[str, str]:
     """What a saved place in these rows is a place in. Of messages, not of text: a chat template may write the day's date."""
     digester = Digester()
     for prompt in prompts:
         said = prompt.metadata.get(MESSAGES_KEY, prompt.text)
-        digester.add({"ids": prompt.id, "prompts": said, "answers": prompt.answer})
+        options = data.chat_template_kwargs
+        digester.add({"ids": prompt.id, "prompts": said, "answers": prompt.answer, TEMPLATE: options})
     return digester.digests()
 
 

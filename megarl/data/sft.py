@@ -33,6 +33,7 @@ from megarl.data.chat import (
     special_ids,
     turn_mark,
 )
+from megarl.data.digests import TEMPLATE
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
 from megarl.recipe.supervised import SftData
@@ -175,14 +176,15 @@ def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet
 
     A chat whose turns cannot be learned together is several rows, see `apart`. Raises UserError: a malformed row, nothing left.
     """
-    tokenizer = load_tokenizer(model_folder)
+    options = data.chat_template_kwargs
+    tokenizer = load_tokenizer(model_folder, options)
     return load_rows(
         path,
         lambda row: parse_demonstration(row, data),
         lambda batch: tokenise(batch, tokenizer),
         lambda item: len(item.token_ids),
         data.max_tokens,
-        lambda exchange: exchange.texts,
+        lambda exchange: {**exchange.texts, TEMPLATE: options},
         lambda exchange: apart(exchange, tokenizer),
     )
 

@@ -16,6 +16,7 @@ from megarl.core.platform import get_platform
 from megarl.recipe.functions import Asked, Own, asked, check_algorithm
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import Critic
+from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.rule import Unread
 from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES, longest_sample
 from megarl.recipe.sampling_rules import correction_by_default
@@ -117,7 +118,7 @@ def fill_defaults(recipe: R) -> R:
     sized = recipe.rollout.kv_tokens is not None or recipe.rollout.external is not None
     if sized or not get_platform(recipe.cluster.platform).needs_kv_tokens:
         return recipe
-    tokens = recipe.rollout.max_running_requests * longest_sample(recipe)
+    tokens = recipe.rollout.max_running_requests * longest_served(recipe)
     return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"kv_tokens": tokens})})
 
 

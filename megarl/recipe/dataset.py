@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -27,6 +28,10 @@ class DataSet(Section):
     )
     train_split: str = Field("train", description="split of the data set to train on")
     eval_split: str = Field("test", description="split of the data set to hold out")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="what the model's chat template is given by name whenever it renders: {enable_thinking: false} for Qwen3",
+    )
 
 
 def is_set(path: Path | None) -> bool:

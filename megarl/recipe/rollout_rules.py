@@ -23,13 +23,31 @@ def longest_sample(recipe: Recipe) -> int:
     return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
 
 
+def longest_answer(recipe: Recipe) -> int:
+    """Most tokens of one held-out answer."""
+    return recipe.eval.max_response_tokens or recipe.rollout.max_response_tokens
+
+
+def longest_served(recipe: Recipe) -> int:
+    """Most tokens of one sequence at a server: held-out answers may be longer than those that are trained on."""
+    answer = longest_answer(recipe) if recipe.data.eval is not None else 0
+    return max(longest_sample(recipe), recipe.data.max_prompt_tokens + answer)
+
+
+def served_parts(recipe: Recipe) -> str:
+    """What the longest sequence at a server is made of, for messages."""
+    longer = longest_served(recipe) > longest_sample(recipe)
+    key, most = ("eval", longest_answer(recipe)) if longer else ("rollout", recipe.rollout.max_response_tokens)
+    return f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + {key}.max_response_tokens {most}"
+
+
 def _platform(recipe: Recipe) -> Platform:
     return get_platform(recipe.cluster.platform)
 
 
 def _wanted_cache(recipe: Recipe) -> int:
     """Tokens of a cache that never runs full."""
-    return min(recipe.rollout.max_running_requests, recipe.rollout.most_in_flight) * longest_sample(recipe)
+    return min(recipe.rollout.max_running_requests, recipe.rollout.most_in_flight) * longest_served(recipe)
 
 
 def _may_run_full(recipe: Recipe) -> bool:
@@ -65,7 +83,7 @@ DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "a server whose cache runs full drops a request and computes it again as one long prompt, which gives other bits. "
             f"Set rollout.kv_tokens to {_wanted_cache(r)} or more (rollout.max_running_requests "
             f"{r.rollout.max_running_requests}, at most rollout.concurrency {r.rollout.most_in_flight}, times "
-            f"{longest_sample(r)} tokens of a longest sample), or rollout.max_running_requests to less"
+            f"{longest_served(r)} tokens of a longest sample), or rollout.max_running_requests to less"
         ),
         (Recipe,),
     ),

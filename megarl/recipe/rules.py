@@ -10,7 +10,7 @@ from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
-from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD
+from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD, longest_served, served_parts
 from megarl.recipe.rollout_rules import longest_sample as longest_sample  # noqa: PLC0414
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
@@ -105,6 +105,12 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
+        ("eval.top_p", "eval.top_k"),
+        lambda r, _: r.eval.temperature > 0,
+        "greedy answers take the likeliest token, and nothing is drawn: set eval.temperature above 0",
+        (Recipe,),
+    ),
+    Unread(
         ("reward.workers", "reward.timeout_s"),
         lambda r, _: any(isinstance(grader, Rule) for grader in r.reward.by_name().values()),
         "only rules grade in processes of the run, and reward.graders has none: give it one with kind: rule",
@@ -114,6 +120,9 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (
             "eval.every",
             "eval.temperature",
+            "eval.top_p",
+            "eval.top_k",
+            "eval.max_response_tokens",
             "eval.samples_per_prompt",
             "eval.max_prompts",
             "eval.grader",
@@ -239,11 +248,10 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "rollout.kv_tokens",
-        lambda r, _: r.rollout.kv_tokens is not None and r.rollout.kv_tokens < longest_sample(r),
+        lambda r, _: r.rollout.kv_tokens is not None and r.rollout.kv_tokens < longest_served(r),
         lambda r: (
-            f"a server's cache of {r.rollout.kv_tokens} tokens does not hold one sample of data.max_prompt_tokens "
-            f"{r.data.max_prompt_tokens} + rollout.max_response_tokens {r.rollout.max_response_tokens} tokens. "
-            f"Set it to {longest_sample(r)} or more"
+            f"a server's cache of {r.rollout.kv_tokens} tokens does not hold one sample of {served_parts(r)} tokens. "
+            f"Set it to {longest_served(r)} or more"
         ),
         (Recipe,),
     ),

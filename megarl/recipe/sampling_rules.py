@@ -226,7 +226,7 @@ SAMPLING_CONTRADICTIONS: tuple[Contradiction, ...] = (
                 f"got {getattr(r.rollout, name):g}: samples would come from a part of the distribution alone, and the trainer's "
                 "log-probs are of all of it, so that every ratio between the two would be wrong, and nothing would show it. "
                 f"Set it to {off}; rollout.temperature makes samples more alike, and the trainer applies the same. Evaluations "
-                "have eval.temperature"
+                "have eval.temperature, eval.top_p and eval.top_k"
             ),
             RL,
         )

@@ -200,7 +200,14 @@ class Eval(Section):
 
     every: PositiveInt | None = Field(None, description="steps between evaluations; default: only before and after")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
-    samples_per_prompt: PositiveInt = Field(1, description="answers to each prompt")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling; 1.0: off")
+    top_k: int = Field(-1, description="top-k sampling; -1: off")
+    max_response_tokens: PositiveInt | None = Field(
+        None, description="longest held-out answer, in tokens; default: rollout.max_response_tokens"
+    )
+    samples_per_prompt: PositiveInt = Field(
+        1, description="answers to each prompt; above 1 there is eval/pass_at_K, too: right where one of K is"
+    )
     max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
     overlap: bool = Field(
         False,

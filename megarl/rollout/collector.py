@@ -21,6 +21,7 @@ from megarl.core.types import Block, Prompt, Sample, Status, TokenArray
 from megarl.data.blocks import sample_block
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
+from megarl.recipe.rollout_rules import longest_answer
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout.asking import Asker
@@ -111,7 +112,7 @@ class Collector:
 
         Raises UserError where the data cannot be used.
         """
-        tokenizer = load_tokenizer(recipe.model.path)
+        tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
         load = partial(load_prompts, tokenizer=tokenizer, data=recipe.data, answered=recipe.agent is None)
         held_out: Sequence[Prompt] = ()
         if recipe.data.eval is not None:
@@ -133,8 +134,8 @@ class Collector:
     async def start(self) -> DataFacts:
         """Start the graders; those behind an address have to answer."""
         await self._graders.start()
-        prompts = self._prompts
-        return DataFacts(len(prompts), prompts.num_dropped, len(self._eval_prompts), digests_of(prompts.prompts))
+        prompts, digests = self._prompts, digests_of(self._prompts.prompts, self._recipe.data)
+        return DataFacts(len(prompts), prompts.num_dropped, len(self._eval_prompts), digests)
 
     async def close(self) -> None:
         """End what is being made, the graders and the connections."""
@@ -215,8 +216,10 @@ class Collector:
         """Answer and grade these held-out prompts."""
         recipe, settings = self._recipe, self._recipe.eval
         sampling = Sampling(
-            recipe.rollout.max_response_tokens,
+            longest_answer(recipe),
             settings.temperature,
+            settings.top_p,
+            settings.top_k,
             stop=recipe.rollout.stop,
             alone=recipe.rollout.deterministic,
         )

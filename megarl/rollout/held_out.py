@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,18 +58,33 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
             "eval/truncated": float(joined("truncated").mean()),
             "eval/failures": float((failed | ungraded).sum()),
             **eval_metrics(part.numbers for part in parts),
-            **_by_set(joined("sets"), right, rewards),
+            **_pass_rates("eval", right, recipe.eval.samples_per_prompt),
+            **_by_set(joined("sets"), right, rewards, recipe.eval.samples_per_prompt),
         },
         failure=failure,
     )
 
 
-def _by_set(sets: np.ndarray, right: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+def _pass_rates(group: str, right: np.ndarray, samples: int) -> dict[str, float]:
+    """For 2, 4, 8 ... and all samples of a prompt, the share of prompts of which one of so many answers is right.
+
+    Without bias from the answers there are: 1 - C(n - c, k) / C(n, k) with c of n right (Chen et al., arXiv 2107.03374, eq. 1).
+    """
+    num_right = np.bincount(right.reshape(-1, samples).sum(axis=1), minlength=samples + 1)  # prompts by right answers
+    found = {}
+    for count in sorted({samples, *(2**power for power in range(1, samples.bit_length()))} - {1}):
+        misses = [math.comb(samples - each, count) / math.comb(samples, count) for each in range(samples + 1)]
+        found[f"{group}/pass_at_{count}"] = 1 - float(num_right @ misses) / num_right.sum()
+    return found
+
+
+def _by_set(sets: np.ndarray, right: np.ndarray, rewards: np.ndarray, samples: int) -> dict[str, float]:
     """The figures of each set of held-out rows, where the recipe names a field that says which one a row is of."""
     found: dict[str, float] = {}
     for name in np.unique(sets):
         found |= {
             f"eval/set/{name}/accuracy": float(right[sets == name].mean()),
             f"eval/set/{name}/reward": float(rewards[sets == name].mean()),
+            **_pass_rates(f"eval/set/{name}", right[sets == name], samples),
         }
     return found

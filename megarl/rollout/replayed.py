@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megarl.core.errors import MegarlError
-from megarl.core.types import Block, Prompt, Sample
+from megarl.core.types import Block, Sample
 from megarl.data.chat import load_tokenizer
-from megarl.data.prompts import digests_of, load_prompts
+from megarl.data.digests import NO_DIGESTS
+from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part
 from megarl.rollout.collector import blocks_of
@@ -26,11 +27,11 @@ class ReplayCollector:
     """Reads groups; hands over what a step takes of them. It has no requests, so that nothing can be held or cut off."""
 
     def __init__(
-        self, journal: Path, prompts: Sequence[Prompt], num_dropped: int = 0, *, by_turn: bool = False
+        self, journal: Path, prompts: PromptSet, digests: Mapping[str, str] = NO_DIGESTS, *, by_turn: bool = False
     ) -> None:
         """journal: the folder. prompts: of the rows that it was written with. by_turn: whether turns are rewarded."""
         self._by_turn = by_turn
-        self._journal, self._prompts, self._num_dropped = Journal(journal), prompts, num_dropped
+        self._journal, self._prompts, self._digests = Journal(journal), prompts, digests
         self._groups: dict[int, list[Sample]] = {}
         self._reading: dict[int, asyncio.Task[None]] = {}
         self._read: asyncio.Queue[GroupFacts | int | BaseException] = asyncio.Queue()
@@ -39,13 +40,13 @@ class ReplayCollector:
     @classmethod
     def open(cls, journal: Path, recipe: Recipe) -> ReplayCollector:
         """Read the recipe's data. Raises UserError where it cannot be used."""
-        tokenizer = load_tokenizer(recipe.model.path)
+        tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
         found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
-        return cls(journal, found.prompts, found.num_dropped, by_turn=by_turn(recipe))
+        return cls(journal, found, digests_of(found.prompts, recipe.data), by_turn=by_turn(recipe))
 
     async def start(self) -> DataFacts:
         """There is nothing to start."""
-        return DataFacts(len(self._prompts), self._num_dropped, 0, digests_of(self._prompts))
+        return DataFacts(len(self._prompts), self._prompts.num_dropped, 0, self._digests)
 
     async def begin(self, tasks: Sequence[GroupTask]) -> None:
         """Begin to read these groups."""
@@ -109,7 +110,7 @@ class ReplayCollector:
         await self._journal.close()
 
     async def _find(self, task: GroupTask) -> None:
-        found = await self._journal.find(task, self._prompts[task.row])
+        found = await self._journal.find(task, self._prompts.prompts[task.row])
         if found is None:
             self._read.put_nowait(task.group)
         else:

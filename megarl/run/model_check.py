@@ -62,7 +62,8 @@ def end_notes(recipe: AnyRecipe, model: ModelConfig) -> tuple[str, ...]:
 
     Of supervised runs, because of the model that they leave.
     """
-    folder, tokenizer = recipe.model.path, load_tokenizer(recipe.model.path)
+    folder = recipe.model.path
+    tokenizer = load_tokenizer(folder, recipe.data.chat_template_kwargs)
     stop, key = (recipe.rollout.stop, ", or to rollout.stop") if isinstance(recipe, Recipe) else ((), "")
     generation, more = folder / "generation_config.json", None
     if generation.is_file():

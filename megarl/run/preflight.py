@@ -34,7 +34,7 @@ from megarl.models.rules import expected_tensors
 from megarl.recipe.algorithm_rules import learning_notes
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import check_functions
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_served, served_parts
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
@@ -135,7 +135,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
             f"{recipe.data.train} has {rows} usable rows, fewer than the rollout.prompts_per_step "
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more rows."
         )
-    digests = digests_of(prompts.prompts)
+    digests = digests_of(prompts.prompts, recipe.data)
     eval_rows, notes = _eval_rows(recipe, model, tool_tokens)
     notes = (
         *staleness_notes(recipe),
@@ -299,15 +299,11 @@ def _check_generation(recipe: Recipe) -> tuple[ModelConfig, int]:
             f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary, and "
             "generates nothing. Name a language model; this one may be reward_model.path or critic.path."
         )
-    parts = (
-        f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
-        f"rollout.max_response_tokens {recipe.rollout.max_response_tokens}"
-    )
-    check_context(model, longest_sample(recipe), parts)
+    check_context(model, longest_served(recipe), served_parts(recipe))
     check_server_layout(model, recipe.rollout.tp)
     check_graders(recipe.reward)
-    agent = recipe.agent is not None
-    return model, check_agent(recipe, load_tokenizer(recipe.model.path)) if agent else 0
+    tokenizer, agent = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs), recipe.agent is not None
+    return model, check_agent(recipe, tokenizer) if agent else 0
 
 
 def _check_sync(recipe: Recipe, model: ModelConfig) -> None:

@@ -19,7 +19,8 @@ MOST_SETS = 64  # of held-out rows with figures of their own
 
 def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
     """The rows of a file as prompts whose tokens the model has. Raises UserError."""
-    prompts = load_prompts(path, load_tokenizer(recipe.model.path), recipe.data, answered=recipe.agent is None)
+    tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
+    prompts = load_prompts(path, tokenizer, recipe.data, answered=recipe.agent is None)
     check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
     return prompts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.models.lora_served import ServedLora
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.schema import Recipe
 from megarl.serving.server import ServerSpec
 
@@ -19,7 +19,7 @@ def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int 
         tp=settings.tp,
         max_running_requests=settings.max_running_requests,
         kv_tokens=settings.kv_tokens,
-        context_length=longest_sample(recipe),
+        context_length=longest_served(recipe),
         seed=recipe.run.seed,
         offloaded=bool(settings.offload),
         deterministic=settings.deterministic,

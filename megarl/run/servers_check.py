@@ -20,7 +20,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
 from megarl.models.lora_served import ServedLora, served_lora
 from megarl.models.lora_settings import LoraSettings
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import read_key
 from megarl.serving.server_flags import SPARE_TOKENS, check_server_args
@@ -46,7 +46,7 @@ def check_servers(
     """
     check_server_args(recipe.rollout.server_args, platform)
     _check_dtype(recipe, platform)
-    _check_layers("`model.path`", model, platform, longest_sample(recipe))
+    _check_layers("`model.path`", model, platform, longest_served(recipe))
     if not own_weights:
         lora_at_servers(recipe, model)
     _check_quantization(recipe, model, platform, own_weights=own_weights)
@@ -67,7 +67,7 @@ def check_servers(
     expected = ModelFacts(
         name=model_name(recipe.model.path),
         architectures=(model.architecture,),
-        context=longest_sample(recipe) + SPARE_TOKENS,
+        context=longest_served(recipe) + SPARE_TOKENS,
         probe_ids=probe_ids(load_tokenizer(recipe.model.path).encode),
         sglang=pins()["sglang"],
         device=platform.device,

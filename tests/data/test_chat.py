@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megarl.agents.template import ChatTemplate
 from megarl.core.errors import UserError
 from megarl.data.chat import apply_template, check_messages, encode, encode_behind, load_tokenizer, puts_blanks, render
 from megarl.data.rows import Row
@@ -96,6 +97,56 @@ def test_a_tokenizer_that_is_code_is_refused_and_no_other_taken(
     (folder / "tokenizer.json").rename(folder / "own.model")
     with pytest.raises(UserError, match=r"its tokenizer is code that came with it .*tokenizer\.json is missing"):
         load_tokenizer(folder)
+
+
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ effort }}{% endif %}"
+)
+
+
+@pytest.fixture
+def thinking_folder(tmp_path: Path) -> Path:
+    """A model's folder whose chat template knows enable_thinking, as Qwen3's does, and effort."""
+    make_tokenizer(chat_template=THINKS).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [
+        ({}, "assistant: "),
+        ({"enable_thinking": True}, "assistant: "),
+        ({"enable_thinking": False}, "assistant: <think></think>"),
+        ({"enable_thinking": False, "effort": "high"}, "assistant: <think></think>high"),
+    ],
+)
+def test_a_template_is_given_what_the_recipe_says_wherever_it_renders(
+    given: dict[str, Any], ends: str, thinking_folder: Path
+) -> None:
+    tokenizer = load_tokenizer(thinking_folder, given)
+    asked = [{"role": "user", "content": "1+1"}]
+    assert render(tokenizer, asked, ROW, generation_prompt=True) == f"user: 1+1\n{ends}"
+    assert ChatTemplate(tokenizer).prompt(asked)[1] == f"user: 1+1\n{ends}"
+
+
+def test_what_a_template_would_not_read_or_is_not_the_recipes_to_give_is_refused(
+    thinking_folder: Path, model_folder: Path
+) -> None:
+    for given, says in (
+        ({"enable_thinkin": False}, r"data\.chat_template_kwargs\.enable_thinkin: .* Did you mean enable_thinking\?"),
+        ({"zzz": 1}, r"data\.chat_template_kwargs\.zzz: the chat template of .* does not read that name\. Correct"),
+        ({"add_generation_prompt": True}, r"add_generation_prompt: this is not the recipe's to give"),
+        ({"messages": []}, r"messages: this is not the recipe's to give"),
+        ({"tools": []}, r"tools: this is not the recipe's to give"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_tokenizer(thinking_folder, given)
+    make_tokenizer(chat_template=None).save_pretrained(thinking_folder)
+    (thinking_folder / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="has no chat template that could read enable_thinking"):
+        load_tokenizer(thinking_folder, {"enable_thinking": False})
 
 
 @pytest.mark.parametrize(

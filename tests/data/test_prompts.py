@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.data.digests import TEMPLATE
 from megarl.data.prompts import check_rows, digests_of, load_prompts
 from megarl.recipe.schema import Data
 from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
@@ -220,12 +221,22 @@ def test_digests_tell_what_of_the_rows_is_another(
 ) -> None:
     def of(*rows: dict[str, Any]) -> dict[str, str]:
         path = write(tmp_path, *rows)
-        return digests_of(load_prompts(path, plain_tokenizer, data(path)).prompts)
+        return digests_of(load_prompts(path, plain_tokenizer, data(path)).prompts, data(path))
 
     last = {"prompt": "2+2?", "answer": "4"}
     before, after = of({"prompt": "1+1?", "answer": "2"}, last), of(row, last)
-    assert list(before) == ["ids", "prompts", "answers"]
+    assert list(before) == ["ids", "prompts", "answers", TEMPLATE]
     assert [name for name in before if before[name] != after[name]] == other
+
+
+def test_rows_rendered_with_other_options_are_others(tmp_path: Path, plain_tokenizer: Any) -> None:
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    prompts = load_prompts(path, plain_tokenizer, data(path)).prompts
+    before, after = (
+        digests_of(prompts, data(path).model_copy(update={"chat_template_kwargs": {"enable_thinking": each}}))
+        for each in (True, False)
+    )
+    assert [name for name in before if before[name] != after[name]] == [TEMPLATE]
 
 
 @pytest.mark.parametrize(

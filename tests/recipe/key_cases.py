@@ -68,7 +68,7 @@ COMMON: dict[str, Sequence[str]] = {
         },
     ),
     **_under("model", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], "dtype": ["bfloat16"]}),
-    **_under("data", {"prompt_key": ["question"], "shuffle": ["false"]}),
+    **_under("data", {"prompt_key": ["question"], "shuffle": ["false"], "chat_template_kwargs": ["{opening: a}"]}),
     **_under("data", {"config": ["other"], "train_split": ["more"], "eval_config": ["other"], "eval_split": ["more"]}),
     **_under("actor.parallel", _PARALLEL),
     **_under("actor.optimizer", _OPTIMIZER),
@@ -269,6 +269,9 @@ TRAIN: dict[str, Sequence[str]] = {
         "eval",
         {
             "temperature": ["0.5"],
+            "top_p": ["0.5"],
+            "top_k": ["5"],
+            "max_response_tokens": ["8"],
             "samples_per_prompt": ["2"],
             "max_prompts": ["2"],
             "grader": ["rule", "math"],

@@ -104,6 +104,8 @@ UNREAD = [
     (["data.train_split=more"], ["data.train=own/rows"]),
     (["data.config=main"], ["data.train=own/rows"]),
     (["data.eval_split=more"], ["data.eval=own/rows"]),
+    *((["data.eval=held_out.jsonl", f"eval.{given}"], ["eval.temperature=0.5"]) for given in ("top_p=0.9", "top_k=5")),
+    (["eval.max_response_tokens=99"], ["data.eval=held_out.jsonl"]),
     (["data.eval=held_out.jsonl", "data.eval_config=main"], ["data.eval=own/rows"]),
     (["eval.every=5"], ["data.eval=held_out.jsonl"]),
     (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),

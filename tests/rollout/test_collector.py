@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megarl.core.errors import MegarlError
-from megarl.core.metrics import METRICS, check_names
+from megarl.core.metrics import check_names
 from megarl.core.progress import Progress
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
@@ -459,7 +459,8 @@ def test_evaluation_counts_every_prompt(tmp_path: Path) -> None:
     assert (result.num_prompts, result.num_samples) == (2, 4)
     assert (result.accuracy, result.reward) == (0.5, 0.5)
     assert result.metrics["eval/accuracy"] == 0.5
-    assert set(result.metrics) <= set(METRICS)
+    assert result.metrics["eval/pass_at_2"] == 0.5
+    check_names(result.metrics)
     assert (tmp_path / "run/samples/eval_000005.jsonl").exists()
 
 
@@ -506,6 +507,10 @@ def test_evaluation_is_greedy_unless_told_otherwise(tmp_path: Path) -> None:
 
     bodies = collect(alternating, make_recipe(tmp_path), call)
     assert {body["sampling_params"]["temperature"] for body in bodies} == {0.0}
+    told = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_response_tokens": 33}
+    for body in collect(alternating, make_recipe(tmp_path, eval=told), call):
+        sampling = body["sampling_params"]
+        assert [sampling[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens")] == [0.6, 0.95, 20, 33]
 
 
 def test_a_prompt_that_comes_twice_is_two_groups_of_other_samples(tmp_path: Path) -> None:

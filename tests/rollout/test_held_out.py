@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -42,4 +43,31 @@ def test_each_set_of_rows_has_figures_of_its_own() -> None:
         "eval/set/openai/gsm8k/reward": 1.0,
     }
     assert found["eval/accuracy"] == 0.5
+    check_names(found)
+
+
+def test_of_several_answers_the_share_of_prompts_with_a_right_one_is_told_for_fewer_too() -> None:
+    """By the definition: the mean over all ways to take K of a prompt's answers."""
+    right = {0: [1, 0, 0], 1: [0, 0, 0], 2: [1, 1, 0]}
+    recipe = recipe_of(Algorithm())
+    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"samples_per_prompt": 3})})
+    parts = []
+    for rows in ([2, 0], [1]):
+        part = facts(*np.repeat(rows, 3), lengths=[1] * 3 * len(rows), failed=[False] * 3 * len(rows))
+        scores = np.array([each for row in rows for each in right[row]], np.float32)
+        parts.append(replace(part, scores=scores, sets=tuple("ab"[row == 1] for row in rows for _ in range(3))))
+    found = result(parts, recipe, 1, 1).metrics
+
+    def taken(count: int, rows: list[int]) -> float:
+        return float(np.mean([np.mean([any(each) for each in combinations(right[row], count)]) for row in rows]))
+
+    assert found["eval/accuracy"] == pytest.approx(1 / 3)
+    assert {name: value for name, value in found.items() if "pass_at" in name} == {
+        "eval/pass_at_2": pytest.approx(taken(2, [0, 1, 2])),
+        "eval/pass_at_3": pytest.approx(2 / 3),
+        "eval/set/a/pass_at_2": pytest.approx(taken(2, [0, 2])),
+        "eval/set/a/pass_at_3": 1.0,
+        "eval/set/b/pass_at_2": 0.0,
+        "eval/set/b/pass_at_3": 0.0,
+    }
     check_names(found)

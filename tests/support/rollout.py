@@ -54,7 +54,7 @@ class LocalRollout:
 
         def collector() -> Collector | ReplayCollector:
             if replay is not None:
-                return ReplayCollector(replay, prompts.prompts)
+                return ReplayCollector(replay, prompts)
             return Collector(
                 recipe,
                 prompts=prompts,

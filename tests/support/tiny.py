@@ -78,6 +78,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 TEMPLATE = (
+    "{% if opening is defined %}{{ opening }} {% endif %}"
     "{% if tools %}{% for t in tools %}{{ t | tojson }} {% endfor %}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"

@@ -58,7 +58,12 @@ from tests.support.dry.learning import rounded
 from tests.support.dry.ray import Ray
 
 DEVICES = 64  # of the only node
-TOKENIZERS = cache(load_tokenizer)
+_PLAIN_TOKENIZERS = cache(load_tokenizer)
+
+
+def tokenizers(folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """As load_tokenizer; one without options of its template is read once."""
+    return load_tokenizer(folder, template_kwargs) if template_kwargs else _PLAIN_TOKENIZERS(folder)
 
 
 class _Writer:
@@ -149,7 +154,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
             patch.setattr(module, "Console", lambda: Console(file=io.StringIO()))
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
         for module in (preflight, servers_check, collector, pairs, sft):
-            patch.setattr(module, "load_tokenizer", TOKENIZERS)
+            patch.setattr(module, "load_tokenizer", tokenizers)
         # SGLang's parser is asked in a process of its own, for seconds.
         patch.setattr(servers_check, "check_server_args", lambda words, platform: None)
         patch.setattr(external_servers, "check_external", partial(_asked, book))
