@@ -46,7 +46,7 @@ def supervise(handles: SupervisedHandles, recipe: SupervisedRecipe, state: State
     held_out = handles.feeder.held_out() if recipe.data.eval is not None else None
     # Once: neither these rows nor the reference change.
     known = score(handles, held_out) if held_out is not None and state.step < recipe.train.steps else {}
-    if held_out is not None and state.step == 0:
+    if held_out is not None and state.step == 0 and recipe.eval.before:
         handles.recorder.end_of(0, evaluate(handles, held_out, known))
     for step in range(state.step + 1, recipe.train.steps + 1):
         with timer.step(step):

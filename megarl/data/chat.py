@@ -29,6 +29,7 @@ Message = dict[str, Any]
 # What chat templates know by these names; a template may know others, and then names them.
 DEVELOPER = "developer"  # the system, where a template does not know it
 ROLES = ("system", DEVELOPER, "user", "assistant", "tool")
+SYSTEMS = ("system", DEVELOPER)
 CALLS = "tool_calls"  # of a message
 TOOLS = "tools"  # of a row
 BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BPE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,20 @@ from megarl.data.digests import NO_DIGESTS, Digests, differing
 class Cursor:
     """Hands out row indices. The order of an epoch depends on (seed, epoch) alone, so a saved place is two numbers."""
 
-    def __init__(self, num_rows: int, seed: int, *, shuffle: bool, what: str, digests: Digests = NO_DIGESTS) -> None:
-        """num_rows: rows of an epoch, at least 1. what: the rows' name, for messages. digests: of what the rows say."""
+    def __init__(
+        self,
+        num_rows: int,
+        seed: int,
+        *,
+        shuffle: bool,
+        what: str,
+        digests: Digests = NO_DIGESTS,
+        mix: Mapping[str, float] | None = None,
+    ) -> None:
+        """num_rows: rows of an epoch, at least 1. what: the rows' name, for messages. digests: of what the rows say.
+
+        mix: shares of sets of rows, where the order has such (mix.py).
+        """
         if num_rows < 1:
             raise ValueError(f"{what}: a cursor needs at least one row; got {num_rows}")
         self._num_rows = num_rows
@@ -23,6 +36,7 @@ class Cursor:
         self._shuffle = shuffle
         self._what = what
         self._digests = dict(digests)
+        self._mix = None if mix is None else dict(mix)
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -55,13 +69,14 @@ class Cursor:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "digests": self._digests,
+            "mix": self._mix,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place. Raises UserError where rows, seed or shuffling have changed since."""
         now = self.state()
-        keys = [key for key in ("num_rows", "seed", "shuffle") if state[key] != now[key]]
-        changed = [f"{key} was {state[key]} and is {now[key]}" for key in keys]
+        keys = [key for key in ("num_rows", "seed", "shuffle", "mix") if state.get(key) != now[key]]
+        changed = [f"{key} was {state.get(key)} and is {now[key]}" for key in keys]
         if changed := changed or [f"other {name}" for name in differing(state, self._digests)]:
             detail = ", ".join(changed)
             raise UserError(

@@ -18,6 +18,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.data.answers import final_answer
 from megarl.data.chat import (
+    SYSTEMS,
     Message,
     Tokenizer,
     check_messages,
@@ -29,7 +30,7 @@ from megarl.data.chat import (
 )
 from megarl.data.digests import TEMPLATE, Digester
 from megarl.data.rows import Row, json_type, read_rows
-from megarl.recipe.schema import Data
+from megarl.recipe.schema import PROMPT_PLACE, Data
 
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
 # A row may hold its further fields in one object (slime's rows do): graders get them as if they stood in the row.
@@ -113,7 +114,7 @@ def parse_row(row: Row, data: Data, *, answered: bool = True) -> PromptRow:
     answer = _answer(row, answer_key, data) if answer_key is not None else ""
     metadata = _metadata(row, (data.prompt_key, *filter(None, [answer_key])))
     bound = _bound(row)
-    return PromptRow(row, _with_suffix(prompt, data.prompt_suffix), answer, metadata, bound)
+    return PromptRow(row, _framed(prompt, data), answer, metadata, bound)
 
 
 def check_rows(path: Path, data: Data, limit: int | None = None, *, answered: bool = True) -> int:
@@ -167,11 +168,21 @@ def _check_prompt_type(prompt: object, row: Row, key: str) -> list[Message]:
     return check_messages(prompt, row, key)
 
 
-def _with_suffix(prompt: str | list[Message], suffix: str) -> str | list[Message]:
+def _framed(prompt: str | list[Message], data: Data) -> str | list[Message]:
+    """The prompt with what the recipe says around it."""
+
+    def framed(text: str) -> str:
+        return (data.prompt_template or PROMPT_PLACE).replace(PROMPT_PLACE, text) + data.prompt_suffix
+
     if isinstance(prompt, str):
-        return prompt + suffix
+        if data.system_prompt is None:
+            return framed(prompt)
+        prompt = [{"role": "user", "content": prompt}]
     *before, last = prompt
-    return [*before, {**last, "content": last["content"] + suffix}]
+    system: list[Message] = []
+    if data.system_prompt is not None and prompt[0]["role"] not in SYSTEMS:
+        system = [{"role": "system", "content": data.system_prompt}]
+    return [*system, *before, {**last, "content": framed(last["content"])}]
 
 
 def _answer(row: Row, answer_key: str, data: Data) -> str:
@@ -263,11 +274,17 @@ def _tokenised(
 ) -> Iterator[tuple[PromptRow, TokenArray, str]]:
     """Each row with its ids and the text that they stand for."""
     templated, mark = has_chat_template(tokenizer), turn_mark(tokenizer)
+    if data.system_prompt is not None and not templated:
+        raise UserError(
+            "data.system_prompt: the model's tokenizer has no chat template, in which the system could say something. Put the "
+            "text into data.prompt_template, or add chat_template to tokenizer_config.json."
+        )
     rows = (parse_row(row, data, answered=answered) for row in read_rows(path))
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         for parsed in batch:
-            if isinstance(parsed.prompt, str):
-                check_unrendered(parsed.prompt.removesuffix(data.prompt_suffix), mark, parsed.row)
+            said = parsed.row.get(data.prompt_key, "")
+            if isinstance(said, str):
+                check_unrendered(said, mark, parsed.row)
         texts = [_text(parsed, tokenizer, templated) for parsed in batch]
         yield from zip(batch, encode(tokenizer, texts, special_tokens=not templated), texts, strict=True)
 

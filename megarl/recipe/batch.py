@@ -11,7 +11,7 @@ from typing import Literal
 
 from megarl.core.errors import UserError
 from megarl.recipe.layouts import SHARED, num_shards, pools_of
-from megarl.recipe.roles import Parallel
+from megarl.recipe.roles import Optimizer, Parallel
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import PairData
@@ -145,11 +145,16 @@ def _warmup_problems(recipe: AnyRecipe, plan: BatchPlan) -> list[str]:
     if isinstance(recipe, Recipe) and recipe.critic is not None:
         learning["critic"] = recipe.critic.optimizer, plan.critic_steps
     return [
-        f"{role}.optimizer.warmup_steps {optimizer.warmup_steps} leaves nothing after warm-up: "
-        f"the {role} makes {steps} optimizer steps. Set it to at most {steps - 1}."
+        f"{role}.optimizer.{_warmup_key(optimizer)} leaves nothing after warm-up: "
+        f"the {role} makes {steps} optimizer steps. Set it to at most {steps - 1 if optimizer.warmup_steps else 0}."
         for role, (optimizer, steps) in learning.items()
-        if optimizer.warmup_steps >= steps
+        if optimizer.warmup_of(steps) >= steps
     ]
+
+
+def _warmup_key(optimizer: Optimizer) -> str:
+    steps = optimizer.warmup_steps
+    return f"warmup_steps {steps}" if steps else f"warmup_share {optimizer.warmup_share:g}"
 
 
 def uneven_mini_batch(prompts: int, samples_per_prompt: int, size: int, shards: int = 1) -> str | None:

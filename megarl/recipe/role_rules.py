@@ -116,7 +116,17 @@ def _rewind_rule(role: str, kinds: Kinds) -> Contradiction:
     return Contradiction(f"{role}.optimizer.on_bad_gradient", wrong, says, kinds)
 
 
+def _warmup_rule(role: str, kinds: Kinds) -> Contradiction:
+    one = _optimizer(role, lambda optimizer: not (optimizer.warmup_steps and optimizer.warmup_share))
+    return Contradiction(
+        f"{role}.optimizer.warmup_share",
+        lambda r, asked: not one(r, asked),
+        lambda _: f"{role}.optimizer.warmup_steps says how long warm-up is, too. Remove one of the two",
+        kinds,
+    )
+
+
 ROLE_UNREAD: tuple[Unread, ...] = (*_layout_rules(), *_recompute_rules(), *_optimizer_rules())
 ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = tuple(
-    rule(role, kinds) for role, kinds in LEARNING.items() for rule in (_schedule_rule, _rewind_rule)
+    rule(role, kinds) for role, kinds in LEARNING.items() for rule in (_schedule_rule, _rewind_rule, _warmup_rule)
 )

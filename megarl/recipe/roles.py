@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -56,9 +57,16 @@ class Optimizer(Section):
         "step may make fewer, and the rate ends above",
     )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps of linear warm-up")
+    warmup_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="the same as a share of all optimizer steps of the run, rounded up"
+    )
     min_lr: Annotated[float, Field(ge=0)] = Field(
         0.0, description="learning rate at the end of a linear or cosine schedule"
     )
+
+    def warmup_of(self, total_steps: int) -> int:
+        """Steps of warm-up among so many."""
+        return self.warmup_steps or math.ceil(self.warmup_share * total_steps)
 
 
 class Lora(Section):

@@ -105,6 +105,17 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
+        ("train.keep_best",),
+        lambda r, _: r.data.eval is not None and bool(r.eval.every and r.train.save_every),
+        "no step before the last is both saved and evaluated: set data.eval, eval.every and train.save_every",
+    ),
+    Unread(
+        ("data.mix_key",),
+        lambda r, _: bool(r.data.mix),
+        "it names the sets that data.mix gives shares to: set that, such as data.mix={math: 3, code: 1}",
+        (Recipe,),
+    ),
+    Unread(
         ("eval.top_p", "eval.top_k"),
         lambda r, _: r.eval.temperature > 0,
         "greedy answers take the likeliest token, and nothing is drawn: set eval.temperature above 0",
@@ -118,6 +129,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
     ),
     Unread(
         (
+            "eval.before",
             "eval.every",
             "eval.temperature",
             "eval.top_p",
@@ -274,6 +286,12 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             "all that grades has weight 0, so that every reward would be 0. Give a grader, or the reward model, another weight"
         ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "data.mix",
+        lambda r, _: bool(r.data.mix) and not any(r.data.mix.values()),
+        lambda _: "all of its shares are 0, so that no row would be trained on. Give a set more",
         (Recipe,),
     ),
     Contradiction(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from megarl.recipe.agent import Agent
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.dataset import DataSet
+from megarl.recipe.keep import KeepBest
 from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, ServerPart, Teacher
@@ -20,6 +21,16 @@ from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
 from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
 from megarl.recipe.servers import ExternalServers, Servers
 from megarl.recipe.supervised import SupervisedRecipe
+
+PROMPT_PLACE = "{prompt}"
+
+
+def _with_one_place(text: str) -> str:
+    if (count := text.count(PROMPT_PLACE)) != 1:
+        raise ValueError(
+            f"`{PROMPT_PLACE}` is in it {count} times; wanted is a text with it once, where the prompt goes"
+        )
+    return text
 
 
 class Data(DataSet):
@@ -35,11 +46,22 @@ class Data(DataSet):
         "the last \\boxed{}",
     )
     prompt_suffix: str = Field("", description="put behind every prompt, or behind the last message of a chat")
+    prompt_template: Annotated[str, AfterValidator(_with_one_place)] | None = Field(
+        None, description="text with `{prompt}` in it once, for which every prompt, or a chat's last message, is put in"
+    )
+    system_prompt: str | None = Field(
+        None, description="a first message of the system's, where a row has none; needs a chat template"
+    )
     max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt, in tokens")
     over_length: Literal["drop", "error"] = Field(
         "drop", description="what happens to a prompt over the limit; drops are counted"
     )
     shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
+    mix: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="shares of sets of rows in training, in any unit: {math: 3, code: 1}; default: every row once an epoch",
+    )
+    mix_key: str = Field("data_source", description="field of a row that names its set for mix")
 
 
 InFlight = Literal["finish", "in_place", "abort"]
@@ -198,6 +220,7 @@ class Sync(Section):
 class Eval(Section):
     """Held-out answers, before, during and after; needs data.eval."""
 
+    before: bool = Field(True, description="evaluate before the first step, too")
     every: PositiveInt | None = Field(None, description="steps between evaluations; default: only before and after")
     temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling; 1.0: off")
@@ -232,6 +255,10 @@ class Train(Section):
         False, description="write checkpoints while training goes on; each is committed one step later"
     )
     keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
+    keep_best: KeepBest | None = Field(
+        None,
+        description="also keep the best by a metric of the held-out rows, of steps that save and evaluate; default: none",
+    )
     max_rewinds: PositiveInt = Field(
         3,
         description="times that a run goes back to the same checkpoint, where on_bad_gradient or on_logprob_diff is rewind",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megarl.recipe.dataset import DataSet
+from megarl.recipe.keep import KeepBest
 from megarl.recipe.roles import Lora, Optimizer, Parallel, Part, Reference
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
 from megarl.recipe.section import PositiveFloat, PositiveInt, Recompute, Section
@@ -46,6 +47,7 @@ class PairData(RowData):
 class HeldOut(Section):
     """The held-out rows, before, during and after; needs data.eval."""
 
+    before: bool = Field(True, description="evaluate before the first step, too")
     every: PositiveInt | None = Field(None, description="steps between evaluations; default: only before and after")
 
 
@@ -60,6 +62,10 @@ class SftTrain(Section):
         False, description="write checkpoints while training goes on; each is committed one step later"
     )
     keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
+    keep_best: KeepBest | None = Field(
+        None,
+        description="also keep the best by a metric of the held-out rows, of steps that save and evaluate; default: none",
+    )
 
 
 class SftActor(Section):

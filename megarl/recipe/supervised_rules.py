@@ -22,7 +22,7 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
         SUPERVISED,
     ),
     Unread(
-        ("eval.every",),
+        ("eval.before", "eval.every"),
         lambda r, _: r.data.eval is not None,
         "there are no held-out rows to evaluate on: set data.eval to a file",
         SUPERVISED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,20 @@ def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, where a row has it as a number that is finite."""
     found = [(row["step"], float(row[name])) for row in rows if is_number(row.get(name))]
     return [step for step, _ in found], [value for _, value in found]
+
+
+def best_steps(file: Path, metric: str, *, lowest: bool, count: int, steps: Collection[int]) -> set[int]:
+    """Of these steps the `count` whose rows have the best value of a metric; of equal ones the later. Steps without it are none.
+
+    All of them where the rows cannot be read: nothing is lost then.
+    """
+    try:
+        values = {row["step"]: row[metric] for row in read_history(file) if is_number(row.get(metric))}
+    except UserError as error:
+        log.warning("Which checkpoints are the best by %s is not known, and all are kept. %s", metric, error)
+        return set(steps)
+    known = [step for step in steps if step in values]
+    return set(sorted(known, key=lambda step: (-values[step] if lowest else values[step], step))[-count:])
 
 
 def is_number(value: object) -> bool:

@@ -20,6 +20,7 @@ from megarl.core.log import get_logger
 from megarl.core.types import Block, Prompt, Sample, Status, TokenArray
 from megarl.data.blocks import sample_block
 from megarl.data.chat import Tokenizer, load_tokenizer
+from megarl.data.mix import rows_by_set
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.rollout_rules import longest_answer
 from megarl.recipe.schema import Recipe
@@ -134,8 +135,9 @@ class Collector:
     async def start(self) -> DataFacts:
         """Start the graders; those behind an address have to answer."""
         await self._graders.start()
-        prompts, digests = self._prompts, digests_of(self._prompts.prompts, self._recipe.data)
-        return DataFacts(len(prompts), prompts.num_dropped, len(self._eval_prompts), digests)
+        prompts, data = self._prompts, self._recipe.data
+        digests, sets = digests_of(prompts.prompts, data), rows_by_set(prompts.prompts, data)
+        return DataFacts(len(prompts), prompts.num_dropped, len(self._eval_prompts), digests, sets)
 
     async def close(self) -> None:
         """End what is being made, the graders and the connections."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from megarl.data.cursor import Cursor
+from megarl.data.mix import MixedCursor
 from megarl.recipe.schema import Recipe
 from megarl.rollout.ledger import Key
 from megarl.rollout.tasks import DataFacts
@@ -24,7 +25,11 @@ class Intake:
     def of(cls, recipe: Recipe, data: DataFacts) -> Self:
         """From the first row on."""
         shuffle, seed = recipe.data.shuffle, recipe.run.seed
-        cursor = Cursor(data.rows, seed, shuffle=shuffle, what="prompts", digests=data.digests)
+        if data.sets:
+            mix = recipe.data.mix
+            cursor: Cursor = MixedCursor(data.sets, mix, seed, shuffle=shuffle, what="prompts", digests=data.digests)
+        else:
+            cursor = Cursor(data.rows, seed, shuffle=shuffle, what="prompts", digests=data.digests)
         return cls(cursor, recipe.rollout.samples_per_prompt)
 
     def next(self, step: int) -> Key:

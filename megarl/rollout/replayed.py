@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, Sample
 from megarl.data.chat import load_tokenizer
-from megarl.data.digests import NO_DIGESTS
+from megarl.data.mix import rows_by_set
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part
@@ -27,11 +27,12 @@ class ReplayCollector:
     """Reads groups; hands over what a step takes of them. It has no requests, so that nothing can be held or cut off."""
 
     def __init__(
-        self, journal: Path, prompts: PromptSet, digests: Mapping[str, str] = NO_DIGESTS, *, by_turn: bool = False
+        self, journal: Path, prompts: PromptSet, facts: DataFacts | None = None, *, by_turn: bool = False
     ) -> None:
         """journal: the folder. prompts: of the rows that it was written with. by_turn: whether turns are rewarded."""
         self._by_turn = by_turn
-        self._journal, self._prompts, self._digests = Journal(journal), prompts, digests
+        self._journal, self._prompts = Journal(journal), prompts
+        self._facts = facts or DataFacts(len(prompts), prompts.num_dropped, 0)
         self._groups: dict[int, list[Sample]] = {}
         self._reading: dict[int, asyncio.Task[None]] = {}
         self._read: asyncio.Queue[GroupFacts | int | BaseException] = asyncio.Queue()
@@ -42,11 +43,12 @@ class ReplayCollector:
         """Read the recipe's data. Raises UserError where it cannot be used."""
         tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
         found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
-        return cls(journal, found, digests_of(found.prompts, recipe.data), by_turn=by_turn(recipe))
+        digests, sets = digests_of(found.prompts, recipe.data), rows_by_set(found.prompts, recipe.data)
+        return cls(journal, found, DataFacts(len(found), found.num_dropped, 0, digests, sets), by_turn=by_turn(recipe))
 
     async def start(self) -> DataFacts:
         """There is nothing to start."""
-        return DataFacts(len(self._prompts), self._prompts.num_dropped, 0, self._digests)
+        return self._facts
 
     async def begin(self, tasks: Sequence[GroupTask]) -> None:
         """Begin to read these groups."""

@@ -36,13 +36,14 @@ class GroupTask:
 class DataFacts:
     """What a collector has read. rows: prompts to train on; dropped: those that were too long; eval_rows: held out.
 
-    digests: of what the rows to train on say.
+    digests: of what the rows to train on say. sets: rows of each set of data.mix, where there is one.
     """
 
     rows: int
     dropped: int
     eval_rows: int
     digests: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, IntArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.report.console import Output, RunConsole
 from megarl.report.curve import draw_curve
-from megarl.report.history import METRICS_FILE
+from megarl.report.history import METRICS_FILE, best_steps
 from megarl.report.writers import Writers, open_writers
 from megarl.run.ending import ending, writing
 from megarl.run.exported import EXPORT, note_export, note_older_export
@@ -56,6 +56,20 @@ class Open:
     stack: ExitStack
 
 
+def _checkpoints(recipe: AnyRecipe) -> Checkpoints:
+    """Those of a run, kept as its recipe says."""
+    folder, train = recipe.run.folder, recipe.train
+
+    def best(steps: Sequence[int]) -> set[int]:
+        keep = train.keep_best
+        if keep is None:
+            return set()
+        lowest = keep.mode == "min"
+        return best_steps(folder / METRICS_FILE, keep.metric, lowest=lowest, count=keep.count, steps=steps)
+
+    return Checkpoints(folder / CHECKPOINTS, train.keep_last, train.keep_every, best)
+
+
 @contextmanager
 def opened(
     loaded: Loaded[R],
@@ -75,7 +89,7 @@ def opened(
     """
     recipe = loaded.recipe
     folder = recipe.run.folder
-    checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.train.keep_last, recipe.train.keep_every)
+    checkpoints = _checkpoints(recipe)
     with _taken(folder), ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         committed = _still_newest(checkpoints, committed)
         out = Output(markup=False)

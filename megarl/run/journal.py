@@ -65,6 +65,7 @@ HARMLESS = (
     "train.async_save",
     "train.journal",
     "train.journal_keep",
+    "train.keep_best",
     "train.keep_every",
     "train.keep_last",
     "train.max_rewinds",

@@ -22,6 +22,7 @@ from megarl.agents.check import check_agent
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.data.chat import load_tokenizer
+from megarl.data.mix import rows_by_set
 from megarl.data.prompts import check_rows, digests_of
 from megarl.data.supervised import check_supervised, demonstrations_of, load_supervised
 from megarl.models.config import ModelConfig
@@ -129,7 +130,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     # Data sets are files by now; the keys that name them were checked when the recipe was read.
     check_functions(recipe, {key: at for key, at in sources.items() if not key.startswith("data.")})
     prompts = checked_prompts(recipe, recipe.data.train, model)
-    rows = len(prompts)
+    sets = rows_by_set(prompts.prompts, recipe.data)
+    rows = sum(map(len, sets.values())) or len(prompts)  # those that are trained on
     if rows < recipe.rollout.prompts_per_step:
         raise UserError(
             f"{recipe.data.train} has {rows} usable rows, fewer than the rollout.prompts_per_step "

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.data.digests import Digests, differing
+from megarl.data.mix import shares_of
 from megarl.models.config import ModelConfig
 from megarl.models.fingerprint import fingerprint
 from megarl.recipe.schema import AnyRecipe, Recipe
@@ -22,11 +23,14 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
     checkpoint's would be left out, and with another alpha they would be another model. Their order is not.
     """
     saved: dict[str, Any] = committed.state.get("data", {})
-    known = {"rows of data.train": rows, "run.seed": recipe.run.seed, "data.shuffle": recipe.data.shuffle}
-    pairs: dict[str, tuple[Any, Any]] = {
-        name: (saved.get(key, now), now)
-        for (name, now), key in zip(known.items(), ("num_rows", "seed", "shuffle"), strict=True)
+    mix = shares_of(recipe.data) if isinstance(recipe, Recipe) else None
+    known: dict[str, tuple[str, Any]] = {
+        "rows of data.train": ("num_rows", rows),
+        "run.seed": ("seed", recipe.run.seed),
+        "data.shuffle": ("shuffle", recipe.data.shuffle),
+        "data.mix": ("mix", mix),
     }
+    pairs = {name: (saved.get(key, now), now) for name, (key, now) in known.items()}
     roles: dict[str, Any] = {"actor": recipe.actor}
     if isinstance(recipe, Recipe) and recipe.critic is not None:
         roles["critic"] = recipe.critic

@@ -104,7 +104,7 @@ def _train(
         with run.timer.phase("sync"):
             before = session.sync.push(first.weight_version)
         if run.committed is None:
-            if recipe.data.eval is not None:
+            if recipe.data.eval is not None and recipe.eval.before:
                 with run.timer.phase("eval"):
                     recorder.expect(0, session.rollout.evaluate(0, first.weight_version))
             recorder.end_of(0, before)

@@ -72,7 +72,7 @@ class Stepper:
     def __init__(
         self, section: Optimizer, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype, total_steps: int
     ) -> None:
-        if section.warmup_steps >= total_steps:
+        if section.warmup_of(total_steps) >= total_steps:
             raise UserError(
                 f"optimizer.warmup_steps is {section.warmup_steps}, but the role makes only {total_steps} "
                 f"optimizer steps. Set it to at most {total_steps - 1}, or train for more steps."
@@ -94,7 +94,7 @@ class Stepper:
             init_lr=0.0,
             max_lr=section.lr,
             min_lr=section.min_lr,
-            lr_warmup_steps=section.warmup_steps,
+            lr_warmup_steps=section.warmup_of(total_steps),
             lr_decay_steps=total_steps,
             lr_decay_style=section.schedule,
             start_wd=section.weight_decay,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,12 +55,14 @@ class Committed:
 class Checkpoints:
     """All checkpoints of a run, in `folder`.
 
-    The newest `keep_last` are kept, and of the older ones those whose step is a multiple of `keep_every`.
+    The newest `keep_last` are kept, and of the older ones those whose step is a multiple of `keep_every`, and those of the steps
+    that `best` chooses among all that there are.
     """
 
     folder: Path
     keep_last: int
     keep_every: int | None = None
+    best: Callable[[Sequence[int]], Collection[int]] = lambda steps: ()
 
     def begin(self, step: int, roles: Iterable[str]) -> dict[str, Path]:
         """An empty folder for each role's files, under a name that no resume looks at; `commit` makes a checkpoint of it.
@@ -93,8 +95,9 @@ class Checkpoints:
                 self._remove(folder)
         newest = self.committed()[-self.keep_last :]
         oldest = newest[0].step if len(newest) == self.keep_last else 0
+        best = self.best([each.step for each in self.committed()])
         for old, folder in self._folders():  # damaged ones as well: they would stay for good
-            if old < oldest and (self.keep_every is None or old % self.keep_every):
+            if old < oldest and (self.keep_every is None or old % self.keep_every) and old not in best:
                 self._remove(folder)
         # Left by whoever was killed while it wrote or removed; nobody else saves now.
         for left in [*self.folder.glob(f"{WRITTEN}step_*"), *self.folder.glob(f"{REMOVED}step_*")]:

@@ -208,6 +208,35 @@ def test_a_bad_row_is_named_without_a_tokenizer(tmp_path: Path, row: dict[str, A
     assert check_rows(path, data(path), limit=1) == 1
 
 
+def test_a_template_and_a_system_prompt_stand_around_every_prompt(tmp_path: Path, chat_tokenizer: Any) -> None:
+    """Braces are text: a template may ask for an answer in LaTeX."""
+    chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "2+2"}]
+    path = write(tmp_path, {"prompt": "1+1", "answer": "2"}, {"prompt": chat, "answer": "4"})
+    given = data(path, prompt_template="Solve {prompt} in \\boxed{}.", prompt_suffix="!", system_prompt="Be brief.")
+    first, second = (each.text for each in load_prompts(path, chat_tokenizer, given).prompts)
+    assert first == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSolve 1+1 in \\boxed{}.!<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert second == (
+        "<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\nSolve 2+2 in \\boxed{}.!<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_has_one_place_for_the_prompt_and_the_system_needs_a_chat_template(
+    tmp_path: Path, plain_tokenizer: Any
+) -> None:
+    path = write(tmp_path, {"prompt": "1+1", "answer": "2"})
+    assert (
+        load_prompts(path, plain_tokenizer, data(path, prompt_template="Q: {prompt}\nA:")).prompts[0].text
+        == "Q: 1+1\nA:"
+    )
+    for text, count in (("Solve", 0), ("{prompt} {prompt}", 2)):
+        with pytest.raises(ValueError, match=rf"`{{prompt}}` is in it {count} times"):
+            data(path, prompt_template=text)
+    with pytest.raises(UserError, match=r"data\.system_prompt: the model's tokenizer has no chat template"):
+        load_prompts(path, plain_tokenizer, data(path, system_prompt="Be brief."))
+
+
 @pytest.mark.parametrize(
     ("row", "other"),
     [

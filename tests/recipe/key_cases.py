@@ -38,6 +38,7 @@ _OPTIMIZER = {
     "momentum": ["0.5"],
     "schedule": ["linear", "cosine"],
     "warmup_steps": ["2"],
+    "warmup_share": ["0.4"],
     "min_lr": ["1.0e-3"],
 }
 _TRAINED = {
@@ -74,6 +75,7 @@ COMMON: dict[str, Sequence[str]] = {
     **_under("actor.optimizer", _OPTIMIZER),
     **_under("actor", {"micro_batch_tokens": ["128"], "aux_loss_coef": ["0.5"], **_TRAINED}),
     **_under("actor.lora", {"rank": ["4"], "alpha": ["8.0"], "targets": ["[linear_fc1]"]}),
+    "eval.before": ["false"],
     "eval.every": ["1"],
     **_under(
         "train",
@@ -83,6 +85,9 @@ COMMON: dict[str, Sequence[str]] = {
             "keep_last": ["1"],
             "async_save": ["true"],
             "keep_every": ["1"],
+            "keep_best.metric": ["eval/reward", "sft/eval_loss"],
+            "keep_best.mode": ["min"],
+            "keep_best.count": ["2"],
         },
     ),
     **_under(
@@ -106,6 +111,10 @@ TRAIN: dict[str, Sequence[str]] = {
             "over_length": ["error"],
             "final_answer": ["true"],
             "prompt_suffix": ["' Now:'"],
+            "mix": ["{a: 1, b: 3}"],
+            "mix_key": ["kind"],
+            "prompt_template": ["'a {prompt} b'"],
+            "system_prompt": ["b"],
         },
     ),
     **_under(
@@ -316,6 +325,7 @@ _AGENT = (f"agent.environment={OWN}:Talk", "rollout.max_response_tokens=100", "d
 _TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn_tokens=20")
 _HARNESS = (f"agent.function={OWN}:converse", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _ASYNCHRONOUS = ("rollout.max_staleness=1",)
+_BEST = ("train.steps=4", "train.save_every=1", "train.keep_last=1", "eval.every=1")
 _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
 
@@ -370,6 +380,8 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "latent attention": [*_CUDA, f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, *_CUDA],
         "held out": [_HELD_OUT],
+        "best": [_HELD_OUT, *_BEST, "train.keep_best={metric: eval/accuracy}", "eval.temperature=0.5"],
+        "mixed": ["data.mix={a: 3, b: 1}"],
         "asynchronous": _ASYNCHRONOUS,
         "asynchronous, in place": [*_ASYNCHRONOUS, "rollout.in_flight=in_place"],
         "asynchronous, held out": [*_ASYNCHRONOUS, _HELD_OUT],
@@ -407,6 +419,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         command: {
             "plain": [],
             "held out": [f"data.eval={ROOT}/{rows}2.jsonl"],
+            "best": [f"data.eval={ROOT}/{rows}2.jsonl", *_BEST, f"train.keep_best={{metric: {command}/eval_loss}}"],
             "set": _set(rows),
             "experts": [_MOE],
             "adapters": ["actor.lora={}", *([f"model.path={ROOT}/scored"] if command == "rm" else [])],
@@ -454,6 +467,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "data": ("plain", "held out", "set", "marked answers"),
     "rollout": ("plain", "cuda", "searched", "external servers"),
     "sync": ("plain", "over the disk"),
+    "data.mix_key": ("plain", "mixed"),
     "rollout.quantization": ("plain", "external servers", "bfloat16 on cuda"),
     "rollout.in_flight": ("plain", "asynchronous", "carried over"),
     "rollout.keep_kv": ("plain", "asynchronous", "asynchronous, in place"),
@@ -480,6 +494,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "eval.overlap": ("plain", "held out", "asynchronous, held out"),
     "sync.lora": ("plain", "adapters"),
     "train": ("plain", "saves"),
+    "train.keep_best": ("plain", "best"),
     "dpo": ("plain", "ipo"),
     "report": ("plain", "wandb"),
 }

@@ -191,3 +191,8 @@ def test_a_critics_warm_up_is_its_own_and_the_actor_stands_still_meanwhile(recip
     plan_batches(load_recipe(recipe_file, [*given, "critic.optimizer.warmup_steps=59"]).recipe)
     with pytest.raises(UserError, match=r"critic\.optimizer\.warmup_steps 60 .*the critic makes 60 .* at most 59"):
         plan_batches(load_recipe(recipe_file, [*given, "critic.optimizer.warmup_steps=60"]).recipe)
+    share = load_recipe(recipe_file, [*given, "critic.optimizer.warmup_share=0.98"]).recipe
+    plan_batches(share)
+    assert share.critic is not None and share.critic.optimizer.warmup_of(60) == 59
+    with pytest.raises(UserError, match=r"critic\.optimizer\.warmup_share 0\.99 leaves nothing .* at most 0\."):
+        plan_batches(load_recipe(recipe_file, [*given, "critic.optimizer.warmup_share=0.99"]).recipe)

@@ -107,6 +107,9 @@ UNREAD = [
     *((["data.eval=held_out.jsonl", f"eval.{given}"], ["eval.temperature=0.5"]) for given in ("top_p=0.9", "top_k=5")),
     (["eval.max_response_tokens=99"], ["data.eval=held_out.jsonl"]),
     (["data.eval=held_out.jsonl", "data.eval_config=main"], ["data.eval=own/rows"]),
+    (["train.keep_best.metric=eval/accuracy"], ["data.eval=held_out.jsonl", "eval.every=2", "train.save_every=2"]),
+    (["data.mix_key=source"], ["data.mix={math: 3, code: 1}"]),
+    (["eval.before=false"], ["data.eval=held_out.jsonl"]),
     (["eval.every=5"], ["data.eval=held_out.jsonl"]),
     (["eval.temperature=0.5"], ["data.eval=held_out.jsonl"]),
     (["eval.samples_per_prompt=1"], ["data.eval=held_out.jsonl"]),
@@ -193,6 +196,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "algorithm.kl_control.target": "algorithm.kl_control",
         "algorithm.correction.high": "algorithm.correction",
         "reward_model.path": "reward_model",
+        "train.keep_best.metric": "train.keep_best",
     }
     names = [given[-1].partition("=")[0] for given, _ in UNREAD]
     tested = {sections.get(name, name) for name in names} | {
@@ -289,6 +293,8 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["algorithm.advantage=egpo", "algorithm.drop_zero_variance_groups=true"], "egpo learns from groups whose"),
         (["algorithm.advantage=remax", "algorithm.drop_zero_variance_groups=true"], "remax learns from groups whose"),
         (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),
+        (["data.mix={math: 0}"], "all of its shares are 0"),
+        (["actor.optimizer={warmup_steps: 2, warmup_share: 0.1}"], "actor.optimizer.warmup_steps says how long"),
         (["agent.max_turns=3"], "nobody would answer the policy"),
         (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
         (["agent.command=[play]", "agent.rewritten=split"], "split is for environments and tools"),

@@ -14,6 +14,7 @@ from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 @pytest.mark.parametrize(
     ("given", "mends"),
     [
+        (["eval.before=false"], ["data.eval=held_out.jsonl"]),
         (["eval.every=5"], ["data.eval=held_out.jsonl"]),
         (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], ["dpo.loss=sigmoid"]),
         (["actor.lora={}", "reference.offload=[params]"], ["actor.lora=null"]),

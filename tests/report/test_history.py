@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.report.history import read_history, series, trim_history
+from megarl.report.history import best_steps, read_history, series, trim_history
 
 ROWS = '{"step": 0, "eval/accuracy": 0.25}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n'
 
@@ -102,3 +103,25 @@ def test_trim_drops_what_came_after(file: Path) -> None:
     trim_history(file, 1)
     assert file.read_text().splitlines() == ROWS.splitlines()[:2]
     assert list(file.parent.iterdir()) == [file]
+
+
+def test_the_best_steps_are_those_with_the_highest_or_lowest_value_and_of_equal_ones_the_later(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {0: 0.9, 1: 0.5, 2: None, 3: 0.7, 4: 0.5, 6: 0.7}
+    rows = [{"step": step} | ({} if each is None else {"eval/reward": each}) for step, each in values.items()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = [1, 2, 3, 4, 5, 6]
+    for lowest, count, best in (
+        (False, 1, {6}),
+        (False, 2, {3, 6}),
+        (False, 3, {3, 4, 6}),
+        (True, 1, {4}),
+        (True, 2, {1, 4}),
+        (True, 9, {1, 3, 4, 6}),
+    ):
+        assert best_steps(file, "eval/reward", lowest=lowest, count=count, steps=steps) == best
+    assert best_steps(file, "eval/accuracy", lowest=False, count=2, steps=steps) == set()
+    file.write_text("no row\n")
+    assert best_steps(file, "eval/reward", lowest=False, count=1, steps=steps) == set(steps)
+    assert "and all are kept" in caplog.text

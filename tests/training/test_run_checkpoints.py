@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,21 @@ def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
     for step in range(10, 71, 10):
         save(checkpoints, step, write_weights, {})
     assert [each.step for each in checkpoints.committed()] == [20, 40, 60, 70]
+
+
+def test_the_best_are_kept_while_they_are_the_best(tmp_path: Path) -> None:
+    """Of what there still is: what was let go for a better one does not come back."""
+    good = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.3, 5: 0.6, 6: 0.2}
+    kept = []
+
+    def best(steps: Sequence[int]) -> set[int]:
+        return {max(steps, key=lambda step: good[step])}
+
+    checkpoints = Checkpoints(tmp_path, keep_last=1, best=best)
+    for step in good:
+        save(checkpoints, step, write_weights, {})
+        kept.append([each.step for each in checkpoints.committed()])
+    assert kept == [[1], [2], [2, 3], [2, 4], [5], [5, 6]]
 
 
 def truncate(step: Path) -> None:

@@ -80,7 +80,7 @@ def _prompt(n: int) -> dict[str, Any]:
     """The last of the rows is too long for the recipes."""
     text = f"{n}+{n}" + ("?" * 60 if n % 8 == 0 else "")
     row = {"prompt": text, "question": f"{n}*{n}", "answer": 2 * n, "gold": n * n + 1000, "marked": f"so #### {n}"}
-    return row | {"rubric": "short"}
+    return row | {"rubric": "short", "data_source": "ab"[n % 2], "kind": "ab"[n % 3 == 0]}
 
 
 def _demonstration(n: int) -> dict[str, Any]:

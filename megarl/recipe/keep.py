@@ -1,0 +1,31 @@
+"""Which checkpoints of a run are kept for what its held-out rows said."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from megarl.core.metrics import METRICS, row_of
+from megarl.recipe.section import PositiveInt, Section
+
+
+def _held_out(name: str) -> str:
+    row = row_of(name)
+    group, _, metric = row.partition("/")
+    if row not in METRICS or not (group == "eval" or metric.startswith("eval_")):
+        raise ValueError(
+            f"{name!r} is no metric of held-out rows: wanted is one such as eval/accuracy, eval/set/NAME/pass_at_8 or "
+            "sft/eval_loss (docs/metrics.md)"
+        )
+    return name
+
+
+class KeepBest(Section):
+    """Checkpoints that are kept because none were better, beside the newest."""
+
+    metric: Annotated[str, AfterValidator(_held_out)] = Field(
+        description="what says how good a step is: eval/accuracy, eval/set/NAME/reward, sft/eval_loss ..."
+    )
+    mode: Literal["max", "min"] = Field("max", description="whether more of it is better, or less")
+    count: PositiveInt = Field(1, description="so many")
