@@ -58,6 +58,8 @@ def test_another_model_at_its_place_is_named(world: Path) -> None:
     [
         ("plain", ["run.seed=9"], "run.seed was 1 and is 9"),
         ("plain", ["data.shuffle=false"], "data.shuffle was True and is False"),
+        ("plain", ["data.mix={a: 1, b: 1}"], "data.mix was None and is {'a': 1.0, 'b': 1.0}"),
+        ("plain", ["data.chat_template_kwargs={opening: c}"], "options of the chat template of the rows of data.train"),
         ("plain", ["actor.optimizer.name=sgd"], "actor.optimizer.name was 'adam' and is 'sgd'"),
         ("plain", [ADAPTED], "actor.lora was None and is {"),
         (
