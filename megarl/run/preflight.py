@@ -81,11 +81,12 @@ class Preflight:
     def lines(self) -> list[str]:
         """What a user wants to see before waiting for the start."""
         dropped = f", {self.dropped} over the length limit dropped" if self.dropped else ""
+        epochs = f", {self.plan.steps * self.plan.prompts / self.rows:.3g} epochs" if self.rows else ""
         held_out = f"; {self.eval_rows} held-out rows" if self.eval_rows else ""
         return [
             self.plan.describe(),
             f"{self.model.family} of {self.model.num_layers} layers on {self.platform.name}; "
-            f"{self.rows} rows{dropped}{held_out}",
+            f"{self.rows} rows{dropped}{epochs}{held_out}",
             *self.notes,
         ]
 

@@ -47,7 +47,7 @@ def test_a_good_run_is_described(place: Place) -> None:
     assert found.model.family == "qwen3"
     assert found.platform.name == "cpu"
     assert "4 prompts x 4 samples = 16 samples" in found.lines()[0]
-    assert "6 rows, 1 over the length limit dropped; 3 held-out rows" in found.lines()[1]
+    assert "6 rows, 1 over the length limit dropped, 1.33 epochs; 3 held-out rows" in found.lines()[1]
     assert not place.run.exists()
 
 
