@@ -113,6 +113,10 @@ class Dpo(Section):
     length_normalized: bool = Field(
         False, description="log-ratios are means over a response's tokens, not sums (arXiv 2411.15124, section 5)"
     )
+    sft_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="weight of the better answer's negative log-prob, mean over its tokens (arXiv 2404.19733, equation 1)",
+    )
 
 
 class SupervisedRecipe(Section):

@@ -45,22 +45,26 @@ def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, D
     """The loss of rewards r = beta (log-prob - reference's), summed over a response: of r_chosen - r_rejected - margin.
 
     DPO (arXiv 2305.18290, equation 7), cDPO, IPO (2310.12036, equation 17); with length_normalized the mean over the
-    response's tokens takes the place of the sum. Column: ref_logprobs.
+    response's tokens takes the place of the sum. sft_coef adds the better answer's own loss, -log-prob a token (arXiv 2404.19733,
+    equation 1). Column: ref_logprobs.
     over_context: sums a tensor over the ranks that hold parts of the same sequences, differentiably.
     """
     beta = settings.beta
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
-        ratios = _sums(scores.logprobs - batch.columns["ref_logprobs"], batch)
-        ratios, counts = over_context(torch.stack([ratios, _sums(torch.ones_like(batch.mask), batch)]))
+        columns = scores.logprobs - batch.columns["ref_logprobs"], scores.logprobs, torch.ones_like(batch.mask)
+        ratios, said, counts = over_context(torch.stack([_sums(each, batch) for each in columns]))
+        counts = counts.clamp(min=1)
         if settings.length_normalized:
-            ratios = ratios / counts.clamp(min=1)
+            ratios = ratios / counts
         chosen, rejected = _pairs(beta * ratios)
         weights, ahead = _weights(batch), chosen - rejected
         lead = ahead - _margins(batch)
         per_pair = (
             ipo_loss(lead, beta) if settings.loss == "ipo" else bradley_terry_loss(lead, settings.label_smoothing)
         )
+        if settings.sft_coef:
+            per_pair = per_pair - settings.sft_coef * _pairs(said / counts)[0]
         loss = (weights * per_pair).sum()
         reported = {
             "loss": per_pair,

@@ -305,7 +305,16 @@ RM: dict[str, Sequence[str]] = {**_PAIRS, "rm.center_coef": ["0.5"]}
 DPO: dict[str, Sequence[str]] = {
     **_PAIRS,
     **_REFERENCE,
-    **_under("dpo", {"loss": ["ipo"], "beta": ["0.5"], "label_smoothing": ["0.2"], "length_normalized": ["true"]}),
+    **_under(
+        "dpo",
+        {
+            "loss": ["ipo"],
+            "beta": ["0.5"],
+            "label_smoothing": ["0.2"],
+            "length_normalized": ["true"],
+            "sft_coef": ["0.5"],
+        },
+    ),
 }
 VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm": RM, "dpo": DPO}
 

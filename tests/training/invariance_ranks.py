@@ -61,7 +61,7 @@ ADAM = OPTIMIZER.model_copy(update={"eps": ADAM_EPS})
 OBJECTIVES: dict[str, Objective] = {
     CRITIC: ValueObjective(0.2),
     REWARD: RewardObjective(center_coef=0.05),
-    PREFERENCE: DpoObjective(Dpo(beta=0.3, label_smoothing=0.1)),
+    PREFERENCE: DpoObjective(Dpo(beta=0.3, label_smoothing=0.1, sft_coef=0.2)),
 }
 Reference = dict[str, Result]
 

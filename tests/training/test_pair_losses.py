@@ -58,12 +58,14 @@ def dpo_loss(model, mini, settings):
     """One pair at a time, from the formula."""
     total = torch.zeros(())
     for index, pair in enumerate(pairs_of(mini)):
-        rewards = []
+        rewards, said = [], []
         for side in pair:
             logprobs, _ = torch_loop.scores(model, side, 1.0)
+            said.append(logprobs[torch.tensor(side.mask) > 0].mean())
             ratios = (logprobs - torch.tensor(side.columns["ref_logprobs"]))[torch.tensor(side.mask) > 0]
             rewards.append(settings.beta * (ratios.mean() if settings.length_normalized else ratios.sum()))
         lead = rewards[0] - rewards[1] - margin_of(index)
+        total = total - settings.sft_coef * said[0]
         if settings.loss == "ipo":
             total = total + (lead / settings.beta - 1 / (2 * settings.beta)) ** 2
         else:
@@ -103,8 +105,8 @@ def test_reward_updates_are_those_of_a_hand_written_loop(rank, scored):
 
 @pytest.mark.parametrize(
     "settings",
-    [DPO, Dpo(beta=0.3, loss="ipo"), Dpo(beta=2.0, length_normalized=True)],
-    ids=["smoothed", "ipo", "length-normalized"],
+    [DPO, Dpo(beta=0.3, loss="ipo", sft_coef=0.5), Dpo(beta=2.0, length_normalized=True)],
+    ids=["smoothed", "ipo and the better answer's own loss", "length-normalized"],
 )
 def test_dpo_updates_are_those_of_a_hand_written_loop(rank, folder, settings):
     rank.build("dpo", dpo_spec(folder, settings))
