@@ -38,7 +38,7 @@ from megarl.training.metrics import LossOutput, MetricSums
 from megarl.training.offload import PARTS, Offload, Part
 from megarl.training.optimizer import Stepper
 from megarl.training.parallel import Groups
-from megarl.training.schedule import Evaluate, finalize_without_scaling, run_schedule
+from megarl.training.schedule import Evaluate, finalize_without_scaling, num_fillers, run_schedule
 from megarl.training.spec import RoleSpec
 
 
@@ -262,7 +262,8 @@ class Engine:
 
     def _counted(self, shard: Shard) -> AbstractContextManager[None]:
         """Around an operation that goes through the shard once: its forward passes are counted for who waits for it."""
-        passes = sum(len(mini.micro_batches) for mini in shard.mini_batches) * self._groups.layout.vpp
+        layout, sizes = self._groups.layout, [len(mini.micro_batches) for mini in shard.mini_batches]
+        passes = sum(size + num_fillers(layout, size) for size in sizes) * layout.vpp
         return self._progress.of(passes, "micro-batches")
 
     def _prepare(self, model: Any, batch: DeviceBatch) -> None:

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
+from megarl.core.layout import Layout
 from megarl.models.gpt import packed_params
 from megarl.training.batch import DeviceBatch, filler
 from megarl.training.parallel import Groups
@@ -40,11 +41,8 @@ def run_schedule(
     if not batches:
         return []
     layout, config = groups.layout, chunks[0].config
-    fed = list(batches)
-    if layout.vpp > 1:
-        # The interleaved schedule goes through groups of as many micro-batches as there are pipeline ranks.
-        names = tuple(batches[0].columns)
-        fed += [filler(str(batches[0].tokens.device), layout, names) for _ in range(-len(batches) % layout.pp)]
+    names, device = tuple(batches[0].columns), str(batches[0].tokens.device)
+    fed = [*batches, *(filler(device, layout, names) for _ in range(num_fillers(layout, len(batches))))]
     schedule = get_forward_backward_func(layout.pp, layout.vpp if layout.vpp > 1 else None)
     iterators = [iter(fed) for _ in chunks]
     results: list[Any] = schedule(
@@ -61,6 +59,12 @@ def run_schedule(
         pg_collection=groups.collection,
     )
     return results[: len(batches)]
+
+
+def num_fillers(layout: Layout, num_micro_batches: int) -> int:
+    """How many micro-batches that count for nothing the schedule of a mini-batch needs beside its own."""
+    # The interleaved schedule goes through groups of as many micro-batches as there are pipeline ranks.
+    return -num_micro_batches % layout.pp if layout.vpp > 1 else 0
 
 
 def _forward_step(evaluate: Evaluate, prepare: Prepare | None, cp: int, options: dict[str, Any]) -> Callable[..., Any]:

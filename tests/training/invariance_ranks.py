@@ -6,6 +6,8 @@ Its arguments: <rank> <ranks> <port> <root> tests|thorough
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.layout import Layout
+from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
 from megarl.recipe.roles import Optimizer
 from megarl.recipe.supervised import Dpo
@@ -69,6 +72,17 @@ Reference = dict[str, Result]
 def balance_of(micro_batches: int) -> str:
     """Name of the reference with the loss that balances experts: one rank with so many micro-batches."""
     return f"balance over {micro_batches} micro-batches"
+
+
+class Exact(Progress):
+    """Holds each operation to the number of forward passes that it announced."""
+
+    @contextmanager
+    def of(self, total: int, unit: str) -> Iterator[None]:
+        """One operation."""
+        with super().of(total, unit):
+            yield
+        assert self._done.count == total, (self._done.count, total)
 
 
 class World:
@@ -223,7 +237,7 @@ def run_cases(world: World, reference: Reference) -> None:
 def main() -> None:
     """Go through the cases of one world; the world of one rank leaves the reference for the others."""
     index, size, port, root = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    rank = Rank(index, size, chosen().name, seed=1)
+    rank = Rank(index, size, chosen().name, seed=1, progress=Exact(None))
     rank.rendezvous("127.0.0.1", port, timeout_s=120)
     stored = root / "reference.pt"
     reference: Reference = {} if size == 1 else torch.load(stored, weights_only=False)
