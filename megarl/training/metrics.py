@@ -20,9 +20,9 @@ class LossOutput:
 
     loss: Tensor  # sum(weights * per-token loss): its gradient is taken as it is
     num_tokens: Tensor  # labels trained on
-    weighted: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # sums over tokens of weights * x: a mean over mini-batches
+    weighted: dict[str, Tensor] = field(default_factory=dict)  # sums of weights * x: a mean over mini-batches
+    # What those weights sum to, which is then divided by: they are rounded, and a share of pairs is not above 1.
+    weight: Tensor | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)  # sums over trained labels: a mean over these labels
     maxima: dict[str, Tensor] = field(default_factory=dict)  # largest over trained labels
 
@@ -39,6 +39,8 @@ class MetricSums:
         self._add(("count", "num_tokens"), output.num_tokens)
         for name, value in output.weighted.items():
             self._add(("weighted", name), value)
+        if output.weight is not None:
+            self._add(("weight", ""), output.weight)
         for name, value in output.sums.items():
             self._add(("sum", name), value)
         for name, value in output.maxima.items():
@@ -68,10 +70,11 @@ class MetricSums:
         totals = dict(zip(keys, everyone.sum(dim=0).tolist(), strict=True))
         largest = dict(zip(keys, everyone.amax(dim=0).tolist(), strict=True))
         num_tokens = max(totals["count", "num_tokens"], 1.0)
+        weight = totals.get(("weight", ""), float(self._mini_batches))
         result = {}
         for kind, name in keys:
             if kind == "weighted":
-                result[name] = totals[kind, name] / self._mini_batches
+                result[name] = totals[kind, name] / weight
             elif kind == "sum":
                 result[name] = totals[kind, name] / num_tokens
             elif kind == "max":

@@ -36,7 +36,7 @@ def reward_fn(center_coef: float, over_context: OverContext) -> Callable[[TokenS
         per_pair = bradley_terry_loss(lead - _margins(batch)) + center_coef * (chosen + rejected).square()
         loss = (weights * per_pair).sum()
         reported = {"loss": per_pair, "accuracy": accuracy(lead), "margin": lead, "score": (chosen + rejected) / 2}
-        return LossOutput(loss, batch.mask.sum(), _reported("rm", weights, reported))
+        return LossOutput(loss, batch.mask.sum(), _reported("rm", weights, reported), weights.sum())
 
     return fn
 
@@ -73,7 +73,7 @@ def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, D
             "chosen_reward": chosen,
             "rejected_reward": rejected,
         }
-        return LossOutput(loss, batch.mask.sum(), _reported("dpo", weights, reported))
+        return LossOutput(loss, batch.mask.sum(), _reported("dpo", weights, reported), weights.sum())
 
     return fn
 

@@ -15,6 +15,7 @@ from megarl.recipe.supervised import Dpo
 from megarl.training.batch import filler, to_device
 from megarl.training.logprob import TokenScores
 from megarl.training.losses import build_loss
+from megarl.training.metrics import MetricSums
 from megarl.training.spec import DpoObjective, RewardObjective, RoleSpec
 from tests.support.tolerances import tolerance
 from tests.training import torch_loop
@@ -144,6 +145,20 @@ def test_evaluation_reports_what_an_update_would_and_learns_nothing(rank, folder
         assert updated.keys() - metrics.keys() == {
             f"{role}/{name}" for name in ("grad_norm", "grad_share_max", "lr", "skipped_steps")
         }
+
+
+@pytest.mark.parametrize("ahead", [1.0, 0.0])
+def test_a_share_of_pairs_is_exact_whatever_their_weights_round_to(rank, device, ahead):
+    """Weights of 1 / (pairs x tokens) sum to 1 in exact numbers alone."""
+    loss, sums = build_loss(DpoObjective(Dpo()), lambda part: part), MetricSums()
+    [shard], _ = pair_shards(examples([13, 22, 61, 38, 7, 90], VOCAB), micro_batches=2, scored=False)
+    for micro in shard.mini_batches[0].micro_batches:
+        side = np.repeat(np.arange(len(micro.cu_seqlens) - 1), np.diff(micro.cu_seqlens)) % 2
+        batch = to_device(micro, {"ref_logprobs": np.zeros(len(side), np.float32)}, device, Layout(), 0)
+        scores = torch.tensor(np.where(side == 0, ahead, 0.0), dtype=torch.float32, device=device)
+        sums.add(loss.fn(TokenScores(scores, None), batch))
+    sums.end_mini_batch()
+    assert sums.reduce(rank.groups_of(Layout()).dp_cp)["dpo/accuracy"] == (1.0 if ahead else 0.5)
 
 
 def test_dpo_without_its_reference_is_refused(rank, folder):
