@@ -147,7 +147,7 @@ _METRICS: dict[str, MetricSpec] = {
         "fraction", "groups whose rewards are all equal / groups: they teach nothing", ".3f"
     ),
     "rollout/logprob_diff_mean": MetricSpec(
-        "nats", "mean over trained tokens of |log-prob at rollout - the trainer's own, same weights|", ".1e"
+        "nats", "mean over trained tokens of |log-prob at rollout - the trainer's own| (docs/algorithms.md)", ".1e"
     ),
     "rollout/logprob_diff_max": MetricSpec("nats", "the largest such difference in the step", ".1e"),
     "rollout/drifted": MetricSpec(
