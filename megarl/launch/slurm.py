@@ -43,7 +43,21 @@ VARIABLES = {
     "time": ("TIMELIMIT",),
     "requeue": ("REQUEUE", "NO_REQUEUE"),
     "output": ("OUTPUT", "ERROR"),
-    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")),
+}
+# Options that sbatch has variables for, by their letters: those that a script of ours may have from --sbatch.
+LETTERS = {
+    "A": "account",
+    "C": "constraint",
+    "G": "gpus",
+    "J": "job-name",
+    "M": "clusters",
+    "O": "overcommit",
+    "S": "core-spec",
+    "i": "input",
+    "m": "distribution",
+    "p": "partition",
+    "q": "qos",
 }
 # One of an array is the same run again, and sbatch is not to wait for the end of the job.
 NEVER = ("SBATCH_ARRAY_INX", "SBATCH_WAIT")
@@ -127,6 +141,7 @@ def _environment(script: Path) -> dict[str, str]:
     """For sbatch: what the script says of the job holds, and what is said of another job does not."""
     lines = [line for line in script.read_text(errors="replace").splitlines() if line.startswith("#SBATCH")]
     said = {name for line in lines for name in re.findall(r"\s--([a-z-]+)", line)}
+    said |= {LETTERS[letter] for line in lines for letter in re.findall(r"\s-([A-Za-z])", line) if letter in LETTERS}
     without = {*NEVER}
     for name in said:
         without |= {f"SBATCH_{each}" for each in VARIABLES.get(name, (name.replace("-", "_").upper(),))}

@@ -132,6 +132,20 @@ def test_what_a_script_says_holds_whatever_the_environment_has(
     assert (tmp_path / "seen").read_text().split() == ["SBATCH_QOS", "SLURM_CONF"]
 
 
+def test_what_a_script_says_by_a_letter_holds_as_well(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of --sbatch=-pshort went to the partition that SBATCH_PARTITION named."""
+    (answers / "sbatch").write_text("#!/bin/bash\necho 7; echo ${!SBATCH_*} > ${2%script}seen\n")
+    (answers / "sbatch").chmod(0o755)
+    script = tmp_path / "script"
+    script.write_text("#!/bin/bash\n#SBATCH -pshort -q high\n#SBATCH -A us\n#SBATCH --mem-per-gpu=80G\n# -C x\n")
+    for name in ("PARTITION", "QOS", "ACCOUNT", "MEM_PER_NODE", "CONSTRAINT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
+    slurm.submit(script)
+    assert (tmp_path / "seen").read_text().split() == ["SBATCH_CONSTRAINT"]
+
+
 @pytest.mark.parametrize(
     ("state", "code", "alive", "exit_code"),
     [
