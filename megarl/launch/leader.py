@@ -38,6 +38,8 @@ SILENT_S = 5 * ALIVE_EVERY_S  # a node that says nothing for so long is lost
 STEP = ("--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none")
 # Nodes have the leader's environment, Ray's secret in it, also in a job that was submitted without any (--export=NONE).
 SRUN = ("srun", "--export=ALL", *STEP)
+# srun's variables for what tasks read and print, as a user's profile may set them: nodes are heard by their lines alone.
+OF_LINES = ("SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE")
 CLOSE_S = 20.0  # longest orderly end of the nodes
 REQUEUE_S = 60.0  # longest wait for SLURM to queue a job again, and then to end it
 
@@ -98,7 +100,12 @@ class Nodes:
         cpus = [f"--cpus-per-task={allocation.cpus}"] if allocation.cpus else []
         everywhere = [*SRUN, f"--nodes={len(self.names)}", f"--ntasks={len(self.names)}", "--ntasks-per-node=1", *cpus]
         self._srun = subprocess.Popen(
-            [*everywhere, *self._node], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace"
+            [*everywhere, *self._node],
+            env={name: value for name, value in os.environ.items() if name not in OF_LINES},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
         assert self._srun.stdout is not None
         threading.Thread(target=self._listen, args=(self._srun.stdout, events), daemon=True).start()

@@ -115,6 +115,22 @@ def test_nodes_get_the_secret_of_ray_whatever_the_job_was_submitted_with(
     nodes.close([])
 
 
+def test_nodes_are_heard_where_the_environment_has_srun_label_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user's profile may: every node was up, and after the start deadline nothing had been heard of any."""
+    (tmp_path / "srun").write_text('#!/bin/bash\n[ "${SLURM_LABELIO:-}${SLURM_STDOUTMODE:-}" ] || exit 7\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_LABELIO", "1")
+    monkeypatch.setenv("SLURM_STDOUTMODE", "out.%t")
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    plan = Plan((), tmp_path, (), tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", 1.0)
+    nodes = Nodes(Allocation("7", ("here",), 0, ""), plan, "127.0.0.1:1", events)
+    assert events.get(timeout=5) == ("nodes ended", 7, None)
+    nodes.close([])
+
+
 def test_a_request_to_stop_that_comes_before_the_driver_listens_reaches_it(tmp_path: Path) -> None:
     leader, nodes = leader_of(tmp_path, sys.executable, "-c", DRIVER), SimpleNamespace(names=("here",))
     leader._signal(STOP_SIGNAL, None)
