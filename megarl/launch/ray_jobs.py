@@ -27,11 +27,21 @@ ASK_EVERY_S = 5.0  # how often a log is asked for that cannot be followed: each 
 log = get_logger(__name__)
 
 
+class TokenError(UserError):
+    """The cluster is there, and does not answer who has not its token."""
+
+    def __init__(self, address: str) -> None:
+        given = "set, and another's" if os.environ.get("RAY_AUTH_TOKEN") else "not set"
+        super().__init__(
+            f"The Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (which is {given})."
+        )
+
+
 class RayJobs:
     """The jobs of one cluster."""
 
     def __init__(self, address: str) -> None:
-        """address: of its dashboard, http://HEAD:8265. Raises UserError where nothing answers or a token is wanted."""
+        """address: of its dashboard, http://HEAD:8265. Raises UserError where nothing answers, TokenError."""
         from ray.exceptions import AuthenticationError
         from ray.job_submission import JobSubmissionClient
 
@@ -40,11 +50,7 @@ class RayJobs:
             # It asks for the cluster's version.
             self._client: Any = JobSubmissionClient(address)
         except AuthenticationError as error:
-            given = "set, and another's" if os.environ.get("RAY_AUTH_TOKEN") else "not set"
-            raise UserError(
-                f"The Ray cluster at {address} wants its token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (which is "
-                f"{given})."
-            ) from error
+            raise TokenError(address) from error
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"The Ray cluster at {address} does not take jobs from here: {str(error).rstrip('.')}. Its dashboard has to "

@@ -15,8 +15,8 @@ from megarl.core.platform import Platform
 from megarl.hub.recipe import localize, names_of
 from megarl.launch import slurm
 from megarl.launch.fit import check_fit
-from megarl.launch.ray_jobs import RayJobs
-from megarl.launch.record import EVENTS, FOLDER, Submission, last_submission
+from megarl.launch.ray_jobs import RayJobs, TokenError
+from megarl.launch.record import EVENTS, FILE, FOLDER, Submission, last_submission
 from megarl.launch.script import TEMPLATE, SlurmJob, render
 from megarl.launch.watch import is_alive
 from megarl.placement.workload import read_model
@@ -194,7 +194,14 @@ def _check_paths(recipe: AnyRecipe, path: Path, working_dir: Path) -> None:
 def _refuse_second(run: Path) -> None:
     """Two jobs on one run would write over each other."""
     before = last_submission(run)
-    if before is not None and is_alive(before):
+    try:
+        alive = before is not None and is_alive(before)
+    except TokenError as error:
+        raise UserError(
+            f"Whether the last job of {run} has ended cannot be asked. {error} Where that cluster is another one by now, and "
+            f"the job gone with its own, remove {run / FOLDER / FILE}."
+        ) from error
+    if before is not None and alive:
         raise UserError(
             f"{before.kind} job {before.job} of {run} has not ended. Wait for it, end it by megarl cancel {run}, or choose "
             "another run.name."

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.core.errors import MegarlError, UserError
 from megarl.launch import slurm
-from megarl.launch.ray_jobs import ENDED, RayJobs
+from megarl.launch.ray_jobs import ENDED, RayJobs, TokenError
 from megarl.launch.record import Submission, find_submission, last_exit_code, steps_done
 
 POLL_S = 0.3
@@ -20,12 +20,17 @@ Write = Callable[[str], object]
 
 
 def is_alive(submission: Submission) -> bool:
-    """Whether the job has still to end; one that its scheduler has forgotten has ended."""
+    """Whether the job has still to end; one that its scheduler has forgotten has ended.
+
+    Raises TokenError where a Ray cluster is there and does not say, MegarlError where a scheduler fails to answer.
+    """
     if submission.kind == "slurm":
         state = slurm.state_of(submission.job, submission.address)
         return state is not None and state.alive
     try:
         return RayJobs(submission.address).state(submission.job)[0] not in ENDED
+    except TokenError:
+        raise
     except UserError:
         return False  # that cluster is gone, and the job with it
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import pytest
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.launch import ray_jobs
-from megarl.launch.ray_jobs import RayJobs
+from megarl.launch import ray_jobs, watch
+from megarl.launch.ray_jobs import RayJobs, TokenError
+from megarl.launch.record import Submission
 
 
 class Dashboard(BaseHTTPRequestHandler):
@@ -61,6 +62,25 @@ def test_a_job_that_the_cluster_does_not_know_is_told_from_a_cluster_that_fails(
     with pytest.raises(MegarlError, match=r"does not answer for job job_1: .*500") as caught:
         ask(jobs)
     assert not isinstance(caught.value, UserError)
+
+
+class WantsToken(Dashboard):
+    """Ray's answer to whoever has not the token of its cluster."""
+
+    def answer(self) -> None:
+        self.send_error(401, "Unauthorized: Missing authentication token")
+
+    do_GET = do_POST = answer
+
+
+def test_a_job_of_a_cluster_that_wants_its_token_is_not_said_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run could be submitted a second time, while the first job wrote to its folder."""
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), WantsToken) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(TokenError, match=r"wants its token: set .* \(which is not set\)\."):
+            watch.is_alive(Submission("ray", "job_1", address=f"http://127.0.0.1:{server.server_port}"))
+        server.shutdown()
 
 
 class BehindProxy(Dashboard):

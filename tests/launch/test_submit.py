@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.launch.ray_jobs import TokenError
 from megarl.launch.record import Submission, find_submission
 from megarl.launch.submit import SlurmOptions, submit_ray, submit_slurm
 from megarl.run.ending import SUBMITTED_BY
@@ -204,6 +205,22 @@ def test_a_run_whose_job_has_not_ended_is_not_submitted_again(
     Submission("slurm", "7").write(place.run)
     with pytest.raises(UserError, match=r"slurm job 7 of .* has not ended.*megarl cancel"):
         submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+
+
+def test_a_run_whose_cluster_wants_its_token_is_not_submitted_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whether its job has ended; what a cluster of another is at that address by now is told, too."""
+
+    def wants_token(submission: Submission) -> bool:
+        raise TokenError(submission.address)
+
+    monkeypatch.setattr("megarl.launch.submit.is_alive", wants_token)
+    Submission("ray", "job_1", address="http://head:8265").write(place.run)
+    with pytest.raises(
+        UserError, match=r"cannot be asked\. The Ray cluster at http://head:8265 wants.*submission\.json"
+    ):
+        submit_ray(place.recipe, [], "http://head:8265", place.root, resume=True, dry_run=False, say=print)
 
 
 def test_a_ray_job_needs_paths_that_the_cluster_sees(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
