@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
 from megarl.report.history import METRICS_FILE
 from megarl.run.ending import SUBMITTED_BY
+from megarl.run.lock import locked
 from megarl.run.preflight import check_start, preflight, preflight_supervised
 
 Say = Callable[[str], object]
@@ -88,15 +90,17 @@ def submit_slurm(
             say(f"# {recipe.run.name}: {fit.servers}.")  # what is printed is still a script
         return run
     folder = run / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.yaml").write_text(f"# Resolved from {path} when it was submitted.\n{dump_yaml(loaded.resolved)}")
-    (folder / SUBMITTED_BY).unlink(missing_ok=True)
-    if again:
-        (folder / SUBMITTED_BY).write_text(f"{again}\n")
-    (folder / "slurm.sbatch").write_text(script)
-    job, cluster = slurm.submit(folder / "slurm.sbatch")
-    log = folder / f"slurm-{job}.out"
-    Submission("slurm", job, address=cluster, log=str(log)).write(run)
+    with _alone(run):
+        (folder / "recipe.yaml").write_text(
+            f"# Resolved from {path} when it was submitted.\n{dump_yaml(loaded.resolved)}"
+        )
+        (folder / SUBMITTED_BY).unlink(missing_ok=True)
+        if again:
+            (folder / SUBMITTED_BY).write_text(f"{again}\n")
+        (folder / "slurm.sbatch").write_text(script)
+        job, cluster = slurm.submit(folder / "slurm.sbatch")
+        log = folder / f"slurm-{job}.out"
+        Submission("slurm", job, address=cluster, log=str(log)).write(run)
     servers = f", {fit.servers}" if fit.servers else ""
     say(f"SLURM job {job}: {recipe.run.name} on {options.nodes} nodes{servers}; it prints to {log}")
     return run
@@ -120,8 +124,10 @@ def submit_ray(
     if dry_run:
         say(entrypoint)
         return run
-    job = RayJobs(address).submit(entrypoint, working_dir, loaded.recipe.run.name)
-    Submission("ray", job, address=address).write(run)
+    jobs = RayJobs(address)
+    with _alone(run):
+        job = jobs.submit(entrypoint, working_dir, loaded.recipe.run.name)
+        Submission("ray", job, address=address).write(run)
     say(f"Ray job {job} at {address}: {loaded.recipe.run.name}")
     return run
 
@@ -206,6 +212,16 @@ def _refuse_second(run: Path) -> None:
             f"{before.kind} job {before.job} of {run} has not ended. Wait for it, end it by megarl cancel {run}, or choose "
             "another run.name."
         )
+
+
+@contextmanager
+def _alone(run: Path) -> Iterator[None]:
+    """Within the block nobody else submits the run. Raises UserError where another does, or has while it was checked here."""
+    folder = run / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        _refuse_second(run)
+        yield
 
 
 def _command(recipe: AnyRecipe) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from megarl.launch.ray_jobs import TokenError
 from megarl.launch.record import Submission, find_submission
 from megarl.launch.submit import SlurmOptions, submit_ray, submit_slurm
 from megarl.run.ending import SUBMITTED_BY
+from megarl.run.lock import locked
+from megarl.run.preflight import preflight
 from tests.support.bad_input import Place, good_place
 from tests.support.tiny import write_tiny_model
 
@@ -205,6 +208,34 @@ def test_a_run_whose_job_has_not_ended_is_not_submitted_again(
     Submission("slurm", "7").write(place.run)
     with pytest.raises(UserError, match=r"slurm job 7 of .* has not ended.*megarl cancel"):
         submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+
+
+def test_a_run_that_is_submitted_twice_at_once_has_one_job(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each looked for the other's job before either had one, and `megarl cancel` ended the second alone."""
+    for name, text in (("sbatch", "echo 8; touch submitted"), ("scontrol", "echo JobState=PENDING ExitCode=0:0")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+
+    def other_was_faster(*asked: Any, **more: Any) -> Any:
+        Submission("slurm", "7").write(place.run)
+        return preflight(*asked, **more)
+
+    monkeypatch.setattr("megarl.launch.submit.preflight", other_was_faster)
+    with pytest.raises(UserError, match=r"slurm job 7 of .* has not ended"):
+        submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+    (place.run / "launch" / "submission.json").unlink()
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    with locked(place.run / "launch"), pytest.raises(UserError, match=r"launch is in use: process \d+ on "):
+        submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+    assert not (tmp_path / "submitted").exists()
+    submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+    assert (tmp_path / "submitted").exists() and find_submission(place.run).job == "8"
 
 
 def test_a_run_whose_cluster_wants_its_token_is_not_submitted_again(
