@@ -12,6 +12,7 @@ Not for a run on one machine: `megarl train` starts its own Ray. Standard librar
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import select
 import signal
@@ -224,6 +225,20 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise EndOfJob
 
 
+def _place(text: str) -> str:
+    """Of the head. A name is none: nodes tell by the address which of them the head is."""
+    host, _, port = text.rpartition(":")
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has to be address:port, with the IPv4 address by which all nodes reach the head: 10.0.0.1:26000"
+        ) from error
+    if not port.isdigit() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} names no port from 1 to {2**16 - 1}")
+    return text
+
+
 def _resource(text: str) -> tuple[str, float]:
     name, _, count = text.partition("=")
     return name, float(count)
@@ -232,7 +247,7 @@ def _resource(text: str) -> tuple[str, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0 when the leader ended the job, 1 when this node could not go on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--head", required=True, help="address:port of the job's head")
+    parser.add_argument("--head", required=True, type=_place, help="address:port of the job's head")
     parser.add_argument("--run-id", required=True, help="marks the processes of this job")
     parser.add_argument("--temp", required=True, type=Path, help="folder to make, on this node's own disk; short")
     parser.add_argument("--resource", type=_resource, action="append", default=[], help="name=count, beside GPUs")

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megarl.core import janitor
-from megarl.launch.node import NodeSpec, few_cpus, own_address, ray_command
+from megarl.launch.node import NodeSpec, few_cpus, main, own_address, ray_command
 from megarl.launch.words import parse_line
 from megarl.serving.process import free_port
 
@@ -51,6 +53,21 @@ def test_a_head_that_is_not_reached_is_named(tmp_path: Path) -> None:
     assert words(out) == ["started", "failed"]
     assert f"cannot reach the head at {FAR}:9" in err
     assert not (tmp_path / "temp").exists()
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        ("head1:26000", "'head1:26000' has to be address:port, with the IPv4 address"),
+        ("10.0.0.1", "'10.0.0.1' has to be address:port"),
+        ("10.0.0.1:70000", "names no port from 1 to 65535"),
+    ],
+)
+def test_a_head_by_name_is_refused(head: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No node took itself for the head: each waited for it until its deadline, the head's own node as well."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--head", head, "--run-id", "x", "--temp", "/tmp/x"])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_a_node_with_fewer_than_two_cpus_a_gpu_is_named(tmp_path: Path) -> None:
