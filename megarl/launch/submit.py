@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from megarl.recipe.load import Loaded, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
 from megarl.report.history import METRICS_FILE
-from megarl.run.ending import SUBMITTED_BY
+from megarl.run.ending import SUBMITTED_BY, writing
 from megarl.run.lock import locked
 from megarl.run.preflight import check_start, preflight, preflight_supervised
 
@@ -218,8 +218,10 @@ def _refuse_second(run: Path) -> None:
 def _alone(run: Path) -> Iterator[None]:
     """Within the block nobody else submits the run. Raises UserError where another does, or has while it was checked here."""
     folder = run / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with ExitStack() as stack:
+        with writing(run):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
         _refuse_second(run)
         yield
 

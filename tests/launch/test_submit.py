@@ -238,6 +238,18 @@ def test_a_run_that_is_submitted_twice_at_once_has_one_job(
     assert (tmp_path / "submitted").exists() and find_submission(place.run).job == "8"
 
 
+def test_a_runs_folder_that_takes_no_job_is_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    place.run.mkdir(parents=True)
+    (place.run / "launch").touch()
+    with pytest.raises(UserError, match=r"r cannot be written to: .*/launch: File exists\. Mend what is there"):
+        submit_slurm(place.recipe, (), SlurmOptions(), resume=False, dry_run=False, say=print)
+
+
 def test_a_run_whose_cluster_wants_its_token_is_not_submitted_again(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
