@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from megarl.cluster.collector_pool import CollectorPool
 from megarl.cluster.collectors import CollectorActor
@@ -38,6 +39,9 @@ UNKNOWN = ProcessFacts(0, "?")
 # What one collector's core can read, grade and pack beside asking: docs/rollout.md.
 SERVERS_A_COLLECTOR = 32
 END_S = 60.0  # for a collector to end episodes under way, environments, tools and graders, each of which has a deadline
+LEAVE_S = (
+    15.0  # for the same where a life ends early: somebody waits, and whoever ends jobs for a scheduler soon kills them
+)
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,21 @@ class Samples:
             self.wait_all(ends, "end", END_S)
         except MegarlError as error:  # of a user's code, and what the run has made is whole
             log.warning("a collector did not end in order: %s", error)
+
+    def leave(self) -> None:
+        """Of a life that ends early: what plays episodes gives back what it holds, in a while, wherever that can be."""
+        if self.recipe.agent is None or self.waiter.nodes.services.ended():
+            return  # nothing is held, or nobody can be asked
+        try:
+            # It listens no more first: what its collectors are cut off from says nothing of their groups.
+            ray.wait([self.coordinator.handle.close.remote()], timeout=LEAVE_S / 3)
+            ends = [worker.handle.close.remote() for worker in self.collectors.workers]
+            _, late = ray.wait(ends, num_returns=len(ends), timeout=LEAVE_S)
+        except RayError as error:
+            log.warning("collectors could not be told that the run ends: %s", error)
+            return
+        if late:
+            log.warning("%d of %d collectors had not closed their episodes after %g s", len(late), len(ends), LEAVE_S)
 
     def _coordinator_died(self, how: str) -> None:
         worker = self.coordinator

@@ -257,6 +257,16 @@ def _letting_go(external: ExternalPool | None, rollout: RolloutPool, sync: Weigh
 
 
 @contextmanager
+def _closing(rollout: RolloutPool) -> Iterator[None]:
+    """Around all that is asked of collectors: whatever ends it, environments and tools are closed, as they are in the end."""
+    try:
+        yield
+    except BaseException:
+        rollout.samples.leave()
+        raise
+
+
+@contextmanager
 def _keeping(
     kept: Kept, runtime: Runtime, recipe: Recipe, session: TrainSession, slots: Sequence[ServerSlot]
 ) -> Iterator[None]:
@@ -295,7 +305,8 @@ def train_session(
         pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
         session = TrainSession(roles, rollout, sync, critic)
-        with _letting_go(checked.external, rollout, pushing), _keeping(kept, runtime, recipe, session, slots):
+        keeping = _keeping(kept, runtime, recipe, session, slots)
+        with _letting_go(checked.external, rollout, pushing), keeping, _closing(rollout):
             yield session
         rollout.close()
 
@@ -308,7 +319,8 @@ def eval_session(
     with _runtime(recipe, checked, folder, 0, scratch) as runtime:
         waiter, slots = Waiter(timer, runtime.nodes), _server_slots(runtime, recipe)
         rollout = _launch_rollout(runtime, recipe, slots, checked.external, 1, waiter).ready()
-        yield rollout
+        with _closing(rollout):
+            yield rollout
         rollout.close()
 
 

@@ -43,3 +43,22 @@ def test_collectors_are_closed_and_what_goes_wrong_there_costs_no_run(
     for each in (coordinator, *collectors):
         assert each.handle.calls("close") == [()]
     assert ("collector 0 (pid 5 on h) died" in caplog.text) == dies
+
+
+@pytest.mark.parametrize(("agent", "ended", "told"), [(True, "", 1), (False, "", 0), (True, "the raylet has ended", 0)])
+def test_what_plays_episodes_is_closed_where_a_life_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool, ended: str, told: int
+) -> None:
+    """After Ctrl-C or the death of a rank no environment under way was closed: containers of a user's stayed."""
+
+    def worker(name: str) -> Worker:
+        return Worker(FakeActor(name), ProcessSpec(name, tmp_path), ProcessFacts(5, "h"))
+
+    waiter: Any = FakeWaiter()
+    waiter.nodes = SimpleNamespace(services=SimpleNamespace(ended=lambda: ended))
+    monkeypatch.setattr("megarl.cluster.samples.ray.wait", lambda refs, **_: (refs, []))
+    coordinator, collectors = worker("coordinator"), [worker("collector 0"), worker("collector 1")]
+    pool: Any = SimpleNamespace(workers=collectors)
+    recipe: Any = SimpleNamespace(agent=object() if agent else None)
+    Samples(coordinator, pool, waiter, recipe, 1).leave()
+    assert [len(each.handle.calls("close")) for each in (coordinator, *collectors)] == [told] * 3
