@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section, Variable, plain_url
 
@@ -42,10 +42,21 @@ def _named(graders: dict[str, Grader]) -> dict[str, Grader]:
 Url = Annotated[str, AfterValidator(plain_url)]
 
 
+def _several(value: object) -> object:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+FieldValues = Annotated[tuple[str | int | float | bool, ...], BeforeValidator(_several)]
+
+
 class GraderSection(Section):
     """What every grader has."""
 
     weight: float = Field(1.0, description="what its score counts for in the reward; 0: it is only measured")
+    only: dict[str, FieldValues] = Field(
+        {},
+        description="the rows that it grades, by their fields, dots into objects: {data_source: [apps, taco]}; default: all",
+    )
 
 
 class Rule(GraderSection):
@@ -139,7 +150,7 @@ class Reward(Section):
         "agent.environment, command or function by default null: they alone reward",
     )
     graders: Annotated[dict[str, Grader], AfterValidator(_named)] = Field(
-        {}, description="graders by name, in the place of fn; all grade every response"
+        {}, description="graders by name, in the place of fn; each grades every response, or those to some rows (only)"
     )
     workers: PositiveInt = Field(1, description="processes of each rule")
     timeout_s: PositiveFloat = Field(

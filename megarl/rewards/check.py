@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.recipe.reward import Code, Judge, Reward, Rule
 from megarl.rewards.code import check_sandbox
 from megarl.rewards.question import compile_template
 from megarl.rewards.resolve import BUILT_IN, resolve_reward
+from megarl.rewards.row_choice import grades_row
 
 
 def check_graders(reward: Reward) -> None:
@@ -27,9 +30,13 @@ def check_graders(reward: Reward) -> None:
             compile_template(settings.template, f"{key}.template")
 
 
-def compares_answers(reward: Reward) -> list[str]:
-    """Names of the built-in rules among the graders: they compare with the row's answer."""
-    return [each.fn for each in reward.by_name().values() if isinstance(each, Rule) and each.fn in BUILT_IN]
+def compares_answers(reward: Reward, fields: Mapping[str, Any]) -> list[str]:
+    """Names of the built-in rules among the graders of a row with these fields: they compare with its answer."""
+    return [
+        each.fn
+        for each in reward.by_name().values()
+        if isinstance(each, Rule) and each.fn in BUILT_IN and grades_row(each.only, fields)
+    ]
 
 
 def read_key(variable: str | None, key: str) -> str | None:

@@ -1,4 +1,4 @@
-"""All graders of a recipe as one: a response is graded by all of them at the same time, and rewarded with their weighted sum.
+"""All graders of a recipe as one: a response is graded by all that its row is for, and rewarded with their weighted sum.
 
 A grader that fails is counted by itself, and leaves the response without a reward: neither zero nor what the others say
 would be the truth.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.core.errors import MegarlError
@@ -24,6 +24,7 @@ from megarl.rewards.http import JsonClient
 from megarl.rewards.judge import JudgeGrader
 from megarl.rewards.question import compile_template
 from megarl.rewards.remote import RemoteGrader
+from megarl.rewards.row_choice import Only, grades_row
 
 log = get_logger(__name__)
 
@@ -37,7 +38,7 @@ AGAIN_S = 10.0  # until it is told again; twice as long each time
 class Combined:
     """What all graders say of one response.
 
-    reward: the weighted sum, 0 where a grader failed. parts: each grader's own score, None where it failed.
+    reward: the weighted sum, 0 where a grader failed. parts: the own score of each that grades the row, None where it failed.
     failure: which graders failed and why, by name; None where none did.
     """
 
@@ -48,12 +49,16 @@ class Combined:
 
 @dataclass(frozen=True)
 class Weighted:
-    """A grader and what its score counts for. about: what it is, for messages. timeout_s: its deadline for one response."""
+    """A grader and what its score counts for. about: what it is, for messages. timeout_s: its deadline for one response.
+
+    only: the rows that it grades, by their fields; without any, all.
+    """
 
     grader: Grader
     weight: float
     about: str
     timeout_s: float
+    only: Only = field(default_factory=dict)
 
 
 class Graders:
@@ -77,6 +82,7 @@ class Graders:
                 settings.weight,
                 f"{name} ({settings.kind})",
                 reward.timeout_s if isinstance(settings, Rule) else settings.timeout_s,
+                settings.only,
             )
             for name, settings in reward.by_name().items()
         }
@@ -107,16 +113,20 @@ class Graders:
             )
 
     async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Combined:
-        """Grade one response. row: its prompt's, for messages. Raises MegarlError where a grader can grade nothing any more."""
+        """Grade one response, by those who grade its row. row: its prompt's, for messages.
+
+        Raises MegarlError where a grader can grade nothing any more.
+        """
+        asked = {name: each.grader for name, each in self._members.items() if grades_row(each.only, metadata)}
         self._under_way += 1
         self._look_later()
         try:
             grades = await asyncio.gather(
-                *(member.grader.grade(prompt, response, answer, metadata, row) for member in self._members.values())
+                *(grader.grade(prompt, response, answer, metadata, row) for grader in asked.values())
             )
         finally:
             self._under_way -= 1
-        by_name = dict(zip(self._members, grades, strict=True))
+        by_name = dict(zip(asked, grades, strict=True))
         self._tell_failures(by_name, row)
         failures = [f"{name}: {grade.failure}" for name, grade in by_name.items() if grade.failure is not None]
         total = sum(self._members[name].weight * grade.reward for name, grade in by_name.items())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megarl.algorithms.limits import MAX_REWARD
 from megarl.rewards.patience import UnderWay
 
+SCORE = "score"  # in a mapping that a function returns
 MOST_SHOWN = 600  # characters of a failure's reason
 
 
@@ -23,6 +25,11 @@ class Grade:
 def failed(reason: str) -> Grade:
     """No grade, for a reason in words, cut where it is long: a counted failure, and no reward of zero."""
     return Grade(0.0, reason[:MOST_SHOWN])
+
+
+def score_of(value: Any) -> Any:
+    """The score among what a reward function says of a response, as verl's and slime's do; the value itself where it is alone."""
+    return value[SCORE] if isinstance(value, Mapping) and SCORE in value else value
 
 
 def number(value: Any) -> Grade:

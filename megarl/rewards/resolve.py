@@ -46,8 +46,8 @@ def _check_signature(where: str, function: object) -> None:
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"{where}: it is a {type(function).__name__}; {wanted}.")
     called = (function, type(function).__call__)  # of an object the class says what calling it gives
-    if any(inspect.iscoroutinefunction(each) or inspect.isgeneratorfunction(each) for each in called):
-        raise UserError(f"{where}: it is a coroutine or a generator; {wanted}, which returns the number itself.")
+    if any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called):
+        raise UserError(f"{where}: it is a generator; {wanted}, which returns the number itself.")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

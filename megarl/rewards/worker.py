@@ -14,11 +14,12 @@ import os
 import pickle
 import signal
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
-from megarl.rewards.grade import Grade, failed, number
+from megarl.rewards.grade import Grade, failed, number, score_of
 from megarl.rewards.resolve import RewardFn, resolve_reward
 
 HEADER = struct.Struct("<I")
@@ -37,14 +38,13 @@ def frame(value: object) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def grade(function: RewardFn, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> Grade:
-    """The function's grade, or why there is none: `error: ...` or `not a number: ...`."""
+def grade(
+    function: RewardFn, wait: Callable[[Any], Any], prompt: str, response: str, answer: str, metadata: dict[str, Any]
+) -> Grade:
+    """The function's grade, or why there is none: `error: ...` or `not a number: ...`. wait: gives what a coroutine gives."""
     try:
         found = function(prompt=prompt, response=response, answer=answer, metadata=metadata)
-        if inspect.iscoroutine(found):  # of one that a decorator has wrapped in a plain function
-            found.close()
-            return failed("not a number: it gave a coroutine; a reward function returns the number itself")
-        return number(found)
+        return number(score_of(wait(found) if inspect.iscoroutine(found) else found))
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
         return failed(f"error: {type(error).__name__}: {_words(error)}")
 
@@ -56,12 +56,35 @@ def _words(error: BaseException) -> str:
         return f"(it cannot be shown: {type(another).__name__})"
 
 
+class Loop:
+    """One event loop for all that coroutine functions keep, such as connections; made for the first, since most have none."""
+
+    def __init__(self) -> None:
+        self._runner: Any = None
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+    def run(self, coroutine: Any) -> Any:
+        """What it gives in the end."""
+        if self._runner is None:
+            import asyncio  # takes a while
+
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine)
+
+
 def serve(function: RewardFn, requests: BinaryIO, results: int) -> None:
     """Grade until the pipe of requests closes."""
-    while header := requests.read(HEADER.size):
-        (size,) = HEADER.unpack(header)
-        for request in pickle.loads(requests.read(size)):
-            _write(results, grade(function, *pickle.loads(request)))
+    with Loop() as loop:
+        while header := requests.read(HEADER.size):
+            (size,) = HEADER.unpack(header)
+            for request in pickle.loads(requests.read(size)):
+                _write(results, grade(function, loop.run, *pickle.loads(request)))
 
 
 def _write(pipe: int, value: object) -> None:

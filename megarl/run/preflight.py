@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from megarl.agents.check import check_agent
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
+from megarl.core.types import Prompt
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import check_rows, digests_of
@@ -44,7 +45,7 @@ from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.model_check import check_experts, check_head, check_lora, end_notes
 from megarl.run.resume_check import check_resumed
-from megarl.run.rows_check import check_sets, check_tokens, checked_prompts, row_notes
+from megarl.run.rows_check import check_graded, check_sets, check_tokens, checked_prompts, row_notes
 from megarl.run.servers_check import check_servers
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
@@ -139,7 +140,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
             f"{recipe.rollout.prompts_per_step} different prompts of one step. Set it to at most {rows}, or give more rows."
         )
     digests = digests_of(prompts.prompts, recipe.data)
-    eval_rows, notes = _eval_rows(recipe, model, tool_tokens)
+    held_out, notes = _eval_rows(recipe, model, tool_tokens)
+    check_graded(recipe, prompts.prompts, held_out)
     notes = (
         *staleness_notes(recipe),
         *learning_notes(recipe),
@@ -150,7 +152,9 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     )
     external = check_servers(recipe, model, platform, here=here)
     committed = _read_whole(recipe, committed, rows, digests)
-    return Preflight(plan, platform, model, rows, prompts.num_dropped, eval_rows, notes, external, digests, committed)
+    return Preflight(
+        plan, platform, model, rows, prompts.num_dropped, len(held_out), notes, external, digests, committed
+    )
 
 
 def preflight_eval(recipe: Recipe) -> Preflight:
@@ -165,10 +169,11 @@ def preflight_eval(recipe: Recipe) -> Preflight:
         model, tool_tokens = _check_generation(recipe)
         if not platform.serves_fp8:
             _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
-        eval_rows, notes = _eval_rows(recipe, model, tool_tokens)
+        held_out, notes = _eval_rows(recipe, model, tool_tokens)
+        check_graded(recipe, (), held_out)
         external = check_servers(recipe, model, platform, own_weights=True)
         notes = (*end_notes(recipe, model), *notes)
-    return Preflight(plan, platform, model, 0, 0, eval_rows, notes, external)
+    return Preflight(plan, platform, model, 0, 0, len(held_out), notes, external)
 
 
 def preflight_supervised(
@@ -339,11 +344,11 @@ def _without_effect(recipe: Recipe, platform: Platform) -> tuple[str, ...]:
     return ()
 
 
-def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[int, tuple[str, ...]]:
-    """How many held-out rows are asked, and notes on them."""
+def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[Sequence[Prompt], tuple[str, ...]]:
+    """The held-out rows that are asked, and notes on them."""
     if recipe.data.eval is None:
-        return 0, ()
+        return (), ()
     prompts = checked_prompts(recipe, recipe.data.eval, model)
-    rows = min(len(prompts), recipe.eval.max_prompts or len(prompts))
-    check_sets(recipe, recipe.data.eval, prompts.prompts[:rows])
-    return rows, row_notes(recipe, recipe.data.eval, prompts, tool_tokens)
+    asked = prompts.prompts[: recipe.eval.max_prompts]
+    check_sets(recipe, recipe.data.eval, asked)
+    return asked, row_notes(recipe, recipe.data.eval, prompts, tool_tokens)

@@ -13,6 +13,7 @@ from megarl.data.rows import place_of
 from megarl.models.config import ModelConfig
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import compares_answers
+from megarl.rewards.row_choice import check_choice, first_ungraded
 
 MOST_SETS = 64  # of held-out rows with figures of their own
 
@@ -58,6 +59,21 @@ def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
         )
 
 
+def check_graded(recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+    """Raises UserError for graders without rows and rows without graders, and where eval.grader does not grade all held-out ones.
+
+    prompts: to train on; an evaluation has none.
+    """
+    beside = recipe.reward_model is not None or recipe.agent is not None
+    check_choice(recipe.reward, [*prompts, *held_out], rewarded=beside, part=not prompts)
+    grader = recipe.eval.grader
+    if grader is not None and (row := first_ungraded(recipe.reward, grader, held_out)) is not None:
+        raise UserError(
+            f"`eval.grader`: {grader} does not grade every held-out row: reward.graders.{grader}.only leaves out {row.id}, which "
+            "would count as wrong. Remove eval.grader: the whole reward says then what is right."
+        )
+
+
 def row_notes(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
     """Lines on rows that nothing can come of."""
     return (*_without_answer(recipe, path, prompts), *_beside_tools(recipe, path, prompts, tool_tokens))
@@ -77,8 +93,10 @@ def _beside_tools(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: i
 
 def _without_answer(recipe: Recipe, path: Path, prompts: PromptSet) -> tuple[str, ...]:
     """A line for rows that the recipe's built-in rules find no response right by."""
-    empty, rules = prompts.without_answer, compares_answers(recipe.reward)
-    if not empty or not rules:
+    found = [(prompt, compares_answers(recipe.reward, prompt.metadata)) for prompt in prompts.without_answer]
+    empty = [(prompt, rules[0]) for prompt, rules in found if rules]
+    if not empty:
         return ()
-    first = place_of(path, empty[0].id)
-    return (f"{len(empty)} rows have an empty answer, by which {rules[0]} finds no response right; the first: {first}",)
+    prompt, rule = empty[0]
+    first = place_of(path, prompt.id)
+    return (f"{len(empty)} rows have an empty answer, by which {rule} finds no response right; the first: {first}",)

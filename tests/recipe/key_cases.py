@@ -47,6 +47,7 @@ _TRAINED = {
     "offload": ["[grads]", "[params]", "[optimizer]"],
 }
 _FROZEN = {"offload": ["[params]"]}
+_ONLY = {"only": ["{data_source: a}"]}
 _HTTP = {"weight": ["0.5"], "timeout_s": ["5.0"], "retries": ["1"], "concurrency": ["2"], "key_env": ["GRADER_KEY"]}
 
 
@@ -175,16 +176,17 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under("reward", {"fn": ["exact"], "workers": ["3"], "timeout_s": ["5.0"], "max_failed_share": ["0.0"]}),
     **_under(
         "reward.graders.rule",
-        {"weight": ["0.5"], "fn": ["exact"], "kind": ["remote"]},
+        {"weight": ["0.5"], "fn": ["exact"], "kind": ["remote"], **_ONLY},
     ),
     **_under(
         "reward.graders.remote",
-        {**_HTTP, "url": ["http://b"], "batch": ["2"], "kind": ["judge"]},
+        {**_HTTP, **_ONLY, "url": ["http://b"], "batch": ["2"], "kind": ["judge"]},
     ),
     **_under(
         "reward.graders.judge",
         {
             **_HTTP,
+            **_ONLY,
             "url": ["http://b"],
             "model": ["other"],
             "template": ["'{{ response }}'"],
@@ -198,6 +200,7 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under(
         "reward.graders.code",
         {
+            **_ONLY,
             "weight": ["0.5"],
             "field": ["checks"],
             "score": ["share"],

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -109,19 +110,19 @@ def wrong(prompt: str, response: str) -> float:
     return 0.0
 
 
+def each(prompt: str, response: str, answer: str, metadata: Metadata) -> Iterator[float]:
+    """A generator."""
+    yield 0.0
+
+
+async def each_later(prompt: str, response: str, answer: str, metadata: Metadata) -> AsyncIterator[float]:
+    """A generator that is waited for."""
+    yield 0.0
+
+
 async def later(prompt: str, response: str, answer: str, metadata: Metadata) -> float:
-    """Returns a coroutine."""
-    return 0.0
-
-
-class Later:
-    """Gives a coroutine where it is called."""
-
-    async def __call__(self, **given: Any) -> float:
-        return 0.0
-
-
-later_by_an_object = Later()
+    """Is waited for."""
+    return float(response == answer)
 
 
 class Keyword:

@@ -51,6 +51,18 @@ def test_the_reward_is_the_weighted_sum_of_what_all_say() -> None:
     assert wrong == Combined(pytest.approx(0.5 * 0.4 - 0.25 * 0.8), {"right": 0.0, "long": 0.4, "rude": 0.8}, None)
 
 
+def test_who_does_not_grade_a_row_is_not_asked_and_counts_nothing() -> None:
+    """The judge would fail at it."""
+    remote, judge = FakeRemote(score=lambda item: 0.5), FakeJudge(reply=lambda _: "Hm.")
+
+    async def call(graders: Graders) -> list[Combined]:
+        return [await graders.grade("", "42", "42", {"source": source}) for source in ("math", "chat")]
+
+    math, chat = talk(remote, judge, call, only={"source": "math"})
+    assert math.parts == {"right": 1.0, "long": 0.5, "rude": None} and math.failure is not None
+    assert chat == Combined(1.0, {"right": 1.0}, None)
+
+
 def test_one_that_fails_leaves_no_reward_and_keeps_what_the_others_say() -> None:
     def score(item: dict[str, Any]) -> Any:
         return None if "null" in item["response"] else 0.5

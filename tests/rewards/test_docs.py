@@ -63,14 +63,14 @@ def test_each_kind_has_the_keys_of_its_row() -> None:
     kinds = {"rule": Rule, "remote": Remote, "code": Code, "judge": Judge}
     assert {names(kind)[0]: set(names(own)) for kind, _, own in rows} == {
         name: set(model.model_fields)
-        - (set(HttpGrader.model_fields if issubclass(model, HttpGrader) else ["weight"]) | {"kind"})
+        - (set(HttpGrader.model_fields if issubclass(model, HttpGrader) else GraderSection.model_fields) | {"kind"})
         for name, model in kinds.items()
     }
     [shared] = re.findall(
         r"^All have a `weight`.*?`remote` and `judge` have (.*?)\.$", PAGE, flags=re.MULTILINE | re.DOTALL
     )
     assert set(names(shared)) == set(HttpGrader.model_fields) - set(GraderSection.model_fields)
-    assert list(GraderSection.model_fields) == ["weight"]
+    assert list(GraderSection.model_fields) == ["weight", "only"]
 
 
 def test_the_parameters_of_a_function_are_named() -> None:

@@ -45,8 +45,8 @@ def test_functions_of_the_folder_and_callable_objects(monkeypatch: pytest.Monkey
             "grading:wrong",
             r"its parameters are \(prompt: 'str', response: 'str'\).*unexpected keyword argument 'answer'",
         ),
-        ("grading:later", "it is a coroutine or a generator"),
-        ("grading:later_by_an_object", "it is a coroutine or a generator"),
+        ("grading:each", "it is a generator"),
+        ("grading:each_later", "it is a generator"),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(fn: str, says: str) -> None:

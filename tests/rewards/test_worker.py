@@ -1,17 +1,24 @@
 import asyncio
 import functools
 import sys
-import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.rewards import worker
 from megarl.rewards.grade import MOST_SHOWN, Grade
 from megarl.rewards.resolve import resolve_reward
-from megarl.rewards.worker import grade
+from megarl.rewards.worker import Loop
 
 naughty = resolve_reward("grading:naughty", Path(__file__).parent)
+
+
+def grade(function: Callable[..., Any], *asked: Any) -> Grade:
+    with Loop() as loop:
+        return worker.grade(function, loop.run, *asked)
 
 
 @pytest.mark.parametrize(
@@ -48,18 +55,29 @@ def test_what_no_float32_holds_is_no_grade(value: float) -> None:
     assert found.reward == 0.0 and found.failure == f"too large: {value!r}; a reward is at most 1e+30, and float32"
 
 
-def test_a_coroutine_that_a_decorator_hides_is_no_number() -> None:
-    """Only calling it tells: a decorator may as well run the coroutine to its end."""
+def test_a_coroutine_is_waited_for_on_one_loop_and_its_errors_are_the_functions() -> None:
+    """Also one that a decorator hides: only calling it tells."""
+    loops = set()
 
-    async def later(**_: object) -> float:
-        return 1.0
+    async def later(response: str, **_: object) -> float:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return 1.0 / float(response)
 
-    wrapped = functools.wraps(later)(lambda **given: later(**given))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that it was never awaited
-        failure = grade(wrapped, "", "", "", {}).failure
-    assert failure == "not a number: it gave a coroutine; a reward function returns the number itself"
-    assert grade(lambda **given: asyncio.run(later(**given)), "", "", "", {}) == Grade(1.0)
+    with Loop() as loop:
+        for function in (later, functools.wraps(later)(lambda **given: later(**given))):
+            assert worker.grade(function, loop.run, "", "2", "", {}) == Grade(0.5)
+            failure = worker.grade(function, loop.run, "", "0", "", {}).failure
+            assert failure == "error: ZeroDivisionError: float division by zero"
+        assert len(loops) == 1
+        assert worker.grade(lambda **given: asyncio.run(later(**given)), loop.run, "", "1", "", {}) == Grade(1.0)
+
+
+def test_the_score_is_taken_out_of_what_a_function_says_beside_it() -> None:
+    assert grade(lambda **_: {"score": 0.25, "acc": True, "pred": "4"}, "", "", "", {}) == Grade(0.25)
+    for value in ({"score": None}, {"reward": 1.0}, {"score": float("nan")}):
+        found = grade(lambda value=value, **_: value, "", "", "", {})
+        assert found.failure is not None and found.failure.startswith("not a number: ")
 
 
 def test_a_long_error_is_cut() -> None:

@@ -1,0 +1,81 @@
+"""Which grader grades which rows, by the rows' fields; and that every row, and every grader, has some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.core.types import Prompt
+from megarl.recipe.reward import Reward
+
+Only = Mapping[str, Sequence[str | int | float | bool]]  # values of a field, by its name
+
+
+def grades_row(only: Only, fields: Mapping[str, Any]) -> bool:
+    """Whether all of these fields of a row have one of the values."""
+    return all(_among(_found(fields, name), values) for name, values in only.items())
+
+
+def check_choice(reward: Reward, prompts: Sequence[Prompt], *, rewarded: bool, part: bool = False) -> None:
+    """Raises UserError for a grader that grades none of the rows, and a row that nothing rewards.
+
+    rewarded: whether something beside the graders rewards every row, such as an environment or a reward model. part: these are
+    not all rows of the run, and a grader may be for others.
+    """
+    graders = reward.by_name()
+    chosen = {name: settings.only for name, settings in graders.items() if settings.only}
+    if not chosen:
+        return
+    for name, only in () if part else chosen.items():
+        if not any(grades_row(only, prompt.metadata) for prompt in prompts):
+            raise UserError(
+                f"`reward.graders.{name}.only`: no row is so: {_nearest(only, prompts)} Correct or remove it."
+            )
+    counting = [settings.only for settings in graders.values() if settings.weight != 0]
+    for prompt in () if rewarded else prompts:
+        if not any(grades_row(only, prompt.metadata) for only in counting):
+            raise UserError(
+                f"{prompt.id}: no grader with a weight grades this row, and it would have no reward: "
+                f"{_fields(chosen, prompt)}. Name its values in reward.graders.NAME.only, or leave the row out."
+            )
+
+
+def first_ungraded(reward: Reward, name: str, prompts: Sequence[Prompt]) -> Prompt | None:
+    """The first of these rows that the grader of that name does not grade; None where there is none."""
+    settings = reward.by_name().get(name)
+    only = settings.only if settings is not None else {}
+    return next((prompt for prompt in prompts if not grades_row(only, prompt.metadata)), None)
+
+
+def _found(fields: Mapping[str, Any], name: str) -> Any:
+    if name in fields:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _among(value: Any, values: Sequence[Any]) -> bool:
+    """Whether it is one of them; true is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
+
+
+def _nearest(only: Only, prompts: Sequence[Prompt]) -> str:
+    """What rows say in the fields that are asked for."""
+    said = []
+    for name, values in only.items():
+        there = sorted({str(_found(prompt.metadata, name)) for prompt in prompts})
+        wanted = map(str, values)
+        near = [close for each in wanted for close in get_close_matches(each, there, n=1) if close != each]
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        shown = ", ".join(map(repr, there[:5])) + (" and others" if len(there) > 5 else "")
+        said.append(f"their {name!r} is {shown}{hint}")
+    return "; ".join(said) + "."
+
+
+def _fields(chosen: Mapping[str, Only], prompt: Prompt) -> str:
+    names = sorted({name for only in chosen.values() for name in only})
+    return ", ".join(f"{name!r} is {_found(prompt.metadata, name)!r}" for name in names)
