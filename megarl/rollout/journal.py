@@ -35,6 +35,8 @@ OPEN_FILES = 4  # that one process writes at a time: steps under way
 GREEDY = -1  # the position of a greedy answer; others count from 0
 
 TABLE = f"create table if not exists samples ({', '.join(COLUMNS)})"
+# A step is read group by group: without it each would look at all samples of the step.
+INDEX = "create index if not exists by_group on samples (row, first)"
 INSERT = f"insert into samples values ({', '.join('?' * len(COLUMNS))})"
 # Blobs of other rows are not read.
 SELECT = f"select {', '.join(NAMES)} from samples where row = ? and first = ? order by written, position"
@@ -142,9 +144,10 @@ class Journal:
         began = time.perf_counter()
         for step in dict.fromkeys(each.step for each in batch):
             rows = [row for each in batch if each.step == step for row in each.rows]
-            with self._file(step) as file:  # one transaction; a new file's table is made in it
+            with self._file(step) as file:  # one transaction; a new file's table and index are made in it
                 file.execute("begin")
                 file.execute(TABLE)
+                file.execute(INDEX)
                 file.executemany(INSERT, rows)
         self.spent_s += time.perf_counter() - began
 

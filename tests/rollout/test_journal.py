@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.blocks import laid, sample_block
 from megarl.rollout.attempt import Attempt, failed_sample
-from megarl.rollout.journal import Journal, JournalError, Written, forget, forget_others, steps_of
+from megarl.rollout.journal import SELECT, Journal, JournalError, Written, forget, forget_others, steps_of
 from megarl.rollout.tasks import GroupTask
 from megarl.serving.sampling import Sampling
 from tests.rollout.samples import make_prompt
@@ -162,6 +162,14 @@ def test_anybody_can_read_it(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["2/p3/0", "2/p3/5", "2/p3/2"]
     tokens = np.frombuffer(rows[0][3], np.int32, count=len(rows[0][3]) // 9)
     assert tokens[rows[0][4] :].tolist() == group().samples[0].response_ids.tolist()
+
+
+def test_a_group_is_found_without_a_look_at_the_others_of_its_step(tmp_path: Path) -> None:
+    """A step of thousands of groups is read group by group."""
+    write(tmp_path)
+    with sqlite3.connect(next(tmp_path.glob("step_*.sqlite"))) as file:
+        plan = " ".join(row[-1] for row in file.execute(f"explain query plan {SELECT}", (TASK.row, TASK.first)))
+    assert "SEARCH samples USING INDEX" in plan, plan
 
 
 def test_groups_that_finish_at_once_are_all_there(tmp_path: Path) -> None:
