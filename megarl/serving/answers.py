@@ -26,6 +26,9 @@ FinishReason = Literal["stop", "length", "abort"]
 ROWS = b'"output_token_logprobs":[['
 ROW = 3  # log-prob, token, text or null
 
+# What SGLang says instead of a stop string where the drawn token is none of the vocabulary; it answers an end token in its place.
+NO_TOKEN = "NaN happened"
+
 SHOWN = 200  # characters of an answer that an error shows
 
 T = TypeVar("T")
@@ -92,6 +95,11 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
             f"{where} answered finish_reason.type={finish!r}; known are {', '.join(get_args(FinishReason))}."
         )
     matched = reason.get("matched")
+    if matched == NO_TOKEN:
+        raise AnswerError(
+            f"{where} drew a token that is none of its vocabulary ({NO_TOKEN}): its logits are no numbers. Its weights may have "
+            "some that are not finite, or its kernels fail; its log says more."
+        )
     if flat is not None and len(flat) == ROW * len(token_ids):
         logprobs = _floats(flat[::ROW], "output_token_logprobs", where)
     else:

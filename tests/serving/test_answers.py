@@ -100,6 +100,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("meta_info", [], r"meta_info is \[\]; expected is a dict"),
         ("meta_info.finish_reason", None, "meta_info.finish_reason is missing"),
         ("meta_info.finish_reason.type", "tired", "type='tired'; known are stop, length, abort"),
+        ("meta_info.finish_reason.matched", "NaN happened", "drew a token that is none of its vocabulary"),
         ("meta_info.output_token_logprobs", None, "meta_info.output_token_logprobs is missing"),
         ("meta_info.output_token_logprobs", [[-1.0, 5, None]], "has 1 rows for 2 output_ids"),
         ("meta_info.output_token_logprobs", [[None, 5, None], [-1.0, 6, None]], "log-prob that is no number"),
