@@ -96,7 +96,7 @@ class Coordinator:
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
             await self._commit(before=step)
             if before:
-                self._decisions.leave(f"a collector died, and step {step} is made again", self._step)
+                self._decisions.make_again(step)
                 await self._links.release()  # they were held once the step was made
             each = self._recipe.rollout.samples_per_prompt
             with self._progress.of(each * self._pace.groups_per_step, "samples"):

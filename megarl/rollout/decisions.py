@@ -78,6 +78,7 @@ class Decisions:
         self._writing: asyncio.Future[None] | None = None  # what was begun last: those before it are done first
         self._file: sqlite3.Connection | None = None
         self._earlier: deque[Decision] | None = None  # None: nobody has looked
+        self._given: Decision | None = None  # what `again` gave last
         self._last = 0
         self._left = False  # whether this life decides by itself
         self._waiting: set[Key] = set()
@@ -116,9 +117,20 @@ class Decisions:
         """The next decision that was made before, in this step or an earlier one; None where there is no further one."""
         if not self.repeating or not self._earlier or self._earlier[0].step > step:
             return None
-        decision = self._earlier.popleft()
+        decision = self._given = self._earlier.popleft()
         self._last = decision.number
         return decision
+
+    def make_again(self, step: int) -> None:
+        """A collector died with samples that this step took: `again` gives once more what it took, unless that is not known.
+
+        Raises MegarlError in a replay, as `leave` does.
+        """
+        given, self._given = self._given, None
+        if given is not None and (given.kind, given.step, given.number) == ("taken", step, self._last):
+            self.take_back(given)  # nothing was decided since
+        else:
+            self.leave(f"a collector died, and step {step} is made again", step)
 
     def take_back(self, decision: Decision) -> None:
         """What `again` has just given does not stand: what it followed from is not what it was."""

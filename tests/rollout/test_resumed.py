@@ -78,6 +78,7 @@ class Life:
         self.went = False  # whether it has gone back
         self.finished = 0  # groups of the step that was not made
         self.stale: list[float] = []  # samples that are too old to be trained on, in each step
+        self.dies: int | None = None  # the step whose samples die with their collector as they are handed over
 
     def run(self, last: int, place: Any = None, finished: int | None = None, back: Any = None) -> Life:
         """Until it is killed: after step `last` was made, or once so many of its groups have finished.
@@ -128,6 +129,9 @@ class Life:
                 self.finished = local.coordinator.ledger.num("finished")
                 break
             shards, info = await local.generate(step, step)
+            if step == self.dies:
+                await local.replace(0)
+                shards, info = await local.generate(step, step)
             self.steps[step] = content(shards, local.coordinator.samples.rewards)
             self.rewinds.append(info.metrics.get("rollout/rewinds"))
             self.rates.append(info.metrics["perf/rollout_tokens_per_s"])
@@ -295,6 +299,18 @@ def test_a_journal_is_replayed_without_servers_and_stays_as_it_is(tmp_path: Path
         assert replayed.asked[-1] == 0
     assert {path.name: path.read_bytes() for path in journal.iterdir()} == written
     assert not (tmp_path / "other" / "run" / JOURNAL).exists()
+
+
+@pytest.mark.parametrize(("rollout", "dies"), [(MODES[0], 2), (MODES[1], 1), (MODES[3], 3)])
+def test_a_collector_that_dies_as_it_hands_over_what_the_journal_has_changes_nothing(
+    tmp_path: Path, rollout: dict[str, Any], dies: int
+) -> None:
+    before = Life(tmp_path / "run", 2, **rollout).run(3)
+    replayed = Life(tmp_path / "other", 2, replay=tmp_path / "run" / "run" / JOURNAL, **rollout)
+    again = Life(tmp_path / "run", 2, **rollout)
+    for life in (replayed, again):
+        life.dies = dies
+        assert life.run(3).steps == before.steps and life.asked[1] == 0
 
 
 def test_a_replay_leaves_out_greedy_answers_that_it_has_no_use_for(tmp_path: Path) -> None:
