@@ -91,7 +91,8 @@ class Coordinator:
             self._gone.clear()
             self._step, self._version, self._trains = step, version, version
             self._collecting, self._renewed = True, False
-            self._refills.begin()
+            self._refills.begin()  # also for groups that came when the step before had replaced its last
+            self._undecided = [entry.asked.group for entry in self.ledger.finished()]
             self.ledger.apply(events.Returned(step))
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
             await self._commit(before=step)
@@ -144,8 +145,8 @@ class Coordinator:
         """Answer and grade the held-out prompts; every collector its share. Raises MegarlError where there are none."""
         if not self._data.eval_rows:
             raise MegarlError("There is nothing to evaluate on: the recipe has no data.eval.")
-        rows = range(self._data.eval_rows)
-        return held_out.result(await self._links.evaluate(rows, step), self._recipe, step, version)
+        facts = await self._links.evaluate(range(self._data.eval_rows), step)
+        return held_out.result(facts, self._recipe, step, version)
 
     def settle(self, step: int, measured: Sequence[Measured]) -> list[Settled]:
         """The second turn of a step's advantages, for each collector: see StepAdvantages. Again for the same step: anew."""

@@ -20,7 +20,10 @@ from bench.support.rollout_simulation import Driver, FakeCollector, Took, World,
 from bench.support.virtual_time import DeadlockError, run_virtual
 from megarl.data.cursor import Cursor
 from megarl.recipe.schema import Recipe
+from megarl.rollout.batcher import teaches
+from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.ledger import Event, Ledger
+from megarl.rollout.local_advantages import StepPlan
 from megarl.rollout.producer import Pace
 
 LONGEST = 64
@@ -242,6 +245,26 @@ def test_lengths_and_stops_do_not_change_what_a_synchronous_run_trains_on() -> N
     whole = run_virtual(drive(Case(world=world)))
     parts = run_virtual(drive(Case(world=world, stops=frozenset({1, 2, 4}), collectors=3)))
     assert [took.taken for took in whole.took] == [took.taken for took in parts.took]
+
+
+@pytest.mark.parametrize(("max_staleness", "oversample"), [(0, 1.0), (2, 1.0), (1, 2.0)])
+def test_a_step_that_trains_on_groups_that_teach_nothing_has_replaced_as_many_as_it_may(
+    max_staleness: int, oversample: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Coordinator.next
+    unused: list[int] = []
+
+    async def watched(self: Coordinator, step: int, version: int) -> StepPlan:
+        plan = await plain(self, step, version)
+        if not all(entry.facts and teaches(entry.facts) for entry in self.ledger.taken(step)):
+            unused.append(self._refills._left)
+        return plan
+
+    monkeypatch.setattr(Coordinator, "next", watched)
+    rollout: dict[str, Any] = {"max_staleness": max_staleness, "oversample": oversample, "beside": oversample == 1.0}
+    world = World(slots=4, longest=LONGEST, mean_tokens=20.0, dull=0.6, seed=3)
+    run_virtual(drive(Case(prompts=4, steps=10, rows=400, refill=1, train_s=3.0, world=world, **rollout)))
+    assert unused and not any(unused)
 
 
 def test_what_ranks_train_on_is_made_while_they_train() -> None:
